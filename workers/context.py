@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,7 @@ class _Status:
     detail: str = ""
     step: int = 0
     version: int = -1
+    rollouts: dict[str, float] = field(default_factory=dict)
 
 
 class WorkerContext:
@@ -141,13 +142,22 @@ class WorkerContext:
             self.credentials(), self.name, config=self.config.tq, stop=self.stopping, attempt=self.attempt
         )
 
-    def report(self, state: str, detail: str = "", *, step: int | None = None, version: int | None = None) -> None:
+    def report(
+        self,
+        state: str,
+        detail: str = "",
+        *,
+        step: int | None = None,
+        version: int | None = None,
+        rollouts: dict[str, float] | None = None,
+    ) -> None:
         """Say what this rank does from now on; the next heartbeat carries it.
 
         Args:
             state: a few words, e.g. `generating`, `waiting for weights`.
             detail: more, e.g. `64 responses`.
             step, version: as before when None.
+            rollouts: `Rollouts.figures`; as before when None.
         """
         self.progress()
         old = self._status
@@ -156,6 +166,7 @@ class WorkerContext:
             detail,
             old.step if step is None else step,
             old.version if version is None else version,
+            old.rollouts if rollouts is None else rollouts,
         )
 
     def progress(self) -> None:

@@ -36,6 +36,7 @@ Usable = Callable[[int, int], frozenset[str]]
 """(partition that a row was saved in, step that it is admitted for) -> names of columns."""
 
 _SAMPLING = set(SamplingConfig.model_fields) - {"batch_size", "on_swap"}
+_SERVING = "serving"
 _OWN = {
     *("function", "agent", "agent_command", "tools"),
     *("timeout_s", "max_turns", "max_drawn_tokens", "max_context_tokens", "max_attempts", "on_failure"),
@@ -57,13 +58,19 @@ class DatasetPrompts:
     """Admission's source of prompts: the data set in its order, or as a sampler of the user's draws it."""
 
     def __init__(
-        self, dataset: Prompts, names: Sequence[str] = PROMPT_COLUMNS, sampler: TaskSampler | None = None
+        self,
+        dataset: Prompts,
+        names: Sequence[str] = PROMPT_COLUMNS,
+        sampler: TaskSampler | None = None,
+        report: Callable[[str], None] = lambda state: None,
     ) -> None:
         """Args:
         dataset: closed with this, as is the sampler.
         names: of the columns that are written.
         sampler: says which task a group has.
+        report: is told what goes on, before each task is made, and when all are.
         """
+        self._report = report
         self._dataset = dataset
         self._names = names
         self._sampler = sampler
@@ -71,6 +78,7 @@ class DatasetPrompts:
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
         """Return the columns of every row, group after group."""
         made = [(self._prompt(group.group), len(group.rows)) for group in groups]
+        self._report(_SERVING)
         prompts = [prompt for prompt, number in made for _ in range(number)]
         columns = {
             "prompts": Column.of_rows([prompt.tokens for prompt in prompts]),
@@ -84,6 +92,7 @@ class DatasetPrompts:
         """Draw the tasks of new groups; see `TaskSampler.draw`."""
         if self._sampler is not None:
             self._sampler.draw(groups, version)
+            self._report(_SERVING)
 
     def close(self) -> None:
         """End what makes and draws the tasks; idempotent."""
@@ -92,6 +101,7 @@ class DatasetPrompts:
             self._sampler.close()
 
     def _prompt(self, group: int) -> Prompt:
+        self._report("making tasks")
         if self._sampler is None:
             return self._dataset.prompt(group)
         return self._dataset.at(self._sampler.index_of(group))
@@ -112,7 +122,7 @@ def run_storage(context: WorkerContext) -> None:
         controllers=config.controllers,
         lineage=context.job.lineage,
     )
-    context.report("serving")
+    context.report(_SERVING)
     unit.threads.wait(context.exiting)
     unit.close()
 
@@ -154,7 +164,7 @@ def run_controller(context: WorkerContext) -> None:
         row_limit=config.schedule.live_rows,
         lineage=context.job.lineage,
     )
-    context.report("serving")
+    context.report(_SERVING)
     service.threads.wait(context.stopping)
     service.stop()
     service.threads.wait(context.exiting)
@@ -172,8 +182,9 @@ def _open_prompts(context: WorkerContext) -> DatasetPrompts:
             context.run_dir,
             batch=config.schedule.rollout_batch_size,
             start_step=context.start_step,
+            progress=lambda: context.report("drawing tasks"),
         )
-    return DatasetPrompts(dataset, prompt_columns(config), sampler)
+    return DatasetPrompts(dataset, prompt_columns(config), sampler, context.report)
 
 
 def check_data(context: WorkerContext) -> None:
@@ -287,7 +298,7 @@ def run_weights(context: WorkerContext) -> None:
             copy_rest=functools.partial(copy_without_weights, Path(context.config.model.path)),
             write_weights=write_weights,
         )
-    context.report("serving")
+    context.report(_SERVING)
     agent.threads.wait(context.exiting)
     if exporter is not None:
         exporter.close(context.config.launcher.stop_timeout_s)

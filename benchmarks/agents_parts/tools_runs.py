@@ -44,8 +44,7 @@ def kills(*, number: int, seed: int) -> dict[str, float]:
             wanted = chance.choice(VICTIMS)
             for process in psutil.Process(run.pid).children(recursive=True):
                 try:
-                    line = " ".join(process.cmdline())
-                    if wanted in line or (wanted == "rollout" and _hosts_a_service(process)):
+                    if _hosts_a_service(process) if wanted == "rollout" else _runs(process, wanted):
                         found.append(process)
                 except psutil.NoSuchProcess:
                     continue
@@ -65,7 +64,13 @@ def kills(*, number: int, seed: int) -> dict[str, float]:
 
 
 def _hosts_a_service(process: "psutil.Process") -> bool:  # type: ignore[name-defined]  # noqa: F821
-    return any("workers.agents.service" in " ".join(child.cmdline()) for child in process.children())
+    return any(_runs(child, "workers.agents.service") for child in process.children())
+
+
+def _runs(process: "psutil.Process", module: str) -> bool:  # type: ignore[name-defined]  # noqa: F821
+    """Whether a process was started with a module; one that it forked, with the same line, does not count."""
+    line, parent = process.cmdline(), process.parent()
+    return bool(module in line and (parent is None or parent.cmdline() != line))
 
 
 def _steps(run_dir: Path) -> int:

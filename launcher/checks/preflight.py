@@ -192,31 +192,42 @@ def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow, ShownPr
     try:
         num_rows, rows = _training_rows(config)
         held_out = held_out_rows(config) if "evaluate" in config.roles else []
+        first_prompt = _check_rows(config, rows, held_out)
+        if config.data.sampler is not None:
+            kept = first_prompt.num_kept if config.data.source is None else None
+            try_sampler(config.data, size=kept or num_rows, seed=config.seed)
     except UserCodeFailed as error:  # here it is the user's input
         raise ConfigError(str(error)) from error
+    return num_rows, len(held_out), rows[0], first_prompt
+
+
+def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptRow]) -> ShownPrompt:
     if config.rollout.is_own:  # it makes its own prompts
         check_templates(config.data)
-        first = rows[0]
-        return num_rows, len(held_out), first, ShownPrompt(first.prompt or first.task, first.ground_truth, None)
+        return ShownPrompt(rows[0].prompt or rows[0].task, rows[0].ground_truth, None)
     model_dir = Path(config.model.path)
     with ChatTemplate(model_dir) if config.data.chat_template else nullcontext() as template:
         first_prompt = check_prompts(rows, config.data, model_dir=model_dir, template=template)
         if held_out:
             check_prompts(held_out, config.evaluate.prompts(config.data), model_dir=model_dir, template=template)
-        return num_rows, len(held_out), rows[0], first_prompt
+        return first_prompt
 
 
 def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
     """Return how many rows the data have, and all of a file, or some of a source."""
     data, seed, own = config.data, config.seed, config.rollout.is_own
+    stuck_s = config.launcher.operation_timeout_s
+    if (data.source or data.sampler) and data.timeout_s >= stuck_s:
+        raise ConfigError(
+            f"data.timeout_s: {data.timeout_s:g} is not below launcher.operation_timeout_s {stuck_s:g}, after which "
+            f"the process that makes tasks is taken for stuck; lower it, or raise that"
+        )
     if data.source is None:
         rows = read_prompt_rows(data.file, data, own_rollout=own)
         size: int | None = len(rows)
     else:
         with TaskSource(data, seed=seed, own_rollout=own) as source:
             size, rows = source.size, source.tried()
-    if data.sampler is not None:
-        try_sampler(data, size=size, seed=seed)
     return size, rows
 
 
@@ -289,11 +300,19 @@ def _check_critic(config: RunConfig) -> None:
 
 def _check_overlong(config: RunConfig) -> None:
     """Refuse a buffer for long answers that begins before their first token: it would price every answer alike."""
-    algorithm, longest = config.algorithm, config.rollout.max_response_tokens
-    if isinstance(algorithm, DAPOConfig) and algorithm.overlong_buffer_tokens > longest:
+    algorithm, rollout = config.algorithm, config.rollout
+    if not isinstance(algorithm, DAPOConfig) or not algorithm.overlong_buffer_tokens:
+        return
+    if rollout.is_own and not rollout.max_drawn_tokens:
+        raise ConfigError(
+            f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} is a price of long rollouts, but "
+            f"rollout.max_drawn_tokens 0 sets them no limit; set that, or overlong_buffer_tokens to 0"
+        )
+    if algorithm.overlong_buffer_tokens > rollout.longest_rollout:
+        limit = "max_drawn_tokens" if rollout.is_own else "max_response_tokens"
         raise ConfigError(
             f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} are more than the longest answer "
-            f"(rollout.max_response_tokens {longest}); set it below that"
+            f"(rollout.{limit} {rollout.longest_rollout}); set it below that"
         )
 
 

@@ -1,5 +1,6 @@
 """Whether rollouts of the user's own can be made, as configured."""
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import check_function
 from workers.config import RunConfig
 from workers.tasks.dataflow import TRAINERS
+
+logger = logging.getLogger(__name__)
 
 
 def check_own_rollouts(config: RunConfig) -> None:
@@ -38,7 +41,7 @@ def check_own_rollouts(config: RunConfig) -> None:
 
 
 def check_rollout_code(config: RunConfig) -> None:
-    """Import the user's functions in a child, as the run will.
+    """Import the user's functions in a child, as the run will; warn of what the renderer cannot do.
 
     Raises:
         ConfigError: one cannot be used, the program does not exist, or the model's chat template ignores tools.
@@ -61,11 +64,15 @@ def check_rollout_code(config: RunConfig) -> None:
         "function": own.function,
         "agent": own.agent,
         "tools": list(own.tools),
+        "models": {name: served.model_dump() for name, served in own.models.items()},
     }
     pool = CallPool(
         Entry("workers.agents.preflight:usable", settings), what="rollout", limit="", timeout_s=60.0, concurrency=1
     )
     try:
         pool.until_ready()
+        for what in pool.call(on="the renderer"):
+            then = "each turn begins a new sample" if what.startswith("bridge") else "the policy's calls stay text"
+            logger.warning("model.renderer: %s cannot %s: %s", config.model.renderer or "the template", what, then)
     finally:
         pool.close()

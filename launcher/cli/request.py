@@ -45,6 +45,7 @@ from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt
 from workers.data.prompt_rows import PromptRow
 from workers.engines.openai.config import UPDATE_ARGUMENTS
+from workers.rewards.in_child import GROUP_ARGUMENTS, GROUP_FIELD
 from workers.rewards.pooled import PooledReward
 from workers.rewards.remote import is_url
 from workers.tasks.row import ARGUMENTS
@@ -254,7 +255,7 @@ class Request:
 
 
 def try_functions(config: RunConfig) -> None:
-    """Import the functions of users' tasks, the one that has servers take new weights, and the groups' filter.
+    """Import the functions of users' tasks, the one that has servers take new weights, and those of groups.
 
     Raises:
         ConfigError: one cannot be imported, or does not take its arguments.
@@ -265,6 +266,8 @@ def try_functions(config: RunConfig) -> None:
     group_filter = config.algorithm.group_filter
     if group_filter is not None and group_filter != ZERO_VARIANCE:
         named.append((FILTER, group_filter, FILTER_ARGUMENTS))
+    if config.reward.group_function is not None:
+        named.append((GROUP_FIELD, config.reward.group_function, GROUP_ARGUMENTS))
     pools = [_importing(*each) for each in named]  # side by side
     try:
         for pool in pools:

@@ -188,6 +188,12 @@ def _validate(values: Mapping[Any, Any], origins: Origins) -> RunConfig:
             "deterministic: true cannot be with algorithm.group_filter, where which answers are generated together "
             "depends on timing; set algorithm.group_filter to null"
         )
+    if config.reward.group_function is not None and (config.deterministic or "reward" in config.roles):
+        what = "deterministic: true" if config.deterministic else "roles: 'reward'"
+        raise ConfigError(
+            f"{what} cannot be with reward.group_function, which sees a group where and when it is generated; leave "
+            f"one of the two out"
+        )
     if schedule.lateness and schedule.gate_staleness < 1:
         where = origins.of(("schedule", "fill"))
         raise ConfigError(

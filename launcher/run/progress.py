@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,6 +54,7 @@ class Status:
         time: when it said so (unix time, s).
         pid: its process id.
         idle_s: time since it last got on with something (s).
+        rollouts: of an instance whose rollouts are functions: `workers.rollout.rollouts.Rollouts.figures`.
     """
 
     state: str
@@ -63,6 +64,7 @@ class Status:
     time: float = 0.0
     pid: int = 0
     idle_s: float = 0.0
+    rollouts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Status":

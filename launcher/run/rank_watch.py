@@ -87,7 +87,7 @@ class RankWatch:
                 doing = f"{status.state} {status.detail}".rstrip()
                 why = f"no progress for {status.idle_s + silent_s:.0f} s with: {doing}"
                 stuck.append((status.idle_s + silent_s, RankStuck(gang, rank, why)))
-            elif workers[gang]:
+            elif workers[gang] or not status.waits:  # a service that works is waited for, too
                 waiting.append((status.idle_s + silent_s if status.waits else 0.0, gang, rank, status.state))
         if not stuck and waiting and min(waiting)[0] > self._deadlock_timeout_s:
             seconds, gang, rank, state = max(waiting)

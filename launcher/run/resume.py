@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import CheckpointError, ConfigError
-from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
+from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE, SAMPLER_FILE
 from launcher.config.paths import user_path
 from launcher.config.yaml_file import read_yaml
 from launcher.run.restore import (
@@ -24,6 +24,7 @@ from launcher.run.restore import (
     verified_checkpoint,
 )
 from launcher.run.rundir import began_run, check_not_running, has_checkpoint, newest_run
+from workers.admission.task_sampler import missing_state
 from workers.checkpoint.files import HF
 from workers.config import RunConfig
 from workers.data.task_source import changed_data, data_identity
@@ -104,7 +105,7 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
     Raises:
         ConfigError: its run is still running, the last step is reached already, a setting is another one that decides
             which prompt a group has, the data or the model are others, ledger, metrics or evaluations cannot be read,
-            or the ledger does not name the groups that were trained.
+            the sampler's state is missing, or the ledger does not name the groups that were trained.
     """
     check_not_running(checkpoint.run_dir)
     if config.steps <= checkpoint.step:
@@ -126,8 +127,9 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"model.path: {config.model.path} (fingerprint {fingerprint[:12]}) is not the model that "
             f"{checkpoint.path} was trained from ({checkpoint.fingerprint[:12]}); resume with that model"
         )
-    for name in CUT_FILES:
-        lines_up_to(checkpoint.run_dir / name, checkpoint.step)
+    left = {name: lines_up_to(checkpoint.run_dir / name, checkpoint.step) for name in CUT_FILES}
+    if config.data.sampler is not None and not left[SAMPLER_FILE]:
+        raise missing_state(checkpoint.run_dir / SAMPLER_FILE)
     trained_groups(checkpoint.run_dir, config.schedule, completed=checkpoint.step)
 
 
@@ -154,11 +156,11 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
         )
 
 
-def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value."""
+def _flat(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return dotted key -> value of settings and of those in sections; options of the user's stay whole."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+        flat |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
     return flat
 
 

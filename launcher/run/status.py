@@ -112,7 +112,8 @@ class RunStatus:
     def as_text(self, now: float) -> str:
         """Return tables for a person."""
         roles = [("ROLE", "RANKS", "DOES", "WEIGHTS"), *role_rows(self.gangs, self.ranks, now)]
-        tables = [table(rows) for rows in (self._tasks(), self._units(), self._weights()) if len(rows) > 1]
+        every = (self._rollouts(), self._tasks(), self._units(), self._weights())
+        tables = [table(rows) for rows in every if len(rows) > 1]
         age = now - self.at
         late = f": the launcher said nothing for {age:.0f} s" if age > LATE_S else ""
         parts = [f"{self.run_dir}{late}", table(roles), *self._restarts(now), *self._held_out(), self._queue(), *tables]
@@ -164,6 +165,17 @@ class RunStatus:
                 speed = f"{task['rows_per_s']:.1f}"
                 parked = str(task["parked_requests"])
                 rows.append((task["task"], task["controller"], *map(str, counts), speed, parked, oldest))
+        return rows
+
+    def _rollouts(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("ROLLOUTS", "LIVE", "DRAWING", "WAITING", "IN TOOLS", "TURNS", "TIME SO FAR")]
+        for (gang, _), status in self.ranks.items():
+            if said := status.rollouts:
+                counts = [f"{said[name]:.0f}" for name in ("live", "drawing", "waiting", "in_tools", "turns")]
+                times = {name: said[f"{name}_s"] for name in ("drawing", "waiting", "in_tools")}
+                whole = max(1e-9, sum(times.values()))
+                shares = [f"{100 * time_s / whole:.0f} % {name.replace('_', ' ')}" for name, time_s in times.items()]
+                rows.append((gang, *counts, ", ".join(shares)))
         return rows
 
     def _units(self) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from launcher.timeline.run_timeline import BESIDE, CATEGORIES, RunTimeline, Span, in_order, role_of
+from launcher.timeline.run_timeline import BESIDE, CATEGORIES, ROLLOUTS, RunTimeline, Span, in_order, role_of
 from workers.tasks.dataflow import SERVICES
 
 WAITING = "#e4e4e4"
@@ -108,7 +108,11 @@ class GanttChart:
         """
         start, end = timeline.window
         shown = {
-            process: [span for span in timeline.spans[process] if span.end > start and span.start < end]
+            process: [
+                span
+                for span in timeline.spans[process]
+                if span.end > start and span.start < end and span.name not in ROLLOUTS
+            ]
             for process in in_order(timeline.spans)
             if role_of(process) not in SERVICES
         }

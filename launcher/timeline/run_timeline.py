@@ -2,7 +2,8 @@
 which ui.perfetto.dev shows. Pure but for the reading.
 
 Spans of one process may lie inside each other (a swap of the weights inside a generation); the innermost one counts.
-Spans of background threads (`BESIDE`) are shown and not accounted for: the process does something else meanwhile.
+Spans of background threads (`BESIDE`) are shown and not accounted for: the process does something else meanwhile. So
+are rollouts of users' functions and their turns: in the trace, those at the same time have lanes of their own.
 """
 
 import contextlib
@@ -17,7 +18,9 @@ from pathlib import Path
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import TIMELINE
 
-BESIDE = frozenset({"copy weights", "seal weights", "check weights", "receive weights", "write checkpoint"})
+ROLLOUTS = frozenset({"rollout", "turn"})
+"""Of users' functions and agents, many at a time: spans with the same `id` are of one rollout."""
+BESIDE = ROLLOUTS | {"copy weights", "seal weights", "check weights", "receive weights", "write checkpoint"}
 STEP_ENDS = "publish weights"
 """Of the actor's rank 0: ends when the weights of its `step` exist."""
 _WAITS = {
@@ -164,11 +167,32 @@ def chrome_trace(timeline: RunTimeline) -> str:
     for pid, process in enumerate(in_order(timeline.spans), start=1):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": process}})
         events.append({"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        lanes = _lanes(timeline.spans[process])
         for span in timeline.spans[process]:
             times = {"ts": round((span.start - start) * 1e6, 1), "dur": round((span.end - span.start) * 1e6, 1)}
-            where = {"pid": pid, "tid": int(span.name in BESIDE)}
+            where = {"pid": pid, "tid": lanes.get(_rollout_of(span), int(span.name in BESIDE))}
             events.append({"name": span.name, "ph": "X", **where, **times, "args": dict(span.attributes)})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _lanes(spans: Iterable[Span]) -> dict[object, int]:
+    """Return a lane for each rollout, from 2; one is free again when its rollout has ended."""
+    times: dict[object, tuple[float, float]] = {}
+    for span in spans:
+        if (rollout := _rollout_of(span)) is not None:
+            start, end = times.get(rollout, (span.start, span.end))
+            times[rollout] = min(start, span.start), max(end, span.end)
+    ends: list[float] = []
+    lanes = {}
+    for rollout, (start, end) in sorted(times.items(), key=lambda item: item[1]):
+        lane = next((number for number, until in enumerate(ends) if until <= start), len(ends))
+        ends[lane : lane + 1] = [end]
+        lanes[rollout] = 2 + lane
+    return lanes
+
+
+def _rollout_of(span: Span) -> object:
+    return span.attributes.get("id") if span.name in ROLLOUTS else None
 
 
 def account_text(account: Mapping[str, Mapping[str, float]]) -> str:

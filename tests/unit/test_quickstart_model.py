@@ -111,8 +111,12 @@ def test_model_is_right_about_one_sum_in_three() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["quickstart", "smollm2-arithmetic-cpu", "smollm2-two-digit-sums-cpu", "smollm2-gsm8k-cpu"]
-)
+    "name",
+    [
+        "quickstart", "smollm2-arithmetic-cpu", "smollm2-two-digit-sums-cpu", "smollm2-gsm8k-cpu", "smollm2-tools-cpu",
+        "reasoning-gym-cpu",
+    ],
+)  # fmt: skip
 def test_recipes_are_valid_and_their_batches_divide(name: str) -> None:
     config = RunConfig.model_validate(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))
     num_samples = config.schedule.rollout_batch_size * config.schedule.n_samples_per_prompt

@@ -1,6 +1,9 @@
 """Curricula of the user's: what they are told when, and that a run goes on with the tasks that it had."""
 
+import errno
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +99,10 @@ def trained(
             file.write(json.dumps({"step": step, "group": group, "indices": [], "rewards": rewards[group]}) + "\n")
 
 
-def opened(run_dir: Path, sampler: Any, *, start_step: int = 0) -> TaskSampler:
-    return TaskSampler(sampler, run_dir, batch=2, start_step=start_step)
+def opened(
+    run_dir: Path, sampler: Any, *, start_step: int = 0, progress: Callable[[], None] = lambda: None
+) -> TaskSampler:
+    return TaskSampler(sampler, run_dir, batch=2, start_step=start_step, progress=progress)
 
 
 def test_results_are_told_in_order_up_to_the_step_before_the_weights_that_the_draw_waits_for(tmp_path: Path) -> None:
@@ -164,6 +169,38 @@ def test_results_that_do_not_come_are_named(tmp_path: Path) -> None:
     results = StepResults(tmp_path / LEDGER_FILE, batch=2, timeout_s=60, clock=lambda: next(clock))
     with pytest.raises(DeadlineExceeded, match=r"ledger.jsonl: lacks lines of step 2 after 60 s"):
         results.of(2)
+
+
+def test_results_that_wait_in_the_trainers_memory_for_room_on_the_disk_are_waited_for(tmp_path: Path) -> None:
+    def disk_is_full(directory: Path) -> bool:
+        trained(tmp_path, 1, {0: [1.0], 1: [0.0]})
+        return True
+
+    times = iter([0.0, 61.0, 61.0, 62.0])
+    ledger = tmp_path / LEDGER_FILE
+    results = StepResults(ledger, batch=2, timeout_s=60, clock=lambda: next(times), is_full=disk_is_full)
+    assert results.of(1) == [(0, [1.0]), (1, [0.0])]
+
+
+def test_draw_waits_for_room_on_the_disk_and_says_that_it_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+    said: list[int] = []
+    write = os.write
+
+    def full_twice(descriptor: int, data: bytes) -> int:
+        if len(refused) < 2:
+            refused.append(descriptor)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    tasks = opened(tmp_path, Noting(), progress=lambda: said.append(len(refused)))
+    monkeypatch.setattr("asyncflow.json_lines.os.write", full_twice)
+    tasks.draw([0, 1, 2], 0)
+    assert [draw.indices for draw in read_draws(tmp_path / SAMPLER_FILE)] == [{0: 0, 1: 1, 2: 2}]
+    assert said.count(0) >= 3 and said[-1] == 2, "before each call, and while it waits"
+    tasks.close()
 
 
 def test_sampler_that_can_be_used_is_accepted() -> None:

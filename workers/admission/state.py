@@ -197,9 +197,10 @@ class AdmissionState:
         if self._max_filtered is not None and number > self._max_filtered:
             batch = self._schedule.rollout_batch_size
             raise NothingToLearn(
-                f"step {step}: algorithm.group_filter refused {number} groups, {number / (number + batch):.0%} of "
-                f"those that were generated for it; look at samples/ whether the reward function is right, give "
-                f"prompts that are sometimes answered right, or raise algorithm.max_filtered_share"
+                f"step {step}: {number} groups, {number / (number + batch):.0%} of those that were generated for it, "
+                f"were refused by algorithm.group_filter or skipped by the rollout function; look at samples/ whether "
+                f"the reward function is right, give prompts that are sometimes answered right, or raise "
+                f"algorithm.max_filtered_share"
             )
 
     def _admitted(self, group: int) -> bool:

@@ -18,8 +18,10 @@ of the ledger: its groups have the tasks that they had, and the next ones are dr
 runs in a child process; what it raises ends the run. Owned by admission's thread.
 """
 
+import errno
 import math
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +40,7 @@ _METHODS = {"next": (), "told": ("index", "rewards"), "state": (), "load": ("sta
 _LEDGER_S = 60.0
 """How long the lines of a finished step may take to be seen on this node (s)."""
 _LOOK_S = 0.05
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -125,7 +128,15 @@ def try_sampler(config: DataConfig, *, size: int | None, seed: int) -> None:
 class TaskSampler:
     """Draws the tasks of new groups, and remembers them."""
 
-    def __init__(self, sampler: UserSampler, run_dir: Path, *, batch: int, start_step: int) -> None:
+    def __init__(
+        self,
+        sampler: UserSampler,
+        run_dir: Path,
+        *,
+        batch: int,
+        start_step: int,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
         """Go on where the run's file ends.
 
         Args:
@@ -133,6 +144,7 @@ class TaskSampler:
             run_dir: with ledger and `sampler.jsonl`.
             batch: groups that a step trains.
             start_step: of the checkpoint that the run goes on from; 0: none.
+            progress: is called before each call of the sampler.
 
         Raises:
             ConfigError: the run goes on, and the file is missing or damaged.
@@ -141,10 +153,11 @@ class TaskSampler:
         path = run_dir / SAMPLER_FILE
         draws = read_draws(path)
         if start_step and not draws:
-            raise ConfigError(f"data.sampler: its state is missing, {path}; restore the file, or start a new run")
+            raise missing_state(path)
         _cut_torn_line(path)
         self._sampler = sampler
         self._batch = batch
+        self._progress = progress
         self._indices = {group: index for draw in draws for group, index in draw.indices.items()}
         self._told = draws[-1].told if draws else 0
         self._file = JsonLines(path)
@@ -162,7 +175,7 @@ class TaskSampler:
         return self._indices[group]
 
     def draw(self, groups: Sequence[int], version: int) -> None:
-        """Draw tasks for those groups that have none, durably.
+        """Draw tasks for those groups that have none, durably; a full disk is waited for.
 
         Args:
             groups: ids.
@@ -171,35 +184,59 @@ class TaskSampler:
         Raises:
             UserCodeFailed: the sampler failed.
             DeadlineExceeded: the ledger's lines are not there.
-            OSError: the file system refuses.
+            OSError: the file system refuses for another reason.
         """
         new = [group for group in groups if group not in self._indices]
         if not new:
             return
+        self._progress()
         while self._told < version - 1:
             for group, rewards in self._results.of(self._told + 1):
                 if group in self._indices:
+                    self._progress()
                     self._sampler.told(self._indices[group], rewards)
             self._told += 1
-        drawn = {group: self._sampler.next() for group in new}
+        drawn = {}
+        for group in new:
+            self._progress()
+            drawn[group] = self._sampler.next()
         line = Draw(version, self._told, drawn, self._sampler.state())
         self._file.write([msgspec.to_builtins(line, str_keys=True)])
-        self._file.sync()
+        self._save()
         self._indices |= drawn
+
+    def _save(self) -> None:
+        while True:
+            try:
+                self._file.sync()
+                return
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+            self._progress()
+            threading.Event().wait(_LOOK_S)
 
 
 class StepResults:
     """Reads from the ledger what came of each step's groups, in order."""
 
     def __init__(
-        self, path: Path, *, batch: int, timeout_s: float = _LEDGER_S, clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        *,
+        batch: int,
+        timeout_s: float = _LEDGER_S,
+        clock: Callable[[], float] = time.monotonic,
+        is_full: Callable[[Path], bool] | None = None,
     ) -> None:
         """Args:
         path: of the ledger.
         batch: groups that a step trains.
         timeout_s: how long its lines may take (s).
         clock: seconds.
+        is_full: says whether the disk of a directory is full: then lines wait in the trainer's memory, and here.
         """
+        self._is_full = is_full or _is_full
         self._tail = LineTail(path)
         self._path = path
         self._batch = batch
@@ -216,6 +253,9 @@ class StepResults:
         deadline = self._clock() + self._timeout_s
         while not self._is_whole(step):
             if self._clock() >= deadline:
+                if self._is_full(self._path.parent):
+                    deadline = self._clock() + self._timeout_s
+                    continue
                 raise DeadlineExceeded(f"{self._path}: lacks lines of step {step} after {self._timeout_s:g} s")
             threading.Event().wait(_LOOK_S)
         found = [(int(line["group"]), _known(line)) for line in self._lines.pop(step)]
@@ -239,6 +279,22 @@ def read_draws(path: Path) -> list[Draw]:
         number, why = lines.wrong[0]
         raise ConfigError(f"{lines.where(number)}: no draw of a sampler ({why}); restore the file, or start a new run")
     return [draw for _, draw in lines.lines]
+
+
+def missing_state(path: Path) -> ConfigError:
+    """Return the error for a run that cannot go on, since it lacks `sampler.jsonl`."""
+    return ConfigError(f"data.sampler: its state is missing, {path}; restore the file, or start a new run")
+
+
+def _is_full(directory: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno in _FULL
+    return False
 
 
 def _known(line: Mapping[str, Any]) -> list[float]:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from asyncflow.errors import UserCodeFailed
 from workers.agents.messages import Message
+from workers.agents.other_model import OtherModel, Utterance
 from workers.agents.requests import ChatRequest
 from workers.agents.tools import Tool, call_tool
 from workers.agents.wire import Begin
@@ -66,30 +67,16 @@ class Task(Mapping[str, Any]):
 
 
 @dataclass(frozen=True)
-class Reply:
+class Reply(Utterance):
     """What the policy said.
 
     Attributes:
-        message: as OpenAI's API has it.
-        finish_reason: `stop`, `length` or `tool_calls`.
         token_ids: that were drawn.
         node: names them.
     """
 
-    message: Message
-    finish_reason: str
     token_ids: list[int]
     node: int
-
-    @property
-    def text(self) -> str:
-        """The content, "" for none."""
-        return self.message.get("content") or ""
-
-    @property
-    def tool_calls(self) -> list[Message]:
-        """The calls of tools, as OpenAI's API has them."""
-        return list(self.message.get("tool_calls") or ())
 
 
 @dataclass(frozen=True)
@@ -100,11 +87,13 @@ class Sample:
         node: that piece.
         reward: of the whole rollout; None: `reward.function` scores the last reply.
         metrics: numbers by name.
+        earlier: pieces of the same conversation: what the last one does not go on from in tokens is trained beside it.
     """
 
     node: int
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    earlier: tuple[int, ...] = ()
 
 
 Policy = Callable[[ChatRequest, Sequence[int] | None], Awaitable[Reply]]
@@ -156,7 +145,7 @@ class Chat:
         self.messages = messages
         self._policy = policy
         self._tools = tools
-        self._node: int | None = None
+        self._nodes: list[int] = []
 
     def add(self, *messages: Message) -> None:
         """Append messages, e.g. `{"role": "tool", "tool_call_id": ..., "content": ...}`."""
@@ -176,24 +165,25 @@ class Chat:
         request = ChatRequest(self.messages, self._tools or None, max_tokens, tuple(stop))
         reply = await self._policy(request, None)
         self.messages.append(reply.message)
-        self._node = reply.node
+        self._nodes.append(reply.node)
         return reply
 
     def fork(self) -> "Chat":
         """Return a conversation that goes on from here by itself."""
         other = Chat(self._policy, [dict(message) for message in self.messages], self._tools)
-        other._node = self._node
+        other._nodes = list(self._nodes)
         return other
 
     def sample(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Sample:
-        """Return the sample that ends with the last reply.
+        """Return the sample that ends with the last reply; earlier replies that it could not go on from in tokens are
+        samples beside it.
 
         Raises:
             UserCodeFailed: there was none.
         """
-        if self._node is None:
+        if not self._nodes:
             raise UserCodeFailed("chat.sample: the policy has not replied yet; call chat.reply() first")
-        return Sample(self._node, reward, metrics or {})
+        return Sample(self._nodes[-1], reward, metrics or {}, earlier=tuple(self._nodes[:-1]))
 
 
 @dataclass
@@ -205,12 +195,14 @@ class Context:
         directory: becomes `scratch`.
         tools: of `rollout.tools`.
         attempt: from 0; more where earlier ones failed.
+        models: of `rollout.models`: `await context.models["judge"].chat(messages)`. They are not trained.
     """
 
     deadline: float
     directory: Path
     tools: Sequence[Tool]
     attempt: int = 0
+    models: Mapping[str, OtherModel] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -241,7 +233,14 @@ class Context:
         A rollout that is cancelled meanwhile ends when the function does; one that hangs costs the process.
         """
         surroundings = contextvars.copy_context()
-        work = asyncio.get_running_loop().run_in_executor(None, surroundings.run, function, *args)
+
+        def call() -> T:
+            try:
+                return surroundings.run(function, *args)
+            except StopIteration as error:  # no future takes it: the wait would never end
+                raise RuntimeError("StopIteration: what was iterated over has ended") from error
+
+        work = asyncio.get_running_loop().run_in_executor(None, call)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:

@@ -11,18 +11,17 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 from asyncflow.errors import UserCodeFailed, one_line
-from asyncflow.process import die_with_parent
-from workers.agents.wire import Start
+from asyncflow.process import die_with_parent, limit_resources
+from workers.agents.wire import Setup, Start
 from workers.rewards.base import finite
 
 _RESULT = "result.json"
 
 
-async def run_command(command: Sequence[str], start: Start) -> tuple[float | None, dict[str, float]]:
+async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[str, float]]:
     """Run the program; cancelled, it is killed with all that it started.
 
     Returns:
@@ -31,7 +30,7 @@ async def run_command(command: Sequence[str], start: Start) -> tuple[float | Non
     Raises:
         UserCodeFailed: it cannot be started, fails, or writes no result that can be used.
     """
-    scratch = Path(start.scratch)
+    command, scratch = setup.command, Path(start.scratch)
     scratch.mkdir(parents=True, exist_ok=True)
     surroundings = {
         "OPENAI_BASE_URL": f"{start.base_url}/v1",
@@ -43,26 +42,36 @@ async def run_command(command: Sequence[str], start: Start) -> tuple[float | Non
         "ASYNCFLOW_RESULT": str(scratch / _RESULT),
     }
     parent = os.getpid()
+
+    def prepare() -> None:
+        die_with_parent(parent)
+        limit_resources(memory_bytes=setup.max_memory_bytes, file_bytes=setup.max_file_bytes)
+
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             env=os.environ | surroundings,
             process_group=0,
-            preexec_fn=lambda: die_with_parent(parent),
+            preexec_fn=prepare,
         )
     except OSError as error:
         raise UserCodeFailed(f"rollout.agent_command: {command[0]}: {error.strerror}") from error
     try:
         code = await process.wait()
         if code:
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-            raise UserCodeFailed(f"rollout.agent_command {how}")
+            why = " for a file longer than rollout.max_file_gb" if code == -signal.SIGXFSZ else ""
+            raise UserCodeFailed(f"rollout.agent_command {ended_how(code)}{why}")
         return _result(scratch / _RESULT)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it left behind
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def ended_how(code: int) -> str:
+    """Return how a process ended, from its exit code."""
+    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
 def _result(path: Path) -> tuple[float | None, dict[str, float]]:

@@ -297,7 +297,10 @@ def prove(renderer: Renderer, tokenizer: Any, tools: Tools) -> list[str]:
 def _reads_calls(renderer: Renderer, asked: Sequence[Message], tools: Tools) -> bool:
     """Whether a call that the template writes is read as one."""
     result = dummy_messages(["tool"])
-    whole = renderer.render([*asked, _reply(result, "42."), *result], tools)
+    try:
+        whole = renderer.render([*asked, _reply(result, "42."), *result], tools)
+    except BadAgentRequest:
+        return False
     drawn = whole[len(renderer.render(asked, tools)) :]
     ended = next((at for at, token in enumerate(drawn) if token in renderer.stop_ids), len(drawn))
     calls = renderer.parse(drawn[:ended]).get("tool_calls", [])

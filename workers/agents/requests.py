@@ -18,14 +18,12 @@ class ChatRequest:
         tools: that the model may call.
         max_tokens: most tokens to draw; None: the run's limit.
         stop: texts at which the response is cut.
-        repeat_key: the client's own name of this request, if it sent one.
     """
 
     messages: list[Message]
     tools: list[Tool] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    repeat_key: str | None = None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Run:
         begin: the rollout.
         key: of its session, void at its end.
         attempt: from 0.
+        num_deaths: workers that died under this rollout, its earlier attempts included, with nobody's code running.
         ended: nothing more comes of it.
         spent: it was refused a call since it has had its turns, tokens or context.
     """
@@ -37,6 +38,7 @@ class Run:
         self.begin = begin
         self.key = key
         self.attempt = attempt
+        self.num_deaths = 0
         self.ended = False
         self.spent = False
         self._setup = setup
@@ -131,6 +133,7 @@ class Run:
             conversations=[talk for node, talk in self._conversations.items() if nodes is None or node in nodes],
             turns=self._turns,
             tool_s=max(0.0, tool_s),
+            bridge_failures=self._session.num_bridge_failures,
         )
 
     def _room(self, num_prompt: int, max_tokens: int | None) -> int:

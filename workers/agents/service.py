@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import AsyncFlowError, ConfigError, one_line
 from asyncflow.extras import pip_line
-from asyncflow.process import die_with_parent
+from asyncflow.process import die_with_parent, end_session_with_me
 from workers.agents.channel import Channel
 from workers.agents.command import run_command
 from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
@@ -48,6 +48,7 @@ from workers.agents.wire import (
     ToService,
     Undraw,
 )
+from workers.agents.worker import NOBODY
 from workers.calls.child import outlive_stop_signals
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ logger = logging.getLogger(__name__)
 CANCEL_S = 2.0
 """How long a cancelled rollout may take to end before its process is killed (s)."""
 _MOST_DEATHS = 3
-"""Workers that die one after the other, with no rollout finished in between and nobody's code running, before all that
-they held pay an attempt."""
+"""How often a worker may die under a rollout, with nobody's code running, before each such death costs it an
+attempt."""
 _RETRY_S = (1.0, 5.0, 20.0, 0.0)
 """Pauses after a worker that did not start (s)."""
 
@@ -88,7 +89,6 @@ class Service:
         self._num_runs = 0
         self._drawing: dict[int, asyncio.Future[Drawn]] = {}
         self._num_calls = 0
-        self._deaths = 0
         self._replacing: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -102,7 +102,7 @@ class Service:
         if not self._setup.command:
             for _ in range(self._setup.num_workers):
                 await self._add_worker()
-        self._engine.send(Ready())
+        self._engine.send(Ready(0 if self._gateway is None else self._gateway.port))
         while (message := await self._engine.receive()) is not None:
             match message:
                 case Begin():
@@ -148,7 +148,7 @@ class Service:
             raise ConfigError(
                 f"rollout: agents need {error.name}, which is not installed; {pip_line('agents')}"
             ) from error
-        return Gateway(self)
+        return Gateway(self, seal=self._setup.seal, port=self._setup.port)
 
     def _run_of(self, key: str) -> Run:
         run = self._keys.get(key)
@@ -190,9 +190,7 @@ class Service:
             _keep(self._work[run], self._answer(worker, run, ask))
 
     async def _answer(self, worker: UserWorker, run: Run, ask: Ask) -> None:
-        request = ChatRequest(
-            messages=ask.messages, tools=ask.tools, max_tokens=ask.max_tokens, stop=tuple(ask.stop), repeat_key=None
-        )
+        request = ChatRequest(ask.messages, ask.tools, ask.max_tokens, tuple(ask.stop))
         try:
             node, reply = await run.complete(request, ask.prompt, draw=self._draw)
             worker.send(Told(ask.number, node, reply.message, reply.finish_reason, list(reply.token_ids)))
@@ -205,7 +203,7 @@ class Service:
         """A function returned."""
         run = self._runs.get(message.run)
         if run is not None:
-            self._finish(run, message)
+            self._finish(run, message, spent=run.spent)
 
     def raised(self, worker: UserWorker, message: Raised) -> None:
         """A function raised."""
@@ -224,14 +222,12 @@ class Service:
         """A worker is gone: begin its rollouts again in another one."""
         self._workers.remove(worker)
         held = [run for run, its in self._in.items() if its is worker]
-        culprit = self._runs.get(death.run)
-        self._deaths += culprit is None
-        guilty = held if culprit is None and self._deaths > _MOST_DEATHS else [culprit]
         logger.warning("a process of rollout functions %s; its %d rollouts begin again", death.how, len(held))
         _keep(self._replacing, self._replace())
         for run in held:
             del self._in[run]
-            if run in guilty:
+            run.num_deaths += death.run == NOBODY
+            if run.number == death.run or (death.run == NOBODY and run.num_deaths > _MOST_DEATHS):
                 self._fail(run, f"its process {death.how}")
             else:
                 self._again(run)
@@ -253,10 +249,11 @@ class Service:
 
     # A run's life.
 
-    def _start(self, begin: Begin, *, attempt: int) -> None:
+    def _start(self, begin: Begin, *, attempt: int, num_deaths: int = 0) -> None:
         self._num_runs += 1
         key = "" if self._gateway is None else self._gateway.open()
         run = Run(self._num_runs, begin, key=key, attempt=attempt, setup=self._setup, renderer=self._renderer)
+        run.num_deaths = num_deaths
         self._runs[run.number] = run
         if self._gateway is not None:
             self._keys[key] = run
@@ -276,7 +273,7 @@ class Service:
 
     async def _call_program(self, run: Run, start: Start) -> None:
         try:
-            reward, metrics = await run_command(self._setup.command, start)
+            reward, metrics = await run_command(self._setup, start)
         except Exception as error:  # noqa: BLE001  the boundary to a user's program, and to the machine that runs it
             if run.spent:
                 self._cut(run)
@@ -295,7 +292,6 @@ class Service:
         except (AsyncFlowError, TypeError, ValueError) as error:  # also what cannot travel: text that is no Unicode
             self._fail(run, f"its budget was spent, and {error}" if spent else str(error))
             return
-        self._deaths = 0
         self._end(run)
 
     def _fail(self, run: Run, text: str) -> None:
@@ -309,7 +305,7 @@ class Service:
     def _again(self, run: Run, *, pays: bool = False) -> None:
         """Begin another attempt, with nothing of this one."""
         self._end(run)
-        self._start(run.begin, attempt=run.attempt + pays)
+        self._start(run.begin, attempt=run.attempt + pays, num_deaths=run.num_deaths)
 
     def _end(self, run: Run) -> None:
         """Leave nothing of it: its key is void, its calls and its program end, its function is told to stop."""
@@ -355,6 +351,7 @@ def main() -> None:
     parent_pid, descriptor = (int(text) for text in sys.argv[1:])
     die_with_parent(parent_pid)
     outlive_stop_signals()
+    end_session_with_me()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)

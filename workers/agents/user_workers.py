@@ -12,6 +12,7 @@ from typing import Protocol
 
 from asyncflow.errors import ConfigError
 from workers.agents.channel import Channel
+from workers.agents.command import ended_how
 from workers.agents.wire import (
     Ask,
     Broken,
@@ -28,7 +29,7 @@ from workers.agents.wire import (
     Told,
     ToWorker,
 )
-from workers.agents.worker import MARK, NOBODY
+from workers.agents.worker import MARK, NOBODY, OUT_OF_MEMORY
 
 START_TIMEOUT_S = 120.0
 """How long a worker may take to import what it needs (s)."""
@@ -39,7 +40,7 @@ _PING_S = 1.0
 
 @dataclass(frozen=True)
 class WorkerDeath:
-    """How a worker ended, in words, and whose code ran then (`NOBODY`: none's)."""
+    """How a worker ended, in words, and whose fault it was: whose code ran then, or did not end (`NOBODY`: unknown)."""
 
     how: str
     run: int
@@ -79,7 +80,8 @@ class UserWorker:
         self._rollouts: set[int] = set()
         self._ending: dict[int, asyncio.TimerHandle] = {}
         self._last_pong = 0.0
-        self._how = "ended by itself"
+        self._how = ""
+        self._culprit: int | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.alive = True
 
@@ -140,8 +142,7 @@ class UserWorker:
         if run not in self._rollouts or run in self._ending or not self.alive:
             return
         self._channel.send(Stop(run))
-        late = f"did not end a cancelled rollout within {within_s:g} s"
-        self._ending[run] = asyncio.get_running_loop().call_later(within_s, self.kill, late)
+        self._await_end(run, within_s)
 
     def kill(self, how: str) -> None:
         """Kill the process and all that it started; `died` follows."""
@@ -150,6 +151,20 @@ class UserWorker:
         self.alive = False
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _await_end(self, run: int, within_s: float) -> None:
+        self._channel.send(Ping())
+        loop = asyncio.get_running_loop()
+        self._ending[run] = loop.call_later(within_s, self._late, run, within_s, loop.time())
+
+    def _late(self, run: int, within_s: float, since: float) -> None:
+        """Kill the process for a rollout that did not end, unless the loop stands still for another: see `_watch`."""
+        if self._last_pong <= since:
+            self._await_end(run, within_s)
+            return
+        if self.alive:  # else it is being killed for something else
+            self._culprit = run
+        self.kill(f"did not end a cancelled rollout within {within_s:g} s")
 
     async def gone(self) -> None:
         """Kill the process and wait until it is gone."""
@@ -181,7 +196,7 @@ class UserWorker:
                 self._last_pong = asyncio.get_running_loop().time()
 
     async def _bury(self) -> None:
-        """Leave nothing of it, and tell whose code ran."""
+        """Leave nothing of it, and tell whose fault it was."""
         self.alive = False
         for timer in self._ending.values():
             timer.cancel()
@@ -191,8 +206,11 @@ class UserWorker:
         for task in self._tasks[1:]:
             task.cancel()
         self._channel.close()
-        (run,) = MARK.unpack_from(self._mark, 0)
-        self._owner.died(self, WorkerDeath(self._how, run))
+        (marked,) = MARK.unpack_from(self._mark, 0)
+        code = self._process.returncode or 0
+        how = "ran out of memory (rollout.max_memory_gb)" if code == OUT_OF_MEMORY else ended_how(code)
+        culprit = marked if self._culprit is None else self._culprit
+        self._owner.died(self, WorkerDeath(self._how or how, culprit))
 
     def _ended(self, run: int) -> bool:
         """A rollout's function came to its end; return whether its owner still wants to know."""

@@ -9,6 +9,8 @@ Drawn 31      ------------->  parses             ---- Told 2 ----->  the reply
 A ticket names a rollout, a run one attempt at it; numbers of calls are the asking side's own.
 """
 
+from typing import Any
+
 import msgspec
 
 from workers.agents.messages import Message
@@ -28,6 +30,9 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
         num_workers: processes that run users' code.
         path: where modules are sought; as the file system spells it.
         scratch: directory for the rollouts' own files.
+        models: `rollout.models`.
+        max_memory_bytes, max_file_bytes: limits of each process that runs users' code; 0: none.
+        seal, port: of the gateway of a service before this one; see `workers.agents.gateway`.
     """
 
     model_dir: str
@@ -45,6 +50,11 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     num_workers: int
     path: list[bytes]
     scratch: str
+    models: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    max_memory_bytes: int = 0
+    max_file_bytes: int = 0
+    seal: bytes = b""
+    port: int = 0
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -86,7 +96,9 @@ class NotDrawn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The service takes rollouts."""
+    """The service takes rollouts; the gateway's port, 0 if it has none."""
+
+    port: int
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
@@ -136,6 +148,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
         metrics: of the function's own.
         conversations: messages of each sample, for people.
         turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
+        bridge_failures: turns that began a new sample though they went on from a reply.
     """
 
     ticket: int
@@ -147,6 +160,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     conversations: list[list[Message]]
     turns: int
     tool_s: float
+    bridge_failures: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -247,7 +261,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         run: which attempt.
-        nodes: the last drawn piece of each sample; empty: all that were drawn.
+        nodes: drawn pieces; each that no other goes on from ends a sample. Empty: all that were drawn.
         reward, metrics: of the rollout.
     """
 

@@ -9,6 +9,7 @@ loop stands still, the service knows whose code it was.
 
 import asyncio
 import contextvars
+import errno
 import inspect
 import mmap
 import os
@@ -24,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
-from asyncflow.process import die_with_parent
+from asyncflow.process import die_with_parent, limit_resources
 from workers.agents.api import BudgetSpent, Context, Model, Reply, Sample, TaskSkipped, task_of
 from workers.agents.channel import Channel
+from workers.agents.other_model import OtherModel
 from workers.agents.requests import ChatRequest
 from workers.agents.tools import Tool, load_tools
 from workers.agents.wire import (
@@ -52,6 +54,8 @@ from workers.rewards.base import finite
 NOBODY = -1
 """In the shared page: no rollout's code runs."""
 MARK = struct.Struct("q")
+OUT_OF_MEMORY = 77
+"""Exit code."""
 BUILT_IN = {"tools": "workers.agents.tools:rollout"}
 """Rollout functions of ours, by name."""
 
@@ -75,6 +79,7 @@ async def _serve(connection: socket.socket, mark: mmap.mmap) -> None:
     setup = await channel.receive()
     assert isinstance(setup, Setup)
     sys.path[:] = map(os.fsdecode, setup.path)
+    limit_resources(memory_bytes=setup.max_memory_bytes, file_bytes=setup.max_file_bytes)
     try:
         worker = Worker(channel, setup)
     except ConfigError as error:
@@ -93,7 +98,7 @@ class Worker:
         """Import the user's function.
 
         Raises:
-            ConfigError: it, or a tool, cannot be used.
+            ConfigError: it, a tool or another model cannot be used.
         """
         self._channel = channel
         self._number = 0
@@ -101,6 +106,7 @@ class Worker:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._told = False
         self.tools: Sequence[Tool] = load_tools(setup.tools)
+        self._models = {name: OtherModel(name, settings) for name, settings in setup.models.items()}
         self._rollout = load_rollout(setup.function, setup.agent)
         self._body = self._call_function if setup.agent is None else self._call_agent
 
@@ -124,6 +130,8 @@ class Worker:
                     self._settle(message.number, error)
                 case Ping():
                     self._channel.send(Pong())
+        for model in self._models.values():
+            await model.close()
 
     async def ask(self, run: int, request: ChatRequest, token_ids: Sequence[int] | None) -> Reply:
         """See `workers.agents.api.Policy`."""
@@ -174,11 +182,13 @@ class Worker:
             self._told = True
             traceback.print_exception(error)
         if isinstance(error, MemoryError):  # what is held here would make the next one fail, too
-            os._exit(1)
-        return Raised(run, one_line(error))
+            os._exit(OUT_OF_MEMORY)
+        why = " (rollout.max_file_gb)" if isinstance(error, OSError) and error.errno == errno.EFBIG else ""
+        return Raised(run, one_line(error) + why)
 
     async def _call_function(self, start: Start) -> Done:
-        context = Context(time.monotonic() + start.timeout_s, Path(start.scratch), self.tools, start.attempt)
+        deadline, scratch = time.monotonic() + start.timeout_s, Path(start.scratch)
+        context = Context(deadline, scratch, self.tools, start.attempt, self._models)
         returned = await self._rollout(task_of(start.rollout), Model(partial(self.ask, start.run)), context)
         return _done(start.run, returned, context.metrics)
 
@@ -244,6 +254,8 @@ def load_rollout(function: str | None, agent: str | None) -> Callable[..., Any]:
     else:
         assert function is not None, "an agent's program is not called from here"
         field, name, arguments = "rollout.function", BUILT_IN.get(function, function), ("task", "model", "context")
+    if agent is None and isinstance(load_function(name, field=field, arguments=None), type):
+        name += ".rollout"  # an environment
     found = load_function(name, field=field, arguments=arguments)
     if not any(map(inspect.iscoroutinefunction, (found, type(found).__call__))):
         raise ConfigError(f"{field}: {name} is no coroutine function; write `async def`")
@@ -269,6 +281,7 @@ def _done(run: int, returned: Any, logged: Mapping[str, float]) -> Done:
     metrics = dict(logged)
     for sample in samples:
         metrics |= {str(name): finite(name, value) for name, value in sample.metrics.items()}
+    nodes = list(dict.fromkeys(node for sample in samples for node in (*sample.earlier, sample.node)))
     return Done(run, nodes, rewards.pop() if rewards else None, metrics)
 
 

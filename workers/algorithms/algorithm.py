@@ -46,7 +46,7 @@ class Algorithm(ABC, Generic[Config]):
         """Keep the settings.
 
         Args:
-            max_response_tokens: longest response.
+            max_response_tokens: longest response, of a rollout of several turns all together.
             mask_truncated: rows that were cut do not count.
         """
         self._config = config

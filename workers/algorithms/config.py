@@ -57,7 +57,8 @@ class PolicyConfig(Settings):
     """Correction for tokens of older weights."""
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
     """`token`: mean over all drawn tokens of the step; `sequence`: mean per rollout, then over rollouts (GRPO's paper);
-    `constant`: sum over tokens / (rollouts x max_response_tokens) (Dr. GRPO, arXiv 2503.20783)."""
+    `constant`: sum over tokens / (rollouts x `rollout.max_response_tokens`, or `max_drawn_tokens` where that is set
+    for rollouts of several turns) (Dr. GRPO, arXiv 2503.20783)."""
     group_filter: str | None = None
     """Groups that it refuses are not trained, and the next prompt takes their place in the step; each has its ledger
     line, `filtered`. `zero_variance`: groups whose rewards are all equal teach nothing; `module:function` of yours:
@@ -154,7 +155,7 @@ class DAPOConfig(KlLossConfig):
     step; each has its ledger line, `filtered`. See the other algorithms'."""
     overlong_buffer_tokens: int = Field(0, ge=0)
     """L_cache of eq. 13: from `max_response_tokens` minus this on, a response's reward falls linearly, by 1 for one
-    that was cut; 0: length costs nothing."""
+    that was cut; `rollout.max_drawn_tokens` counts for rollouts of several turns. 0: length costs nothing."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the deviation."""
 

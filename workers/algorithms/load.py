@@ -22,8 +22,8 @@ class AnswerSettings(Protocol):
     """What an algorithm must know of generation; `workers.config.RolloutConfig` says it."""
 
     @property
-    def max_response_tokens(self) -> int:
-        """Longest response (tokens)."""
+    def longest_rollout(self) -> int:
+        """Most tokens that are drawn in a rollout."""
 
     @property
     def truncated(self) -> str:
@@ -33,5 +33,5 @@ class AnswerSettings(Protocol):
 def load_algorithm(config: AlgorithmConfig, answers: AnswerSettings) -> Algorithm[Any]:
     """Return the algorithm that `config` names."""
     return _CLASSES[config.name](
-        config, max_response_tokens=answers.max_response_tokens, mask_truncated=answers.truncated == "mask"
+        config, max_response_tokens=answers.longest_rollout, mask_truncated=answers.truncated == "mask"
     )

@@ -8,7 +8,7 @@ nearly all models have. For others only the template is checked.
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,11 +37,13 @@ class ShownPrompt:
         text: templates included.
         ground_truth: the reference answer.
         num_tokens: of the text; None: the tokenizer is no tokenizer.json.
+        num_kept: prompts of the file that are short enough; None: not all were looked at.
     """
 
     text: str
     ground_truth: str
     num_tokens: int | None
+    num_kept: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def check_prompts(
 ) -> ShownPrompt:
     """Check the chat template, the number of tokens, and whether they are the prompts'; return the first prompt.
 
-    With `overlong: reject` every prompt counts; with `skip` the check ends with the first chunk in which one is short
-    enough.
+    With `overlong: reject` every prompt counts, and for a sampler, which is told how many are left. Else the check ends
+    with the first chunk in which one is short enough.
 
     Args:
         rows: of the file.
@@ -81,20 +83,20 @@ def _check(rows: list[PromptRow], config: DataConfig, model_dir: Path, template:
     first, tokenizer = rows[0], load_raw_tokenizer(model_dir)
     if tokenizer is None:
         return ShownPrompt(_render([first], config, template)[0], first.ground_truth, None)
-    shown, fits = None, False
+    shown, num_kept, all_count = None, 0, config.overlong == "reject" or config.sampler is not None
     for chunk in _samples(rows, config, tokenizer, template):
         kept = [sample for sample in chunk if check_fit(sample.row, len(sample.tokens), config)]
         _check_tokens(kept, config, model_dir)
         if shown is None:
             _check_texts(kept, config, tokenizer, model_dir)
             shown = ShownPrompt(chunk[0].text, first.ground_truth, len(chunk[0].tokens))
-        fits = fits or bool(kept)
-        if fits and config.overlong == "skip":
+        num_kept += len(kept)
+        if num_kept and not all_count:
             break
-    if not fits:
+    if not num_kept:
         raise nothing_fits(len(rows), config)
     assert shown is not None, "there is a first row"
-    return shown
+    return replace(shown, num_kept=num_kept) if all_count else shown
 
 
 def _samples(

@@ -60,6 +60,22 @@ def as_score(value: object, *, what: str, response: str) -> Score:
     return Score(number, correct, parts)
 
 
+def as_rewards(value: Any, number: int, *, what: str) -> list[float]:
+    """Turn what a user's function of groups gave into rewards, `number` of them; `what` begins a message.
+
+    Raises:
+        UserCodeFailed: it is no such list of numbers that float32 holds.
+    """
+    try:
+        rewards = [as_number(each) for each in value]
+    except Exception:  # noqa: BLE001  the boundary to a user's objects
+        rewards = []
+    if len(rewards) != number or not all(abs(reward) <= LARGEST_REWARD for reward in rewards):
+        wanted = f"a list of {number} numbers that float32 holds, in the members' order"
+        raise UserCodeFailed(f"{what} returned {reprlib.repr(value)} for {number} responses; return {wanted}")
+    return rewards
+
+
 def _given(value: object) -> tuple[float, bool, Mapping[str, float]]:
     """Return the reward, whether the response is right, and the reward's parts.
 

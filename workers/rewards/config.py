@@ -55,6 +55,9 @@ class RewardConfig(Settings):
     max_failures_in_a_row: int = Field(1000, ge=0)
     """The run ends with an error when so many responses in a row have no score in one process: those without one
     have no weight, so there would be little or nothing to learn from. 0: never."""
+    group_function: str | None = None
+    """A function of yours as `module:function`, also `async def`, which sees all members of a group at once and returns
+    their rewards: `(task, members) -> [...]` (docs/rewards.md)."""
     model: RewardModelConfig | None = None
     """A model that scores responses, too; needs the role `reward`."""
 

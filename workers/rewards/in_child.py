@@ -1,14 +1,17 @@
 """What the child of a pooled reward calls (`workers.rewards.pooled`): entries of `workers.calls`. Torch-free."""
 
+import json
 import re
 
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import Callee, load_function
-from workers.rewards.base import Score, as_score
+from workers.rewards.base import Score, as_rewards, as_score
 from workers.rewards.math_verify import VerifiedMath
 
 FIELD = "reward.function"
 ARGUMENTS = ("prompt", "response", "answer")
+GROUP_FIELD = "reward.group_function"
+GROUP_ARGUMENTS = ("task", "members")
 
 
 class LastMatch:
@@ -56,6 +59,16 @@ def user_reward(name: str) -> Callee:
     """
     function = load_function(name, field=FIELD, arguments=ARGUMENTS)
     return Callee(function, gives=lambda value, texts: as_score(value, what=f"{FIELD}: {name}", response=texts[1]))
+
+
+def group_reward(name: str) -> Callee:
+    """Import a user's function of whole groups. Raises as `user_reward` does."""
+    function = load_function(name, field=GROUP_FIELD, arguments=GROUP_ARGUMENTS)
+    return Callee(
+        function,
+        takes=lambda sent: (json.loads(sent[0]), sent[1]),
+        gives=lambda value, sent: as_rewards(value, len(sent[1]), what=f"{GROUP_FIELD}: {name}"),
+    )
 
 
 def last_match(pattern: str) -> Callee:

@@ -8,7 +8,7 @@ from asyncflow.errors import ConfigError
 from workers.calls.user_function import check_function
 from workers.rewards.base import Score, ScoreFunction
 from workers.rewards.config import RewardConfig
-from workers.rewards.in_child import FIELD, compile_pattern
+from workers.rewards.in_child import FIELD, GROUP_FIELD, compile_pattern
 from workers.rewards.math import math_reward
 from workers.rewards.math_verify import check_installed
 from workers.rewards.pooled import PooledReward
@@ -65,6 +65,8 @@ def check_reward(config: RewardConfig) -> None:
         ConfigError: unknown name, or no such module.
     """
     name = config.function
+    if config.group_function is not None:
+        check_function(config.group_function, field=GROUP_FIELD)
     if config.pattern is not None and name != "regex":
         raise ConfigError(f"reward.pattern: only reward.function regex reads it, not {name}; remove it")
     if name == "regex":

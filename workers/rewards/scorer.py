@@ -112,6 +112,7 @@ class Scorer:
         parts = dict(rollout.metrics)
         if rollout.conversations:
             parts |= {"turns": float(rollout.turns), "tool_s": rollout.tool_s}
+            parts["bridge_failures"] = float(rollout.bridge_failures)
         if rollout.reward is None and not rollout.failure:
             return self._submit(rollout.prompt, rollout.drawn, answer, text=rollout.response, parts=parts)
         reward = math.nan if rollout.failure or rollout.reward is None else rollout.reward

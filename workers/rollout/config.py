@@ -1,10 +1,11 @@
 """Settings of generating engines and rollouts. Torch-free."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from asyncflow.settings import Settings
+from workers.engines.openai.config import check_address
 
 _COLDEST = 0.01
 
@@ -40,6 +41,29 @@ class SamplingConfig(Settings):
     that runs has ended, as they always do for `openai`."""
 
 
+class ServedModelConfig(Settings):
+    """A model that rollouts ask and that is not trained: a judge, an opponent."""
+
+    base_url: str
+    """Of OpenAI's API there, as its clients take it, e.g. `http://10.0.0.7:8000/v1`."""
+    model: str
+    """Name under which it is served."""
+    api_key_variable: str = ""
+    """Environment variable that holds the key; empty: none is sent."""
+    options: dict[str, Any] = Field({})
+    """More fields of every request, e.g. `{temperature: 0, max_tokens: 512}`."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Longest time of one request (s)."""
+    retries: int = Field(4, ge=0, le=1000)
+    """How often one that failed (no connection, the deadline, 408, 429, 5xx) is sent again, after 1, 2, 4 ... 30 s."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _can_be_called(cls, url: str) -> str:
+        check_address(url)
+        return url
+
+
 class RolloutConfig(SamplingConfig):
     """Generation."""
 
@@ -50,8 +74,9 @@ class RolloutConfig(SamplingConfig):
     samples_per_step: int = Field(8, ge=0)
     """Prompts with their responses written to `samples/` per step."""
     function: str | None = None
-    """A rollout of yours, of any turns and samples: `async def` as `module:function`, or `tools`, which calls
-    `rollout.tools` until a reply calls none; null: one response to each prompt (docs/agents.md)."""
+    """A rollout of yours, of any turns and samples: `async def` as `module:function`, an environment as
+    `module:Class`, or `tools`, which calls `rollout.tools` until a reply calls none; null: one response to each prompt
+    (docs/agents.md)."""
     agent: str | None = None
     """Instead: `async def agent(task, base_url, api_key)` as `module:function`, which speaks OpenAI's API."""
     agent_command: tuple[str, ...] = ()
@@ -73,11 +98,22 @@ class RolloutConfig(SamplingConfig):
     it."""
     num_workers: int = Field(1, ge=1, le=256)
     """Processes of an instance that run functions of yours, many rollouts in each."""
+    models: dict[str, ServedModelConfig] = Field({})
+    """Models that are not trained, by the name under which `context.models` has them."""
+    max_memory_gb: float = Field(0.0, ge=0)
+    """Most memory that each process of functions, and of `agent_command`, allocates (GiB); 0: no limit."""
+    max_file_gb: float = Field(0.0, ge=0)
+    """Longest file that such a process writes (GiB); 0: no limit."""
 
     @property
     def is_own(self) -> bool:
         """Whether rollouts are functions or agents of the user's, not one response to each prompt."""
         return self.function is not None or self.agent is not None or bool(self.agent_command)
+
+    @property
+    def longest_rollout(self) -> int:
+        """Most tokens that are drawn in a rollout; one reply's, where nothing limits several."""
+        return (self.is_own and self.max_drawn_tokens) or self.max_response_tokens
 
     @model_validator(mode="after")
     def _one_way_in(self) -> Self:
@@ -86,4 +122,6 @@ class RolloutConfig(SamplingConfig):
             raise ValueError(f"{' and '.join(given)} are given; keep one")
         if self.tools and self.function is None:
             raise ValueError("tools are given, but no rollout.function to use them; add `function: tools`")
+        if self.models and self.function is None:
+            raise ValueError("models are given, but no rollout.function to ask them; agents have clients of their own")
         return self

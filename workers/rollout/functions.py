@@ -13,19 +13,24 @@ import heapq
 import logging
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace as replace_fields
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import BadRequest, ConfigError, UserCodeFailed, UserCodeNotStarted
+from asyncflow.timeline import NoTimeline, Spans
 from workers.agents.wire import (
     Abandon,
     Begin,
@@ -46,22 +51,33 @@ from workers.context import WorkerContext
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 from workers.engines.model_files import max_positions
 from workers.rollout.config import SamplingConfig
+from workers.rollout.live_rollouts import LiveRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
 
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
 """How often a step that has nothing to draw returns (s)."""
+_KEPT_SHARE = 0.125
+"""Of the engine's places: so many calls wait for it, so that one that gets free is filled at once."""
 _MOST_STARTS = 3
 _MOST_RESTARTS = 10
-"""Deaths of the service in a row, without a finished rollout in between, that end the run."""
+"""Deaths of the service under one rollout that end the run, or in a row, without a finished rollout in between."""
+_IN_A_ROW = -1
 
 
 class FunctionRollouts:
     """See `workers.rollout.rollouts.Rollouts`."""
 
     def __init__(
-        self, engine: GenerateEngine, setup: Setup, *, max_running: int, on_failure: str, wake: threading.Event
+        self,
+        engine: GenerateEngine,
+        setup: Setup,
+        *,
+        max_running: int,
+        on_failure: str,
+        wake: threading.Event,
+        spans: Spans | None = None,
     ) -> None:
         """Start the service.
 
@@ -71,10 +87,12 @@ class FunctionRollouts:
             max_running: most rollouts at a time.
             on_failure: `rollout.on_failure`.
             wake: is set when there is something to do for `step`.
+            spans: see `LiveRollouts`.
 
         Raises:
             ConfigError: the user's function cannot be used.
         """
+        self._live = LiveRollouts(spans or NoTimeline())
         self._engine = engine
         self._setup = setup
         self._max_running = max_running
@@ -84,8 +102,10 @@ class FunctionRollouts:
         self._waiting: list[tuple[int, int, Draw]] = []
         self._wanted: set[int] = set()
         """Calls in `_waiting` that somebody still waits for."""
-        self._drawing: set[int] = set()
-        self._deaths = 0
+        self._drawing: dict[int, tuple[int, float]] = {}
+        """Calls that the engine has: of which ticket, since when (s, monotonic)."""
+        self._deaths: Counter[int] = Counter()
+        """Of the service, by ticket of each rollout that ran."""
         self._service = _open_service(setup, wake)
 
     @property
@@ -100,12 +120,21 @@ class FunctionRollouts:
 
     @property
     def free_slots(self) -> int:
-        """As many as the engine has room for beyond the calls that wait, and as may run at all."""
-        return max(0, min(self._engine.free_slots - len(self._wanted), self._max_running - len(self._running)))
+        """As many as the engine, and a few calls that wait for it, have room for; and as may run at all."""
+        free = self._engine.free_slots
+        kept = int(_KEPT_SHARE * (free + self._engine.num_running))
+        calls = len(self._wanted) + self._live.num_coming
+        return max(0, min(free + kept - calls, self._max_running - len(self._running)))
+
+    def figures(self) -> dict[str, float]:
+        """See `Rollouts`."""
+        return self._live.figures(drawing=len(self._drawing), waiting=len(self._wanted))
 
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
         """See `Rollouts`."""
+        self.figures()
         for one in requests:
+            self._live.begin(one.ticket)
             self._running[one.ticket] = one
             self._service.send(_begin(one))
 
@@ -115,20 +144,25 @@ class FunctionRollouts:
         Raises:
             UserCodeFailed: the function cannot be called any more.
         """
+        self.figures()  # before what runs changes
         finished = self._heard()
         if not hold:
             self._submit()
+        if finished:
+            return finished  # at once: the engine may draw for long, and their room is free
         if self._engine.num_running:
             for generation in self._engine.step(wake):
                 self._drawn(generation)
-        elif not finished:
+        else:
             wake.wait(_IDLE_S)
-        return finished
+        return []
 
     def abort(self) -> None:
         """See `Rollouts`."""
         self._engine.abort()
         self._running.clear()
+        self._deaths.clear()
+        self._live.abandon()
         self._forget_calls()
         self._service.send(Abandon())
 
@@ -149,12 +183,14 @@ class FunctionRollouts:
                     if message.ticket in self._running:
                         heapq.heappush(self._waiting, (message.ticket, message.call, message))
                         self._wanted.add(message.call)
+                        self._live.called(message.ticket)
                 case Undraw(call=call):
                     self._undraw(call)
                 case Finished() | Failed():
                     request = self._running.pop(message.ticket, None)
                     if request is not None:
-                        self._deaths = 0
+                        del self._deaths[message.ticket], self._deaths[_IN_A_ROW]
+                        self._live.end(request, message)
                         finished.append(self._result(request, message))
         return finished
 
@@ -179,18 +215,19 @@ class FunctionRollouts:
             except BadRequest as error:
                 self._service.send(NotDrawn(draw.call, str(error)))
             else:
-                self._drawing.add(draw.call)
+                self._drawing[draw.call] = draw.ticket, time.monotonic()
 
     def _undraw(self, call: int) -> None:
         self._wanted.discard(call)
         if call in self._drawing:
-            self._drawing.remove(call)
+            del self._drawing[call]
             self._engine.cancel(call)
 
     def _drawn(self, generation: Generation) -> None:
         if generation.ticket not in self._drawing:
             return
-        self._drawing.remove(generation.ticket)
+        ticket, since = self._drawing.pop(generation.ticket)
+        self._live.drawn(ticket, generation, since=since)
         self._service.send(
             Drawn(
                 generation.ticket,
@@ -203,7 +240,7 @@ class FunctionRollouts:
 
     def _result(self, request: RolloutRequest, message: Finished | Failed) -> FinishedRollout:
         if isinstance(message, Finished):
-            return _finished(request, message)
+            return FinishedRollout.told(request, message)
         nothing = FinishedRollout.without_tokens(request, why=message.text)
         if message.skipped:
             return replace(nothing, leaves=True)
@@ -216,15 +253,18 @@ class FunctionRollouts:
 
     def _restart(self) -> None:
         """The service is gone: start it again, and what ran."""
-        self._deaths += 1
-        if self._deaths > _MOST_RESTARTS:
-            raise UserCodeFailed(f"the session service died {self._deaths} times in a row; see this log")
+        self._deaths.update([_IN_A_ROW, *self._running])
+        ticket, number = max(self._deaths.items(), key=lambda each: each[1])
+        if number > _MOST_RESTARTS:
+            what = "in a row" if ticket == _IN_A_ROW else f"under the rollout of row {self._running[ticket].index}"
+            raise UserCodeFailed(f"the session service died {number} times {what}; see this log")
         logger.warning("the session service died; its %d rollouts begin again", len(self._running))
         for call in self._drawing:
             self._engine.cancel(call)
         self._forget_calls()
         self._service.kill()
-        self._service = _open_service(self._setup, self._wake)
+        # An agent that outlived the service finds its successor, which tells it that its session is gone.
+        self._service = _open_service(replace_fields(self._setup, port=self._service.port), self._wake)
         for one in self._running.values():
             self._service.send(_begin(one))
 
@@ -278,8 +318,8 @@ class _Service:
         self._thread = threading.Thread(target=self._read, name="sessions", daemon=True)
         self._thread.start()
         match self._heard.get():
-            case Ready():
-                pass
+            case Ready(port=port):
+                self.port = port
             case Broken(text=text):
                 self.kill()
                 raise ConfigError(text)
@@ -322,26 +362,6 @@ def _begin(one: RolloutRequest) -> Begin:
     return Begin(one.ticket, one.task, one.index, one.group, one.member, one.seed)
 
 
-def _finished(request: RolloutRequest, message: Finished) -> FinishedRollout:
-    samples = message.samples
-    return FinishedRollout(
-        index=request.index,
-        ticket=request.ticket,
-        tokens_T=torch.tensor([token for one in samples for token in one.token_ids], dtype=torch.int64),
-        sample_lengths=[len(one.token_ids) for one in samples],
-        response_mask_T=torch.tensor([bit for one in samples for bit in one.response_mask], dtype=torch.uint8),
-        log_probs_A=torch.tensor([number for one in samples for number in one.log_probs], dtype=torch.float32),
-        versions_A=torch.tensor([step for one in samples for step in one.versions], dtype=torch.int32),
-        truncated=message.truncated,
-        reward=message.reward,
-        response=message.response,
-        metrics=message.metrics,
-        conversations=message.conversations,
-        turns=message.turns,
-        tool_s=message.tool_s,
-    )
-
-
 def open_rollouts(
     context: WorkerContext, engine: GenerateEngine, sampling: SamplingConfig, *, wake: threading.Event
 ) -> Rollouts:
@@ -377,6 +397,12 @@ def open_rollouts(
         num_workers=own.num_workers,
         path=[os.fsencode(place) for place in sys.path],
         scratch=str(context.run_dir / "scratch" / context.gang.name),
+        models={name: served.model_dump() for name, served in own.models.items()},
+        max_memory_bytes=int(own.max_memory_gb * 2**30),
+        max_file_bytes=int(own.max_file_gb * 2**30),
+        seal=secrets.token_bytes(32),
     )
     admitted = schedule.rollout_batch_size * schedule.n_samples_per_prompt * (schedule.staleness_bound + 1)
-    return FunctionRollouts(engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake)
+    return FunctionRollouts(
+        engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake, spans=context.timeline
+    )

@@ -25,6 +25,7 @@ from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.load import load_generate_engine
 from workers.records.samples import SampleLog
+from workers.rewards.group import GroupReward
 from workers.rewards.scorer import Scorer
 from workers.rollout.feeder import Feeder
 from workers.rollout.functions import open_rollouts
@@ -76,6 +77,9 @@ class Rollout:
             self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed, has_parts=parts)
         size = config.schedule.n_samples_per_prompt
         self._filter = load_group_filter(config.algorithm, group_size=size) if self._scorer else None
+        self._group_reward = None
+        if self._scorer is not None and config.reward.group_function is not None:
+            self._group_reward = GroupReward(config.reward, group_size=size, failed=context.reward_failed)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
             shown=config.rollout.samples_per_step, groups_per_step=config.schedule.rollout_batch_size,
@@ -97,6 +101,7 @@ class Rollout:
             # A lease that ends early is generated again as a whole, so that the same responses share a batch.
             rows_per_put=config.rollout.batch_size if config.deterministic else config.schedule.n_samples_per_prompt,
             group_filter=self._filter,
+            group_reward=self._group_reward,
             failed=self._wake.set,
         )
         self._waiting: deque[tuple[RolloutLease, RolloutRequest]] = deque()
@@ -133,8 +138,9 @@ class Rollout:
         self._samples.close()
         if self._scorer is not None:
             self._scorer.close()
-        if self._filter is not None:
-            self._filter.close()
+        for users in (self._filter, self._group_reward):
+            if users is not None:
+                users.close()
         self._client.close()
         self._rollouts.close()
         self._engine.close()
@@ -207,9 +213,8 @@ class Rollout:
 
     def _generate(self) -> None:
         self._context.progress()
-        if self._config.rollout.is_own:
-            drawing = self._rollouts.num_drawing
-            self._context.report("generating", f"{len(self._running)} rollouts, {drawing} of them drawing")
+        if figures := self._rollouts.figures():
+            self._context.report("generating", f"{len(self._running)} rollouts", rollouts=figures)
         for rollout in self._rollouts.step(self._wake, hold=self._draining):
             _check_finite(rollout)
             self._outbox.add(self._running.pop(rollout.ticket), rollout)
@@ -221,7 +226,7 @@ class Rollout:
         if needed is not None:
             self._weights.wait_for(needed)
             return
-        self._context.report("waiting for prompts")
+        self._context.report("waiting for prompts", rollouts=self._rollouts.figures())
         with self._context.timeline.span("wait for prompts"):
             while not self._wake.wait(_LOOK_S) and not self._context.stopping.is_set():
                 pass

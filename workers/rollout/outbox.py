@@ -7,8 +7,8 @@ rest, so neither a slow reward nor a slow queue holds up generation.
     score threads       score ... score ...... score
     outbox thread             put (G responses) .......... put (the rest of a lease)
 
-Where groups are filtered (`workers.algorithms.dapo`), the responses of a group wait for each other: all are put, or
-none. It never decides what is generated or which weights are used.
+Where groups are filtered, or rewarded as a whole, the responses of a group wait for each other: all are put, or none.
+It never decides what is generated or which weights are used.
 """
 
 import queue
@@ -25,6 +25,7 @@ from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
 from workers.algorithms.group_filter import GroupFilter
 from workers.records.samples import SampleLog
+from workers.rewards.group import GroupReward
 from workers.rewards.scorer import ScoredAnswer, Scorer
 from workers.rollout.rollouts import FinishedRollout
 
@@ -83,6 +84,7 @@ class Outbox:
         samples: SampleLog,
         rows_per_put: int,
         group_filter: GroupFilter | None = None,
+        group_reward: GroupReward | None = None,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the thread that puts.
@@ -92,6 +94,7 @@ class Outbox:
             samples: shows scored responses to a person.
             rows_per_put: responses of a lease that are put together, while more of it are to come.
             group_filter: says which groups are not trained; None: all are.
+            group_reward: gives the members of a group their rewards; None: each has its own.
             failed: is called, by the outbox's thread, when `check` would raise.
         """
         self._failed = failed
@@ -99,11 +102,13 @@ class Outbox:
         self._samples = samples
         self._rows_per_put = rows_per_put
         self._filter = group_filter
+        self._group_reward = group_reward
+        self._by_group = group_filter is not None or group_reward is not None
         self._epoch = 0
         self._dropped_epochs = 0
         self._num_added = 0
         self._num_put = 0
-        self._done: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Finished | _Rewarded | None] = queue.SimpleQueue()
         self._finished: dict[_Lot, list[_Finished]] = {}
         self._left: dict[_Lot, int] = {}
         self._groups_left: dict[RolloutLease, set[int]] = {}
@@ -165,8 +170,10 @@ class Outbox:
                 if self._dropped.is_set():
                     return
                 self._drop_abandoned()
-                if one is not None:
+                if isinstance(one, _Finished):
                     self._gather(one)
+                elif one is not None:
+                    self._put_rewarded(one)
         except Exception as error:  # noqa: BLE001 - the boundary of a thread: `close` raises it
             self._failure = error
             self._failed()
@@ -184,20 +191,38 @@ class Outbox:
         if one.epoch < self._dropped_epochs:
             self._num_put += 1
             return
-        lot = _Lot(one.lease, one.lease.group_of(one.rollout.index) if self._filter else None)
+        lot = _Lot(one.lease, one.lease.group_of(one.rollout.index) if self._by_group else None)
         together = self._finished.setdefault(lot, [])
         together.append(one)
         left = self._left.setdefault(lot, lot.num_rows)
         if len(together) >= min(self._rows_per_put if lot.group is None else left, left):
-            self._put(one.lease, self._finished.pop(lot))
+            self._reward_and_put(one.lease, self._finished.pop(lot), one.epoch)
             self._left[lot] = left - len(together)
-            self._num_put += len(together)
             if not self._left[lot]:
                 del self._left[lot]
                 if not any(other.lease is one.lease for other in self._left):
                     self._groups_left.pop(one.lease, None)
 
-    def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]") -> None:
+    def _reward_and_put(self, lease: RolloutLease, finished: "list[_Finished]", epoch: int) -> None:
+        """Put, once the members of a group have their rewards of it."""
+        if self._group_reward is None or any(one.rollout.leaves for one in finished):
+            self._put(lease, finished)
+            self._num_put += len(finished)
+            return
+        finished = sorted(finished, key=lambda one: one.rollout.index)
+        first = lease.position[finished[0].rollout.index]
+        task = lease.tasks[first] if "tasks" in lease.batch.columns else None
+        scores = [one.score.result() for one in finished if one.score is not None]
+        rewarded = self._group_reward.rewarded(task, [one.rollout for one in finished], scores)
+        rewarded.add_done_callback(lambda done: self._done.put(_Rewarded(lease, finished, done, epoch)))
+
+    def _put_rewarded(self, group: "_Rewarded") -> None:
+        if group.epoch >= self._dropped_epochs:
+            self._put(group.lease, group.finished, group.scores.result())
+        self._num_put += len(group.finished)
+
+    def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]", rewarded: Sequence[ScoredAnswer] = ()) -> None:
+        """Put rows; `rewarded`: their scores, where those are not their own, of rows of which none leaves."""
         leaving = [one.rollout for one in finished if one.rollout.leaves]
         left = self._groups_left.get(lease, set()) | {lease.group_of(one.index) for one in leaving}
         if left:
@@ -212,7 +237,7 @@ class Outbox:
             rollouts = [one.rollout for one in finished]
             rows = [one.index for one in rollouts]
             columns = _columns(rollouts)
-            scores = [one.score.result() for one in finished if one.score is not None]
+            scores = rewarded or [one.score.result() for one in finished if one.score is not None]
             if scores and self._scorer is not None:
                 columns |= self._scorer.columns(scores)
                 self._show(lease, rollouts, scores)
@@ -252,6 +277,14 @@ class _Finished:
     lease: RolloutLease
     rollout: FinishedRollout
     score: "Future[ScoredAnswer] | None"
+    epoch: int
+
+
+@dataclass(frozen=True)
+class _Rewarded:
+    lease: RolloutLease
+    finished: "list[_Finished]"
+    scores: "Future[Sequence[ScoredAnswer]]"
     epoch: int
 
 

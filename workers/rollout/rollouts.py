@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from workers.agents.wire import Finished
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 
 
@@ -59,6 +60,7 @@ class FinishedRollout:
         metrics: numbers of its function, by name.
         conversations: messages of each sample, for people.
         turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
+        bridge_failures: turns that began a new sample though they went on from a reply.
         failure: why there is none; "" if there is one.
         leaves: its group leaves the run, and the next prompt takes its place.
         failures: how often it failed, where it leaves for that.
@@ -78,6 +80,7 @@ class FinishedRollout:
     conversations: Sequence[Sequence[Mapping[str, Any]]] = ()
     turns: int = 1
     tool_s: float = 0.0
+    bridge_failures: int = 0
     failure: str = ""
     leaves: bool = False
     failures: int = 0
@@ -108,6 +111,28 @@ class FinishedRollout:
             log_probs_A=generation.log_probs_R,
             versions_A=generation.versions_R,
             truncated=generation.truncated,
+        )
+
+    @staticmethod
+    def told(request: RolloutRequest, message: Finished) -> "FinishedRollout":
+        """Return a rollout of which the session service told."""
+        samples = message.samples
+        return FinishedRollout(
+            index=request.index,
+            ticket=request.ticket,
+            tokens_T=torch.tensor([token for one in samples for token in one.token_ids], dtype=torch.int64),
+            sample_lengths=[len(one.token_ids) for one in samples],
+            response_mask_T=torch.tensor([bit for one in samples for bit in one.response_mask], dtype=torch.uint8),
+            log_probs_A=torch.tensor([number for one in samples for number in one.log_probs], dtype=torch.float32),
+            versions_A=torch.tensor([step for one in samples for step in one.versions], dtype=torch.int32),
+            truncated=message.truncated,
+            reward=message.reward,
+            response=message.response,
+            metrics=message.metrics,
+            conversations=message.conversations,
+            turns=message.turns,
+            tool_s=message.tool_s,
+            bridge_failures=message.bridge_failures,
         )
 
     @staticmethod
@@ -142,6 +167,13 @@ class Rollouts(Protocol):
     @property
     def free_slots(self) -> int:
         """How many rollouts may begin now."""
+
+    def figures(self) -> dict[str, float]:
+        """Return what `asyncflow status` shows of them; nothing of rollouts with one turn.
+
+        Now: `live` rollouts, `drawing` and `waiting` calls (for the engine's room), rollouts `in_tools` or other users'
+        code. Since the start: `turns`, and `drawing_s`, `waiting_s`, `in_tools_s`, summed over rollouts (s).
+        """
 
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
         """Begin rollouts, at most `free_slots`.
@@ -186,6 +218,10 @@ class SingleTurn:
     def free_slots(self) -> int:
         """See `Rollouts`."""
         return self._engine.free_slots
+
+    def figures(self) -> dict[str, float]:
+        """See `Rollouts`."""
+        return {}
 
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
         """See `Rollouts`."""

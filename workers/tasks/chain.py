@@ -5,14 +5,16 @@
 It decides how many rows each task gets at a time, and that ranks without rows take part in collective tasks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from tq.batch import Column, PackedBatch
 from workers.config import RunConfig, TrainingConfig
 from workers.context import WorkerContext
 from workers.data.tokenizer import TextDecoder, load_tokenizer
-from workers.engines.base import TrainEngine, ValueEngine
+from workers.engines.base import Sequences, TrainEngine, ValueEngine
 from workers.tasks.column_tasks import (
     Advantages,
     ColumnTask,
@@ -20,9 +22,13 @@ from workers.tasks.column_tasks import (
     HostedColumn,
     ReferenceLogProbs,
     Rewards,
+    cut_of,
 )
-from workers.tasks.dataflow import CRITIC_TRAIN
+from workers.tasks.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS
+from workers.tasks.rollouts import drawn_per_row, samples_of
 from workers.tasks.user import UserTask
+from workers.trainer.batching import micro_batches
+from workers.trainer.gang_peers import max_over_ranks
 from workers.trainer.replicas import ReplicaPeers
 
 _EMPTY = PackedBatch((), {})
@@ -49,7 +55,7 @@ class TaskChain:
             peers: ranks that have the same rows: one computes what is not collective, for all; None: there are none.
         """
         self._peers = peers
-        self._timeline = context.timeline
+        self._context = context
         self._tasks = {name: open_task(name, context, engine, critic) for name in names if name != CRITIC_TRAIN}
 
     @property
@@ -72,7 +78,7 @@ class TaskChain:
         """
         for name, task in self._tasks.items():
             if len(batch) or task.collective:
-                with self._timeline.span(name, step=step, rows=len(batch)):
+                with self._context.timeline.span(name, step=step, rows=len(batch)):
                     columns = self._computed(task, batch, step, max(len(batch), round_rows))
                 batch = batch.with_columns(columns)
         return batch
@@ -90,8 +96,22 @@ class TaskChain:
 
     def _computed(self, task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
         if self._peers is None or task.collective:
+            return self._on_rows(task, batch, step, round_rows)
+        return self._peers.share(self._on_rows(task, batch, step, round_rows) if self._peers.leads else None)
+
+    def _on_rows(self, task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
+        if task.cut is None:
             return _compute(task, batch, step, round_rows)
-        return self._peers.share(_compute(task, batch, step, round_rows) if self._peers.leads else None)
+        samples = samples_of(PackedBatch(batch.indices, {name: batch[name] for name in SAMPLE_COLUMNS if len(batch)}))
+        cuts = micro_batches(samples, task.cut)
+        most = max_over_ranks(len(cuts), device=self._context.device) if task.collective else len(cuts)
+        parts = [task.compute(samples.select(cut), step) for cut in cuts]
+        for _ in range(most - len(cuts)):
+            task.compute(_EMPTY, step)
+        order = [position for cut in cuts for position in cut]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        joined = {name: Column.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
+        return {name: Column(column.select(back).values, drawn_per_row(batch)) for name, column in joined.items()}
 
 
 def _compute(task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
@@ -126,11 +146,11 @@ def open_task(
             return FollowerLogProbs(context)
         case "actor_log_probs":
             assert engine is not None
-            return HostedColumn("old_log_probs", engine.log_probs, num_rows=_hosted_rows(config.actor, config))
+            return _hosted("old_log_probs", engine.log_probs, config.actor, config)
         case "values":
             assert critic is not None, f"{name} is computed where the critic is trained"
             section = config.actor if context.gang.role == "actor" else config.critic
-            return HostedColumn(name, critic.values, num_rows=_hosted_rows(section, config))
+            return _hosted(name, critic.values, section, config)
         case "compute_advantages_and_returns":
             return Advantages(context)
         case _:
@@ -139,8 +159,11 @@ def open_task(
             return UserTask(user, decoder, num_rows=config.schedule.n_samples_per_prompt)
 
 
-def _hosted_rows(training: TrainingConfig, config: RunConfig) -> int:
-    """Return how many rows a model in training takes at a time."""
+def _hosted(
+    name: str, compute: Callable[[Sequences | None], Tensor], training: TrainingConfig, config: RunConfig
+) -> HostedColumn:
+    """Return what a model in training computes, and how many rows it takes at a time."""
+    num_rows = training.micro_batch_size
     if training.max_tokens_per_micro_batch:  # then its own number is a whole round's, and says nothing of memory
-        return min(training.micro_batch_size, config.ref.micro_batch_size)
-    return training.micro_batch_size
+        num_rows = min(num_rows, config.ref.micro_batch_size)
+    return HostedColumn(name, compute, num_rows=num_rows, cut=cut_of(config, training))

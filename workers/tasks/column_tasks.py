@@ -19,6 +19,7 @@ from tq.batch import Column, PackedBatch
 from weightsync.version import Version
 from workers.algorithms.load import load_algorithm
 from workers.calls.user_function import excerpt
+from workers.config import RunConfig, TrainingConfig
 from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Sequences, TrainEngine
@@ -40,6 +41,9 @@ class ColumnTask(ABC):
 
     num_rows: int
     """Most rows at a time; for a task over whole groups a multiple of their size."""
+    cut: TrainingConfig | None = None
+    """Its forwards are cut at the borders of samples, as that model's micro-batches are, and `num_rows` only says how
+    many rows are fetched; None: each row is one sample. Its columns have a value per drawn token."""
     collective = False
     """All ranks of the gang compute together, equally often; one without rows is given a batch without columns."""
     version: int | None = None
@@ -113,6 +117,7 @@ class ReferenceLogProbs(ColumnTask):
         self.num_rows = config.ref.micro_batch_size
         if engine is not None:
             self.num_rows = min(self.num_rows, config.actor.micro_batch_size)
+        self.cut = cut_of(config, config.actor.model_copy(update={"shared_prompt": config.ref.shared_prompt}))
         self._reference = Reference(context)
 
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
@@ -130,13 +135,22 @@ class HostedColumn(ColumnTask):
 
     collective = True
 
-    def __init__(self, name: str, compute: Callable[[Sequences | None], Tensor], *, num_rows: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        compute: Callable[[Sequences | None], Tensor],
+        *,
+        num_rows: int,
+        cut: TrainingConfig | None = None,
+    ) -> None:
         """Args:
         name: of the column.
         compute: of the engine: float32 [A] of a batch; collective.
         num_rows: responses per forward.
+        cut: see `ColumnTask`.
         """
         self.num_rows = num_rows
+        self.cut = cut
         self._name = name
         self._compute = compute
 
@@ -162,7 +176,9 @@ class FollowerLogProbs(ColumnTask):
     version = 0
 
     def __init__(self, context: WorkerContext) -> None:
-        self.num_rows = context.config.ref.micro_batch_size
+        config = context.config
+        self.num_rows = config.ref.micro_batch_size
+        self.cut = cut_of(config, config.actor.model_copy(update={"shared_prompt": config.ref.shared_prompt}))
         self._context = context
         self._model = load_forward_model(context.config, device=context.device)
         receiver = open_receiver(context, self._model.weight_needs(), adopts=self._model.adopts_weights)
@@ -201,6 +217,11 @@ class Advantages(ColumnTask):
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def cut_of(config: RunConfig, training: TrainingConfig) -> TrainingConfig | None:
+    """Return how the forwards of a model are cut: by tokens where rows have any number of samples, else not."""
+    return training if config.rollout.is_own and training.max_tokens_per_micro_batch else None
 
 
 def sequences_of(batch: PackedBatch) -> Sequences:

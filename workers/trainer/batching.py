@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from tq.balance import split_by_tokens
 from tq.batch import PackedBatch
-from workers.config import ActorConfig
+from workers.config import ActorConfig, TrainingConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import ROW_BEGINS
 
@@ -134,7 +134,7 @@ class StepRounds:
         )
 
 
-def micro_batches(batch: PackedBatch, config: ActorConfig) -> list[Sequence[int]]:
+def micro_batches(batch: PackedBatch, config: TrainingConfig) -> list[Sequence[int]]:
     """Return the positions of samples in each micro-batch, every sample once.
 
     Args:

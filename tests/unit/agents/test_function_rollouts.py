@@ -8,22 +8,32 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
 import torch
 
+from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
+from asyncflow.timeline import Timeline
 from launcher.config.paths import find_recipe
+from tests.support.judge import Judge
+from tests.support.run_files import lines
 from workers.agents.wire import Setup
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
+from workers.rewards.config import RewardConfig
+from workers.rewards.scorer import Scorer
 from workers.rollout.functions import FunctionRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest
 
 MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
 MODULE = """
 import asyncio, os
+from configs.quickstart_tools.renderer import CalculatorRenderer
+from workers.agents import Environment
 
 async def waits(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
@@ -57,6 +67,75 @@ async def sleeps(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
     await chat.reply()
     await context.run(__import__("time").sleep, 1000)
+
+other_ended = asyncio.Event()
+
+async def crashes(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    if task.index == 0:
+        await other_ended.wait()
+        await model.chat([{"role": "user", "content": task["prompt"]}]).reply()
+        asyncio.get_running_loop().call_soon(os._exit, 139)  # as a thread's crash: no rollout's own step
+        await asyncio.sleep(1000)
+    other_ended.set()
+    return chat.sample(reward=1.0)
+
+async def starts(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    child = await asyncio.create_subprocess_exec("sleep", "1000")
+    with open(os.path.join(task["seen"], "child.tmp"), "w") as file:
+        file.write(str(child.pid))
+    os.rename(file.name, os.path.join(task["seen"], "child"))
+    await child.wait()
+
+class NoBridge(CalculatorRenderer):
+    def render(self, messages, tools=None):
+        return super().render(messages, tools)[len(messages) > 1:]
+
+    def bridge(self, previous_ids, new_messages, tools=None):
+        return None
+class Again(Environment):
+    def reset(self, task):
+        return task["prompt"]
+
+    def step(self, reply):
+        return "37*64", 0.25, False
+
+class Stopped(Again):
+    def step(self, reply):
+        return next(iter([]))
+async def judged(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    said = await context.models["judge"].chat([{"role": "user", "content": "how good is it?"}])
+    return chat.sample(reward=float(said.text.partition("/")[0]))
+
+async def greedy(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    if task["kind"] == "memory":
+        held = await context.run(bytearray, 2**33)
+    if task["kind"] == "file":
+        (context.scratch / "long").write_bytes(bytes(2**21))
+    return chat.sample(reward=0.5)
+
+async def hangs(task, base_url, api_key):
+    written = os.path.join(task["seen"], str(task.index))
+    with open(written + ".part", "w") as file:
+        file.write(f"{base_url} {api_key}")
+    os.rename(written + ".part", written)
+    await asyncio.sleep(1000)
+async def by_number(task, model, context):
+    chat = model.chat([{"role": "user", "content": str(task.index)}])
+    await chat.reply()
+    return chat.sample(reward=1.0)
+
+async def skips_odd(task, model, context):
+    if task.index % 2:
+        context.skip("it is odd")
+    await model.chat([{"role": "user", "content": task["prompt"]}]).reply()
 
 async def agent(task, base_url, api_key):
     from openai import AsyncOpenAI
@@ -115,7 +194,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engi
     (tmp_path / "my_rollouts.py").write_text(MODULE)
     opened: list[FunctionRollouts] = []
 
-    def open_them(on_failure: str = "dead_letter", **changed: Any) -> tuple[FunctionRollouts, Engine]:
+    def open_them(
+        on_failure: str = "dead_letter", spans: Any = None, **changed: Any
+    ) -> tuple[FunctionRollouts, Engine]:
         settings: dict[str, Any] = {
             "model_dir": str(MODEL), "renderer": "configs.quickstart_tools.renderer:CalculatorRenderer",
             "function": "tools", "agent": None, "command": [], "tools": ["configs.quickstart_tools.tools:multiply"],
@@ -126,7 +207,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engi
         engine = Engine()
         rollouts: Any = FunctionRollouts
         made: FunctionRollouts = rollouts(
-            engine, Setup(**settings | changed), max_running=64, on_failure=on_failure, wake=threading.Event()
+            engine,
+            Setup(**settings | changed),
+            max_running=64,
+            on_failure=on_failure,
+            wake=threading.Event(),
+            spans=spans,
         )
         opened.append(made)
         return made, engine
@@ -155,7 +241,9 @@ def child_of_service(number: int = 0) -> psutil.Process:
     (service,) = (
         one for one in psutil.Process().children() if "workers.agents.service" in " ".join(one.cmdline())
     )  # fmt: skip
-    return service if not number else service.children()[0]
+    if not number:
+        return service
+    return next(one for one in service.children() if "workers.agents.worker" in " ".join(one.cmdline()))
 
 
 def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None:
@@ -170,6 +258,17 @@ def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None
     assert len(one.log_probs_A) == len(one.versions_A) == int(one.response_mask_T.sum())
     assert (one.reward, one.response, one.turns, one.truncated) == (None, "2368", 2, False)
     assert [message["role"] for message in one.conversations[0]] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_turns_that_could_not_be_bridged_are_trained_as_samples_and_counted_for_the_metrics(start: Any) -> None:
+    rollouts, engine = start(renderer="my_rollouts:NoBridge")
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert (len(one.sample_lengths), one.turns) == (2, 2)
+    scorer = Scorer(RewardConfig(function="exact"), engine.tokenizer)
+    parts = scorer.score(one, "2368").result(timeout=60).parts
+    scorer.close()
+    assert (parts["turns"], parts["bridge_failures"]) == (2.0, 1.0)
 
 
 def test_several_samples_lie_in_one_row(start: Any) -> None:
@@ -221,6 +320,20 @@ def test_a_rollout_that_has_had_its_turns_is_truncated_and_not_made_again(start:
     assert one.turns == len(engine.prompts) == 1
 
 
+def test_an_environment_whose_turns_are_spent_is_truncated_and_keeps_what_it_earned(start: Any) -> None:
+    rollouts, _ = start(function="my_rollouts:Again", max_turns=2, tools=[])
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert (one.reward, one.truncated, one.turns) == (0.25, True, 2)
+
+
+def test_a_step_that_runs_out_of_what_it_iterates_over_is_a_failure(start: Any) -> None:
+    rollouts, _ = start(function="my_rollouts:Stopped", max_attempts=1, tools=[])
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert one.leaves and "StopIteration" in one.failure
+
+
 def test_an_agent_with_the_openai_client_is_trained_on_what_it_drew(start: Any) -> None:
     pytest.importorskip("openai")
     rollouts, engine = start(function=None, agent="my_rollouts:agent", tools=[])
@@ -229,6 +342,33 @@ def test_an_agent_with_the_openai_client_is_trained_on_what_it_drew(start: Any) 
     assert one.reward == 1.0
     assert one.metrics == {"asked": 1.0}
     assert engine.tokenizer.decode(one.drawn.tolist()).replace(" ", "") == "<call>37*64<eos>"
+
+
+def test_an_agent_of_a_restored_run_or_of_a_service_that_died_hears_that_its_session_is_gone(
+    start: Any, tmp_path: Path
+) -> None:
+    rollouts, _ = start(function=None, agent="my_rollouts:hangs", tools=[], seal=b"seal")
+    rollouts.begin([request(1, seen=str(tmp_path))])
+    finished(rollouts, lambda _: (tmp_path / "1").exists())
+    rollouts.abort()
+    rollouts.begin([request(2, seen=str(tmp_path))])
+    finished(rollouts, lambda _: (tmp_path / "2").exists())
+    assert asked_by(tmp_path / "1") == 410
+    assert asked_by(tmp_path / "2") == 200
+    (tmp_path / "2").rename(tmp_path / "old")
+    os.kill(child_of_service().pid, signal.SIGKILL)
+    finished(rollouts, lambda _: (tmp_path / "2").exists())
+    assert asked_by(tmp_path / "old") == 410
+    assert asked_by(tmp_path / "2") == 200
+
+
+def asked_by(agent: Path) -> int:
+    base_url, key = agent.read_text().split()
+    try:
+        with urlopen(Request(f"{base_url}/models", headers={"Authorization": f"Bearer {key}"}), timeout=60) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
 
 
 def test_any_program_is_an_agent(start: Any, tmp_path: Path) -> None:
@@ -257,12 +397,79 @@ def test_what_cannot_be_passed_on_or_trained_is_a_failure(start: Any, kind: str)
     assert ("inf" if kind == "inf" else "ud800") in one.failure
 
 
+def test_a_judge_says_the_reward_or_fails_the_rollout(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    judge = Judge()
+    try:
+        models = {"judge": judge.served(retries=0).model_dump()}
+        rollouts, _ = start("absent", function="my_rollouts:judged", max_attempts=1, models=models)
+        rollouts.begin([request(0)])
+        (good,) = finished(rollouts, lambda done: len(done) == 1)
+        judge.answers = [(401, b"bad key sk-secret")]
+        rollouts.begin([request(1)])
+        (bad,) = finished(rollouts, lambda done: len(done) == 1)
+    finally:
+        judge.close()
+    assert (good.reward, bad.failure.endswith("answered 401: bad key ***")) == (7.0, True)
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_rollout_over_a_limit_fails_and_names_it_and_others_go_on(start: Any, kind: str) -> None:
+    limits = {"max_memory_bytes": 2**32, "max_file_bytes": 2**20}
+    rollouts, _ = start(function="my_rollouts:greedy", on_failure="absent", max_attempts=1, **limits)
+    rollouts.begin([request(0, kind=kind), request(1, kind="none")])
+    failed, other = sorted(finished(rollouts, lambda done: len(done) == 2), key=lambda one: one.index)
+    assert f"rollout.max_{kind}_gb" in failed.failure
+    assert (other.failure, other.reward) == ("", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("first", "words"), [("", "ended with code 1"), ("signal.signal(signal.SIGXFSZ, signal.SIG_DFL)", "max_file_gb")]
+)
+def test_a_program_has_the_same_limits(start: Any, first: str, words: str) -> None:
+    """Python ignores the signal that other programs die of."""
+    code = f"import os, signal\n{first}\nopen(os.environ['ASYNCFLOW_RESULT'], 'wb').write(bytes(2**21))"
+    limits = {"max_attempts": 1, "max_file_bytes": 2**20}
+    rollouts, _ = start("absent", function=None, command=[sys.executable, "-c", code], tools=[], **limits)
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert words in one.failure
+
+
 def test_a_thread_that_hangs_is_ended_with_its_process(start: Any) -> None:
     rollouts, _ = start(function="my_rollouts:sleeps", timeout_s=1.0)
     rollouts.begin([request(0)])
     finished(rollouts, lambda done: len(done) == 1)
     worker = child_of_service(1)
     worker.wait(30)
+
+
+def test_a_rollout_whose_process_dies_beside_its_steps_pays_in_the_end_though_others_finish(start: Any) -> None:
+    rollouts, _ = start(function="my_rollouts:crashes", max_attempts=2)
+    rollouts.begin([request(0)])
+    done: list[FinishedRollout] = []
+    for index in range(1, 12):
+        rollouts.begin([request(index)])
+        done += finished(rollouts, lambda new: len(new) > 0)
+        if any(one.leaves for one in done):
+            break
+    (bad,) = (one for one in done if one.leaves)
+    assert bad.index == 0 and bad.failures == 2
+    assert all(one.reward == 1.0 for one in done if one is not bad)
+
+
+@pytest.mark.parametrize("program", [False, True])
+def test_what_users_code_started_ends_with_a_service_that_is_killed(start: Any, tmp_path: Path, program: bool) -> None:
+    if program:
+        line = f"sleep 1000 & echo $! > {tmp_path}/child.tmp; mv {tmp_path}/child.tmp {tmp_path}/child; wait"
+        rollouts, _ = start(function=None, command=["sh", "-c", line], tools=[])
+    else:
+        rollouts, _ = start(function="my_rollouts:starts")
+    rollouts.begin([request(0, seen=str(tmp_path))])
+    finished(rollouts, lambda _: (tmp_path / "child").exists())
+    child = psutil.Process(int((tmp_path / "child").read_text()))
+    os.kill(child_of_service().pid, signal.SIGKILL)
+    child.wait(30)
 
 
 def test_a_function_that_cannot_be_imported_is_refused(start: Any) -> None:
@@ -278,3 +485,64 @@ def test_nothing_is_left_of_it(start: Any) -> None:
     for process in (service, worker):
         process.wait(30) if process.is_running() else None
     assert subprocess.run(["kill", "-0", str(worker.pid)], capture_output=True, check=False).returncode
+
+
+def test_no_more_begin_than_the_engine_has_room_for_unless_they_take_long_to_call(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts, engine = start()
+    engine.free_slots = 8
+    rollouts.begin([request(index) for index in range(6)])  # none has called yet
+    assert rollouts.free_slots == 8 + 1 - 6  # one more than its places: a call waits for the next that gets free
+    monkeypatch.setattr("workers.rollout.live_rollouts._FIRST_CALL_S", 0.0)
+    assert rollouts.free_slots == 8 + 1
+
+
+def test_calls_of_older_rollouts_go_first(start: Any) -> None:
+    rollouts, engine = start(function="my_rollouts:by_number")
+    engine.free_slots = 0
+    rollouts.begin([request(index) for index in (2, 0, 1)])
+    finished(rollouts, lambda _: rollouts.figures()["waiting"] == 3)
+    engine.free_slots = 64
+    finished(rollouts, lambda done: len(done) == 3)
+    spoken = [engine.tokenizer.decode(ids)[len("<user>")] for ids in engine.prompts]
+    assert spoken == ["0", "1", "2"]
+
+
+def test_what_has_finished_does_not_wait_for_the_engine(start: Any) -> None:
+    rollouts, engine = start(function="my_rollouts:skips_odd")
+    waited = threading.Event()
+
+    def never_ends(wake: threading.Event) -> list[Generation]:
+        waited.set()
+        wake.wait(0.05)
+        return []
+
+    engine.step = never_ends
+    rollouts.begin([request(0)])
+    finished(rollouts, lambda _: bool(engine.running))  # and it never ends
+    rollouts.begin([request(1)])
+    never, done = threading.Event(), []  # type: tuple[threading.Event, list[FinishedRollout]]
+    for _ in range(2000):
+        waited.clear()
+        if done := rollouts.step(never):
+            break
+    assert done
+    assert not waited.is_set()
+
+
+def test_what_rollouts_do_is_counted_and_recorded(start: Any, tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "rollout-0-0.jsonl", HostClock.measure())
+    rollouts, _ = start(spans=timeline)
+    rollouts.begin([request(0), request(1)])
+    assert rollouts.figures()["live"] == 2
+    finished(rollouts, lambda done: len(done) == 2)
+    figures = rollouts.figures()
+    assert (figures["live"], figures["in_tools"], figures["turns"]) == (0, 0, 4)
+    assert figures["in_tools_s"] > 0
+    timeline.close()
+    spans = lines(tmp_path / "rollout-0-0.jsonl")[:-1]
+    of_first = [span for span in spans if span["id"] == 1]
+    assert [span["name"] for span in of_first] == ["turn", "turn", "rollout"]
+    assert of_first[2]["turns"] == 2
+    assert all(of_first[2]["start"] <= span["start"] <= span["end"] <= of_first[2]["end"] for span in of_first)

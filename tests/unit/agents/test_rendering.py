@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
+from launcher.checks.rollouts import check_rollout_code
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe
 from tests.support.chat_templates import QWEN25, SMOLLM2, TEMPLATES, tokenizer
 from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message
@@ -149,6 +152,21 @@ def test_a_class_of_the_users_gets_the_tokenizer(
     assert list(load_renderer(model_dir, "my_rendering:Mine").stop_ids) == [len(tokenizer("qwen3"))]
     with pytest.raises(ConfigError, match=r"model\.renderer: .* defines no 'Yours'"):
         load_renderer(model_dir, "my_rendering:Yours")
+
+
+def test_preflight_warns_of_what_a_template_cannot_do(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rewrites = QWEN25.replace("m.content }}", "m.content + (messages | length | string) }}")
+    tokenizer("qwen2.5", rewrites).save_pretrained(model_dir)
+    settings = [f"model.path={model_dir}", "model.renderer=null", "rollout.tools=[]"]
+    check_rollout_code(load_config(find_recipe("quickstart-tools"), overrides=settings))
+    assert "the template cannot bridge new messages of user: each turn begins a new sample" in caplog.text
+
+
+def test_preflight_refuses_a_template_that_ignores_the_tools_of_the_run(model_dir: Path) -> None:
+    tokenizer("smollm2").save_pretrained(model_dir)
+    settings = [f"model.path={model_dir}", "model.renderer=null"]
+    with pytest.raises(ConfigError, match=r"model\.path: the chat template of .* ignores tools"):
+        check_rollout_code(load_config(find_recipe("quickstart-tools"), overrides=settings))
 
 
 @pytest.mark.skipif(not NO_PACKAGE, reason="the package renderers is installed")

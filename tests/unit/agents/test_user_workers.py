@@ -11,7 +11,6 @@ from asyncflow.errors import ConfigError
 from workers.agents import user_workers
 from workers.agents.user_workers import UserWorker, WorkerDeath
 from workers.agents.wire import Ask, Begin, Done, Raised, Setup, Start, Told
-from workers.agents.worker import NOBODY
 
 MODULE = """
 import asyncio, os, time
@@ -32,6 +31,9 @@ async def odd(task, model, context):
         await asyncio.gather(_die())
     if kind == "block":
         time.sleep(1000)
+    while kind == "busy":
+        time.sleep(0.05)
+        await asyncio.sleep(0)
     if kind == "wait":
         await asyncio.sleep(1000)
     if kind == "deaf":
@@ -162,8 +164,47 @@ def test_a_cancelled_rollout_leaves_and_others_go_on(users: Path) -> None:
 
     death = asyncio.run(run())
     assert isinstance(death, WorkerDeath)
-    assert death.run == NOBODY
+    assert death.run == 2
     assert "cancelled" in death.how
+
+
+def test_a_late_cancellation_blames_who_did_not_end_and_not_whose_code_happens_to_run(users: Path) -> None:
+    async def run() -> object:
+        owner = Owner()
+        worker = await UserWorker.start(setup_of(users, "odd"), owner)
+        worker.begin(start_of(users, 1, "deaf"))
+        worker.begin(start_of(users, 2, "busy"))
+        while len(owner.asks) < 2:
+            await asyncio.sleep(0.01)
+        worker.end(1, within_s=0.5)
+        death = await asyncio.wait_for(owner.told.get(), 60)
+        await worker.gone()
+        return death
+
+    death = asyncio.run(run())
+    assert isinstance(death, WorkerDeath) and death.run == 1
+
+
+def test_a_cancellation_that_a_blocked_loop_holds_up_blames_who_blocks_it(
+    users: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_workers, "STALL_S", 3.0)
+
+    async def run() -> object:
+        owner = Owner()
+        worker = await UserWorker.start(setup_of(users, "odd"), owner)
+        worker.begin(start_of(users, 1, "wait"))
+        worker.begin(start_of(users, 2, "block"))
+        while len(owner.asks) < 2:
+            await asyncio.sleep(0.01)
+        worker.end(1, within_s=0.5)
+        death = await asyncio.wait_for(owner.told.get(), 60)
+        await worker.gone()
+        return death
+
+    death = asyncio.run(run())
+    assert isinstance(death, WorkerDeath)
+    assert death.run == 2 and "event loop" in death.how
 
 
 def test_a_stop_that_follows_a_start_at_once_costs_no_process(users: Path) -> None:

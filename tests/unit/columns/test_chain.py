@@ -11,9 +11,11 @@ from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.batch import Column, PackedBatch
+from workers.config import TrainingConfig
 from workers.tasks import chain
 from workers.tasks.chain import TaskChain, open_task
 from workers.tasks.column_tasks import ColumnTask
+from workers.tasks.rollouts import responses_of
 
 EMPTY = PackedBatch((), {})
 
@@ -92,3 +94,68 @@ def test_only_tasks_that_need_certain_weights_take_newer_ones(monkeypatch: pytes
     assert (free.version, gated.version, tasks.version) == (None, 3, 3)
     tasks.close()
     assert free.closed and gated.closed
+
+
+class Doubled(ColumnTask):
+    """Writes twice each drawn token, and notes the samples of each forward."""
+
+    num_rows = 1
+
+    def __init__(self, cut: TrainingConfig, *, collective: bool = False) -> None:
+        self.cut, self.collective = cut, collective
+        self.forwards: list[list[int]] = []
+
+    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+        self.forwards.append(batch["sample_lengths"].values.tolist() if len(batch) else [])
+        drawn = responses_of(batch) if len(batch) else []
+        return {"doubled": Column.of_rows([2 * one for one in drawn])} if drawn else {}
+
+    def close(self) -> None:
+        pass
+
+
+def rollouts(*rows: list[int]) -> PackedBatch:
+    """Rows with samples of these lengths; token k of all is k, and every second one was drawn."""
+    total = sum(map(sum, rows))
+    lengths = torch.tensor([sum(samples) for samples in rows], dtype=torch.int32)
+    columns = {
+        "tokens": Column(torch.arange(total), lengths),
+        "sample_lengths": Column.of_rows([torch.tensor(samples, dtype=torch.int32) for samples in rows]),
+        "response_mask": Column((torch.arange(total) % 2).to(torch.uint8), lengths),
+    }
+    return PackedBatch(tuple(range(len(rows))), columns)
+
+
+def cut_tasks(monkeypatch: pytest.MonkeyPatch, *, collective: bool, most: int = 0) -> tuple[TaskChain, Doubled]:
+    task: Any = Doubled(TrainingConfig(max_tokens_per_micro_batch=10), collective=collective)
+    monkeypatch.setattr(chain, "max_over_ranks", lambda number, device: max(number, most))
+    monkeypatch.setattr(chain, "open_task", lambda name, *_: task)
+    context: Any = SimpleNamespace(timeline=NoTimeline(), device=torch.device("cpu"))
+    return TaskChain(["doubled"], context), task
+
+
+def test_rows_of_several_samples_are_computed_in_pieces_that_fit_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, task = cut_tasks(monkeypatch, collective=False)
+    made = tasks.add_columns(rollouts([8, 7], [2, 3, 4], [12]), step=1)["doubled"]
+    assert sorted(length for forward in task.forwards for length in forward) == [2, 3, 4, 7, 8, 12]
+    assert all(sum(forward) <= 10 or len(forward) == 1 for forward in task.forwards)
+    assert made.values.tolist() == [2 * token for token in range(36) if token % 2]
+    assert made.lengths.tolist() == [7, 5, 6]
+
+
+def test_ranks_compute_as_many_pieces_as_the_rank_with_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, task = cut_tasks(monkeypatch, collective=True, most=3)
+    assert tasks.add_columns(EMPTY, step=1, round_rows=5) == EMPTY
+    assert task.forwards == [[], [], []]
+    tasks.add_columns(rollouts([4, 4]), step=1, round_rows=5)
+    assert task.forwards[3:] == [[4, 4], [], []]
+
+
+@pytest.mark.parametrize("function", ["tools", None])
+def test_values_of_rollouts_with_any_number_of_samples_are_cut_by_tokens(function: str | None) -> None:
+    sizes = [f"{section}.max_tokens_per_micro_batch=9" for section in ("actor", "critic")]
+    own = [] if function is None else [f"rollout.function={function}"]
+    config = load_config(find_recipe("quickstart-ppo-cpu"), overrides=[*sizes, *own])
+    context: Any = SimpleNamespace(config=config, gang=SimpleNamespace(role="critic"))
+    critic: Any = SimpleNamespace(values=None)
+    assert open_task("values", context, None, critic).cut == (config.critic if function else None)

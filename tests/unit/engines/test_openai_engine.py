@@ -113,6 +113,21 @@ def test_cancelled_answer_closes_its_connection_and_leaves_the_others(
     assert (engine.num_running, engine.free_slots) == (0, 4)
 
 
+def test_all_calls_of_a_rollout_go_to_one_server(
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
+) -> None:
+    other = CompletionsServer(server.answer)
+    try:
+        engine = make_engine(urls=(server.url, other.url))
+        for turn in range(2):  # the prompt's first token names the rollout
+            calls = [(2, 2), (3, 3), (5, 5), (4, 4)][:: -1 if turn else 1]
+            list(generate(engine, [GenerateRequest(k, torch.tensor([p]), 0, ticket=k) for k, p in calls]))
+    finally:
+        other.close()
+    heard = [sorted(body["prompt"][0] for body in one.bodies) for one in (server, other)]
+    assert heard == [[2, 2, 4, 4], [3, 3, 5, 5]]
+
+
 def test_cut_answer_is_flagged(make_engine: Callable[..., OpenAIEngine], server: CompletionsServer) -> None:
     server.answer = stream([[5] * 8], reason="length")
     (found,) = answers(make_engine())

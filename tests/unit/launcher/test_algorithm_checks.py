@@ -22,3 +22,8 @@ def test_gspo_is_not_clipped_by_the_gap_between_two_engines() -> None:
 def test_gspo_takes_ratios_of_the_trainer_s_own_policies() -> None:
     check(GSPO[0])
     check(*GSPO, "actor.tri_model=true")
+
+
+def test_a_call_for_tasks_may_not_take_as_long_as_a_process_that_is_stuck() -> None:
+    with pytest.raises(ConfigError, match=r"^data.timeout_s: 1800 is not below launcher.operation_timeout_s 1800"):
+        check("data.timeout_s=1800", "data.sampler=own:Curriculum")

@@ -257,3 +257,17 @@ def test_missing_file_names_the_nearest_recipe(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"CONFIG: 'configs/quikstart.yaml' does not exist; did you mean quickstart"):
         find_recipe("configs/quikstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (("deterministic=true", "schedule.mode=sync"), "deterministic: true"),
+        (("roles={rollout: 1, actor: 1, reward: 1}",), "roles: 'reward'"),
+    ],
+)
+def test_rewards_of_whole_groups_are_refused_where_a_group_is_not_together(
+    write_config: WriteConfig, what: tuple[str, ...], words: str
+) -> None:
+    message = refusal(write_config(), "reward.group_function=my_ranks:rank", *what)
+    assert message.startswith(f"{words} cannot be with reward.group_function")

@@ -79,6 +79,18 @@ def test_a_buffer_for_long_answers_is_no_longer_than_an_answer() -> None:
         load(5)
 
 
+def test_a_price_of_long_rollouts_needs_a_limit_of_all_their_replies() -> None:
+    def load(*settings: str) -> Preflight:
+        dapo = ("algorithm={name: dapo, overlong_buffer_tokens: 12}", *settings)
+        return check_run(load_config(find_recipe("quickstart-tools"), overrides=dapo))
+
+    load("rollout.max_drawn_tokens=12")
+    with pytest.raises(ConfigError, match="overlong_buffer_tokens: 12 is a price .*max_drawn_tokens 0 sets them no"):
+        load()
+    with pytest.raises(ConfigError, match=r"12 are more than the longest answer \(rollout.max_drawn_tokens 11\)"):
+        load("rollout.max_drawn_tokens=11")
+
+
 def test_critic_may_begin_with_a_model_of_its_own(tmp_path: Path) -> None:
     model = Path(check().config.model.path)
     (tmp_path / "empty").mkdir()

@@ -81,6 +81,15 @@ def test_everybody_who_waits_for_too_long_waits_for_nobody() -> None:
     assert look(watch, 0.0, rollout_0=says("generating", at=2.0, idle_s=201.0), actor=actor) == []
 
 
+def test_all_may_wait_for_a_service_that_works() -> None:
+    """A slow source, or sampler, of tasks."""
+    waiting = says("waiting for prompts", at=1.0, idle_s=500.0)
+    (stuck,) = look(new_watch(), 0.0, rollout_0=waiting, actor=waiting, storage_0=says("serving", at=1.0))
+    assert "everybody waits" in stuck.why
+    making = says("making tasks", at=1.0, idle_s=20.0)
+    assert look(new_watch(), 0.0, rollout_0=waiting, actor=waiting, storage_0=making) == []
+
+
 def test_services_wait_by_nature() -> None:
     assert look(new_watch(), 0.0, storage_0=says("serving", at=1.0, idle_s=1e6)) == []
 

@@ -9,10 +9,15 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
-from launcher.run.restore import cut_lines, newest_checkpoint, next_lineage, rewind_run, rewind_to_start
-from launcher.run.resume import find_checkpoint, unsaved_run
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe
+from launcher.run.restore import Checkpoint, cut_lines, newest_checkpoint, next_lineage, rewind_run, rewind_to_start
+from launcher.run.resume import check_resume, find_checkpoint, unsaved_run
 from launcher.run.rundir import running_launcher
 from workers.checkpoint.files import CheckpointMeta, describe
+from workers.config import RunConfig
+from workers.data.task_source import data_identity
+from workers.engines.model_files import model_fingerprint
 
 SHARD = "dcp/__0_0.distcp"
 EXPORT = "hf/model.safetensors"
@@ -310,3 +315,36 @@ def test_launcher_that_is_gone_or_whose_process_id_was_reused_is_not_running(tmp
 def test_process_id_of_another_host_is_not_looked_up_here(tmp_path: Path) -> None:
     make_job(tmp_path, os.getpid(), time.time(), host="another boot")
     assert running_launcher(tmp_path) is None
+
+
+def sampled(*settings: str) -> RunConfig:
+    return load_config(find_recipe("quickstart"), overrides=("data.sampler=own:Curriculum", *settings))
+
+
+def resumable(tmp_path: Path, config: RunConfig) -> Checkpoint:
+    """A checkpoint of step 10 of a run of this configuration."""
+    run = make_run(tmp_path / "run", 10)
+    config.save(run)
+    for name in ("ledger.jsonl", "sampler.jsonl"):
+        size = config.schedule.rollout_batch_size if name == "ledger.jsonl" else 1
+        lines = [{"step": step, "group": step * size + k} for step in range(1, 11) for k in range(size)]
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fingerprint = model_fingerprint(Path(config.model.path))
+    return Checkpoint(run / "checkpoints/step_000010", 10, 0, fingerprint, data_identity(config.data))
+
+
+def test_options_of_a_sampler_are_compared_as_a_whole(tmp_path: Path) -> None:
+    before = sampled("data.sampler_options={width: 1}", "steps=20")
+    checkpoint = resumable(tmp_path, before)
+    check_resume(checkpoint, before)
+    for options in ("{width: 2}", "{width: 1, height: 2}", "{}", "{height: 1}"):
+        with pytest.raises(ConfigError, match=r"^data.sampler_options: .* not what the run began with \({'width': 1}"):
+            check_resume(checkpoint, sampled(f"data.sampler_options={options}", "steps=20"))
+
+
+def test_state_of_a_sampler_is_missed_before_anything_is_cut(tmp_path: Path) -> None:
+    config = sampled("steps=20")
+    checkpoint = resumable(tmp_path, config)
+    (checkpoint.run_dir / "sampler.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"^data.sampler: its state is missing, .*sampler.jsonl; restore the file"):
+        check_resume(checkpoint, config)

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli.commands import main
+from launcher.timeline.gantt_chart import GanttChart
 from launcher.timeline.run_timeline import (
     CATEGORIES,
     RunTimeline,
@@ -118,6 +119,20 @@ def test_trace_has_every_span_and_the_threads_beside(run_dir: Path) -> None:
     assert {event["name"] for event in shown if event["tid"] == 1} == {"copy weights", "seal weights"}
     generate = next(event for event in shown if event["name"] == "generate")
     assert (generate["ts"], generate["dur"]) == (1e6, 7e6)
+
+
+def test_rollouts_at_the_same_time_have_lanes_of_their_own_and_are_in_no_account() -> None:
+    def span(name: str, number: int, start: float, end: float) -> Span:
+        return Span(name, start, end, {"id": number})
+
+    rollouts = [span("rollout", 1, 0, 6), span("turn", 1, 1, 2), span("rollout", 2, 3, 8), span("rollout", 3, 6, 9)]
+    busy = Span("generate", 0, 10, {})
+    timeline = RunTimeline({"rollout-0-0": [busy, *rollouts]}, {}, {})
+    events = [event for event in json.loads(chrome_trace(timeline))["traceEvents"] if event["ph"] == "X"]
+    assert [event["tid"] for event in events] == [0, 2, 2, 3, 2]
+    assert account([busy, *rollouts], 0, 10)["busy"] == 1.0
+    chart = GanttChart.of(timeline, {}, title="")
+    assert [len(row.bars) + len(row.beside) for row in chart.rows] == [1]
 
 
 def test_recording_is_reckoned_by_the_process_that_it_costs_most(run_dir: Path) -> None:

@@ -63,6 +63,16 @@ def test_the_text_shows_tasks_units_limits_and_what_went_wrong() -> None:
     assert "rollout-0/0: step 6" in text
 
 
+def test_rollouts_of_functions_are_shown_with_where_their_time_goes() -> None:
+    counts = {"live": 12, "drawing": 3, "waiting": 1, "in_tools": 8, "turns": 40.0}
+    said = {"state": "generating", "rollouts": counts | {"drawing_s": 30.0, "waiting_s": 10.0, "in_tools_s": 60.0}}
+    text = replace(status(), ranks={("rollout-1", 0): Status.from_json(said)}).as_text(now=101.0)
+    (line,) = [line for line in text.splitlines() if line.startswith("rollout-1")]
+    assert line.split()[1:6] == ["12", "3", "1", "8", "40"]
+    assert line.endswith("30 % drawing, 10 % waiting, 60 % in tools")
+    assert "ROLLOUTS" not in status().as_text(now=101.0)
+
+
 def test_the_newest_evaluation_is_shown() -> None:
     assert "held-out" not in status().as_text(now=101.0)
     evaluation = {"step": 10, "accuracy": 0.95, "accuracy_low": 0.764, "accuracy_high": 0.991}

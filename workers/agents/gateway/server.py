@@ -3,19 +3,22 @@
     open() -> key                 a session's random key, void once it is closed
     base_url                      Anthropic's SDK takes it as it is, OpenAI's with `/v1`
 
-Statuses: 400 a field that is not served, or `context_length_exceeded`; 401 no such key; 410 the session is gone;
-413 a body over the limit. A stream's answer comes when the turn is finished, with comments every `keep_alive_s` before.
+Statuses: 400 a field that is not served, or `context_length_exceeded`; 401 no such key; 410 the session has ended, or
+the run was restored since; 413 a body over the limit. A stream's answer comes when the turn is finished, with comments
+every `keep_alive_s` before.
 """
 
+import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from hashlib import blake2b
 
 import msgspec
 from aiohttp import web
 
-from workers.agents.errors import AgentError, BadAgentRequest
+from workers.agents.errors import AgentError, BadAgentRequest, SessionGone
 from workers.agents.gateway import chat_completions, messages, responses
 from workers.agents.gateway.dialect import Body, Dialect, event
 from workers.agents.gateway.fields import one_system_message
@@ -30,6 +33,7 @@ _DIALECTS: dict[str, Dialect] = {
 _COUNT = "/v1/messages/count_tokens"
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 _GOODBYE_S = 2.0
+_MARK_LETTERS = 32
 
 
 class Gateway:
@@ -51,6 +55,8 @@ class Gateway:
         keep_alive_s: float = 10.0,
         retry_wait_s: float = 20.0,
         max_body_bytes: int = 2**24,
+        seal: bytes = b"",
+        port: int = 0,
     ) -> None:
         """Args:
         sessions: draws turns.
@@ -58,24 +64,31 @@ class Gateway:
         keep_alive_s: pause between comments in a stream that waits.
         retry_wait_s: how long a turn goes on after its client went away; SDKs retry within 8 s.
         max_body_bytes: of a request.
+        seal: marks the keys that are given, so that one of a gateway before this one is known; b"": a random one.
+        port: that the gateway before this one had; 0: any that is free.
         """
         self._sessions = sessions
         self._model = model
         self._keep_alive_s = keep_alive_s
         self._retry_wait_s = retry_wait_s
+        self._seal = seal or secrets.token_bytes(32)
         self._turns: dict[str, SessionTurns] = {}
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_refusals])
         app.add_routes([web.post(path, self._draw) for path in _DIALECTS])
         app.add_routes([web.post(_COUNT, self._count), web.get("/v1/models", self._models)])
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_GOODBYE_S)
+        self.port = port
         self.base_url = ""
 
     async def start(self) -> None:
-        """Listen on a free port; `base_url` has it then."""
+        """Listen on the port, or on a free one if another program has it now; `base_url` and `port` say which."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        host, port = self._runner.addresses[0][:2]
-        self.base_url = f"http://{host}:{port}"
+        with contextlib.suppress(OSError):
+            await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        if not self._runner.addresses:
+            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, self.port = self._runner.addresses[0][:2]
+        self.base_url = f"http://{host}:{self.port}"
 
     async def stop(self) -> None:
         """Close all sessions, then the server."""
@@ -85,7 +98,8 @@ class Gateway:
 
     def open(self) -> str:
         """Return the key of a new session."""
-        key = f"sk-{secrets.token_urlsafe(32)}"
+        name = secrets.token_urlsafe(32)
+        key = f"sk-{name}{self._mark(name)}"
         self._turns[key] = SessionTurns(key, self._sessions, model=self._model, retry_wait_s=self._retry_wait_s)
         return key
 
@@ -99,9 +113,19 @@ class Gateway:
         bearer = http.headers.get("Authorization", "").removeprefix("Bearer ")
         key = http.headers.get("x-api-key", bearer)
         turns = self._turns.get(key)
+        if turns is None and self._is_ours(key):
+            raise SessionGone("the session of this key has ended")
         if turns is None:
-            raise web.HTTPUnauthorized(reason="no session has this key, or it has ended")
+            raise web.HTTPUnauthorized(reason="no session has this key")
         return key, turns
+
+    def _is_ours(self, key: str) -> bool:
+        """Whether a gateway with this seal gave it out once; ended ones need not be remembered."""
+        name, mark = key[3:-_MARK_LETTERS], key[-_MARK_LETTERS:]
+        return key.isascii() and secrets.compare_digest(mark, self._mark(name))
+
+    def _mark(self, name: str) -> str:
+        return blake2b(name.encode(), key=self._seal, digest_size=_MARK_LETTERS // 2).hexdigest()
 
     async def _draw(self, http: web.Request) -> web.StreamResponse:
         raw = await http.read()  # first: the session may end meanwhile

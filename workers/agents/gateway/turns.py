@@ -79,7 +79,7 @@ class SessionTurns:
             return known
         body = parsed(raw)
         body.setdefault("model", self._model)
-        asked = replace(dialect.read(body, self.memory), repeat_key=idempotency_key)
+        asked = dialect.read(body, self.memory)
         task = asyncio.ensure_future(self._draw(dialect, body, asked))
         self._turns.pop(name, None)  # so that the new turn is the youngest
         self._forget_old()

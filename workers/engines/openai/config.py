@@ -1,10 +1,12 @@
 """Settings of the `openai` engine. Torch-free, and read by every command."""
 
+import os
 from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
+from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
 
 UPDATE_ARGUMENTS = ("directory",)
@@ -18,7 +20,8 @@ class OpenAIConfig(Settings):
     """
 
     urls: tuple[str, ...] = ()
-    """Servers of one and the same model, e.g. `[http://10.0.0.7:8000]`; they get requests in turn."""
+    """Servers of one and the same model, e.g. `[http://10.0.0.7:8000]`; all calls of a rollout go to one of
+    them."""
     model: str = ""
     """Name under which they serve the model; empty: the first that they list."""
     api_key_variable: str = "OPENAI_API_KEY"
@@ -46,21 +49,45 @@ class OpenAIConfig(Settings):
     @classmethod
     def _can_be_called(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or any(map(str.isspace, url)):
-                raise ValueError(f"{url!r} is no http:// or https:// address")
-            try:
-                number = parts.port
-            except ValueError as error:
-                raise ValueError(f"{url!r} has a port that is none; give a number from 1 to 65535") from error
-            if number == 0:
-                raise ValueError(f"{url!r} has a port that is none; give a number from 1 to 65535")
-            if parts.username is not None:
-                raise ValueError("an address with a user's name: it would be in logs; put a key into api_key_variable")
-            if parts.query or parts.fragment:
-                raise ValueError(f"{url!r} has more than a host and a path; leave that out")
-            if parts.path.rstrip("/").endswith("/v1"):
+            check_address(url)
+            if urlsplit(url).path.rstrip("/").endswith("/v1"):
                 raise ValueError(f"{url!r} ends with /v1; leave that out, other requests of the server do not have it")
         if len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("a server is named twice; name each once")
         return urls
+
+
+def check_address(url: str) -> None:
+    """Check the address of a server.
+
+    Raises:
+        ValueError: no request can be sent there, or it has what is not for logs.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or any(map(str.isspace, url)):
+        raise ValueError(f"{url!r} is no http:// or https:// address")
+    try:
+        number = parts.port
+    except ValueError as error:
+        raise ValueError(f"{url!r} has a port that is none; give a number from 1 to 65535") from error
+    if number == 0:
+        raise ValueError(f"{url!r} has a port that is none; give a number from 1 to 65535")
+    if parts.username is not None:
+        raise ValueError("an address with a user's name: it would be in logs; put a key into api_key_variable")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{url!r} has more than a host and a path; leave that out")
+
+
+def read_api_key(variable: str, field: str) -> str:
+    """Return the key in an environment variable that a field of the configuration names, "" if there is none.
+
+    Raises:
+        ConfigError: it has characters that no request can carry.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{field}: what {variable} holds is no key: it has line breaks, control or non-ASCII characters; set it "
+            f"again"
+        )
+    return key

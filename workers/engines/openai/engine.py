@@ -9,9 +9,7 @@ A vLLM server that lost its weights is noticed (`ServedWeights`).
 """
 
 import asyncio
-import itertools
 import logging
-import os
 import re
 import shutil
 import threading
@@ -29,7 +27,7 @@ from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.engines.model_files import eos_token_ids, max_positions
-from workers.engines.openai.config import OpenAIConfig
+from workers.engines.openai.config import OpenAIConfig, read_api_key
 from workers.engines.openai.server import Completion, OpenAIServer, pauses
 from workers.engines.openai.weights import ServedWeights, open_updates
 from workers.engines.response_tasks import ResponseTasks
@@ -78,7 +76,6 @@ class OpenAIEngine:
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
         self._servers = self._tasks.call(self._connect, what="connections", timeout_s=config.timeout_s)
         self._weights = [ServedWeights(server, timeout_s=config.update_timeout_s) for server in self._servers]
-        self._turn = itertools.cycle(zip(self._servers, self._weights, strict=True))
         first = self._servers[0]
         self._served = config.model or self._run(
             first.first_model(), "the servers' models", timeout_s=(config.retries + 1) * config.timeout_s
@@ -102,9 +99,7 @@ class OpenAIEngine:
                 max_length=self._max_length,
                 max_response_tokens=self._sampling.max_response_tokens,
             )
-        self._tasks.start(
-            [(request.ticket, self._generate(request, *next(self._turn), self.version)) for request in requests]
-        )
+        self._tasks.start([(request.ticket, self._generate(request, self.version)) for request in requests])
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Wait until responses finish, some tokens came, or `wake` is set; returns those that finished.
@@ -158,7 +153,7 @@ class OpenAIEngine:
             self._updates.close()
 
     def _connect(self) -> list[OpenAIServer]:
-        config, api_key = self._config, read_api_key(self._config.api_key_variable)
+        config, api_key = self._config, read_api_key(self._config.api_key_variable, "openai.api_key_variable")
         return [
             OpenAIServer(
                 url,
@@ -171,9 +166,9 @@ class OpenAIEngine:
             for url in config.urls
         ]
 
-    async def _generate(
-        self, request: GenerateRequest, server: OpenAIServer, weights: ServedWeights, version: int
-    ) -> Generation:
+    async def _generate(self, request: GenerateRequest, version: int) -> Generation:
+        number = request.index % len(self._servers)  # all turns of a rollout find their prefix in one server's cache
+        server, weights = self._servers[number], self._weights[number]
         sampling, limit = self._sampling, request.limit(self._sampling.max_response_tokens)
         ends = sorted({*self._eos, *request.stop_ids})
         body = {
@@ -248,21 +243,6 @@ def check_completion(
         )
     if wrong:
         raise EngineFailed(f"openai: {server} {wrong}")
-
-
-def read_api_key(variable: str) -> str:
-    """Return the key in an environment variable, "" if there is none.
-
-    Raises:
-        ConfigError: it has characters that no request can carry.
-    """
-    key = os.environ.get(variable, "").strip()
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(
-            f"openai.api_key_variable: what {variable} holds is no key: it has line breaks, control or non-ASCII "
-            f"characters; set it again"
-        )
-    return key
 
 
 def check_sampling(config: OpenAIConfig, sampling: SamplingConfig) -> None:

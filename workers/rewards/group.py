@@ -1,0 +1,118 @@
+"""Rewards of whole groups (`reward.group_function`): tournaments, rankings, diversity.
+
+    responses of a group are scored one by one -> all are there -> the user's function sees them -> their rewards
+
+Called by the outbox of a rollout, which holds a group until all of its members are there. The function runs in child
+processes, `reward.concurrency` groups at a time.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from math import nan
+from typing import Any
+
+from asyncflow.errors import UserCodeFailed
+from workers.calls.pool import CallPool, Entry
+from workers.calls.user_function import excerpt
+from workers.rewards.config import RewardConfig
+from workers.rewards.in_child import GROUP_FIELD
+from workers.rewards.pooled import CONCURRENCY
+from workers.rewards.scorer import ScoredAnswer
+from workers.rollout.rollouts import FinishedRollout
+
+logger = logging.getLogger(__name__)
+
+_CUT = "the others of its group were put before this process started again"
+
+
+class GroupReward:
+    """The function behind a pool of children."""
+
+    def __init__(self, config: RewardConfig, *, group_size: int, failed: Callable[[str], None]) -> None:
+        """Import the function; raises as `PooledReward.until_ready` does.
+
+        Args:
+            config: names it.
+            group_size: G.
+            failed: is told of every group that has no rewards, in one line.
+        """
+        name = config.group_function
+        assert name is not None
+        self._group_size = group_size
+        self._failed = failed
+        self._pool = CallPool(
+            Entry("workers.rewards.in_child:group_reward", {"name": name}),
+            what=f"{GROUP_FIELD}: {name}",
+            limit="reward.timeout_s",
+            timeout_s=config.timeout_s,
+            concurrency=config.concurrency or CONCURRENCY,
+        )
+        try:
+            self._pool.until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def rewarded(
+        self, task: str | None, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredAnswer]
+    ) -> "Future[Sequence[ScoredAnswer]]":
+        """Have the function reward a group.
+
+        Members that drew nothing or have no reward of their own keep what they have. If the function fails, no member
+        has a reward, as where `reward.function` fails; nor has a part of a group, which may be all that is left after
+        a crash in the middle of a put.
+
+        Args:
+            task: the data row, JSON; None: prompt and ground truth are all that is known of it.
+            rollouts, scores: of the members, in their order.
+        """
+        rewarded: Future[Sequence[ScoredAnswer]] = Future()
+        seen = [k for k, one in enumerate(scores) if not one.failure and len(rollouts[k].log_probs_A)]
+        if not seen or len(scores) < self._group_size:
+            rewarded.set_result(_changed(scores, seen, _CUT))
+            return rewarded
+        first = scores[0]
+        task = task or json.dumps({"prompt": first.prompt, "ground_truth": first.answer})
+        members = [_member(rollouts[k], scores[k]) for k in seen]
+        pending = self._pool.submit(task, members, on=f"{len(seen)} responses to {excerpt(first.prompt)}")
+
+        def settle(done: "Future[list[float]]") -> None:
+            try:
+                rewarded.set_result(_changed(scores, seen, done.result()))
+            except UserCodeFailed as error:  # costs one group, not the run
+                logger.warning("%s; its answers have no weight", error)
+                self._failed(str(error))
+                rewarded.set_result(_changed(scores, seen, str(error)))
+            except Exception as error:  # noqa: BLE001  the boundary of a thread: the caller of `result` raises it
+                rewarded.set_exception(error)
+
+        pending.add_done_callback(settle)
+        return rewarded
+
+    def close(self) -> None:
+        """End the children; idempotent."""
+        self._pool.close()
+
+
+def _member(rollout: FinishedRollout, score: ScoredAnswer) -> dict[str, Any]:
+    return {
+        "response": score.response,
+        "reward": score.reward,
+        "correct": score.correct,
+        "truncated": rollout.truncated,
+        "metrics": dict(rollout.metrics),
+        "conversations": list(rollout.conversations),
+    }
+
+
+def _changed(scores: Sequence[ScoredAnswer], seen: Sequence[int], given: list[float] | str) -> list[ScoredAnswer]:
+    """Return the scores with the rewards that some of them were given, or why there are none."""
+    changed = list(scores)
+    for k, reward in zip(seen, [nan] * len(seen) if isinstance(given, str) else given, strict=True):
+        changed[k] = replace(scores[k], reward=reward)
+        if isinstance(given, str):
+            changed[k] = replace(changed[k], correct=False, failure=given)
+    return changed
