@@ -99,7 +99,7 @@ class Wandb(_InitLogFinish):
         arguments = {"id": run.id or None, "dir": str(run.directory / LOGGERS), "settings": quiet, **options}
         super().__init__(wandb, run, arguments)
         self._run.define_metric("evaluation/*", step_metric="evaluation/step")
-        self._newest = 0
+        self._newest = int(self._run.step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Wandb takes no step behind the newest: a late evaluation goes to that, with its own step as a figure."""
