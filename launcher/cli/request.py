@@ -260,7 +260,9 @@ def try_functions(config: RunConfig) -> None:
     Raises:
         ConfigError: one cannot be imported, or does not take its arguments.
     """
-    named = [(f"tasks.{number}.function", task.function, ARGUMENTS) for number, task in enumerate(config.tasks)]
+    named: list[tuple[str, str, tuple[str, ...]]] = [
+        (f"tasks.{number}.function", task.function, ARGUMENTS) for number, task in enumerate(config.tasks)
+    ]
     if config.rollout.engine == "openai" and config.openai.update != "vllm":
         named.append(("openai.update", config.openai.update, UPDATE_ARGUMENTS))
     group_filter = config.algorithm.group_filter
