@@ -261,6 +261,20 @@ class LauncherConfig(Settings):
     """Failures longer ago do not count (s)."""
 
 
+class LoggerConfig(Settings):
+    """A place where people look at runs (docs/loggers.md). A name alone will do: `loggers: [tensorboard]`."""
+
+    name: str
+    """`tensorboard`, `wandb`, `swanlab`, `mlflow`, `trackio`, or a class of yours, `module:Class`."""
+    options: dict[str, Any] = Field({})
+    """Arguments by name, e.g. `{mode: offline, project: sums}` for wandb."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_named(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
+
+
 class RunConfig(Settings):
     """One run."""
 
@@ -295,6 +309,7 @@ class RunConfig(Settings):
     tq: QueueConfig = QueueConfig()
     weightsync: WeightSyncConfig = WeightSyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    loggers: tuple[LoggerConfig, ...] = ()
     launcher: LauncherConfig = LauncherConfig()
 
     @property

@@ -280,6 +280,7 @@ class StepRecorder:
             "checkpoint_failures": record.checkpoint_failures,
             "first_micro_batch_wait_s": round(waited_s, 4),
             "idle_fraction": self._idle_fractions(),
+            "histograms": record.totals.histograms(),
         }
         lineage = self._context.job.lineage
         refills, self._unwritten_refills = self._unwritten_refills, []

@@ -7,7 +7,7 @@ Legend of shapes: N samples.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -95,6 +95,9 @@ class StepTotals:
         self.add("staleness", float(staleness_N.sum()))
         self.add("late", len(batch) * (admitted_step < step))
         self.add("early", len(batch) * (admitted_step > step))
+        for name, values in (("reward", rewards), ("response_tokens", lengths), ("staleness", staleness_N)):
+            for value, count in Counter(f"{value + 0.0:.2g}" for value in values.tolist()).items():
+                self.add(f"histogram/{name}/{value}", count)
         if REWARD_PARTS in batch.columns:
             self._add_parts(batch[REWARD_PARTS].objects())
         self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
@@ -155,6 +158,15 @@ class StepTotals:
             "early_fraction": sums["early"] / samples,
             **self._part_means(),
         }
+
+    def histograms(self) -> dict[str, dict[str, int]]:
+        """Return, by name, how many responses have each value, to two digits: so those of several ranks add up."""
+        found: dict[str, dict[str, int]] = {"reward": {}, "response_tokens": {}, "staleness": {}}
+        for path, count in self.sums.items():
+            if path.startswith("histogram/"):
+                _, name, value = path.split("/")
+                found[name][f"{float(value):g}"] = int(count)
+        return found
 
     def _part_means(self) -> dict[str, float]:
         """Return the mean of each part of the reward over the responses that have it."""
