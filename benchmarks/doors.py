@@ -2,8 +2,8 @@
 
     python benchmarks/doors.py [--json [FILE]] [--only loggers] [--steps 60]
 
-`loggers`, some four minutes: a run of `sim` engines with steps of a second, with tensorboard and wandb (offline) and
-without, from the tenth step on:
+`loggers`, some two minutes: a run of `sim` engines with steps of a second, with tensorboard and wandb (offline) and
+beside it one without, from the tenth step on:
 
     logger_cpu       CPU time of the loggers' processes, and of those that they start (cores)
     logger_overhead  median time of a step, with loggers / without
