@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-TILE = 2**25
+from workers.engines.device_memory import LOGITS_TILE
+
+TILE = LOGITS_TILE
 """Logits of a tile; two of them are held at once (128 MiB each in float32)."""
 _ALIGNED = 64
 """Rows of a tile are a multiple of this, which matrix units want."""
