@@ -2,9 +2,9 @@
 
     python benchmarks/devices.py [--json [FILE]] [--only logits,logits_time] [--rounds 3] [--layers 24]
 
-`logits`, two minutes, 6 GB: log-probabilities and entropies from hidden states (float32) through a head of Qwen2.5-0.5B
-(V 151,936, hidden 896), forward and backward. *Before* materialises the logits, as the engines did; *now* is
-`workers/engines/log_prob_head.py`:
+`logits`, some five minutes, 7 GB: log-probabilities and entropies from hidden states (float32) through a head of
+Qwen2.5-0.5B (V 151,936, hidden 896), forward and backward. *Before* materialises the logits, as the engines did; *now*
+is `workers/engines/log_prob_head.py`:
 
     logits_peak_x           peak of memory at 2,048 drawn tokens, before / now; each the process's high-water mark less
                             what it has in the end: weights, gradients and results
@@ -14,7 +14,7 @@
                             log-probability or an entropy, and of the norm of a gradient (512 tokens, temperature 0.7)
     logits_before_rel       the same of before in float32
 
-`logits_time`, some eight minutes, 8 GB; in turn, medians of `--rounds`:
+`logits_time`, some eight minutes, 10 GB; in turn, medians of `--rounds`:
 
     logits_time_x           forward and backward of a micro-batch of 1,024 drawn tokens (4 prompts of 64 tokens) by a
                             model of Qwen2.5-0.5B's shape with `--layers` of its 24 layers, now / before

@@ -1,7 +1,8 @@
 """What the engines keep in the memory of a rank's device, estimated from a model's sizes and the configuration. Pure.
 
 The one estimate of device memory: the check before a start and `--dry-run` use it, and whatever plans a run is to.
-Torch-free. Formulas are at the functions; all sizes are bytes. What libraries keep beyond it is `RUNTIME`.
+Torch-free. Formulas are at the functions; all sizes are bytes. What libraries keep beyond it is `RUNTIME`; reward
+models are left out.
 
 Letters: P parameters, L layers, D width, H and K heads of queries and of keys, d of a head, F width of the MLP, V
 vocabulary; T tokens of a micro-batch; c bytes of a number in the computation (4, or 2 with `autocast: bfloat16`).
@@ -90,7 +91,10 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
             elif sampling.engine == "vllm":
                 number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
                 roles[role] = vllm_memory(model, number, config.vllm.tensor_parallel_size, tokens)
-    return {role: {**parts, "runtime": RUNTIME} for role, parts in roles.items()}
+    every = {"runtime": RUNTIME}
+    if config.weightsync.path == "broadcast":  # at both ends: a bucket that travels, and one that is packed or checked
+        every["buckets"] = 2 * config.weightsync.bucket_bytes
+    return {role: parts | every for role, parts in roles.items()}
 
 
 def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens: int) -> Parts:

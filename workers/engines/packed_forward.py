@@ -137,7 +137,7 @@ def response_log_probs(
         float32 [A] with gradient where enabled, and float32 [A] (or [0]) without gradient.
     """
     known: Any = model
-    head = known.get_output_embeddings()
+    head: Any = known.get_output_embeddings()
     if not isinstance(head, nn.Linear) or _whole_logits.get(head):
         return _of_whole_logits(response_logits(model, inputs), inputs.targets_A, temperature, entropy=entropy)
     request = HeadRequest(inputs.targets_A, temperature, entropy)

@@ -1,4 +1,4 @@
-"""One stage's forward and backward over the pieces of a micro-batch, and log-probabilities over a cut vocabulary.
+"""One stage's forward and backward over the pieces of a micro-batch, with log-probabilities at its end.
 
 All pieces go forward through the stages, then backward in reverse order (GPipe): the loss is a function of all of a
 micro-batch's log-probabilities, so no piece can go back before the last one came.
@@ -10,7 +10,7 @@ The last stage then broadcasts the log-probabilities to its pipeline, so every r
 the tokens of a piece (`TokenShare`), each does so for its own; without, t is T and a is A.
 
 Legend of shapes: t tokens of a piece that this rank has, W width of the residual stream, A drawn tokens, a those
-that this rank's tokens predict, V this rank's vocabulary.
+that this rank's tokens predict.
 """
 
 from collections.abc import Iterator, Sequence
