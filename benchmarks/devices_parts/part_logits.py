@@ -15,9 +15,9 @@ TEMPERATURE = 0.7
 
 def run(**_: int) -> dict[str, float]:
     """Return the figures."""
-    exact = _results("before", torch.float64)
     peak = {way: _in_child(way, 2048)[0] for way in WAYS}
     more, less = _in_child("now", 16384)[1], _in_child("now", 8192)[1]
+    exact = _results("before", torch.float64)
     return {
         "logits_peak_x": peak["before"] / peak["now"],
         "logits_peak_mb": peak["now"] / 1e6,

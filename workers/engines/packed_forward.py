@@ -137,16 +137,17 @@ def response_log_probs(
         float32 [A] with gradient where enabled, and float32 [A] (or [0]) without gradient.
     """
     known: Any = model
-    head: Any = known.get_output_embeddings()
+    head = known.get_output_embeddings()
     if not isinstance(head, nn.Linear) or _whole_logits.get(head):
         return _of_whole_logits(response_logits(model, inputs), inputs.targets_A, temperature, entropy=entropy)
     request = HeadRequest(inputs.targets_A, temperature, entropy)
+    patched: Any = head
     # In the head's own forward: there FSDP2 has gathered its weight, and what it returns passes the model's hooks.
-    head.forward = partial(_head_forward, head, request)
+    patched.forward = partial(_head_forward, head, request)
     try:
         found_A2 = _forward(model, inputs)
     finally:
-        del head.forward
+        del patched.forward
     if head not in _whole_logits:  # the first time only, for it waits for the device
         _whole_logits[head] = not bool((found_A2[-1] == _WITNESS).all())
         if _whole_logits[head]:

@@ -87,11 +87,11 @@ def test_results_do_not_depend_on_gradients_and_entropy() -> None:
     assert none.tolist() == [0.0] * A
 
 
-class Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the size of the largest tensor that an operation returns, and the products that are computed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.size, self.products = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,7 +131,7 @@ def test_ranks_with_parts_of_the_vocabulary_compute_what_one_does() -> None:
     share, store = 80, dist.HashStore()
 
     def rank(number: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        group = dist.ProcessGroupGloo(store, number, 3, timedelta(seconds=60))
+        group: Any = dist.ProcessGroupGloo(store, number, 3, timedelta(seconds=60))
         own_hidden = hidden.detach().clone().requires_grad_()
         rows = torch.full((share, D), torch.nan, dtype=torch.float64)
         held = weight.detach()[number * share : (number + 1) * share]
@@ -167,7 +167,8 @@ def test_a_model_that_changes_its_logits_is_computed_as_a_whole(tmp_path: Path, 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     sizes, expected = batch.lengths_N.tolist(), []
     with torch.no_grad():
-        for tokens, mask in zip(batch.tokens_T.split(sizes), batch.response_mask_T.split(sizes), strict=True):
+        parts = (torch.split(tensor, sizes) for tensor in (batch.tokens_T, batch.response_mask_T))
+        for tokens, mask in zip(*parts, strict=True):
             log_probs = plain(tokens[None]).logits[0, :-1].log_softmax(-1)
             expected.append(log_probs.gather(-1, tokens[1:, None])[:, 0][mask[1:].bool()])
     for _ in range(2):  # asked, and known
