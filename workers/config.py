@@ -238,6 +238,9 @@ class LauncherConfig(Settings):
     """Intra-op threads of every worker on the CPU."""
     devices_per_node: int = Field(0, ge=0)
     """Accelerators of every node that ranks may use, from the first on; 0: as many as node 0 has."""
+    device_memory_gb: float | None = Field(None, gt=0)
+    """Memory of every accelerator (GB): what cannot fit is refused, and `--dry-run` prints an estimate of each role's
+    part; null: neither."""
     external_gangs: tuple[str, ...] = ()
     """Gangs (e.g. `rollout-1`) that the user starts by hand with the `torchrun` line that `--dry-run` prints."""
     start_timeout_s: float = Field(300.0, gt=0)

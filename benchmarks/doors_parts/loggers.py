@@ -37,7 +37,16 @@ def measure(steps: int) -> dict[str, float]:
 def _run(run_dir: Path, steps: int, *more: str) -> tuple[float, float]:
     """Return the median time of a step (s), and the CPU time of loggers by time (cores)."""
     options = [word for setting in (*SETTINGS, *more) for word in ("--set", setting)]
-    command = [COMMAND, "--run-dir", str(run_dir), "--steps", str(steps), "--roles", "rollout:1,actor:1", *options]
+    command: list[str | Path] = [
+        COMMAND,
+        "--run-dir",
+        str(run_dir),
+        "--steps",
+        str(steps),
+        "--roles",
+        "rollout:1,actor:1",
+        *options,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     never = threading.Event()
     marks: list[tuple[float, float]] = []

@@ -1,13 +1,15 @@
 """All that must hold before a run is accepted, shared by `--dry-run` and a real start. Reads; never writes."""
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.job import GangSpec
 from launcher.checks.batch_sizes import check_batch_sizes, check_token_budget
+from launcher.checks.device_memory import device_memory
 from launcher.checks.devices import Devices, find_devices
 from launcher.checks.models import (
     check_generating,
@@ -31,6 +33,7 @@ from workers.data.prompt_check import ShownPrompt, check_prompts
 from workers.data.prompt_rows import PromptRow, check_templates, read_prompt_rows
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ChatTemplate
+from workers.engines.device_memory import Parts
 from workers.engines.megatron.config import DenseModel, check_division
 from workers.engines.model_files import (
     BACKBONE,
@@ -60,6 +63,7 @@ class Preflight:
         first_row, first_prompt: of the data, as it is there and as the model gets it.
         num_nodes: of the run.
         num_reward_parameters: of the reward model's files; 0 without one.
+        memory: what each role's ranks need on their devices; see `device_memory`.
     """
 
     config: RunConfig
@@ -73,6 +77,7 @@ class Preflight:
     first_prompt: ShownPrompt
     num_nodes: int = 1
     num_reward_parameters: int = 0
+    memory: Mapping[str, Parts] = field(default_factory=dict)
 
 
 def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
@@ -93,6 +98,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
     return Preflight(
         config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, first_row, first_prompt, num_nodes,
         num_reward_parameters=0 if model is None else count_parameters(Path(model.path)),
+        memory=device_memory(config, num_parameters),
     )  # fmt: skip
 
 
