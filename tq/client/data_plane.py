@@ -266,6 +266,11 @@ class DataPlane:
                 if isinstance(error, LeaseFenced):  # it is back, empty, and the controller is about to hear of that
                     raise TransportError(f"{error}; {refusal}") from None
                 raise error from None
+            except LeaseFenced:
+                # A controller that was started again does not know under which lease rows were done before; a unit does.
+                if isinstance(error, LeaseFenced) or not self._session.may_answer(unit):
+                    raise
+                raise error from None
 
     def _ack_lost(self, lost: AckLost, deadline: Deadline) -> None:
         """Ack at the controller that gave the lease; when it agrees, the others must not ask for these rows again."""

@@ -97,6 +97,10 @@ class QueueSession:
         """Return the units that are up, with the bytes that they hold, as the lead controller said last."""
         return self.beats.units(self.directory.lead)
 
+    def may_answer(self, unit: str) -> bool:
+        """Whether a unit is up, or may come back with its rows, as the lead controller said last."""
+        return unit in self.units() or unit in self.beats.away(self.directory.lead)
+
     def deadline(self, timeout_s: float | None = None) -> "Deadline":
         """Begin a call that has so long, by default `request_timeout_s`."""
         return Deadline(self.seconds(timeout_s), self._clock)
@@ -180,14 +184,14 @@ class QueueSession:
                 meanwhile: it may be stopped, and another one take the rows.
         """
         deadline = self._clock() + self.seconds(timeout_s)
-        present = self._clock()
+        absence = Absence(self._clock)
         while (left_s := deadline - self._clock()) > _LOOK_S:
             with contextlib.suppress(FutureTimeout):
                 reply: Reply = future.result(_LOOK_S)
                 return reply
-            if service in self.directory.controllers or not self._is_away(service):
-                present = self._clock()
-            elif self._clock() - present > self._config.unit_timeout_s:  # else the lead may just have started anew
+            if service in self.directory.controllers:
+                continue
+            if absence.lasts(away=self._is_away(service)) > self._config.unit_timeout_s:
                 raise TransportError(f"{service} does not answer {type(message).__name__}, and counts as away")
         return await_reply(future, service, type(message).__name__, max(0.0, left_s))
 
@@ -358,3 +362,26 @@ def expect(reply: Any, kind: type[M]) -> M:
     if isinstance(reply, kind):
         return reply
     raise TransportError(f"expected {kind.__name__}, got {type(reply).__name__}")
+
+
+class Absence:
+    """For how long a service has been away, as somebody says who is asked now and then.
+
+    What lies before the first "away" does not count: nobody was asked, or a lead that was gone did not answer, and one
+    that has just started anew knows no unit yet.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Args:
+        clock: seconds.
+        """
+        self._clock = clock
+        self._since: float | None = None
+
+    def lasts(self, *, away: bool) -> float:
+        """Take in an answer; return for how long (s) all answers have been "away"."""
+        if not away:
+            self._since = None
+        elif self._since is None:
+            self._since = self._clock()
+        return 0.0 if self._since is None else self._clock() - self._since
