@@ -267,7 +267,7 @@ class DataPlane:
                     raise TransportError(f"{error}; {refusal}") from None
                 raise error from None
             except LeaseFenced:
-                # A controller that was started again does not know under which lease rows were done before; a unit does.
+                # A controller that was started again forgot under which lease rows were done before; the unit knows.
                 if isinstance(error, LeaseFenced) or not self._session.may_answer(unit):
                     raise
                 raise error from None
