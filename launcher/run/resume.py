@@ -34,6 +34,9 @@ from workers.records.ledger_file import trained_groups
 LATEST = "latest"
 _FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_per_prompt", "schedule.fill")
 """Settings that decide which prompt, which rows and which step group g has."""
+_COMPARED_OTHERWISE = ("data.path", "data.mixture", "data.timeout_s")
+"""The contents of files count (`data_identity`), wherever they are."""
+_REVISION = "model.revision"
 _REFERENCE = "algorithm.ref_update_interval"
 """Decides which weights are the reference of a step; checkpoints hold that one alone."""
 
@@ -140,10 +143,17 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
         return
     before, now = _flat(read_yaml(own).values), _flat(config.model_dump(mode="json"))
     for name in now:
-        if not name.startswith((*_FIXED, _REFERENCE)) or name not in before or before[name] == now[name]:
+        if not name.startswith((*_FIXED, _REFERENCE, _REVISION)) or name not in before or before[name] == now[name]:
             continue
-        if name in ("data.path", "data.timeout_s"):
-            continue  # the file's content is compared
+        if name in _COMPARED_OTHERWISE:
+            continue
+        if name == _REVISION:
+            if before[name] is None or now[name] is None:
+                continue  # a directory, whose fingerprint is compared
+            raise ConfigError(
+                f"{name}: {now[name]!r} is not the commit that the run began with, and its reference would be another; "
+                f"go on with that one (--set {name}={before[name]})"
+            )
         if name == _REFERENCE:
             raise ConfigError(
                 f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and the checkpoint holds "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import excerpt
 from workers.data.config import DataConfig
-from workers.data.prompt_rows import PromptRow, check_fit, check_templates, conversation, nothing_fits, plain_text
+from workers.data.prompt_rows import PromptRow, check_fit, check_templates, conversation, nothing_fits
 from workers.data.tokenizer import ChatTemplate
 from workers.engines.model_files import load_raw_tokenizer, vocabulary_size
 
@@ -113,7 +113,7 @@ def _samples(
 
 def _render(rows: list[PromptRow], config: DataConfig, template: ChatTemplate | None) -> list[str]:
     if template is None:
-        return [plain_text(row.prompt, config) for row in rows]
+        return [row.text(config) for row in rows]
     return template.render([conversation(row.prompt, config) for row in rows])
 
 
@@ -124,7 +124,7 @@ def _check_tokens(samples: list[_Sample], config: DataConfig, model_dir: Path) -
         if size is not None and max(sample.tokens) >= size:
             raise ConfigError(
                 f"model.path: the tokenizer of {model_dir} gives token {max(sample.tokens)} for "
-                f"{config.place(sample.row.line)}, but the model has {size} tokens (vocab_size in config.json); copy "
+                f"{sample.row.where(config)}, but the model has {size} tokens (vocab_size in config.json); copy "
                 f"the tokenizer that belongs to the model"
             )
 
@@ -138,7 +138,7 @@ def _check_texts(samples: list[_Sample], config: DataConfig, tokenizer: "Tokeniz
         if lost > MAX_LOST * given.total():
             raise ConfigError(
                 f"model.path: the tokenizer of {model_dir} loses {lost} of the {given.total()} characters of "
-                f"{config.place(sample.row.line)}: {excerpt(sample.text)} comes back as {excerpt(text)}; copy the "
+                f"{sample.row.where(config)}: {excerpt(sample.text)} comes back as {excerpt(text)}; copy the "
                 f"tokenizer that belongs to the model, or remove the row"
             )
 
