@@ -12,7 +12,6 @@ from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.run.placement import HEAD
 from launcher.run.progress import table
 from workers.config import RunConfig
-from workers.data.config import BLOCK, DataConfig
 from workers.tasks.dataflow import OBSERVERS
 
 SERVICES = {
@@ -82,7 +81,7 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
         ("config", str(source)),
         ("run directory", f"{run_dir} (not created by --dry-run)" if not resume_from else str(run_dir)),
         ("model", f"{config.model.path}  {checked.num_parameters:,} parameters, {config.model.dtype}"),
-        ("data", f"{config.data.path or config.data.source or _mixture(config.data)}  {_how_many(checked)}"),
+        ("data", f"{config.data.name}  {_how_many(checked)}"),
         ("algorithm", f"{config.algorithm.name}, reward {_reward_text(checked)}"),
         (
             "schedule",
@@ -100,10 +99,6 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
     if resume_from:
         rows.insert(2, ("resume from", resume_from))
     return "\n".join(f"{name:<15} {value}" for name, value in rows)
-
-
-def _mixture(data: DataConfig) -> str:
-    return " + ".join(f"{share / BLOCK:.1%} {one.path}" for share, one in zip(data.block, data.mixture, strict=True))
 
 
 def _how_many(checked: Preflight) -> str:

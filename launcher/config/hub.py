@@ -27,8 +27,7 @@ from workers.data.config import HubPart
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SNAPSHOT = re.compile(r".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")
 _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
-_NOT = ["*/*", "consolidated*"]
-"""Weights in other forms, which lie beside them."""
+_NOT = ["*/*", "consolidated*"]  # the same weights in other forms
 
 
 def is_hub_name(text: str) -> bool:
@@ -43,12 +42,7 @@ def snapshot_of(text: str) -> tuple[str, str] | None:
 
 
 def located_model(section: Any, path: Path | None, *, key: str) -> Any:
-    """Return a section with a directory as its `path`, and, of a model of the Hub, the commit as its `revision`.
-
-    Args:
-        section: has a path and maybe a revision.
-        path: the directory, if there is one here.
-        key: of the section, for errors.
+    """Return the section `key` with a directory, `path` if it is here, and the commit of a model of the Hub.
 
     Raises:
         ConfigError: the Hub does not have it, or cannot be asked; or a revision of a directory is asked for.
@@ -66,7 +60,7 @@ def located_model(section: Any, path: Path | None, *, key: str) -> Any:
 
 
 def located_data(section: Any, path: Path | None, *, key: str) -> Any:
-    """Return a `HubPart` with a file of rows as its `path`; arguments as `located_model`'s.
+    """Return the section `key`, a `HubPart`, with a file of rows: `path`, or made of a directory there or a data set.
 
     Raises:
         ConfigError: the data set cannot be read, or a part of a single file is asked for.
@@ -85,15 +79,12 @@ def _download(name: str, revision: str | None, *, key: str) -> Path:
     at = f" at {revision}" if revision else ""
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES, ignore_patterns=_NOT))
-    except errors.LocalEntryNotFoundError as error:
+    except Exception as error:  # of several libraries: HTTP, proxies, files
+        absent = isinstance(error, errors.LocalEntryNotFoundError)
+        why = f"{constants.HF_HUB_CACHE} has not all of it" if absent else one_line(error)
         raise ConfigError(
-            f"{key}: {name}{at} is no directory here, nor whole in {constants.HF_HUB_CACHE}, and the Hub does not "
-            f"answer; run `hf download {name}` where there is a network and copy that cache, or name a directory"
-        ) from error
-    except Exception as error:
-        raise ConfigError(
-            f"{key}: {name}{at} is no directory here, and the Hub does not give it ({one_line(error)}); correct the "
-            f"name, log in (`hf auth login`), or name a directory"
+            f"{key}: {name}{at} is no directory here, and cannot be had from the Hub ({why}); correct the name, log in "
+            f"(`hf auth login`), or copy the cache of a machine that ran `hf download {name}`"
         ) from error
 
 
@@ -131,7 +122,6 @@ def _write_rows(name: str, subset: str | None, split: str, revision: str | None)
 
 
 def _main() -> None:
-    """Write rows; the last line of stdout is the file, or why there is none."""
     try:
         line, code = str(_write_rows(*json.loads(sys.argv[1]))), 0
     except Exception as error:  # noqa: BLE001  the boundary of a process: its parent says it

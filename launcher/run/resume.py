@@ -37,6 +37,7 @@ _FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_pe
 _COMPARED_OTHERWISE = ("data.path", "data.mixture", "data.timeout_s")
 """The contents of files count (`data_identity`), wherever they are."""
 _REVISION = "model.revision"
+"""Of a model of the Hub; null: a directory, whose fingerprint is compared."""
 _REFERENCE = "algorithm.ref_update_interval"
 """Decides which weights are the reference of a step; checkpoints hold that one alone."""
 
@@ -145,16 +146,9 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
     for name in now:
         if not name.startswith((*_FIXED, _REFERENCE, _REVISION)) or name not in before or before[name] == now[name]:
             continue
-        if name in _COMPARED_OTHERWISE:
+        if name in _COMPARED_OTHERWISE or (name == _REVISION and None in (before[name], now[name])):
             continue
-        if name == _REVISION:
-            if before[name] is None or now[name] is None:
-                continue  # a directory, whose fingerprint is compared
-            raise ConfigError(
-                f"{name}: {now[name]!r} is not the commit that the run began with, and its reference would be another; "
-                f"go on with that one (--set {name}={before[name]})"
-            )
-        if name == _REFERENCE:
+        if name in (_REFERENCE, _REVISION):
             raise ConfigError(
                 f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and the checkpoint holds "
                 f"no other reference; leave it out, or start a new run from {checkpoint.path / 'hf'} "

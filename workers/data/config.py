@@ -23,7 +23,7 @@ class HubPart(Settings):
 
     @property
     def is_part(self) -> bool:
-        """Whether it names one."""
+        """Whether it names any."""
         return any((self.subset, self.split, self.revision))
 
 
@@ -96,6 +96,11 @@ class DataConfig(HubPart):
         return self
 
     @property
+    def name(self) -> str:
+        """What messages call these data."""
+        return self.path or self.source or f"a mixture of {len(self.mixture)}"
+
+    @property
     def file(self) -> Path:
         """The file; there is one where neither `mixture` nor `source` is given."""
         assert self.path is not None, "a source is asked for its tasks"
@@ -116,11 +121,6 @@ class DataConfig(HubPart):
         return tuple(self.model_copy(update={"mixture": (), **one}) for one in named) or (self,)
 
     def place(self, number: int, part: int = 0) -> str:
-        """Return where a row is, for messages: `FILE:LINE`, or which task of the source.
-
-        Args:
-            number: of its line or row, from 1; of the source's task.
-            part: source of the mixture.
-        """
+        """Return where a row is, for messages: `FILE:LINE`, of a mixture's file `part`, or which task of the source."""
         path = self.mixture[part].path if self.mixture else self.path
         return f"{path}:{number}" if self.source is None else f"task {number} of {self.source}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import excerpt
 from workers.data.config import DataConfig
-from workers.data.prompt_rows import PromptRow, check_fit, check_templates, conversation, nothing_fits
+from workers.data.prompt_rows import PromptRow, check_fit, check_templates, conversation, nothing_fits, plain_text
 from workers.data.tokenizer import ChatTemplate
 from workers.engines.model_files import load_raw_tokenizer, vocabulary_size
 
@@ -113,7 +113,7 @@ def _samples(
 
 def _render(rows: list[PromptRow], config: DataConfig, template: ChatTemplate | None) -> list[str]:
     if template is None:
-        return [row.text(config) for row in rows]
+        return [plain_text(row.prompt, config) for row in rows]
     return template.render([conversation(row.prompt, config) for row in rows])
 
 

@@ -30,6 +30,7 @@ from workers.data.prompt_rows import (
     check_templates,
     conversation,
     nothing_fits,
+    plain_text,
     read_data,
 )
 from workers.data.task_source import TaskSource
@@ -137,7 +138,7 @@ class PromptTokens:
         if self.own_rollout:
             return str(row.prompt)
         if not self._chat:
-            return row.text(self._config)
+            return plain_text(row.prompt, self._config)
         messages = conversation(row.prompt, self._config)
         rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert isinstance(rendered, str), "a chat template renders one conversation to one text"

@@ -51,11 +51,6 @@ class PromptRow:
         """Return where it is, for messages."""
         return config.place(self.line, self.part)
 
-    def text(self, config: DataConfig) -> str:
-        """Return the prompt inside `prompt_template`, where there is no chat template, so that it is a text."""
-        assert isinstance(self.prompt, str), "messages need a chat template"
-        return plain_text(self.prompt, config)
-
     @property
     def task(self) -> str:
         """All fields, as JSON text: what rollouts and rewards of the user's get."""
@@ -178,14 +173,16 @@ def check_templates(config: DataConfig) -> None:
         )
 
 
-def plain_text(prompt: str, config: DataConfig) -> str:
+def plain_text(prompt: str | list[Message], config: DataConfig) -> str:
     """Return the prompt inside `prompt_template`."""
+    assert isinstance(prompt, str), "messages need a chat template"
     return config.prompt_template.replace(PLACEHOLDER, prompt)
 
 
 def conversation(prompt: str | list[Message], config: DataConfig) -> list[Message]:
     """Return the messages that a chat template renders."""
-    *before, last = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    *before, last = given
     messages = [*before, {**last, "content": plain_text(last["content"], config)}]
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
@@ -216,10 +213,9 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
 
 def nothing_fits(num_rows: int, config: DataConfig) -> ConfigError:
     """Return the error for a data set of which nothing is left."""
-    where = config.path or config.source or "data.mixture"
     return ConfigError(
-        f"data.max_prompt_tokens: all {num_rows} prompts of {where} are longer than {config.max_prompt_tokens} tokens; "
-        f"raise it"
+        f"data.max_prompt_tokens: all {num_rows} prompts of {config.name} are longer than {config.max_prompt_tokens} "
+        f"tokens; raise it"
     )
 
 

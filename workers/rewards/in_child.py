@@ -1,5 +1,6 @@
 """What the child of a pooled reward calls (`workers.rewards.pooled`): entries of `workers.calls`. Torch-free."""
 
+import contextlib
 import inspect
 import json
 import re
@@ -59,7 +60,7 @@ def user_reward(name: str) -> Callee:
     Raises:
         ConfigError: there is no such module or function, or importing it fails.
     """
-    wants_task = _fourth_argument(load_function(name, field=FIELD, arguments=None)) == "task"
+    wants_task = _has_task(load_function(name, field=FIELD, arguments=None))
     function = load_function(name, field=FIELD, arguments=(*ARGUMENTS, "task") if wants_task else ARGUMENTS)
     return Callee(
         function,
@@ -68,12 +69,10 @@ def user_reward(name: str) -> Callee:
     )
 
 
-def _fourth_argument(function: Callable[..., object]) -> str:
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # functions of C may say nothing
-        return ""
-    return "".join(names[3:4])
+def _has_task(function: Callable[..., object]) -> bool:
+    with contextlib.suppress(TypeError, ValueError):  # functions of C may say nothing
+        return list(inspect.signature(function).parameters)[3:4] == ["task"]
+    return False
 
 
 def group_reward(name: str) -> Callee:

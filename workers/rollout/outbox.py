@@ -212,9 +212,8 @@ class Outbox:
             return
         finished = sorted(finished, key=lambda one: one.rollout.index)
         first = lease.position[finished[0].rollout.index]
-        task = lease.tasks[first] if "tasks" in lease.batch.columns else None
         scores = [one.score.result() for one in finished if one.score is not None]
-        rewarded = self._group_reward.rewarded(task, [one.rollout for one in finished], scores)
+        rewarded = self._group_reward.rewarded(lease.tasks[first], [one.rollout for one in finished], scores)
         rewarded.add_done_callback(lambda done: self._done.put(_Rewarded(lease, finished, done, epoch)))
 
     def _put_rewarded(self, group: "_Rewarded") -> None:
