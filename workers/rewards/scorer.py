@@ -150,11 +150,6 @@ class Scorer:
         self._work.put(work)
         return work.scored
 
-    def score_all(self, prompts: list[Tensor], responses: list[Tensor], answers: list[str]) -> list[ScoredAnswer]:
-        """Score several responses and wait for all."""
-        rows = zip(prompts, responses, answers, strict=True)
-        return [future.result() for future in [self.submit(*row) for row in rows]]
-
     def columns(self, scores: Sequence[ScoredAnswer]) -> dict[str, Column]:
         """Return the outputs of task `rewards`: `rewards` float32 [N], `correct` bool [N], and, where the function may
         say what its rewards are made of, `reward_parts`."""

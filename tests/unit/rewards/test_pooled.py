@@ -1,6 +1,7 @@
 """Rewards in processes of their own: what they judge, and that one that hangs costs one answer."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
