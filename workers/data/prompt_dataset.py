@@ -183,8 +183,7 @@ class PromptDataset:
         parts = config.parts()
         sizes = [sum(rows[i].part == part for i in kept) for part in range(len(parts))]
         if 0 in sizes:
-            part = sizes.index(0)
-            raise nothing_fits(sum(row.part == part for row in rows), parts[part])
+            raise nothing_fits(sum(row.part == sizes.index(0) for row in rows), parts[sizes.index(0)])
         self._mixture = Mixture(config.block, sizes, seed=seed, shuffle=config.shuffle) if config.mixture else None
         if self.num_skipped:
             logger.warning(

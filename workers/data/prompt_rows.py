@@ -181,8 +181,7 @@ def plain_text(prompt: str | list[Message], config: DataConfig) -> str:
 
 def conversation(prompt: str | list[Message], config: DataConfig) -> list[Message]:
     """Return the messages that a chat template renders."""
-    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    *before, last = given
+    *before, last = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [*before, {**last, "content": plain_text(last["content"], config)}]
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
