@@ -70,8 +70,8 @@ def test_what_the_cache_lacks_is_to_be_downloaded(cache: Path, write_config: Wri
 
 
 def test_revision_of_a_directory_is_refused(cache: Path, write_config: WriteConfig) -> None:
-    message = refusal(write_config(), f"model.revision={OLD}")
-    assert message.startswith(f"model.revision: '{OLD}' is of a model on the Hub, but model.path /")
+    message = refusal(write_config(), "model.revision=v1")
+    assert message.startswith("model.revision: 'v1' is of a model on the Hub, but model.path /")
     assert message.endswith("is a directory; remove it (--set model.revision=null)")
 
 
@@ -115,4 +115,4 @@ def test_directories_become_files_of_rows(
     assert json.loads(Path(config.evaluate.path or "").read_text())["answer"] == 2
     assert (first.split, first.weight, second.path) == (None, 3.0, str(data_file))
     assert Path(first.path).parent == tmp_path / "home" / "asyncflow"
-    assert "Unknown split" in refusal(write_config(), "evaluate.split=no")
+    assert "Unknown split" in refusal(write_config(), "evaluate.split=none-such")
