@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import configs
 from asyncflow.errors import ConfigError
 from workers.data.config import BLOCK, DataConfig
+from workers.data.prompt_check import check_prompts
 from workers.data.prompt_dataset import PromptDataset, epoch_order
 from workers.data.prompt_rows import PromptRow
 from workers.data.tokenizer import load_tokenizer
@@ -163,3 +164,5 @@ def test_a_source_of_a_mixture_of_which_nothing_fits_is_named() -> None:
     rows = [*ROWS, PromptRow("1+1+1=", "3", 1, {}, 1)]
     with pytest.raises(ConfigError, match=r"data.max_prompt_tokens: all 1 prompts of long are longer than 4"):
         PromptDataset(rows, config, model_dir=MODEL_DIR, seed=0)
+    with pytest.raises(ConfigError, match=r"data.max_prompt_tokens: all 1 prompts of long are longer than 4"):
+        check_prompts(rows, config, model_dir=MODEL_DIR)

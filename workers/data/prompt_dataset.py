@@ -12,6 +12,7 @@ that admits groups; never scores, never batches.
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,9 @@ from workers.data.config import BLOCK, DataConfig
 from workers.data.prompt_rows import (
     PromptRow,
     check_fit,
+    check_left,
     check_templates,
     conversation,
-    nothing_fits,
     plain_text,
     read_data,
 )
@@ -180,11 +181,10 @@ class PromptDataset:
         texts, tokens = maker.of(rows)
         kept = [i for i, row in enumerate(rows) if maker.fits(row, len(tokens[i]))]
         self.num_skipped = len(rows) - len(kept)
-        parts = config.parts()
-        sizes = [sum(rows[i].part == part for i in kept) for part in range(len(parts))]
-        if 0 in sizes:
-            raise nothing_fits(sum(row.part == sizes.index(0) for row in rows), parts[sizes.index(0)])
-        self._mixture = Mixture(config.block, sizes, seed=seed, shuffle=config.shuffle) if config.mixture else None
+        left = Counter(rows[i].part for i in kept)
+        check_left(rows, left, config)
+        sizes, shuffle = [left[part] for part in sorted(left)], config.shuffle
+        self._mixture = Mixture(config.block, sizes, seed=seed, shuffle=shuffle) if config.mixture else None
         if self.num_skipped:
             logger.warning(
                 "%d of %d prompts are longer than data.max_prompt_tokens = %d and left out",

@@ -8,7 +8,7 @@ Never tokenizes: that is `workers.data.prompt_dataset`. What lies on the Hub is 
 import csv
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -210,12 +210,14 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
     return num_tokens <= config.max_prompt_tokens
 
 
-def nothing_fits(num_rows: int, config: DataConfig) -> ConfigError:
-    """Return the error for a data set of which nothing is left."""
-    return ConfigError(
-        f"data.max_prompt_tokens: all {num_rows} prompts of {config.name} are longer than {config.max_prompt_tokens} "
-        f"tokens; raise it"
-    )
+def check_left(rows: Iterable[PromptRow], left: Collection[int], config: DataConfig) -> None:
+    """Raise ConfigError where all of the data are too long, or all of a source of the mixture: it is not in `left`."""
+    for part, one in enumerate(config.parts()):
+        if part not in left:
+            raise ConfigError(
+                f"data.max_prompt_tokens: all {sum(row.part == part for row in rows)} prompts of {one.name} are longer "
+                f"than {config.max_prompt_tokens} tokens; raise it"
+            )
 
 
 def as_row(
