@@ -24,8 +24,7 @@ PLACEHOLDER = "{prompt}"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
 
-Message = dict[str, str]
-"""`role` and `content`."""
+Message = dict[str, str]  # `role` and `content`
 
 
 @dataclass(frozen=True, slots=True)
