@@ -236,8 +236,8 @@ def as_row(
         ConfigError: it lacks the prompt or the reference answer.
     """
     if own_rollout:
-        texts = (_as_text(fields.get(name or "")) for name in (config.prompt_field, config.answer_field))
-        return PromptRow(*texts, line, fields, part)
+        prompt, answer = (_as_text(fields.get(name or "")) for name in (config.prompt_field, config.answer_field))
+        return PromptRow(prompt, answer, line, fields, part)
     return PromptRow(*_prompt_and_answer(fields, config, where), line, fields, part)
 
 
