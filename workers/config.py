@@ -14,7 +14,7 @@ from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from weightsync.config import WeightSyncConfig
 from workers.algorithms.config import AlgorithmConfig, GRPOConfig
-from workers.data.config import DataConfig
+from workers.data.config import DataConfig, HubPart
 from workers.engines.megatron.config import MegatronConfig
 from workers.engines.openai.config import OpenAIConfig
 from workers.engines.sim.config import SimConfig
@@ -30,8 +30,10 @@ class ModelConfig(Settings):
     """The policy, which is also the reference."""
 
     path: str
-    """Hugging Face model directory: config.json, *.safetensors, tokenizer. Relative: beside the config file, else
-    in the working directory."""
+    """Hugging Face model directory: config.json, *.safetensors, tokenizer; or OWNER/NAME on the Hugging Face Hub, which
+    is downloaded before a run starts. Relative: beside the config file, else in the working directory."""
+    revision: str | None = None
+    """Branch, tag or commit of a model of the Hub; null: the newest of `main`. A run keeps the commit that it found."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the generating and reference copies; the trainer's master weights are float32."""
     renderer: str | None = None
@@ -128,8 +130,11 @@ class CriticConfig(TrainingConfig):
     """
 
     path: str | None = None
-    """Hugging Face model directory that it begins with, e.g. a reward model; null: `model.path`, with a head of zeros.
-    It must have the policy's tokens. Relative: beside the config file, else in the working directory."""
+    """Hugging Face model directory, or OWNER/NAME on the Hub, that it begins with, e.g. a reward model; null:
+    `model.path`, with a head of zeros. It must have the policy's tokens. Relative: beside the config file, else in the
+    working directory."""
+    revision: str | None = None
+    """As `model.revision`."""
     lr: float = Field(1e-5, gt=0)
     """AdamW's learning rate after warm-up."""
     num_critic_only_steps: int = Field(0, ge=0)
@@ -154,12 +159,11 @@ class RefConfig(Settings):
     """As `actor.shared_prompt`; of `actor_fwd` too."""
 
 
-class EvaluateConfig(Settings):
+class EvaluateConfig(HubPart):
     """Evaluation on held-out prompts while training goes on, by the role `evaluate`."""
 
     path: str | None = None
-    """JSONL file of held-out prompts, with the fields and templates of `data`; the role needs it, or `source`.
-    Relative: beside the config file, else in the working directory."""
+    """Held-out prompts, as `data.path`, with the fields and templates of `data`; the role needs it, or `source`."""
     source: str | None = None
     """Instead of `path`: `module:Class`, as `data.source`; its seeds are none that training sees."""
     options: dict[str, Any] = Field({})
@@ -195,7 +199,9 @@ class EvaluateConfig(Settings):
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
         if self.path is not None and self.source is not None:
-            raise ValueError("give either path (a JSONL file) or source (module:Class), and not both")
+            raise ValueError("give either path (a file, or OWNER/NAME on the Hub) or source (module:Class), not both")
+        if self.is_part and self.path is None:
+            raise ValueError("subset, split and revision are for path, which is missing; set it, or remove them")
         if self.options and self.source is None:
             raise ValueError("options are for source, which is missing; set source, or remove options")
         return self
@@ -203,8 +209,9 @@ class EvaluateConfig(Settings):
     def prompts(self, data: DataConfig) -> DataConfig:
         """Return how the held-out prompts are read: as the training data, in their order. Needs `path` or `source`."""
         assert self.path or self.source, "the preflight checks refuse the role without prompts"
-        own = {name: getattr(self, name) for name in ("path", "source", "options")}
-        return data.model_copy(update={**own, "sampler": None, "sampler_options": {}, "shuffle": False})
+        own = {name: getattr(self, name) for name in ("path", "source", "options", *HubPart.model_fields)}
+        changed = {"mixture": (), "sampler": None, "sampler_options": {}, "shuffle": False}
+        return data.model_copy(update={**own, **changed})
 
     def sampling(self, rollout: RolloutConfig) -> SamplingConfig:
         """Return how held-out prompts are answered; what is null here is as in the rollout."""
@@ -329,6 +336,11 @@ class RunConfig(Settings):
     def has_reward_parts(self) -> bool:
         """Whether the metrics show what rewards are made of, or what rollouts report of themselves."""
         return self.reward.is_users or self.rollout.is_own
+
+    @property
+    def sends_tasks(self) -> bool:
+        """Whether whole data rows go with the prompts: to rollouts and rewards of the user's."""
+        return self.rollout.is_own or self.reward.is_users or self.reward.group_function is not None
 
     @property
     def num_old_policies(self) -> int:

@@ -68,7 +68,7 @@ def _recorded(config: RunConfig) -> list[PackedBatch]:
         tokens = torch.as_tensor(prompt.tokens)
         asked = [GenerateRequest(group * size + k, tokens, seed=group * size + k) for k in range(size)]
         answers = sorted(generate(engine, asked), key=lambda one: one.index)
-        scored = scorer.score_all([tokens] * size, [one.response_R for one in answers], [prompt.ground_truth] * size)
+        scored = [scorer.submit(tokens, one.response_R, prompt.ground_truth).result() for one in answers]
         columns = {
             **sample_columns([tokens] * size, [one.response_R for one in answers]),
             "rollout_log_probs": Column.of_rows([one.log_probs_R for one in answers]),

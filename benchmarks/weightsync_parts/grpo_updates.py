@@ -60,7 +60,8 @@ class GrpoUpdates:
 
     def _batch(self, prompts: Sequence[Prompt], answers: Sequence[Generation], size: int) -> PackedBatch:
         texts, wanted = [prompt.tokens for prompt in prompts], [prompt.ground_truth for prompt in prompts]
-        scores = self._scorer.score_all(texts, [answer.response_R for answer in answers], wanted)
+        rows = zip(texts, [answer.response_R for answer in answers], wanted, strict=True)
+        scores = [scored.result() for scored in [self._scorer.submit(*row) for row in rows]]
         rewards = torch.tensor([score.reward for score in scores])
         columns = {
             **sample_columns(texts, [answer.response_R for answer in answers]),

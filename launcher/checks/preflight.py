@@ -30,7 +30,7 @@ from workers.algorithms.group_filter import check_group_filter
 from workers.calls.user_function import check_function, search_beside
 from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
-from workers.data.prompt_rows import PromptRow, check_templates, read_prompt_rows
+from workers.data.prompt_rows import PromptRow, check_templates, read_data
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ChatTemplate
 from workers.engines.device_memory import Parts
@@ -154,6 +154,7 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     _check_sim(config)
     check_generating(config)
     check_algorithm(config)
+    _check_answers(config)
     check_reward_role(config)
     _check_evaluate(config)
     check_own_rollouts(config)
@@ -208,7 +209,7 @@ def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow, ShownPr
 def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptRow]) -> ShownPrompt:
     if config.rollout.is_own:  # it makes its own prompts
         check_templates(config.data)
-        return ShownPrompt(rows[0].prompt or rows[0].task, rows[0].ground_truth, None)
+        return ShownPrompt(str(rows[0].prompt) or rows[0].task, rows[0].ground_truth, None)
     model_dir = Path(config.model.path)
     with ChatTemplate(model_dir) if config.data.chat_template else nullcontext() as template:
         first_prompt = check_prompts(rows, config.data, model_dir=model_dir, template=template)
@@ -227,7 +228,7 @@ def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
             f"the process that makes tasks is taken for stuck; lower it, or raise that"
         )
     if data.source is None:
-        rows = read_prompt_rows(data.file, data, own_rollout=own)
+        rows = read_data(data, own_rollout=own)
         size: int | None = len(rows)
     else:
         with TaskSource(data, seed=seed, own_rollout=own) as source:
@@ -282,6 +283,17 @@ def _check_fill(config: RunConfig) -> None:
             f"schedule.fill: {config.schedule.fill} cannot be with algorithm.ref_update_interval {interval}: the step "
             f"that trains a group, and with it the reference, is not known before; set schedule.fill to in_order, or "
             f"algorithm.ref_update_interval to 0"
+        )
+
+
+def _check_answers(config: RunConfig) -> None:
+    """Refuse a reward that compares with what the data do not have."""
+    reward = config.reward
+    needs_none = reward.is_users or reward.group_function or reward.model or config.rollout.is_own
+    if config.data.answer_field is None and not needs_none:
+        raise ConfigError(
+            f"data.answer_field: null cannot be with reward.function {reward.function}, which compares responses with "
+            f"answers; name the field, or a reward that needs none (module:function, a URL, reward.model)"
         )
 
 

@@ -83,7 +83,7 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
         ("config", str(source)),
         ("run directory", f"{run_dir} (not created by --dry-run)" if not resume_from else str(run_dir)),
         ("model", f"{config.model.path}  {checked.num_parameters:,} parameters, {config.model.dtype}"),
-        ("data", f"{config.data.path or config.data.source}  {_how_many(checked)}"),
+        ("data", f"{config.data.name}  {_how_many(checked)}"),
         ("algorithm", f"{config.algorithm.name}, reward {_reward_text(checked)}"),
         (
             "schedule",

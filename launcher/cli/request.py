@@ -296,10 +296,10 @@ def try_reward(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
     reward = PooledReward(config.reward)
     try:
         reward.until_ready()
-        reward(shown.text, row.ground_truth, row.ground_truth)
+        reward(shown.text, row.ground_truth, row.ground_truth, row.task)
     except UserCodeFailed as error:
         raise ConfigError(
-            f"{error} (a trial call with {config.data.place(row.line)}: its prompt, and its answer as the response); "
+            f"{error} (a trial call with {row.where(config.data)}: its prompt, and its answer as the response); "
             f"correct the function: it must score any response"
         ) from error
     finally:

@@ -1,7 +1,8 @@
 """Turn a YAML file and the command line, `--roles` too, into one checked, resolved `RunConfig`. Torch-free.
 
 The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and the paths of models, data and users'
-modules become absolute. Every problem is one `ConfigError` line. Called by the command line; it writes nothing.
+modules become absolute. Every problem is one `ConfigError` line. Called by the command line; it writes nothing but what
+the Hub gives (`launcher.config.hub`).
 """
 
 import copy
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError
 from launcher.config.errors import Origins, explain
+from launcher.config.hub import is_hub_name, located_data, located_model, snapshot_of
 from launcher.config.paths import packaged_recipes, user_path
 from launcher.config.yaml_file import parse_value, read_yaml
 from tq.config import ScheduleMode
@@ -23,7 +25,7 @@ from workers.algorithms.config import OutsideConfig
 from workers.algorithms.outside import resolve
 from workers.calls.user_function import search_beside
 from workers.config import RunConfig
-from workers.data.prompt_rows import hub_data_command, hub_model_command, is_hub_name
+from workers.data.config import DataConfig, HubPart
 from workers.tasks.dataflow import ALIASES, ROLES
 
 _PATHS = ("model", "critic", "data", "evaluate")
@@ -63,6 +65,9 @@ def load_config(
     resolved: dict[str, Any] = {"roles": check_roles(config.roles, [task.own_role for task in config.tasks])}
     for name in _PATHS:
         resolved[name] = _located(getattr(config, name), name, source, options)
+    data: DataConfig = resolved["data"]
+    parts = (_located(one, f"data.mixture.{k}", source, options) for k, one in enumerate(data.mixture))
+    resolved["data"] = data.model_copy(update={"mixture": tuple(parts)})
     model = config.reward.model
     if model is not None:
         located = _located(model, "reward.model", source, options)
@@ -231,11 +236,16 @@ def _located(section: Any, name: str, source: Path, options: Mapping[str, str]) 
     if section.path is None:
         return section
     given = any(f"{name}.path" == key or f"{name}.path".startswith(f"{key}.") for key in options)
-    return section.model_copy(update={"path": str(_absolute(section.path, f"{name}.path", source, given=given))})
+    path = _absolute(section.path, f"{name}.path", source, given=given)
+    return (located_data if isinstance(section, HubPart) else located_model)(section, path, key=name)
 
 
-def _absolute(text: str, name: str, source: Path, *, given: bool) -> Path:
-    """Find a relative path beside the config file, else in the working directory; the other way round for `--set`."""
+def _absolute(text: str, name: str, source: Path, *, given: bool) -> Path | None:
+    """Find a relative path beside the config file, else in the working directory; the other way round for `--set`.
+
+    Returns:
+        The path; None: it may be a name on the Hub.
+    """
     places = [Path.cwd(), source.parent] if given else [source.parent, Path.cwd()]
     candidates = list(dict.fromkeys(user_path(text, name, beside=place) for place in places))
     for candidate in candidates:
@@ -243,19 +253,11 @@ def _absolute(text: str, name: str, source: Path, *, given: bool) -> Path:
             return candidate
     where = " and at ".join(str(candidate) for candidate in candidates)
     hint = "" if given else _where_from(source)
-    if not hint and is_hub_name(text):
-        hint = _from_hub(text, name)
+    if not hint and (is_hub_name(text) or snapshot_of(text)):
+        return None
     raise ConfigError(f"{name}: {text!r} does not exist (looked at {where}); correct it (--set {name}=PATH){hint}")
 
 
 def _where_from(source: Path) -> str:
     """Say where a packaged recipe's files come from; it does not bring large ones."""
     return f", or get it as the first lines of {source} say" if source in packaged_recipes().values() else ""
-
-
-def _from_hub(text: str, name: str) -> str:
-    """Say what to do with the name of something on the Hub; only directories and files are read."""
-    if name in ("data.path", "evaluate.path"):
-        command = hub_data_command(text)
-        return f"; if it is a data set of the Hub: {command} (append the subset's name if it has several)"
-    return f"; if it is a model of the Hub: {hub_model_command(text)}"

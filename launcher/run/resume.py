@@ -34,6 +34,10 @@ from workers.records.ledger_file import trained_groups
 LATEST = "latest"
 _FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_per_prompt", "schedule.fill")
 """Settings that decide which prompt, which rows and which step group g has."""
+_COMPARED_OTHERWISE = ("data.path", "data.mixture", "data.timeout_s")
+"""The contents of files count (`data_identity`), wherever they are."""
+_REVISION = "model.revision"
+"""Of a model of the Hub; null: a directory, whose fingerprint is compared."""
 _REFERENCE = "algorithm.ref_update_interval"
 """Decides which weights are the reference of a step; checkpoints hold that one alone."""
 
@@ -140,11 +144,11 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
         return
     before, now = _flat(read_yaml(own).values), _flat(config.model_dump(mode="json"))
     for name in now:
-        if not name.startswith((*_FIXED, _REFERENCE)) or name not in before or before[name] == now[name]:
+        if not name.startswith((*_FIXED, _REFERENCE, _REVISION)) or name not in before or before[name] == now[name]:
             continue
-        if name in ("data.path", "data.timeout_s"):
-            continue  # the file's content is compared
-        if name == _REFERENCE:
+        if name in _COMPARED_OTHERWISE or (name == _REVISION and None in (before[name], now[name])):
+            continue
+        if name in (_REFERENCE, _REVISION):
             raise ConfigError(
                 f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and the checkpoint holds "
                 f"no other reference; leave it out, or start a new run from {checkpoint.path / 'hf'} "

@@ -185,7 +185,7 @@ def check_prompts(steps: CompleteSteps) -> Check:
             problems.append(f"{where} says epoch {line.epoch}; its id is in epoch {epoch}")
         if line.prompt_hash != digest:
             problems.append(f"{where} has a prompt with hash {line.prompt_hash}; the seed gives it another ({digest})")
-    data = steps.records.config.data.path or steps.records.config.data.source
+    data = steps.records.config.data.name
     return Check("prompts", f"those that seed {steps.records.config.seed} gives each group of {data}", tuple(problems))
 
 

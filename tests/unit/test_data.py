@@ -75,7 +75,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     config = DataConfig(path="rows.jsonl")
     with pytest.raises(ConfigError, match=r"data.path: cannot read .*missing.jsonl: No such file"):
         read_prompt_rows(tmp_path / "missing.jsonl", config)
-    with pytest.raises(ConfigError, match=r"data.path: .* is a directory; name a JSONL file"):
+    with pytest.raises(ConfigError, match=r"data.path: .* is a directory; name a file of rows"):
         read_prompt_rows(tmp_path, config)
 
 

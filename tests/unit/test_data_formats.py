@@ -1,9 +1,7 @@
-"""Data in another format is refused with a command that converts it, and the command works."""
+"""Data in every format that is read, and what is said of those that cannot be."""
 
 import csv
 import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,91 +9,117 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from workers.data.config import DataConfig
-from workers.data.prompt_rows import hub_data_command, hub_model_command, is_hub_name, read_prompt_rows
+from workers.data.prompt_rows import PromptRow, conversation, read_prompt_rows
 
 ROWS = [{"prompt": 'say "1", 2\nand 3', "answer": "x"}, {"prompt": "\u00fcber", "answer": "4"}]
 
 
-def refusal(path: Path) -> str:
+def refusal(path: Path, **settings: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        read_prompt_rows(path, DataConfig(path=str(path)))
+        read_prompt_rows(path, DataConfig.model_validate({"path": str(path), **settings}))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def run_printed(message: str) -> None:
-    """Run the command as a shell reads it, without installing anything, with this Python."""
-    command = message.partition("convert it: ")[2].rpartition("&& ")[2]
-    command = command.replace("python -c", f"{sys.executable} -c", 1)
-    subprocess.run(["sh", "-c", command], check=True, timeout=120)
-
-
-def check_converted(path: Path) -> None:
+def check_rows(path: Path) -> None:
     rows = read_prompt_rows(path, DataConfig(path=str(path)))
     assert [(row.prompt, row.ground_truth) for row in rows] == [(row["prompt"], row["answer"]) for row in ROWS]
+    assert [json.loads(row.task) for row in rows] == ROWS
+    assert [row.line for row in rows] == [1, 2]
 
 
 @pytest.mark.parametrize(("name", "dialect"), [("it's (1).csv", "excel"), ("rows.TSV", "excel-tab")])
-def test_table_is_converted_by_the_printed_command(tmp_path: Path, name: str, dialect: str) -> None:
+def test_table_of_text_is_read(tmp_path: Path, name: str, dialect: str) -> None:
     path = tmp_path / name
     with path.open("w", newline="", encoding="utf-8-sig") as stream:
         table = csv.DictWriter(stream, ["prompt", "answer"], dialect=dialect)
         table.writeheader()
         table.writerows(ROWS)
-    message = refusal(path)
-    assert message.startswith(f"data.path: {path} is a table of text; convert it: python -c ")
-    run_printed(message)
-    check_converted(path.with_suffix(".jsonl"))
+    check_rows(path)
 
 
-def test_array_is_converted_by_the_printed_command(tmp_path: Path) -> None:
+def test_array_of_objects_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps(ROWS, indent=2))
-    message = refusal(path)
-    assert message.startswith(f"data.path: {path} is one JSON array; convert it: python -c ")
-    run_printed(message)
-    check_converted(path.with_suffix(".jsonl"))
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS, indent=2).encode())
+    check_rows(path)
 
 
-def test_parquet_is_known_by_its_content(tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    path.write_bytes(b"PAR1\x15\x04PAR1")
-    start = f"data.path: {path} is a Parquet file; convert it: pip install pyarrow && python -c "
-    assert refusal(path).startswith(start)
-
-
-def test_parquet_is_converted_by_the_printed_command(tmp_path: Path) -> None:
+def test_parquet_is_read_by_whatever_name(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install pyarrow")
     import pyarrow
 
-    path = tmp_path / "train-00000-of-00001.parquet"
+    path = tmp_path / "train-00000-of-00001"
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    run_printed(refusal(path))
-    check_converted(path.with_suffix(".jsonl"))
+    check_rows(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert refusal(path).startswith(f"data.path: {path} is no whole Parquet file: Arrow")
 
 
-def test_data_set_is_converted_by_the_printed_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "openai" / "sums").mkdir(parents=True)  # to the library a directory is a data set like the Hub's
-    (tmp_path / "openai" / "sums" / "train.json").write_text(json.dumps(ROWS))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    run_printed(f"convert it: {hub_data_command('openai/sums')}")
-    check_converted(tmp_path / "sums.jsonl")
+def test_parquet_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "rows"
+    path.write_bytes(b"PAR1\x15\x04PAR1")
+    message = refusal(path)
+    assert message.startswith(f"data.path: {path} is a Parquet file, which needs pyarrow: pip install ")
 
 
 def test_jsonl_named_otherwise_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    check_converted(path)
+    check_rows(path)
 
 
-@pytest.mark.parametrize("text", ["openai/gsm8k", "Qwen/Qwen2.5-0.5B-Instruct"])
-def test_names_of_the_hub(text: str) -> None:
-    assert is_hub_name(text)
-    assert re.fullmatch(rf"hf download {text} --local-dir models/[\w.-]+", hub_model_command(text))
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rows.csv", b"prompt,answer\na,1\nb\n", ":2: the row has not as many fields as the header"),
+        ("rows.csv", b"prompt,answer\na,1,2\n", ":1: the row has not as many fields as the header"),
+        ("rows.csv", b"prompt,answer\n\xff,1\n", ": is no table of text: 'utf-8' codec"),
+        ("rows.csv", b"prompt,answer\n", " holds no rows"),
+        ("rows.csv", b"question,answer\na,1\n", ":1: no field 'prompt'; found: answer, question"),
+        ("rows.json", b'[{"prompt": "a", "answer": "1"}', ": malformed JSON: "),
+        ("rows.json", b'[{"prompt": "a", "answer": "1"}, 3]', ":2: the row is a number, not a JSON object"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert words in refusal(path)
 
 
-@pytest.mark.parametrize("text", ["gsm8k", "data/train.jsonl", "/a/b", "./a/b", "a/b/c", "../b", "~/b", "a b/c"])
-def test_paths_are_no_names_of_the_hub(text: str) -> None:
-    assert not is_hub_name(text)
+CHAT = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "+1?"}]
+
+
+def test_messages_are_the_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": CHAT, "answer": 3}))
+    config = DataConfig(path=str(path), chat_template=True, prompt_template="So: {prompt}", system_prompt="Add.")
+    (row,) = read_prompt_rows(path, config)
+    system = {"role": "system", "content": "Add."}
+    assert conversation(row.prompt, config) == [system, *CHAT[:2], {"role": "user", "content": "So: +1?"}]
+    own = {"role": "system", "content": "Subtract."}
+    assert conversation([own, *CHAT], config)[:2] == [own, CHAT[0]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "words"),
+    [
+        (CHAT, {"chat_template": False}, "'prompt' is a list, of messages; set data.chat_template to true"),
+        ([], {}, "'prompt' must be text, or messages with a role and a content that is text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], {}, "'prompt' must be text, or messages"),
+        (["1+1?"], {}, "'prompt' must be text, or messages"),
+        (CHAT[:2], {}, "'prompt' ends with the assistant's message"),
+    ],
+)
+def test_messages_that_cannot_be_answered(tmp_path: Path, prompt: object, settings: object, words: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": prompt, "answer": 3}))
+    assert f"{path}:1: {words}" in refusal(path, **({"chat_template": True} | dict(settings)))  # type: ignore[call-overload]
+
+
+def test_data_may_have_no_answers(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "answer": ["of no use"]}\n')
+    assert refusal(path).endswith("set data.answer_field to the right one, or to null if your reward needs no answer")
+    rows = read_prompt_rows(path, DataConfig(path=str(path), answer_field=None))
+    assert rows == [PromptRow("a", "", 1), PromptRow("b", "", 2)]

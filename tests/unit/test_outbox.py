@@ -1,5 +1,6 @@
 """Finished answers are scored and put while generation goes on."""
 
+import json
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -200,6 +201,7 @@ def leased_groups(client: Queue, *groups: int, truths: str = "") -> RolloutLease
     columns = {
         "prompts": Column.of_rows([torch.tensor([5])] * len(rows)),
         "ground_truth": Column.of_texts(list(truths) or ["-"] * len(rows)),
+        "tasks": Column.of_texts([json.dumps({"answer": truth}) for truth in truths or "-" * len(rows)]),
     }
     return RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, groups))
 
@@ -246,9 +248,9 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 RANKS = """
 def rank(task, members):
-    if task["ground_truth"] == "6":
+    if task["answer"] == "6":
         return [0.0] * (len(members) - 1)
-    if task["ground_truth"] == "8":
+    if task["answer"] == "8":
         raise RuntimeError("no idea")
     order = sorted(members, key=lambda one: (one["reward"], one["response"]))
     return [order.index(one) / 10 for one in members]
@@ -314,7 +316,7 @@ def test_groups_that_are_rewarded_after_the_run_went_back_are_dropped(model_dir:
             self.asked = threading.Event()
             self.scores: Future[Any] = Future()
 
-        def rewarded(self, task: str | None, rollouts: Any, scores: Any) -> "Future[Any]":
+        def rewarded(self, task: str, rollouts: Any, scores: Any) -> "Future[Any]":
             self.given = scores
             self.asked.set()
             return self.scores

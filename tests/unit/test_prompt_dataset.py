@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import configs
 from asyncflow.errors import ConfigError
-from workers.data.config import DataConfig
+from workers.data.config import BLOCK, DataConfig
+from workers.data.prompt_check import check_prompts
 from workers.data.prompt_dataset import PromptDataset, epoch_order
 from workers.data.prompt_rows import PromptRow
 from workers.data.tokenizer import load_tokenizer
@@ -100,3 +101,68 @@ def test_chat_template_frames_the_prompt(tmp_path: Path) -> None:
 def test_broken_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path: cannot load the tokenizer of"):
         load_tokenizer(tmp_path)
+
+
+def mixed(*weights: float, seed: int = 0, shuffle: bool = True) -> PromptDataset:
+    """Sources of 2, 3, 4, ... rows."""
+    mixture = [{"path": f"{part}.jsonl", "weight": weight} for part, weight in enumerate(weights)]
+    config = DataConfig.model_validate({"mixture": mixture, "shuffle": shuffle})
+    rows = [
+        PromptRow(f"{part}+{k}=", str(part), k + 1, {}, part) for part in range(len(weights)) for k in range(part + 2)
+    ]
+    return PromptDataset(rows, config, model_dir=MODEL_DIR, seed=seed)
+
+
+@given(seed=SEEDS, weights=st.lists(st.integers(1, 9), min_size=1, max_size=4), shuffle=st.booleans())
+def test_mixture_has_its_weights_in_every_block_and_visits_each_source_evenly(
+    seed: int, weights: list[int], shuffle: bool
+) -> None:
+    data = mixed(*weights, seed=seed, shuffle=shuffle)
+    draws: dict[int, list[tuple[int, int]]] = {part: [] for part in range(len(weights))}
+    for block in range(2):
+        for group in range(block * BLOCK, (block + 1) * BLOCK):
+            draws[int(data.prompt(group).ground_truth)].append(data.place(group))
+        for part, weight in enumerate(weights):
+            assert abs(len(draws[part]) - (block + 1) * BLOCK * weight / sum(weights)) < block + 1
+    for part, places in draws.items():
+        size = part + 2
+        assert [epoch for epoch, _ in places] == [k // size for k in range(len(places))]
+        for k in range(0, len(places) - size, size):
+            assert len(set(places[k : k + size])) == size
+
+
+def test_place_in_a_mixture_is_a_pure_function_of_the_seed() -> None:
+    data = mixed(3, 1, seed=7)
+    assert [data.place(group) for group in range(40)] == [mixed(3, 1, seed=7).place(group) for group in range(40)]
+    assert len({tuple(mixed(3, 1, seed=seed).place(group) for group in range(40)) for seed in range(4)}) == 4
+
+
+def test_mixture_without_shuffle_takes_turns() -> None:
+    data = mixed(3, 1, shuffle=False)
+    assert [data.prompt(group).text for group in range(8)] == [
+        "0+0=", "0+1=", "1+0=", "0+0=", "0+1=", "0+0=", "1+1=", "0+1=",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"path": "a", "mixture": [{"path": "b"}]}, "give one of path"),
+        ({}, "give one of path"),
+        ({"mixture": [{"path": "a"}, {"path": "b", "weight": 5000}]}, "a weight is under 1/1000 of their sum"),
+        ({"mixture": [{"path": "a"}], "sampler": "m:C"}, "both say which row comes next"),
+        ({"mixture": [{"path": "a"}], "split": "test"}, "subset, split and revision are for path"),
+    ],
+)
+def test_mixtures_that_contradict_themselves(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DataConfig.model_validate(settings)
+
+
+def test_a_source_of_a_mixture_of_which_nothing_fits_is_named() -> None:
+    config = DataConfig.model_validate({"mixture": [{"path": "a"}, {"path": "long"}], "max_prompt_tokens": 4})
+    rows = [*ROWS, PromptRow("1+1+1=", "3", 1, {}, 1)]
+    with pytest.raises(ConfigError, match=r"data.max_prompt_tokens: all 1 prompts of long are longer than 4"):
+        PromptDataset(rows, config, model_dir=MODEL_DIR, seed=0)
+    with pytest.raises(ConfigError, match=r"data.max_prompt_tokens: all 1 prompts of long are longer than 4"):
+        check_prompts(rows, config, model_dir=MODEL_DIR)

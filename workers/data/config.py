@@ -7,12 +7,47 @@ from pydantic import Field, model_validator
 
 from asyncflow.settings import Settings
 
+BLOCK = 1000
+"""Groups in which a mixture has its weights exactly."""
 
-class DataConfig(Settings):
-    """Tasks: a JSONL file (one object a line), or a class of yours that makes them."""
+
+class HubPart(Settings):
+    """Which part of a data set of the Hub, or of a directory of data files; not for a single file."""
+
+    subset: str | None = None
+    """Its configuration, e.g. `main` of `openai/gsm8k`; null: it has but one."""
+    split: str | None = None
+    """E.g. `test`, `train[:10%]`; null: `train`."""
+    revision: str | None = None
+    """Branch, tag or commit; null: the newest of `main`. A run keeps the rows that it found."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it names any."""
+        return any((self.subset, self.split, self.revision))
+
+
+class MixtureSource(HubPart):
+    """Rows of a mixture."""
+
+    path: str
+    """As `data.path`."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the prompts, in proportion to the other weights, however many rows there are."""
+    prompt_field: str | None = None
+    """Null: `data.prompt_field`."""
+    answer_field: str | None = None
+    """Null: `data.answer_field`."""
+
+
+class DataConfig(HubPart):
+    """Tasks: a file, a data set of the Hub, several of these, or a class of yours that makes them."""
 
     path: str | None = None
-    """JSONL file. Relative: beside the config file, else in the working directory."""
+    """JSONL, JSON (an array of objects), CSV, TSV or Parquet (extra `data`); OWNER/NAME on the Hugging Face Hub, or a
+    directory of such files (extra `data`). Relative: beside the config file, else in the working directory."""
+    mixture: tuple[MixtureSource, ...] = ()
+    """Instead of `path`: several, with weights."""
     source: str | None = None
     """Instead of `path`: `module:Class` with `task(seed, index) -> dict`, a row like a line of the file; the same
     arguments must give the same row. `len()` of it is an epoch; without one the tasks never end."""
@@ -25,15 +60,16 @@ class DataConfig(Settings):
     timeout_s: float = Field(30.0, gt=0, le=86400)
     """Deadline of one call of `source` or `sampler` (s)."""
     prompt_field: str = "prompt"
-    """Field that holds the prompt's text (GSM8K: `question`; DeepScaleR: `problem`)."""
-    answer_field: str = "answer"
-    """Field that holds the reference answer, passed to the reward."""
+    """Field that holds the prompt (GSM8K: `question`; DeepScaleR: `problem`): a text, or, with `chat_template`, a list
+    of messages, `{role, content}` each."""
+    answer_field: str | None = "answer"
+    """Field that holds the reference answer, passed to the reward; null: there is none, and the reward needs none."""
     prompt_template: str = "{prompt}"
-    """Text around the prompt, applied before the chat template; `{prompt}` stands for the field."""
+    """Text around the prompt, applied before the chat template; `{prompt}` stands for the field or its last message."""
     chat_template: bool = False
-    """Wrap the prompt as one user message in the tokenizer's chat template."""
+    """Wrap the prompt as one user message in the tokenizer's chat template; messages are rendered as they are."""
     system_prompt: str | None = None
-    """System message in front of the user's; needs `chat_template`."""
+    """System message in front of the others, where there is none; needs `chat_template`."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt (tokens)."""
     overlong: Literal["reject", "skip"] = "skip"
@@ -44,19 +80,47 @@ class DataConfig(Settings):
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
-        if (self.path is None) == (self.source is None):
-            raise ValueError("give either path (a JSONL file) or source (module:Class), and not both")
+        if sum(map(bool, (self.path, self.mixture, self.source))) != 1:
+            raise ValueError("give one of path (a file, or OWNER/NAME on the Hub), mixture and source (module:Class)")
+        if self.is_part and not self.path:
+            raise ValueError(
+                "subset, split and revision are for path; remove them (a mixture's sources have their own)"
+            )
+        if self.mixture and self.sampler:
+            raise ValueError("sampler and the weights of mixture both say which row comes next; remove one of them")
+        if 0 in self.block:
+            raise ValueError(f"mixture: a weight is under 1/{BLOCK} of their sum; raise it, or leave that source out")
         for name, of in (("options", "source"), ("sampler_options", "sampler")):
             if getattr(self, name) and getattr(self, of) is None:
                 raise ValueError(f"{name} are for {of}, which is missing; set {of}, or remove {name}")
         return self
 
     @property
+    def name(self) -> str:
+        """What messages call these data."""
+        return self.path or self.source or f"a mixture of {len(self.mixture)}"
+
+    @property
     def file(self) -> Path:
-        """The JSONL file; there is one where `source` is null."""
+        """The file; there is one where neither `mixture` nor `source` is given."""
         assert self.path is not None, "a source is asked for its tasks"
         return Path(self.path)
 
-    def place(self, number: int) -> str:
-        """Return where a row is, for messages: `FILE:LINE`, or which task of the source."""
-        return f"{self.path}:{number}" if self.source is None else f"task {number} of {self.source}"
+    @property
+    def block(self) -> tuple[int, ...]:
+        """How many of `BLOCK` groups each source of the mixture has: its weight, by largest remainders."""
+        total = sum(one.weight for one in self.mixture)
+        exact = [one.weight / total * BLOCK for one in self.mixture]
+        rest = BLOCK - sum(map(int, exact))
+        rounded_up = sorted(range(len(exact)), key=lambda k: int(exact[k]) - exact[k])[:rest]
+        return tuple(int(share) + (k in rounded_up) for k, share in enumerate(exact))
+
+    def parts(self) -> tuple["DataConfig", ...]:
+        """Return how each source of the mixture is read; this one without a mixture."""
+        named = [one.model_dump(exclude={"weight"}, exclude_none=True) for one in self.mixture]
+        return tuple(self.model_copy(update={"mixture": (), **one}) for one in named) or (self,)
+
+    def place(self, number: int, part: int = 0) -> str:
+        """Return where a row is, for messages: `FILE:LINE`, of a mixture's file `part`, or which task of the source."""
+        path = self.mixture[part].path if self.mixture else self.path
+        return f"{path}:{number}" if self.source is None else f"task {number} of {self.source}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import excerpt
 from workers.data.config import DataConfig
-from workers.data.prompt_rows import PromptRow, check_fit, check_templates, conversation, nothing_fits, plain_text
+from workers.data.prompt_rows import PromptRow, check_fit, check_left, check_templates, conversation, plain_text
 from workers.data.tokenizer import ChatTemplate
 from workers.engines.model_files import load_raw_tokenizer, vocabulary_size
 
@@ -83,18 +83,17 @@ def _check(rows: list[PromptRow], config: DataConfig, model_dir: Path, template:
     first, tokenizer = rows[0], load_raw_tokenizer(model_dir)
     if tokenizer is None:
         return ShownPrompt(_render([first], config, template)[0], first.ground_truth, None)
-    shown, num_kept, all_count = None, 0, config.overlong == "reject" or config.sampler is not None
+    shown, num_kept, left, all_count = None, 0, set[int](), config.overlong == "reject" or config.sampler is not None
     for chunk in _samples(rows, config, tokenizer, template):
         kept = [sample for sample in chunk if check_fit(sample.row, len(sample.tokens), config)]
         _check_tokens(kept, config, model_dir)
         if shown is None:
             _check_texts(kept, config, tokenizer, model_dir)
             shown = ShownPrompt(chunk[0].text, first.ground_truth, len(chunk[0].tokens))
-        num_kept += len(kept)
-        if num_kept and not all_count:
+        num_kept, left = num_kept + len(kept), left | {sample.row.part for sample in kept}
+        if len(left) == len(config.parts()) and not all_count:
             break
-    if not num_kept:
-        raise nothing_fits(len(rows), config)
+    check_left(rows, left, config)
     assert shown is not None, "there is a first row"
     return replace(shown, num_kept=num_kept) if all_count else shown
 
@@ -124,7 +123,7 @@ def _check_tokens(samples: list[_Sample], config: DataConfig, model_dir: Path) -
         if size is not None and max(sample.tokens) >= size:
             raise ConfigError(
                 f"model.path: the tokenizer of {model_dir} gives token {max(sample.tokens)} for "
-                f"{config.place(sample.row.line)}, but the model has {size} tokens (vocab_size in config.json); copy "
+                f"{sample.row.where(config)}, but the model has {size} tokens (vocab_size in config.json); copy "
                 f"the tokenizer that belongs to the model"
             )
 
@@ -138,7 +137,7 @@ def _check_texts(samples: list[_Sample], config: DataConfig, tokenizer: "Tokeniz
         if lost > MAX_LOST * given.total():
             raise ConfigError(
                 f"model.path: the tokenizer of {model_dir} loses {lost} of the {given.total()} characters of "
-                f"{config.place(sample.row.line)}: {excerpt(sample.text)} comes back as {excerpt(text)}; copy the "
+                f"{sample.row.where(config)}: {excerpt(sample.text)} comes back as {excerpt(text)}; copy the "
                 f"tokenizer that belongs to the model, or remove the row"
             )
 

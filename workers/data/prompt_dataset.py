@@ -4,14 +4,15 @@
     epoch        0       1       2
     position     2 0 1   1 2 0   ...          permutation(seed, epoch), or 0 1 2 without shuffle
 
-Group id -> (epoch, position) is a pure function, so a batch that an epoch does not fill goes on in the next one, and a
-resumed run needs nothing but the next group id. A source's tasks (`data.source`) are made and tokenized as they are
-asked for; those of one without an end are taken in their order. Built in the process that admits groups; never scores,
-never batches.
+Group id -> (epoch, position) is a pure function, of a mixture, too (`Mixture`), so a batch that an epoch does not fill
+goes on in the next one, and a resumed run needs nothing but the next group id. A source's tasks (`data.source`) are
+made and tokenized as they are asked for; those of one without an end are taken in their order. Built in the process
+that admits groups; never scores, never batches.
 """
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +24,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.config import RunConfig
-from workers.data.config import DataConfig
+from workers.data.config import BLOCK, DataConfig
 from workers.data.prompt_rows import (
     PromptRow,
     check_fit,
+    check_left,
     check_templates,
     conversation,
-    nothing_fits,
     plain_text,
-    read_prompt_rows,
+    read_data,
 )
 from workers.data.task_source import TaskSource
 from workers.data.tokenizer import load_tokenizer, missing_chat_template
 
 logger = logging.getLogger(__name__)
+
+_STREAM = 2**32
+"""Above all seeds: orders of a mixture and of its sources have keys of their own."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,10 @@ class Prompt:
     Attributes:
         tokens: int64 [P].
         ground_truth: the reference answer as it stands in the file.
-        epoch: number of passes over the data before this one.
+        epoch: number of passes over the data before this one; of a mixture, over the prompt's source.
         position: index into the prompts that were kept, or of the source's task.
         text: what was tokenized, templates included.
-        task: the whole row, as JSON text, for a rollout of the user's; else "".
+        task: the whole row, as JSON text; may be "" where no rollout or reward of the user's gets it.
     """
 
     tokens: Tensor
@@ -89,8 +93,10 @@ def open_prompts(config: RunConfig) -> Prompts:
     """
     data, model_dir, own = config.data, Path(config.model.path), config.rollout.is_own
     if data.source is None:
-        rows = read_prompt_rows(data.file, data, own_rollout=own)
-        return PromptDataset(rows, data, model_dir=model_dir, seed=config.seed, own_rollout=own)
+        rows = read_data(data, own_rollout=own)
+        return PromptDataset(
+            rows, data, model_dir=model_dir, seed=config.seed, own_rollout=own, with_tasks=config.sends_tasks
+        )
     tokens = PromptTokens(data, model_dir=model_dir, own_rollout=own)
     source = TaskSource(data, seed=config.seed, own_rollout=own)
     return SourcePrompts(source, tokens, seed=config.seed, shuffle=data.shuffle)
@@ -119,7 +125,7 @@ class PromptTokens:
 
     def of(self, rows: Sequence[PromptRow]) -> tuple[list[str], list[list[int]]]:
         """Return text and tokens of each row."""
-        texts = [self._render(row.prompt) for row in rows]
+        texts = [self._render(row) for row in rows]
         tokens = self._tokenizer(texts, add_special_tokens=not self._chat)["input_ids"]
         if self.own_rollout:
             tokens = [ids or [self._tokenizer.eos_token_id or 0] for ids in tokens]
@@ -129,12 +135,12 @@ class PromptTokens:
         """Return whether a prompt is trained on; see `check_fit`."""
         return self.own_rollout or check_fit(row, num_tokens, self._config)
 
-    def _render(self, prompt: str) -> str:
+    def _render(self, row: PromptRow) -> str:
         if self.own_rollout:
-            return prompt
+            return str(row.prompt)
         if not self._chat:
-            return plain_text(prompt, self._config)
-        messages = conversation(prompt, self._config)
+            return plain_text(row.prompt, self._config)
+        messages = conversation(row.prompt, self._config)
         rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert isinstance(rendered, str), "a chat template renders one conversation to one text"
         return rendered
@@ -148,15 +154,23 @@ class PromptDataset:
     """
 
     def __init__(
-        self, rows: list[PromptRow], config: DataConfig, *, model_dir: Path, seed: int, own_rollout: bool = False
+        self,
+        rows: list[PromptRow],
+        config: DataConfig,
+        *,
+        model_dir: Path,
+        seed: int,
+        own_rollout: bool = False,
+        with_tasks: bool = False,
     ) -> None:
         """Tokenize all rows.
 
         Args:
-            rows: of `read_prompt_rows`.
+            rows: of `read_data`.
             model_dir: whose tokenizer and chat template apply.
             seed: of the order.
             own_rollout: a rollout of the user's takes the rows.
+            with_tasks: keep whole rows.
         Raises:
             ConfigError: a prompt is too long and `overlong` is `reject`, all prompts are too long, a prompt gives no
                 tokens, or the tokenizer has no chat template.
@@ -167,8 +181,10 @@ class PromptDataset:
         texts, tokens = maker.of(rows)
         kept = [i for i, row in enumerate(rows) if maker.fits(row, len(tokens[i]))]
         self.num_skipped = len(rows) - len(kept)
-        if not kept:
-            raise nothing_fits(len(rows), config)
+        left = Counter(rows[i].part for i in kept)
+        check_left(rows, left, config)
+        sizes, shuffle = [left[part] for part in sorted(left)], config.shuffle
+        self._mixture = Mixture(config.block, sizes, seed=seed, shuffle=shuffle) if config.mixture else None
         if self.num_skipped:
             logger.warning(
                 "%d of %d prompts are longer than data.max_prompt_tokens = %d and left out",
@@ -177,7 +193,7 @@ class PromptDataset:
         self._texts = [texts[i] for i in kept]
         self._ground_truths = [rows[i].ground_truth for i in kept]
         self._tokens = [np.asarray(tokens[i], dtype=np.int32) for i in kept]
-        self._tasks = [rows[i].task if own_rollout else "" for i in kept]
+        self._tasks = [rows[i].task if with_tasks else "" for i in kept]
 
     def __len__(self) -> int:
         """Return D, the number of prompts of one epoch."""
@@ -190,6 +206,8 @@ class PromptDataset:
 
     def place(self, group: int) -> tuple[int, int]:
         """Return epoch and position of a group."""
+        if self._mixture is not None:
+            return self._mixture.place(group)
         return _place(group, len(self), seed=self._seed, shuffle=self._config.shuffle)
 
     def at(self, position: int, *, epoch: int = 0) -> Prompt:
@@ -241,8 +259,7 @@ class SourcePrompts:
         row = self._source.row(position)
         (text,), (tokens,) = self._tokens.of([row])
         self._tokens.fits(row, len(tokens))
-        task = row.task if self._tokens.own_rollout else ""
-        return Prompt(torch.tensor(tokens, dtype=torch.int64), row.ground_truth, epoch, position, text, task)
+        return Prompt(torch.tensor(tokens, dtype=torch.int64), row.ground_truth, epoch, position, text, row.task)
 
     def prompt(self, group: int) -> Prompt:
         """Return the prompt of a group; see `at`."""
@@ -254,12 +271,46 @@ class SourcePrompts:
         self._source.close()
 
 
+class Mixture:
+    """Which row a group has where several sources have weights.
+
+        block 0                     block 1: `BLOCK` groups; each source has its number of them in every block
+        0 1 0 0 2 0 1 0 0 0 ...     0 0 1 2 ...           which source: in a permutation of the block's own
+        | |   |   '- row 0 of epoch 0 of source 2          each source goes through its rows as a file alone does
+
+    Nothing is drawn, so the share of a source is exact, and group g is computed without those before it.
+    """
+
+    def __init__(self, block: Sequence[int], sizes: Sequence[int], *, seed: int, shuffle: bool) -> None:
+        """Args:
+        block: groups of each source in a block.
+        sizes: rows of each source; they lie one source after the other.
+        seed: of all orders.
+        shuffle: else sources take turns as evenly as their numbers let them, in file order each.
+        """
+        self._block, self._sizes, self._seed, self._shuffle = block, sizes, seed, shuffle
+        turns = np.concatenate([(np.arange(number) + 0.5) / number for number in block])
+        self._turns = np.repeat(np.arange(len(block)), block)[np.argsort(turns, kind="stable")]
+
+    def place(self, group: int) -> tuple[int, int]:
+        """Return the pass over its source, and the position, of a group's row."""
+        number, slot = divmod(group, BLOCK)
+        parts = self._turns
+        if self._shuffle:
+            parts = parts[epoch_order(self._seed + _STREAM, number, BLOCK)]
+        part = int(parts[slot])
+        earlier = number * self._block[part] + int(np.count_nonzero(parts[:slot] == part))
+        seed = self._seed + (2 + part) * _STREAM
+        epoch, place = _place(earlier, self._sizes[part], seed=seed, shuffle=self._shuffle)
+        return epoch, sum(self._sizes[:part]) + place
+
+
 def _place(group: int, size: int, *, seed: int, shuffle: bool) -> tuple[int, int]:
     epoch, place = divmod(group, size)
     return epoch, int(epoch_order(seed, epoch, size)[place]) if shuffle else place
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def epoch_order(seed: int, epoch: int, num_prompts: int) -> NDArray[np.int64]:
     """Return a permutation of `num_prompts` positions, a pure function of its arguments.
 

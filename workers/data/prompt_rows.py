@@ -1,92 +1,151 @@
-"""Reads data rows from a JSONL file: a prompt and its reference answer, or whatever a rollout of the user's takes.
-Torch-free: `--dry-run` and workers read the same way.
+"""Reads data rows from files: a prompt and its reference answer, or whatever a rollout of the user's takes. Torch-free:
+`--dry-run` and workers read the same way.
 
-Never tokenizes: that is `workers.data.prompt_dataset`. For a file of another format it says which command converts it.
+Never tokenizes: that is `workers.data.prompt_dataset`. What lies on the Hub is a file before a run starts
+(`launcher.config.hub`).
 """
 
+import csv
+import io
 import re
-import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, one_line
+from asyncflow.extras import pip_line
 from workers.checkpoint.files import content_hash
 from workers.data.config import DataConfig
 
 PLACEHOLDER = "{prompt}"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_DUMP = "[print(json.dumps(row, default=str)) for "
-_PARQUET = (
-    "import json, sys, pyarrow.parquet as parquet; "
-    f"{_DUMP}batch in parquet.ParquetFile(sys.argv[1]).iter_batches() for row in batch.to_pylist()]"
-)
-_CSV = (
-    "import csv, json, sys; csv.field_size_limit(2**31 - 1); "
-    f'{_DUMP}row in csv.DictReader(open(sys.argv[1], newline="", encoding="utf-8-sig"), dialect="DIALECT")]'
-)
-_ARRAY = f"import json, sys; {_DUMP}row in json.load(open(sys.argv[1]))]"
-_HUB = 'import sys; from datasets import load_dataset; load_dataset(*sys.argv[2:], split="train").to_json(sys.argv[1])'
 _DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+Message = dict[str, str]  # `role` and `content`
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One line of the file, or one task of a source.
+    """One row of the file, or one task of a source.
 
     Attributes:
-        prompt: text of the prompt field, before any template.
-        ground_truth: text of the answer field as it is (GSM8K: the whole solution); a number as Python writes it.
-        line: line number in the file, from 1, or the task's index.
+        prompt: text, or messages, of the prompt field, before any template.
+        ground_truth: text of the answer field as it is (GSM8K: the whole solution); a number as Python writes it; "":
+            the data have none.
+        line: line of a JSONL file, else the row's number, from 1; or the task's index.
         fields: all that it has, in its order.
+        part: source of the mixture.
     """
 
-    prompt: str
+    prompt: str | list[Message]
     ground_truth: str
     line: int
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    part: int = 0
+
+    def where(self, config: DataConfig) -> str:
+        """Return where it is, for messages."""
+        return config.place(self.line, self.part)
 
     @property
     def task(self) -> str:
-        """All fields, as JSON text: what a rollout of the user's gets."""
+        """All fields, as JSON text: what rollouts and rewards of the user's get."""
         return msgspec.json.encode(self.fields).decode()
 
 
+def read_data(config: DataConfig, *, key: str = "data.path", own_rollout: bool = False) -> list[PromptRow]:
+    """Read all rows of the file, or of the mixture, source after source; see `read_prompt_rows`."""
+    rows: list[PromptRow] = []
+    for part, one in enumerate(config.parts()):
+        name = f"data.mixture.{part}.path" if config.mixture else key
+        rows += read_prompt_rows(one.file, one, key=name, own_rollout=own_rollout, part=part)
+    return rows
+
+
 def read_prompt_rows(
-    path: Path, config: DataConfig, *, key: str = "data.path", own_rollout: bool = False
+    path: Path, config: DataConfig, *, key: str = "data.path", own_rollout: bool = False, part: int = 0
 ) -> list[PromptRow]:
-    """Read all rows; blank lines are passed over.
+    """Read all rows of a file; blank lines are passed over.
 
     Args:
         path: the file.
         config: its fields and templates.
         key: of the setting that names the file, for errors.
         own_rollout: a rollout of the user's gets the rows, so that any object will do.
+        part: source of the mixture.
 
     Raises:
-        ConfigError: the file cannot be read or holds no rows; a row is malformed or lacks a field (with file:line);
-            or the `data` section contradicts itself.
+        ConfigError: the file cannot be read (Parquet: here) or holds no rows; a row is malformed or lacks a field (with
+            file:line); or the `data` section contradicts itself.
     """
     check_templates(config)
     if path.exists() and not path.is_file():
         what = "a directory" if path.is_dir() else "no regular file, and every start reads it again"
-        raise ConfigError(f"{key}: {path} is {what}; name a JSONL file")
+        raise ConfigError(f"{key}: {path} is {what}; name a file of rows")
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}; name a JSONL file") from error
-    other = other_format(path, content)
-    if other is not None:
-        raise ConfigError(f"{key}: {path} is {other}")
-    lines = content.removeprefix(BYTE_ORDER_MARK).split(b"\n")
-    rows = [_read_row(text, path, i, config, own_rollout) for i, text in enumerate(lines, start=1) if text.strip()]
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}; name a file of rows") from error
+    rows = []
+    for number, fields in _all_fields(path, content, key):
+        where = f"{path}:{number}"
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{where}: the row is {kind_of(fields)}, not a JSON object; write one object a line")
+        rows.append(as_row(fields, number, config, own_rollout=own_rollout, where=where, part=part))
     if not rows:
         raise ConfigError(f"{key}: {path} holds no rows; write one JSON object a line")
     return rows
+
+
+def _all_fields(path: Path, content: bytes, key: str) -> Iterator[tuple[int, Any]]:
+    """Yield each row of a file, with the number of its line, or of the row where a row is no line."""
+    content = content.removeprefix(BYTE_ORDER_MARK)
+    start = content[:64].lstrip()
+    if start.startswith(b"PAR1"):
+        yield from enumerate(_parquet(path, content, key), start=1)
+    elif path.suffix.lower() in _DIALECTS and not start.startswith(b"{"):
+        yield from enumerate(_table(path, content), start=1)
+    elif re.match(rb"\[\s*\{", start):
+        yield from enumerate(_decoded(content, str(path), "an array of objects"), start=1)
+    else:
+        for number, text in enumerate(content.split(b"\n"), start=1):
+            if text.strip():
+                yield number, _decoded(text, f"{path}:{number}", "one JSON object a line")
+
+
+def _decoded(text: bytes, where: str, wanted: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where}: malformed JSON: {error}; write {wanted}") from error
+
+
+def _parquet(path: Path, content: bytes, key: str) -> list[Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(f"{key}: {path} is a Parquet file, which needs pyarrow: {pip_line('data')}") from error
+    try:
+        rows: list[Any] = parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {path} is no whole Parquet file: {one_line(error)}; get it again") from error
+    return rows
+
+
+def _table(path: Path, content: bytes) -> Iterator[dict[str, str]]:
+    csv.field_size_limit(2**31 - 1)
+    try:
+        text = io.StringIO(content.decode("utf-8-sig"), newline="")
+        for number, row in enumerate(csv.DictReader(text, dialect=_DIALECTS[path.suffix.lower()]), start=1):
+            if None in row or None in row.values():
+                raise ConfigError(f"{path}:{number}: the row has not as many fields as the header; correct it")
+            yield row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is no table of text: {error}; save it as UTF-8 with a header") from error
 
 
 def data_hash(path: Path) -> str:
@@ -98,7 +157,7 @@ def data_hash(path: Path) -> str:
     try:
         return content_hash(path)
     except OSError as error:
-        raise ConfigError(f"data.path: cannot read {path}: {error.strerror}; name a JSONL file") from error
+        raise ConfigError(f"data.path: cannot read {path}: {error.strerror}; name a file of rows") from error
 
 
 def check_templates(config: DataConfig) -> None:
@@ -113,15 +172,17 @@ def check_templates(config: DataConfig) -> None:
         )
 
 
-def plain_text(prompt: str, config: DataConfig) -> str:
+def plain_text(prompt: str | list[Message], config: DataConfig) -> str:
     """Return the prompt inside `prompt_template`."""
+    assert isinstance(prompt, str), "messages need a chat template"
     return config.prompt_template.replace(PLACEHOLDER, prompt)
 
 
-def conversation(prompt: str, config: DataConfig) -> list[dict[str, str]]:
+def conversation(prompt: str | list[Message], config: DataConfig) -> list[Message]:
     """Return the messages that a chat template renders."""
-    messages = [{"role": "user", "content": plain_text(prompt, config)}]
-    if config.system_prompt is not None:
+    *before, last = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [*before, {**last, "content": plain_text(last["content"], config)}]
+    if config.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     return messages
 
@@ -134,7 +195,7 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
     """
     if num_tokens == 0:
         raise ConfigError(
-            f"{config.place(row.line)}: the prompt gives no tokens (the tokenizer knows none of it); remove the row"
+            f"{row.where(config)}: the prompt gives no tokens (the tokenizer knows none of it); remove the row"
         )
     of_source = config.source is not None  # its group would have no prompt
     if num_tokens > config.max_prompt_tokens and (of_source or config.overlong == "reject"):
@@ -142,32 +203,25 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
             "have the source make shorter ones" if of_source else "shorten the prompt, or set data.overlong to skip"
         )
         raise ConfigError(
-            f"{config.place(row.line)}: the prompt has {num_tokens} tokens, more than data.max_prompt_tokens "
+            f"{row.where(config)}: the prompt has {num_tokens} tokens, more than data.max_prompt_tokens "
             f"= {config.max_prompt_tokens}; raise that, {'or ' if of_source else ''}{advice}"
         )
     return num_tokens <= config.max_prompt_tokens
 
 
-def nothing_fits(num_rows: int, config: DataConfig) -> ConfigError:
-    """Return the error for a data set of which nothing is left."""
-    return ConfigError(
-        f"data.max_prompt_tokens: all {num_rows} prompts of {config.path or config.source} are longer than "
-        f"{config.max_prompt_tokens} tokens; raise it"
-    )
+def check_left(rows: Iterable[PromptRow], left: Collection[int], config: DataConfig) -> None:
+    """Raise ConfigError where all of the data are too long, or all of a source of the mixture: it is not in `left`."""
+    for part, one in enumerate(config.parts()):
+        if part not in left:
+            raise ConfigError(
+                f"data.max_prompt_tokens: all {sum(row.part == part for row in rows)} prompts of {one.name} are longer "
+                f"than {config.max_prompt_tokens} tokens; raise it"
+            )
 
 
-def _read_row(text: bytes, path: Path, line: int, config: DataConfig, own_rollout: bool) -> PromptRow:
-    where = f"{path}:{line}"
-    try:
-        row = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where}: malformed JSON: {error}; write one JSON object a line") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: the row is {kind_of(row)}, not a JSON object; write one object a line")
-    return as_row(row, line, config, own_rollout=own_rollout, where=where)
-
-
-def as_row(fields: dict[str, Any], line: int, config: DataConfig, *, own_rollout: bool, where: str) -> PromptRow:
+def as_row(
+    fields: dict[str, Any], line: int, config: DataConfig, *, own_rollout: bool, where: str, part: int = 0
+) -> PromptRow:
     """Return a row, from what a line of the file or a source says.
 
     Args:
@@ -176,24 +230,29 @@ def as_row(fields: dict[str, Any], line: int, config: DataConfig, *, own_rollout
         config: names prompt and answer.
         own_rollout: a rollout of the user's gets the row: any prompt and answer will do, or none.
         where: begins errors.
+        part: source of the mixture.
 
     Raises:
         ConfigError: it lacks the prompt or the reference answer.
     """
     if own_rollout:
-        prompt, answer = (_as_text(fields.get(name)) for name in (config.prompt_field, config.answer_field))
-        return PromptRow(prompt, answer, line, fields)
-    return _prompt_row(fields, line, config, where)
+        prompt, answer = (_as_text(fields.get(name or "")) for name in (config.prompt_field, config.answer_field))
+        return PromptRow(prompt, answer, line, fields, part)
+    return PromptRow(*_prompt_and_answer(fields, config, where), line, fields, part)
 
 
-def _prompt_row(row: dict[str, Any], line: int, config: DataConfig, where: str) -> PromptRow:
+def _prompt_and_answer(row: dict[str, Any], config: DataConfig, where: str) -> tuple[str | list[Message], str]:
     try:
-        prompt, answer = row[config.prompt_field], row[config.answer_field]
+        prompt, answer = row[config.prompt_field], "" if config.answer_field is None else row[config.answer_field]
     except KeyError:
         _refuse_missing(row, where, config)
-    if type(prompt) is not str:
-        raise ConfigError(f"{where}: {config.prompt_field!r} is {kind_of(prompt)}; data.prompt_field must name text")
-    if not prompt.strip():
+    if isinstance(prompt, list):
+        _check_messages(prompt, config, where)
+    elif type(prompt) is not str:
+        raise ConfigError(
+            f"{where}: {config.prompt_field!r} is {kind_of(prompt)}; data.prompt_field must name text or messages"
+        )
+    elif not prompt.strip():
         raise ConfigError(f"{where}: {config.prompt_field!r} is empty; remove the row or write a prompt")
     if type(answer) is int or type(answer) is float:
         answer = str(answer)
@@ -201,7 +260,20 @@ def _prompt_row(row: dict[str, Any], line: int, config: DataConfig, where: str) 
         raise ConfigError(
             f"{where}: {config.answer_field!r} is {kind_of(answer)}; data.answer_field must name text or a number"
         )
-    return PromptRow(prompt, answer, line, row)
+    return prompt, answer
+
+
+def _check_messages(messages: list[Any], config: DataConfig, where: str) -> None:
+    """Refuse what no chat template answers."""
+    what = f"{where}: {config.prompt_field!r}"
+    if not config.chat_template:
+        raise ConfigError(f"{what} is a list, of messages; set data.chat_template to true, or name a text")
+    texts = (isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+             for one in messages)  # fmt: skip
+    if not messages or not all(texts):
+        raise ConfigError(f"{what} must be text, or messages with a role and a content that is text; correct the row")
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(f"{what} ends with the assistant's message; end with what it answers")
 
 
 def _as_text(value: object) -> str:
@@ -214,47 +286,14 @@ def _refuse_missing(row: dict[str, Any], where: str, config: DataConfig) -> NoRe
     key, name = next(
         (key, name)
         for key, name in (("prompt_field", config.prompt_field), ("answer_field", config.answer_field))
-        if name not in row
+        if name is not None and name not in row
     )
     found = ", ".join(sorted(row)) or "none"
-    raise ConfigError(f"{where}: no field {name!r}; found: {found}; set data.{key} to the right one")
+    or_null = ", or to null if your reward needs no answer" if key == "answer_field" else ""
+    raise ConfigError(f"{where}: no field {name!r}; found: {found}; set data.{key} to the right one{or_null}")
 
 
 def kind_of(value: object) -> str:
     """Return what a JSON value is, in words."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "null")
-
-
-def other_format(path: Path, content: bytes) -> str | None:
-    """Return what a file is instead of JSONL, with the command that converts it; None: nothing that is known."""
-    start = content[:64].lstrip()
-    if start.startswith(b"PAR1"):
-        return f"a Parquet file; convert it: pip install pyarrow && {_to_file(_PARQUET, path)}"
-    if path.suffix.lower() in _DIALECTS and not start.startswith(b"{"):
-        script = _CSV.replace("DIALECT", _DIALECTS[path.suffix.lower()])
-        return f"a table of text; convert it: {_to_file(script, path)}"
-    if re.match(rb"\[\s*\{", start):
-        return f"one JSON array; convert it: {_to_file(_ARRAY, path)}"
-    return None
-
-
-def is_hub_name(text: str) -> bool:
-    """Return whether a text may be a name on the Hugging Face Hub, OWNER/NAME, rather than a path to a file."""
-    return _HUB_NAME.fullmatch(text) is not None and not re.search(r"\.(jsonl?|txt|csv|tsv|parquet|gguf)$", text)
-
-
-def hub_data_command(name: str) -> str:
-    """Return the command that writes a Hub's data set, its part `train`, into a JSONL file here."""
-    target = f"{name.rpartition('/')[2]}.jsonl"
-    return f"pip install datasets && python -c {shlex.quote(_HUB)} {target} {name}"
-
-
-def hub_model_command(name: str) -> str:
-    """Return the command that downloads a Hub's model into a directory."""
-    return f"hf download {name} --local-dir models/{name.rpartition('/')[2]}"
-
-
-def _to_file(script: str, path: Path) -> str:
-    target = path.with_suffix(".jsonl")
-    return f"python -c {shlex.quote(script)} {shlex.quote(str(path))} > {shlex.quote(str(target))}"

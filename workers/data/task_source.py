@@ -17,7 +17,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.user_object import UserObject
 from workers.config import RunConfig
 from workers.data.config import DataConfig
-from workers.data.prompt_rows import PromptRow, as_row, data_hash, kind_of, read_prompt_rows
+from workers.data.prompt_rows import PromptRow, as_row, data_hash, kind_of, read_data
 
 HELD_OUT_SEEDS = 2**31
 """Added to the run's seed for held-out tasks: above all seeds of training."""
@@ -118,7 +118,7 @@ def held_out_rows(config: RunConfig) -> list[PromptRow]:
     most, own_rollout = config.evaluate.max_prompts, config.rollout.is_own
     data = config.evaluate.prompts(config.data)
     if data.source is None:
-        return read_prompt_rows(data.file, data, key="evaluate.path", own_rollout=own_rollout)[: most or None]
+        return read_data(data, key="evaluate.path", own_rollout=own_rollout)[: most or None]
     seed = config.seed + HELD_OUT_SEEDS
     with TaskSource(data, seed=seed, own_rollout=own_rollout, key="evaluate") as source:
         if source.size is None and not most:
@@ -130,19 +130,24 @@ def held_out_rows(config: RunConfig) -> list[PromptRow]:
 
 def changed_data(config: DataConfig) -> str:
     """Return what is wrong when the data are not those that the run began with."""
+    if config.mixture:
+        return "data.mixture: its sources, their weights, fields or contents are not what the run began with"
     if config.source is None:
         return f"data.path: the content of {config.path} is not what the run began with"
     return f"data.source: {config.source} with data.options {config.options} is not what the run began with"
 
 
 def data_identity(config: DataConfig) -> str:
-    """Return 16 hex digits that say which data these are: the content of the file, or the source and its options.
+    """Return 16 hex digits that say which data these are: the content of the file, a mixture's contents, weights and
+    fields, or the source and its options.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    if config.source is None:
+    if config.path is not None:
         return data_hash(config.file)
     import xxhash
 
-    return xxhash.xxh3_64_hexdigest(msgspec.json.encode([config.source, config.options], order="sorted"))
+    parts = [[data_hash(one.file), one.prompt_field, one.answer_field] for one in config.parts() if config.mixture]
+    facts = [parts, config.block] if parts else [config.source, config.options]
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(facts, order="sorted"))

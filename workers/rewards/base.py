@@ -29,8 +29,8 @@ class Score:
 
 
 class RewardFunction(Protocol):
-    """What a user writes. A plain number counts as correct from 1.0 on; a dict is one with named parts: `score`, maybe
-    `correct`, and other numbers."""
+    """What a user writes. A fourth argument named `task` gets the data row, as a dict. A plain number counts as correct
+    from 1.0 on; a dict is one with named parts: `score`, maybe `correct`, and other numbers."""
 
     def __call__(self, prompt: str, response: str, answer: str, /) -> float | Score | Mapping[str, Any]:
         """Score `response`, the decoded text without special tokens, against `answer`, the data's reference."""
@@ -128,5 +128,7 @@ def finite(name: str, value: object) -> float:
     return number
 
 
+NO_FIELDS = "{}"
+"""A data row, JSON, of which no more is known than prompt and ground truth."""
 ScoreFunction = Callable[[str, str, str], Score]
 """(prompt, response, answer) -> score: what `load_reward` returns."""

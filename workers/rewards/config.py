@@ -15,7 +15,10 @@ class RewardModelConfig(Settings):
 
     path: str
     """Hugging Face directory of a model for sequence classification with one label and the policy's tokens, e.g.
-    `LlamaForSequenceClassification`. Relative: beside the config file, else in the working directory."""
+    `LlamaForSequenceClassification`, or OWNER/NAME on the Hub. Relative: beside the config file, else in the working
+    directory."""
+    revision: str | None = None
+    """As `model.revision`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of its weights."""
     micro_batch_size: int = Field(32, ge=1)

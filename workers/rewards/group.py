@@ -6,7 +6,6 @@ Called by the outbox of a rollout, which holds a group until all of its members 
 processes, `reward.concurrency` groups at a time.
 """
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -57,7 +56,7 @@ class GroupReward:
             raise
 
     def rewarded(
-        self, task: str | None, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredAnswer]
+        self, task: str, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredAnswer]
     ) -> "Future[Sequence[ScoredAnswer]]":
         """Have the function reward a group.
 
@@ -66,7 +65,7 @@ class GroupReward:
         a crash in the middle of a put.
 
         Args:
-            task: the data row, JSON; None: prompt and ground truth are all that is known of it.
+            task: the data row, JSON.
             rollouts, scores: of the members, in their order.
         """
         rewarded: Future[Sequence[ScoredAnswer]] = Future()
@@ -75,7 +74,6 @@ class GroupReward:
             rewarded.set_result(_changed(scores, seen, _CUT))
             return rewarded
         first = scores[0]
-        task = task or json.dumps({"prompt": first.prompt, "ground_truth": first.answer})
         members = [_member(rollouts[k], scores[k]) for k in seen]
         pending = self._pool.submit(task, members, on=f"{len(seen)} responses to {excerpt(first.prompt)}")
 

@@ -1,7 +1,10 @@
 """What the child of a pooled reward calls (`workers.rewards.pooled`): entries of `workers.calls`. Torch-free."""
 
+import contextlib
+import inspect
 import json
 import re
+from collections.abc import Callable
 
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import Callee, load_function
@@ -57,8 +60,19 @@ def user_reward(name: str) -> Callee:
     Raises:
         ConfigError: there is no such module or function, or importing it fails.
     """
-    function = load_function(name, field=FIELD, arguments=ARGUMENTS)
-    return Callee(function, gives=lambda value, texts: as_score(value, what=f"{FIELD}: {name}", response=texts[1]))
+    wants_task = _has_task(load_function(name, field=FIELD, arguments=None))
+    function = load_function(name, field=FIELD, arguments=(*ARGUMENTS, "task") if wants_task else ARGUMENTS)
+    return Callee(
+        function,
+        takes=lambda sent: (*sent[:3], json.loads(sent[3])) if wants_task else sent[:3],
+        gives=lambda value, sent: as_score(value, what=f"{FIELD}: {name}", response=sent[1]),
+    )
+
+
+def _has_task(function: Callable[..., object]) -> bool:
+    with contextlib.suppress(TypeError, ValueError):  # functions of C may say nothing
+        return list(inspect.signature(function).parameters)[3:4] == ["task"]
+    return False
 
 
 def group_reward(name: str) -> Callee:
@@ -83,4 +97,4 @@ def verified_math() -> Callee:
 
 def _comparison(compare: LastMatch | VerifiedMath) -> Callee:
     """Of response and reference answer."""
-    return Callee(compare, takes=lambda texts: texts[1:], gives=lambda right, _: Score(float(right), right))
+    return Callee(compare, takes=lambda sent: sent[1:3], gives=lambda right, _: Score(float(right), right))

@@ -1,6 +1,6 @@
 """A scorer behind HTTP: responses are posted in batches as they finish, `reward.function: http://host:port/score`.
 
-    -> {"answers": [{"prompt": "...", "response": "...", "answer": "..."}, ...]}
+    -> {"answers": [{"prompt": "...", "response": "...", "answer": "...", "task": {the data row}}, ...]}
     <- {"scores": [1.0, {"reward": 0.5, "correct": false}, {"error": "no idea"}, ...]}         in the same order
 
 A request takes what waits, up to `reward.batch_size`, so batches grow by themselves when the scorer is busy. One that
@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.rewards.base import Score, as_score
+from workers.rewards.base import NO_FIELDS, Score, as_score
 from workers.rewards.config import RewardConfig
 
 _SENDERS = 8
@@ -37,7 +37,7 @@ _PASSING = frozenset({408, 429, *range(500, 600)})
 
 @dataclass(frozen=True)
 class _Waiting:
-    answer: dict[str, str]
+    answer: dict[str, Any]
     score: "Future[Score]"
 
 
@@ -60,13 +60,14 @@ class RemoteReward:
         for number in range(_SENDERS):
             threading.Thread(target=self._send_for_ever, name=f"remote-reward-{number}", daemon=True).start()
 
-    def __call__(self, prompt: str, response: str, answer: str, /) -> Score:
+    def __call__(self, prompt: str, response: str, answer: str, task: str = NO_FIELDS, /) -> Score:
         """Score one response.
 
         Raises:
             UserCodeFailed: the scorer gave no score for it.
         """
-        one = _Waiting({"prompt": prompt, "response": response, "answer": answer}, Future())
+        fields = {"prompt": prompt, "response": response, "answer": answer, "task": json.loads(task)}
+        one = _Waiting(fields, Future())
         self._waiting.put(one)
         return one.score.result()
 
@@ -111,7 +112,7 @@ class RemoteReward:
             value = {"score": value["reward"]} | {name: part for name, part in value.items() if name not in _NO_PARTS}
         return as_score(value, what=self._what, response=response)
 
-    def _scores(self, answers: list[dict[str, str]]) -> list[Any]:
+    def _scores(self, answers: list[dict[str, Any]]) -> list[Any]:
         """Return a value per response, after as many attempts as it takes and is allowed.
 
         Raises:
@@ -134,7 +135,7 @@ class RemoteReward:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise failure
 
-    def _post(self, answers: list[dict[str, str]]) -> list[Any]:
+    def _post(self, answers: list[dict[str, Any]]) -> list[Any]:
         request = urllib.request.Request(
             self._config.function,
             data=json.dumps({"answers": answers}).encode(),

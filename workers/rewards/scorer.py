@@ -22,11 +22,11 @@ from transformers import PreTrainedTokenizerBase
 from asyncflow.errors import UserCodeFailed
 from tq.batch import Column
 from workers.data.tokenizer import TextDecoder
-from workers.rewards.base import Score
+from workers.rewards.base import NO_FIELDS, Score
 from workers.rewards.config import RewardConfig
 from workers.rewards.load import load_reward
 from workers.rewards.pooled import PooledReward
-from workers.rewards.remote import is_url
+from workers.rewards.remote import RemoteReward, is_url
 from workers.rollout.rollouts import FinishedRollout
 from workers.tasks.dataflow import REWARD_PARTS
 
@@ -62,6 +62,7 @@ class _Work:
     prompt: tuple[int, ...]
     response: tuple[int, ...]
     answer: str
+    task: str
     text: str | None
     """What is scored instead of the decoded response."""
     parts: Mapping[str, float]
@@ -102,19 +103,20 @@ class Scorer:
         for number in range(self._num_threads):
             threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 
-    def score(self, rollout: FinishedRollout, answer: str) -> "Future[ScoredAnswer]":
+    def score(self, rollout: FinishedRollout, answer: str, task: str = NO_FIELDS) -> "Future[ScoredAnswer]":
         """Score a rollout, unless its function did.
 
         Args:
             rollout: at its end.
             answer: reference answer.
+            task: the data row, JSON.
         """
         parts = dict(rollout.metrics)
         if rollout.conversations:
             parts |= {"turns": float(rollout.turns), "tool_s": rollout.tool_s}
             parts["bridge_failures"] = float(rollout.bridge_failures)
         if rollout.reward is None and not rollout.failure:
-            return self._submit(rollout.prompt, rollout.drawn, answer, text=rollout.response, parts=parts)
+            return self._submit(rollout.prompt, rollout.drawn, answer, task, text=rollout.response, parts=parts)
         reward = math.nan if rollout.failure or rollout.reward is None else rollout.reward
         correct = bool(rollout.metrics.get("correct", reward >= 1.0))
         prompt, response = self._decoder.prompt(tuple(rollout.prompt.tolist())), rollout.response or ""
@@ -122,32 +124,31 @@ class Scorer:
         scored.set_result(ScoredAnswer(prompt, response, answer, reward, correct, parts, rollout.failure))
         return scored
 
-    def submit(self, prompt_P: Tensor, response_R: Tensor, answer: str) -> "Future[ScoredAnswer]":
+    def submit(
+        self, prompt_P: Tensor, response_R: Tensor, answer: str, task: str = NO_FIELDS
+    ) -> "Future[ScoredAnswer]":
         """Score one response.
 
         Args:
             prompt_P, response_R: int64 tokens.
             answer: reference answer.
+            task: the data row, JSON.
         """
-        return self._submit(prompt_P, response_R, answer)
+        return self._submit(prompt_P, response_R, answer, task)
 
     def _submit(
         self,
         prompt_P: Tensor,
         response_R: Tensor,
         answer: str,
+        task: str,
         *,
         text: str | None = None,
         parts: Mapping[str, float] | None = None,
     ) -> "Future[ScoredAnswer]":
-        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer, text, parts or {})
+        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer, task, text, parts or {})
         self._work.put(work)
         return work.scored
-
-    def score_all(self, prompts: list[Tensor], responses: list[Tensor], answers: list[str]) -> list[ScoredAnswer]:
-        """Score several responses and wait for all."""
-        rows = zip(prompts, responses, answers, strict=True)
-        return [future.result() for future in [self.submit(*row) for row in rows]]
 
     def columns(self, scores: Sequence[ScoredAnswer]) -> dict[str, Column]:
         """Return the outputs of task `rewards`: `rewards` float32 [N], `correct` bool [N], and, where the function may
@@ -180,17 +181,20 @@ class Scorer:
             try:
                 prompt = self._decoder.prompt(work.prompt)
                 response = self._decoder.response(work.response) if work.text is None else work.text
-                score = self._score(prompt, response, work.answer)
+                score = self._score(prompt, response, work.answer, work.task)
                 score.add_done_callback(partial(self._settle, work, prompt, response))
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the caller of `result` raises it
                 work.scored.set_exception(error)
 
-    def _score(self, prompt: str, response: str, answer: str) -> "Future[Score]":
+    def _score(self, prompt: str, response: str, answer: str, task: str) -> "Future[Score]":
         if isinstance(self._function, PooledReward):
-            return self._function.submit(prompt, response, answer)
+            return self._function.submit(prompt, response, answer, task)
         score: Future[Score] = Future()
         try:
-            score.set_result(self._function(prompt, response, answer))
+            if isinstance(self._function, RemoteReward):
+                score.set_result(self._function(prompt, response, answer, task))
+            else:
+                score.set_result(self._function(prompt, response, answer))
         except Exception as error:  # noqa: BLE001 - as above
             score.set_exception(error)
         return score

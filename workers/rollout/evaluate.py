@@ -33,6 +33,7 @@ from workers.data.task_source import held_out_rows
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.load import load_generate_engine
 from workers.records.samples import SampleLog
+from workers.rewards.base import NO_FIELDS
 from workers.rewards.scorer import ScoredAnswer, Scorer, no_rewards
 from workers.rollout.functions import open_rollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest
@@ -202,7 +203,7 @@ class Evaluator:
                 self._rollouts.begin([waiting.popleft() for _ in range(number)])
             for answer in self._rollouts.step(self._wake):
                 prompt = self._dataset.prompt(answer.index // self._size)
-                answers.append((answer, self._scorer.score(answer, prompt.ground_truth)))
+                answers.append((answer, self._scorer.score(answer, prompt.ground_truth, prompt.task or NO_FIELDS)))
             done = f"{len(answers)}/{len(self._requests)} answers"
             self._context.report("evaluating", done, step=version.step, version=version.step)
         self._rollouts.abort()
@@ -225,6 +226,7 @@ def _held_out(context: WorkerContext) -> PromptDataset:
         model_dir=Path(config.model.path),
         seed=config.seed,
         own_rollout=config.rollout.is_own,
+        with_tasks=config.sends_tasks,
     )
 
 

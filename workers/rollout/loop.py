@@ -92,7 +92,7 @@ class Rollout:
         )
         load = partial(self._engine.load_weights, adopt=receiver.adopts)
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
-        columns = ("prompts", "ground_truth", *((TASKS,) if config.rollout.is_own else ()))
+        columns = ("prompts", "ground_truth", *((TASKS,) if config.sends_tasks else ()))
         self._feeder = Feeder(self._client, columns=columns, wake=self._wake)
         self._rollouts = open_rollouts(context, self._engine, config.rollout, wake=self._wake)
         self._outbox = Outbox(

@@ -38,7 +38,7 @@ class RolloutLease:
 
     Attributes:
         lease: of the queue.
-        batch: columns `prompts`, `ground_truth` and, for functions of the user's, `tasks` of its rows.
+        batch: columns `prompts`, `ground_truth` and, for functions of the user's, `tasks`.
     """
 
     lease: Lease
@@ -131,7 +131,8 @@ class Outbox:
         if self._scorer is None:
             self._done.put(_Finished(lease, rollout, None, epoch))
             return
-        future = self._scorer.score(rollout, lease.ground_truths[lease.position[rollout.index]])
+        place = lease.position[rollout.index]
+        future = self._scorer.score(rollout, lease.ground_truths[place], lease.tasks[place])
         future.add_done_callback(lambda score: self._done.put(_Finished(lease, rollout, score, epoch)))
 
     def abandon(self) -> None:
@@ -211,9 +212,8 @@ class Outbox:
             return
         finished = sorted(finished, key=lambda one: one.rollout.index)
         first = lease.position[finished[0].rollout.index]
-        task = lease.tasks[first] if "tasks" in lease.batch.columns else None
         scores = [one.score.result() for one in finished if one.score is not None]
-        rewarded = self._group_reward.rewarded(task, [one.rollout for one in finished], scores)
+        rewarded = self._group_reward.rewarded(lease.tasks[first], [one.rollout for one in finished], scores)
         rewarded.add_done_callback(lambda done: self._done.put(_Rewarded(lease, finished, done, epoch)))
 
     def _put_rewarded(self, group: "_Rewarded") -> None:

@@ -24,10 +24,10 @@ from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Sequences, TrainEngine
 from workers.engines.load import load_forward_model, load_reward_model
-from workers.rewards.base import LARGEST_REWARD
+from workers.rewards.base import LARGEST_REWARD, NO_FIELDS
 from workers.rewards.config import RewardModelConfig
 from workers.rewards.scorer import ScoredAnswer, Scorer
-from workers.tasks.dataflow import SAMPLE_COLUMNS
+from workers.tasks.dataflow import SAMPLE_COLUMNS, TASKS
 from workers.tasks.reference import Reference
 from workers.tasks.rollouts import drawn_per_row, responses_of
 from workers.weight_path import HeldWeights, open_receiver
@@ -96,9 +96,11 @@ class Rewards(ColumnTask):
         """
         prompts, responses = list(batch["prompts"].rows()), responses_of(batch)
         answers = batch["ground_truth"].texts()
+        tasks = batch[TASKS].texts() if TASKS in batch.columns else [NO_FIELDS] * len(answers)
+        rows = zip(prompts, responses, answers, tasks, strict=True)
+        futures = [self._scorer.submit(*row) for row in rows]
         if self._config is None:
-            return self._scorer.columns(self._scorer.score_all(prompts, responses, answers))
-        futures = [self._scorer.submit(*row) for row in zip(prompts, responses, answers, strict=True)]
+            return self._scorer.columns([future.result() for future in futures])
         last_N = batch["sample_lengths"].lengths.cumsum(0) - 1
         model_scores = self._model.scores(sequences_of(batch))[last_N].tolist()  # the function is called meanwhile
         pairs = zip((future.result() for future in futures), model_scores, strict=True)

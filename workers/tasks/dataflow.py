@@ -31,7 +31,7 @@ PROMPT_COLUMNS = ("prompts", "ground_truth", "epochs")
 TEXT_COLUMNS = ("prompts", "responses", "ground_truth")
 """What users' tasks may read as texts; `responses` is made of the drawn tokens."""
 TASKS = "tasks"
-"""Written by admission beside them, for rollouts of the user's: the whole data row, as JSON text."""
+"""Written by admission beside them, for rollouts and rewards of the user's: the whole data row, as JSON text."""
 SAMPLE_COLUMNS = ("tokens", "sample_lengths", "response_mask")
 """What was generated: see `workers.tasks.rollouts`."""
 DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns")

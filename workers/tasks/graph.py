@@ -45,6 +45,8 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     graph = algorithm_tasks(config.algorithm, old_log_probs=config.needs_old_log_probs)
     if config.rollout.is_own:
         graph = with_own_rollout(graph)
+    elif config.sends_tasks:
+        graph = tuple(replace(one, inputs=(*one.inputs, TASKS)) if one.name == "rewards" else one for one in graph)
     if config.has_reward_parts:
         graph = with_reward_parts(graph)
     if config.actor.tri_model:
@@ -54,7 +56,7 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
 
 def prompt_columns(config: RunConfig) -> tuple[str, ...]:
     """Return the columns that admission writes."""
-    return (*PROMPT_COLUMNS, TASKS) if config.rollout.is_own else PROMPT_COLUMNS
+    return (*PROMPT_COLUMNS, TASKS) if config.sends_tasks else PROMPT_COLUMNS
 
 
 def with_own_rollout(graph: Sequence[Task]) -> tuple[Task, ...]:

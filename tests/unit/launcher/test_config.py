@@ -139,25 +139,6 @@ def test_bad_override_is_refused_with_field_and_value(write_config: WriteConfig,
     assert expected in refusal(write_config(), override)
 
 
-@pytest.mark.parametrize("key", ["model", "critic"])
-def test_model_of_the_hub_is_to_be_downloaded(write_config: WriteConfig, key: str) -> None:
-    for source, override in (
-        (write_config(), [f"{key}.path=Qwen/Qwen3-0.6B"]),
-        (write_config(**{key: {"path": "Qwen/Qwen3-0.6B"}}), []),
-    ):
-        message = refusal(source, *override)
-        assert message.endswith(
-            "if it is a model of the Hub: hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"
-        )
-        assert "gguf" not in message
-
-
-def test_data_set_of_the_hub_is_to_be_converted(write_config: WriteConfig) -> None:
-    message = refusal(write_config(), "data.path=openai/gsm8k")
-    assert "if it is a data set of the Hub: pip install datasets && python -c " in message
-    assert message.endswith(" gsm8k.jsonl openai/gsm8k (append the subset's name if it has several)")
-
-
 def test_file_of_a_packaged_recipe_is_told_of_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = packaged_recipes()["qwen2.5-7b-grpo-deepscaler-cuda"]

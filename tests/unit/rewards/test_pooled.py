@@ -1,6 +1,7 @@
 """Rewards in processes of their own: what they judge, and that one that hangs costs one answer."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +118,21 @@ def test_math_verify_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package math-verify; pip install 'math-verify\[antlr4-13-2\]"):
         check_reward(RewardConfig(function="math_verify"))
+
+
+@pytest.mark.parametrize("head", ["def", "async def"])
+def test_a_function_with_a_fourth_argument_task_gets_the_data_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Load, head: str
+) -> None:
+    (tmp_path / "my_levels.py").write_text(
+        f"{head} level(prompt, response, answer, task): return task.get('level', 0)\n"
+        f"{head} other(prompt, response, answer, more='x'): return float(more == 'x')\n"
+        f"{head} wrong(prompt, response, answer, row): return 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    reward = load(function="my_levels:level")
+    assert reward("", "", "", '{"level": 3}').reward == 3.0
+    assert reward("", "", "").reward == 0.0
+    assert load(function="my_levels:other")("", "", "", '{"level": 3}').reward == 1.0
+    with pytest.raises(ConfigError, match=r"my_levels:wrong must take prompt, response, answer"):
+        load(function="my_levels:wrong")

@@ -72,7 +72,9 @@ def scorer() -> Iterator[Scorer]:
 
 def test_answers_are_posted_and_scores_come_back(scorer: Scorer) -> None:
     assert scorer.reward()("2+2=", "0.5", "4") == Score(0.5, False)
-    assert scorer.asked == [[{"prompt": "2+2=", "response": "0.5", "answer": "4"}]]
+    assert scorer.asked == [[{"prompt": "2+2=", "response": "0.5", "answer": "4", "task": {}}]]
+    scorer.reward()("2+2=", "0.5", "4", '{"level": 3}')
+    assert scorer.asked[-1][0]["task"] == {"level": 3}
     scorer.reply = lambda answers: (200, {"scores": [{"reward": 0.2, "correct": True, "error": None}], "more": 1})
     assert scorer.reward()("", "", "") == Score(0.2, True)
     scorer.reply = lambda answers: (200, {"scores": [{"reward": 1, "format": 0.5, "said": "4", "short": True}]})

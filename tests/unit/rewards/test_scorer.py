@@ -58,7 +58,7 @@ def test_what_a_function_of_ours_raises_reaches_whoever_asks(scorer: Scorer) -> 
 
     scorer._function = broken
     with pytest.raises(ZeroDivisionError):
-        scorer.score_all([PROMPT], [RESPONSE], ["-"])
+        scorer.submit(PROMPT, RESPONSE, "-").result()
     scorer.close()
 
 
