@@ -26,7 +26,7 @@ def test_roles_of_users_tasks_follow_the_others() -> None:
     [
         ("rolout:8,actor:4", "'rolout' is not a role; did you mean 'rollout'?"),
         ("rollout:8,actor:4,xyz:1", "'xyz' is not a role; known roles: rollout actor"),
-        ("rollout:0,actor:4", "rollout:0 must have at least 1 rank"),
+        ("rollout:2,actor:0", "actor:0 must have at least 1 rank"),
         ("rollout:2,actor:-4", "actor:-4 must have at least 1 rank"),
         ("rollout:2.5,actor:4", "rollout:2.5 is not a whole number"),
         ("rollout:two,actor:4", "rollout:two is not a whole number"),
