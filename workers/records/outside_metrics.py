@@ -47,7 +47,7 @@ class OutsideMetrics:
         """Return `outside/PROCESS/METRIC` -> value of what was reported since the last call."""
         if not self._store.check([_ANY]):
             return {}
-        metrics = {}
+        metrics: dict[str, float] = {}
         for name, text in self._store.read_below(_METRICS).items():
             report = json.loads(text)
             if self._stamps.get(name) != report["stamp"]:

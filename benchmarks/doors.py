@@ -1,0 +1,46 @@
+"""What the doors of a run cost, and what goes through them.
+
+    python benchmarks/doors.py [--json [FILE]] [--only outside] [--steps 40]
+
+`outside`, some two minutes: the quickstart with `rollout:0`, so that `examples/external_generator.py` generates all:
+
+    external_generator_kills  how often it was killed, each time with prompts in hand
+    skipped, twice            groups that were left out, or trained twice; exit_code: of the run
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+from doors_parts import outside
+from json_option import report
+from package_path import find_packages
+
+Part = Callable[[int], Mapping[str, float]]
+"""Takes the number of steps of a run; returns figures by name."""
+PARTS: Mapping[str, Part] = {"outside": outside.measure}
+
+
+def _chosen(_: click.Context, __: click.Parameter, text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(PARTS):
+        raise click.BadParameter(f"there is no part {' '.join(sorted(unknown))}; there are {' '.join(PARTS)}")
+    return names
+
+
+@click.command(help=__doc__)
+@click.option("--json", "target", is_flag=False, flag_value="-", metavar="FILE", help="One JSON object; to FILE: too.")
+@click.option("--only", default=",".join(PARTS), show_default=True, callback=_chosen, help="Parts.")
+@click.option("--steps", type=click.IntRange(20), default=40, show_default=True, help="Of each run.")
+def main(target: str | None, *, only: list[str], steps: int) -> None:
+    """Measure and print."""
+    figures: dict[str, Any] = {}
+    for name in only:
+        figures |= PARTS[name](steps)
+    report(target, figures, "\n".join(f"{name:20} {value:10.4g}" for name, value in figures.items()))
+
+
+if __name__ == "__main__":
+    find_packages()
+    sys.exit(main())
