@@ -30,7 +30,7 @@ from torch.distributed import DistError
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, SealBroken, TransportError
 from asyncflow.job import Job
-from asyncflow.network import GLOO_INTERFACE, address_towards, interface_towards, is_loopback
+from asyncflow.network import address_towards, choose_interface
 from asyncflow.sealed_store import connect_store
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column
@@ -137,8 +137,7 @@ def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_
     if not _NAME.fullmatch(name):
         raise ConfigError(f"name: {name!r} has other characters than letters, digits, '.', '_' and '-'")
     host, port, secret = _endpoint(run, key)
-    if not is_loopback(host):
-        os.environ.setdefault(GLOO_INTERFACE, interface_towards(host))
+    choose_interface(host)
     if not _answers(host, port, timeout_s):
         raise TransportError(f"run {run}: nothing answers at {host}:{port}; is it over?")
     try:
