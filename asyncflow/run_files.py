@@ -1,7 +1,7 @@
 """The names of what a run keeps in its directory, for launcher, workers and tools alike. Torch-free.
 
 config.yaml  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl
-logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/
+logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  loggers/  report.html
 job.json  status.json  while it runs
 """
 
@@ -22,6 +22,9 @@ LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
 TIMELINE = "timeline"
+LOGGERS = "loggers"
+"""How far each logger is, and what loggers write on this machine."""
+REPORT_FILE = "report.html"
 
 META_FILE = "meta.json"
 """In each checkpoint: written last, with size and checksum of every other file."""

@@ -1,6 +1,12 @@
 """What the doors of a run cost, and what goes through them.
 
-    python benchmarks/doors.py [--json [FILE]] [--only outside] [--steps 40]
+    python benchmarks/doors.py [--json [FILE]] [--only loggers,outside] [--steps 60]
+
+`loggers`, some two minutes: a run of `sim` engines with steps of a second, with tensorboard and wandb (offline) and
+beside it one without, from the tenth step on:
+
+    logger_cpu       CPU time of the loggers' processes, and of those that they start (cores)
+    logger_overhead  median time of a step, with loggers / without
 
 `outside`, some two minutes: the quickstart with `rollout:0`, so that `examples/external_generator.py` generates all:
 
@@ -13,13 +19,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
-from doors_parts import outside
+from doors_parts import loggers, outside
 from json_option import report
 from package_path import find_packages
 
 Part = Callable[[int], Mapping[str, float]]
 """Takes the number of steps of a run; returns figures by name."""
-PARTS: Mapping[str, Part] = {"outside": outside.measure}
+PARTS: Mapping[str, Part] = {"loggers": loggers.measure, "outside": outside.measure}
 
 
 def _chosen(_: click.Context, __: click.Parameter, text: str) -> list[str]:
@@ -32,7 +38,7 @@ def _chosen(_: click.Context, __: click.Parameter, text: str) -> list[str]:
 @click.command(help=__doc__)
 @click.option("--json", "target", is_flag=False, flag_value="-", metavar="FILE", help="One JSON object; to FILE: too.")
 @click.option("--only", default=",".join(PARTS), show_default=True, callback=_chosen, help="Parts.")
-@click.option("--steps", type=click.IntRange(20), default=40, show_default=True, help="Of each run.")
+@click.option("--steps", type=click.IntRange(20), default=60, show_default=True, help="Of each run.")
 def main(target: str | None, *, only: list[str], steps: int) -> None:
     """Measure and print."""
     figures: dict[str, Any] = {}

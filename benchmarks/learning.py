@@ -1,12 +1,18 @@
 """Does older data cost accuracy? The quickstart under every schedule, several seeds each, and a picture of it.
 
     python benchmarks/learning.py [--json [FILE]] [--seeds 5] [--steps 60] [--plot docs/learning.png]
+    python benchmarks/learning.py --algorithms [NAME ...] [--json [FILE]] [--seeds 5]
 
     accuracy_SCHEDULE         mean over seeds of the accuracy of the last 5 steps; async2: max_staleness 2
     points_vs_sync_SCHEDULE   the difference to sync, in points of a hundred
     points_interval_SCHEDULE  half the width of its 95 % interval (Welch's t over the seeds)
     staleness_SCHEDULE        mean staleness of the samples
     worst_points_vs_sync      the lowest of the differences
+
+With `--algorithms` each algorithm (all, or those named) under sync and async2, for the table in docs/algorithms.md:
+
+    accuracy_ALGORITHM_SCHEDULE       mean over seeds, as above
+    accuracy_std_ALGORITHM_SCHEDULE   its deviation over seeds
 
 Runs take turns: every schedule with seed 0, then with seed 1, ... so that what else the machine does hits all alike.
 The picture (needs matplotlib) shows reward, response length and its deviation, over steps and over wall clock: the
@@ -31,6 +37,16 @@ from json_option import add_json_option, report
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 SCHEDULES = {"sync": ("sync", 0), "async1": ("async", 1), "async2": ("async", 2), "async4": ("async", 4),
              "substep1": ("substep", 1)}  # fmt: skip
+ALGORITHMS: Mapping[str, tuple[str, ...]] = {
+    "grpo": (), "dr_grpo": ("scale_advantages_by_std=false", "loss_normalization=constant"), "dapo": ("name=dapo",),
+    "gspo": ("name=gspo",), "cispo": ("name=cispo",), "dppo_tv": ("name=dppo",),
+    "dppo_kl": ("name=dppo", "divergence=kl"), "rloo": ("name=rloo",),
+    "reinforce_plus_plus": ("name=reinforce_plus_plus",),
+    "reinforce_plus_plus_baseline": ("name=reinforce_plus_plus", "baseline=group"), "ppo": ("name=ppo",),
+    "decoupled": ("off_policy.method=decoupled",), "icepop": ("off_policy.method=icepop",),
+    "sequence_mask": ("off_policy.mask=sequence",), "geometric_mask": ("off_policy.mask=geometric",),
+}  # fmt: skip
+"""Rows of the table -> settings of section `algorithm`; the corrections are GRPO's."""
 LAST_STEPS = 5
 CURVES = {
     "reward_mean": "reward",
@@ -40,20 +56,21 @@ CURVES = {
 Metrics = list[dict[str, Any]]
 
 
-def train(directory: Path, schedule: str, *, seed: int, steps: int) -> Metrics:
-    """Run the quickstart under a schedule; returns its metrics.
+def train(directory: Path, schedule: str, *, seed: int, steps: int, algorithm: str = "grpo") -> Metrics:
+    """Run the quickstart under a schedule, with one of `ALGORITHMS`; returns its metrics.
 
     Raises:
         SystemExit: the run failed; says what it printed.
     """
     mode, max_staleness = SCHEDULES[schedule]
     settings = [f"schedule.mode={mode}", f"schedule.max_staleness={max_staleness}", f"seed={seed}",
-                "rollout.samples_per_step=0", "checkpoint.interval=0"]  # fmt: skip
+                "rollout.samples_per_step=0", "checkpoint.interval=0",
+                *(f"algorithm.{setting}" for setting in ALGORITHMS[algorithm])]  # fmt: skip
     options = [part for setting in settings for part in ("--set", setting)]
     command: list[str | Path] = [COMMAND, "quickstart", "--steps", str(steps), "--run-dir", str(directory), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{schedule}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
+        raise SystemExit(f"{algorithm}, {schedule}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -70,6 +87,16 @@ def figures_of(runs: Mapping[str, Sequence[Metrics]]) -> dict[str, float]:
     differences = [value for name, value in figures.items() if name.startswith("points_vs_sync_")]
     if differences:
         figures["worst_points_vs_sync"] = min(differences)
+    return figures
+
+
+def table_of(runs: Mapping[tuple[str, str], Sequence[Metrics]]) -> dict[str, float]:
+    """Return the figures of (algorithm, schedule) -> runs, one per seed."""
+    figures: dict[str, float] = {}
+    for (algorithm, schedule), of_seeds in runs.items():
+        accuracies = [_final_accuracy(metrics) for metrics in of_seeds]
+        figures[f"accuracy_{algorithm}_{schedule}"] = statistics.fmean(accuracies)
+        figures[f"accuracy_std_{algorithm}_{schedule}"] = statistics.pstdev(accuracies)
     return figures
 
 
@@ -129,24 +156,30 @@ def main() -> int:
     add_json_option(parser)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--schedules", nargs="*", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--schedules", nargs="*", choices=SCHEDULES, help="default: all; of algorithms sync async2")
+    parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, help="the table of these; none named: of all")
     parser.add_argument("--plot", type=Path, help="draw the curves into this file")
     given = parser.parse_args()
-    if given.seeds < 1 or given.steps < LAST_STEPS or not given.schedules:
+    if given.seeds < 1 or given.steps < LAST_STEPS or given.schedules == []:
         parser.error(f"give a schedule, at least one seed and {LAST_STEPS} steps")
-    runs: dict[str, list[Metrics]] = {name: [] for name in given.schedules}
+    is_table = given.algorithms is not None
+    algorithms = given.algorithms or (list(ALGORITHMS) if is_table else ["grpo"])
+    schedules = given.schedules or (["sync", "async2"] if is_table else list(SCHEDULES))
+    runs: dict[tuple[str, str], list[Metrics]] = {(one, name): [] for one in algorithms for name in schedules}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
         for seed in range(given.seeds):
-            for name in given.schedules:
-                runs[name].append(train(Path(temporary) / f"{name}-{seed}", name, seed=seed, steps=given.steps))
-                accuracy = _final_accuracy(runs[name][-1])
-                passed = time.monotonic() - began
-                print(f"[{passed:6.1f} s] seed {seed} {name}: accuracy {accuracy:.4f}", file=sys.stderr, flush=True)
-    figures = figures_of(runs)
+            for (algorithm, schedule), done in runs.items():
+                directory = Path(temporary) / f"{algorithm}-{schedule}-{seed}"
+                done.append(train(directory, schedule, seed=seed, steps=given.steps, algorithm=algorithm))
+                passed, accuracy = time.monotonic() - began, _final_accuracy(done[-1])
+                where = f"seed {seed} {algorithm} {schedule}"
+                print(f"[{passed:6.1f} s] {where}: accuracy {accuracy:.4f}", file=sys.stderr, flush=True)
+    of_schedules = {name: runs[algorithms[0], name] for name in schedules}
+    figures = table_of(runs) if is_table else figures_of(of_schedules)
     if given.plot is not None:
-        plot(runs, given.plot)
-    report(given.json, figures, "\n".join(f"{name:28} {value:10.4f}" for name, value in figures.items()))
+        plot(of_schedules, given.plot)
+    report(given.json, figures, "\n".join(f"{name:48} {value:10.4f}" for name, value in figures.items()))
     return 0
 
 

@@ -238,6 +238,9 @@ class LauncherConfig(Settings):
     """Intra-op threads of every worker on the CPU."""
     devices_per_node: int = Field(0, ge=0)
     """Accelerators of every node that ranks may use, from the first on; 0: as many as node 0 has."""
+    device_memory_gb: float | None = Field(None, gt=0)
+    """Memory of every accelerator (GB): what cannot fit is refused, and `--dry-run` prints an estimate of each role's
+    part; null: neither."""
     external_gangs: tuple[str, ...] = ()
     """Gangs (e.g. `rollout-1`) that the user starts by hand with the `torchrun` line that `--dry-run` prints."""
     start_timeout_s: float = Field(300.0, gt=0)
@@ -259,6 +262,20 @@ class LauncherConfig(Settings):
     """How often within `restart_window_s` everything starts again; then the run fails."""
     restart_window_s: float = Field(600.0, gt=0)
     """Failures longer ago do not count (s)."""
+
+
+class LoggerConfig(Settings):
+    """A place where people look at runs (docs/loggers.md). A name alone will do: `loggers: [tensorboard]`."""
+
+    name: str
+    """`tensorboard`, `wandb`, `swanlab`, `mlflow`, `trackio`, or a class of yours, `module:Class`."""
+    options: dict[str, Any] = Field({})
+    """Arguments by name, e.g. `{mode: offline, project: sums}` for wandb."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_named(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
 
 
 class RunConfig(Settings):
@@ -296,6 +313,7 @@ class RunConfig(Settings):
     tq: QueueConfig = QueueConfig()
     weightsync: WeightSyncConfig = WeightSyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    loggers: tuple[LoggerConfig, ...] = ()
     launcher: LauncherConfig = LauncherConfig()
 
     @property

@@ -103,7 +103,7 @@ def _setup(root: Path) -> Any:
     return Setup(
         model_dir=str(root / "model"), renderer=None, function="four_turns:rollout", agent=None, command=[], tools=[],
         timeout_s=_DEADLINE_S, max_turns=0, max_tokens=0, max_context=0, max_response_tokens=_TOKENS, max_attempts=1,
-        num_workers=1, path=[os.fsencode(place) for place in (root, *sys.path)], scratch=str(root / "scratch"),
+        num_workers=1, path=[os.fsencode(place) for place in (str(root), *sys.path)], scratch=str(root / "scratch"),
     )  # fmt: skip
 
 

@@ -1,13 +1,16 @@
 """All that must hold before a run is accepted, shared by `--dry-run` and a real start. Reads; never writes."""
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.job import GangSpec
+from launcher.checks.algorithms import check_algorithm
 from launcher.checks.batch_sizes import check_batch_sizes, check_token_budget
+from launcher.checks.device_memory import device_memory
 from launcher.checks.devices import Devices, find_devices
 from launcher.checks.models import (
     check_generating,
@@ -23,7 +26,6 @@ from launcher.run.placement import place_gangs
 from launcher.run.rundir import OWN_NAMES
 from tq.policies import load_policy
 from workers.admission.task_sampler import try_sampler
-from workers.algorithms.config import DAPOConfig, GSPOConfig
 from workers.algorithms.group_filter import check_group_filter
 from workers.calls.user_function import check_function, search_beside
 from workers.config import RunConfig
@@ -31,6 +33,7 @@ from workers.data.prompt_check import ShownPrompt, check_prompts
 from workers.data.prompt_rows import PromptRow, check_templates, read_prompt_rows
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ChatTemplate
+from workers.engines.device_memory import Parts
 from workers.engines.megatron.config import DenseModel, check_division
 from workers.engines.model_files import (
     BACKBONE,
@@ -60,6 +63,7 @@ class Preflight:
         first_row, first_prompt: of the data, as it is there and as the model gets it.
         num_nodes: of the run.
         num_reward_parameters: of the reward model's files; 0 without one.
+        memory: what each role's ranks need on their devices; see `device_memory`.
     """
 
     config: RunConfig
@@ -73,6 +77,7 @@ class Preflight:
     first_prompt: ShownPrompt
     num_nodes: int = 1
     num_reward_parameters: int = 0
+    memory: Mapping[str, Parts] = field(default_factory=dict)
 
 
 def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
@@ -93,6 +98,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
     return Preflight(
         config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, first_row, first_prompt, num_nodes,
         num_reward_parameters=0 if model is None else count_parameters(Path(model.path)),
+        memory=device_memory(config, num_parameters),
     )  # fmt: skip
 
 
@@ -148,9 +154,7 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     _check_sim(config)
     _check_outside(config)
     check_generating(config)
-    _check_critic(config)
-    _check_overlong(config)
-    _check_gspo(config)
+    check_algorithm(config)
     check_reward_role(config)
     _check_evaluate(config)
     check_own_rollouts(config)
@@ -279,52 +283,6 @@ def _check_fill(config: RunConfig) -> None:
             f"schedule.fill: {config.schedule.fill} cannot be with algorithm.ref_update_interval {interval}: the step "
             f"that trains a group, and with it the reference, is not known before; set schedule.fill to in_order, or "
             f"algorithm.ref_update_interval to 0"
-        )
-
-
-def _check_critic(config: RunConfig) -> None:
-    """Refuse engines and schedules that have no critic."""
-    if not config.algorithm.has_critic:
-        return
-    if config.actor.engine != "fsdp":
-        raise ConfigError(
-            f"actor.engine: {config.actor.engine} cannot be with algorithm.name {config.algorithm.name}, whose critic "
-            f"is trained by fsdp; set actor.engine to fsdp"
-        )
-    if config.schedule.lateness and "critic" in config.roles:
-        raise ConfigError(
-            f"schedule.fill: {config.schedule.fill} cannot be with role critic: the step that trains a group is not "
-            f"known when the critic gets it; set schedule.fill to in_order, or leave critic out (the actor then trains "
-            f"it)"
-        )
-
-
-def _check_overlong(config: RunConfig) -> None:
-    """Refuse a buffer for long answers that begins before their first token: it would price every answer alike."""
-    algorithm, rollout = config.algorithm, config.rollout
-    if not isinstance(algorithm, DAPOConfig) or not algorithm.overlong_buffer_tokens:
-        return
-    if rollout.is_own and not rollout.max_drawn_tokens:
-        raise ConfigError(
-            f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} is a price of long rollouts, but "
-            f"rollout.max_drawn_tokens 0 sets them no limit; set that, or overlong_buffer_tokens to 0"
-        )
-    if algorithm.overlong_buffer_tokens > rollout.longest_rollout:
-        limit = "max_drawn_tokens" if rollout.is_own else "max_response_tokens"
-        raise ConfigError(
-            f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} are more than the longest answer "
-            f"(rollout.{limit} {rollout.longest_rollout}); set it below that"
-        )
-
-
-def _check_gspo(config: RunConfig) -> None:
-    """Refuse ratios between two engines that round differently: GSPO's clip is as narrow as that gap."""
-    algorithm = config.algorithm
-    own_ratios = algorithm.off_policy.has_proximal_policy or config.actor.tri_model
-    if isinstance(algorithm, GSPOConfig) and not own_ratios:
-        raise ConfigError(
-            "algorithm.off_policy.method: none cannot be with algorithm.name gspo, whose clip is as narrow as the gap "
-            "between the generating engine's log-probabilities and the trainer's; leave it out, or set actor.tri_model"
         )
 
 

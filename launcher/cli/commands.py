@@ -136,6 +136,33 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
         click.echo(recording_text(timeline, measure_span_cost()))
 
 
+@main.command("plot", cls=OneLineCommand)
+@click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--metric", "metrics", multiple=True, default=("reward_mean",), show_default=True, help="Repeatable.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default="curves.png", show_default=True)
+def plot_command(run_dirs: tuple[Path, ...], *, metrics: tuple[str, ...], output: Path) -> None:
+    """Draw a figure of several runs into one picture (PNG, SVG or PDF)."""
+    with errors_as_exits():
+        from launcher.report.curves import plot
+
+        plot(run_dirs, metrics, output)
+        click.echo(f"wrote {output}")
+
+
+@main.command("report", cls=OneLineCommand)
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+def report_command(run_dir: Path | None) -> None:
+    """Write report.html into a run's directory, as its end does: curves, idle time, samples, settings.
+
+    RUN_DIR: default the newest.
+    """
+    with errors_as_exits():
+        from launcher.report.report import write_report
+        from launcher.run.rundir import newest_run
+
+        click.echo(f"wrote {write_report(run_dir or newest_run('RUN_DIR', 'name a run directory'))}")
+
+
 @main.command("samples", cls=OneLineCommand)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
 @click.option("--step", type=click.IntRange(min=0), help="Step.  [default: the newest]")

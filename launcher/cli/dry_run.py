@@ -7,6 +7,7 @@ from pathlib import Path
 
 from asyncflow.job import GangSpec
 from launcher.checks.batch_sizes import num_micro_batches
+from launcher.checks.device_memory import sum_text
 from launcher.checks.preflight import Preflight
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.run.placement import HEAD
@@ -45,6 +46,7 @@ def describe(
         _first_prompt(checked),
         _gang_table(checked),
         _task_table(checked),
+        _memory(checked),
         _endpoints(checked, place),
         _by_hand(checked, run_dir),
     ]
@@ -153,6 +155,13 @@ def _gang_table(checked: Preflight) -> str:
     if checked.num_nodes == 1:
         rows = [(*row[:2], *row[3:]) for row in rows]
     return table(rows)
+
+
+def _memory(checked: Preflight) -> str:
+    if not checked.memory:
+        return ""
+    intro = f"MEMORY OF A RANK'S DEVICE, of {checked.config.launcher.device_memory_gb:g} GB (estimated)"
+    return "\n".join([intro, *(f"  {role:<13} {sum_text(parts)}" for role, parts in checked.memory.items())])
 
 
 def _task_table(checked: Preflight) -> str:

@@ -9,6 +9,7 @@ once, with the first prompt and its own answer as the response. A reward that ca
 answer of the run. It has the configured deadline; a scorer behind a URL is not called.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from launcher.checks.preflight import Preflight, check_node, check_run
 from launcher.cli.dry_run import describe
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe, user_path
+from launcher.loggers.backends import check_loggers
 from launcher.nodes.node_run import NodeRun
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.run.restore import Checkpoint, next_lineage, rewind_run, rewind_to_start
@@ -82,6 +84,7 @@ class Accepted:
             ConfigError: a library is not installed, an engine does not compute here, or a user's function fails.
         """
         check_libraries(self.checked.config, device=self.checked.devices.kind)
+        check_loggers(self.checked.config.loggers)
         try_functions(self.checked.config)
         try_reward(self.checked.config, self.checked.first_row, self.checked.first_prompt)
 
@@ -113,7 +116,7 @@ class Accepted:
         with held_run_dir(run_dir):
             lineage = self._cut_back()
             try:
-                return run_job(
+                code = run_job(
                     config,
                     self.checked.gangs,
                     run_dir,
@@ -126,6 +129,11 @@ class Accepted:
                 if checkpoint is None and not self.started_over:
                     discard_run_dir(run_dir)
                 raise
+            with suppress(Exception):  # a convenience; `asyncflow report` says what is wrong
+                from launcher.report.report import write_report
+
+                write_report(run_dir)
+            return code
 
     def _cut_back(self) -> int:
         """Cut a resumed run back to where it goes on; return its lineage, 0 for a new run."""

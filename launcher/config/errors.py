@@ -175,13 +175,13 @@ def _unknown_algorithm(section: Any, origins: Origins) -> str:
         where = origins.of((_ALGORITHM,))
         return (
             f"algorithm: {reprlib.repr(section)} cannot be used{where}; give a section of `key: value` lines, whose "
-            f"name is one of {' '.join(names)}"
+            f"name is one of {' '.join(names)} or module:Class"
         )
     given = section["name"]
     near = difflib.get_close_matches(str(given), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     where = origins.of((_ALGORITHM, "name"))
-    return f"algorithm.name: {given!r} cannot be used{where}; it must be one of {' '.join(names)}{hint}"
+    return f"algorithm.name: {given!r} cannot be used{where}; it must be one of {' '.join(names)} or module:Class{hint}"
 
 
 def _algorithm_hint(algorithm: str, key: str) -> str:

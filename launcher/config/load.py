@@ -19,6 +19,9 @@ from launcher.config.errors import Origins, explain
 from launcher.config.paths import packaged_recipes, user_path
 from launcher.config.yaml_file import parse_value, read_yaml
 from tq.config import ScheduleMode
+from workers.algorithms.config import OutsideConfig
+from workers.algorithms.outside import resolve
+from workers.calls.user_function import search_beside
 from workers.config import RunConfig
 from workers.data.prompt_rows import hub_data_command, hub_model_command, is_hub_name
 from workers.tasks.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
@@ -56,10 +59,8 @@ def load_config(
         options["roles"] = "--roles"
     _default_staleness(values, options)
     origins = Origins(file, options)
-    config = _validate(values, origins)
+    config = _validate(values, origins, beside=Path.cwd() if "code_directory" in options else source.parent)
     resolved: dict[str, Any] = {"roles": check_roles(config.roles, [task.own_role for task in config.tasks])}
-    place = Path.cwd() if "code_directory" in options else source.parent
-    resolved["code_directory"] = str(user_path(config.code_directory or ".", "code_directory", beside=place))
     for name in _PATHS:
         resolved[name] = _located(getattr(config, name), name, source, options)
     model = config.reward.model
@@ -165,11 +166,16 @@ def _default_staleness(values: dict[Any, Any], options: Mapping[str, str]) -> No
         schedule["max_staleness"] = 0
 
 
-def _validate(values: Mapping[Any, Any], origins: Origins) -> RunConfig:
+def _validate(values: Mapping[Any, Any], origins: Origins, *, beside: Path) -> RunConfig:
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, origins)) from error
+    resolved = {"code_directory": str(user_path(config.code_directory or ".", "code_directory", beside=beside))}
+    config = config.model_copy(update=resolved)
+    if isinstance(config.algorithm, OutsideConfig):
+        search_beside(config.code_directory)
+        config = config.model_copy(update={"algorithm": resolve(config.algorithm)})
     _refuse_surprises(values, config.model_dump(mode="python"), origins, ())
     schedule = config.schedule
     if schedule.staleness_bound < schedule.max_staleness:

@@ -15,6 +15,7 @@ from launcher.checks.preflight import Preflight
 from launcher.cli.request import Accepted
 from launcher.doctor.messages import Needs
 from workers.config import RunConfig, TrainingConfig
+from workers.engines.device_memory import DTYPE_BYTES
 from workers.tasks.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
 
 _BASE_DESCRIPTORS = 40
@@ -32,7 +33,6 @@ _DEVICE_RANK_BYTES = 2 * 10**9
 _TRAINED_PARAMETER_BYTES = 16
 _SAVED_PARAMETER_BYTES = 13
 _TOKEN_BYTES = 24
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HOLDERS = ("rollout", "ref", "actor_fwd", "evaluate")
 """Roles whose ranks hold a copy of the model."""
 
@@ -175,8 +175,8 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     """
     config, gangs = checked.config, checked.gangs
     parameters = _parameters(checked)
-    copy = _DTYPE_BYTES[config.model.dtype]
-    wire = _DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
+    copy = DTYPE_BYTES[config.model.dtype]
+    wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
     holders = sum(gang.num_ranks for gang in gangs if gang.role in _HOLDERS)
     on_cpu = checked.devices.kind == "cpu"
     services = sum(1 for gang in gangs if gang.role in SERVICES)
@@ -184,11 +184,11 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     on_device = sum(gang.num_ranks for gang in gangs if gang.devices[0] != "cpu")
     instances = _vllm_instances(checked)
     of_vllm = sum(_vllm_processes(gang) for gang in instances if gang.devices[0] != "cpu")
-    posted = _DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
+    posted = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
     return {
         "weight slots": config.weightsync.num_slots * parameters * wire,
         "training": _training_bytes(config) * parameters if on_cpu else 0,
-        "policy copies": _policy_copies(config) * parameters * _DTYPE_BYTES[config.actor.autocast] if on_cpu else 0,
+        "policy copies": _policy_copies(config) * parameters * DTYPE_BYTES[config.actor.autocast] if on_cpu else 0,
         "model copies": holders * parameters * copy if on_cpu else 0,
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
         "vllm mailboxes": len(instances) * parameters * posted,
@@ -208,7 +208,7 @@ def _training_bytes(config: RunConfig) -> int:
     if config.algorithm.has_critic:
         trained.append((config.critic, config.roles.get("critic", actors)))
     twins = sum(1 for training, ranks in trained if training.autocast == "bfloat16" and ranks == 1)
-    return len(trained) * _TRAINED_PARAMETER_BYTES + twins * _DTYPE_BYTES["bfloat16"]
+    return len(trained) * _TRAINED_PARAMETER_BYTES + twins * DTYPE_BYTES["bfloat16"]
 
 
 def _policy_copies(config: RunConfig) -> int:
@@ -239,7 +239,7 @@ def _reward_model_bytes(checked: Preflight) -> int:
     model = checked.config.reward.model
     if model is None:
         return 0
-    return checked.config.roles["reward"] * checked.num_reward_parameters * _DTYPE_BYTES[model.dtype]
+    return checked.config.roles["reward"] * checked.num_reward_parameters * DTYPE_BYTES[model.dtype]
 
 
 def checkpoint_bytes(checked: Preflight, *, model_bytes: int) -> int:

@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from asyncflow.job import GangSpec, Job
 from asyncflow.json_lines import VersionTail
 from asyncflow.network import choose_interfaces
 from asyncflow.run_files import EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
+from launcher.loggers.processes import feeding
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.process import fork_server
 from launcher.process.gang_hosts import LocalGangs
@@ -130,9 +132,10 @@ def run_job(
             finish = nodes.gather(config.launcher.start_timeout_s, say=progress.event)
             if finish is None:
                 status = stack.enter_context(StatusWriter(nodes.job, run_dir, config.tq))
+                look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.event))
                 run = _Run(
                     config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
-                    entrypoint=entrypoint,
+                    look_at_loggers=look_at_loggers, entrypoint=entrypoint,
                 )  # fmt: skip
                 finish = run.until_finished()
             lines = _final_lines(finish, run_dir, progress=progress, job=job)
@@ -168,6 +171,7 @@ class _Run:
         events: "SimpleQueue[Event]",
         progress: Progress,
         status: "StatusWriter",
+        look_at_loggers: Callable[[float], None],
         entrypoint: str,
     ) -> None:
         own = config.launcher
@@ -191,6 +195,7 @@ class _Run:
         self._events = events
         self._progress = progress
         self._status = status
+        self._look_at_loggers = look_at_loggers
         self._tail = VersionTail(run_dir / METRICS_FILE, lineage=job.lineage)
         self._evaluations = VersionTail(run_dir / EVALUATION_FILE, lineage=job.lineage)
         self._supervisor = Supervisor(
@@ -250,7 +255,9 @@ class _Run:
             return self._take(self._events.get(timeout=wait_s) if wait_s else self._events.get_nowait())
         except Empty:
             pass
-        self._next_poll = time.monotonic() + POLL_S
+        now = time.monotonic()
+        self._next_poll = now + POLL_S
+        self._look_at_loggers(now)
         self._nodes.check()
         self._show()
         for event in [*self._due(), *self._left(), *self._stuck(), *self._lost_run_dir()]:

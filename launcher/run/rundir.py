@@ -23,8 +23,10 @@ from asyncflow.run_files import (
     EVALUATION_FILE,
     JOB_FILE,
     LEDGER_FILE,
+    LOGGERS,
     LOGS,
     METRICS_FILE,
+    REPORT_FILE,
     SAMPLER_FILE,
     SAMPLES,
     STATUS_FILE,
@@ -42,7 +44,7 @@ RUNS = Path("runs")
 DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
 _LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE)
 _LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
-OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *_LIVE, *DIRECTORIES, "reference", "export-id"})
+OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *_LIVE, *DIRECTORIES, LOGGERS, REPORT_FILE, "reference", "export-id"})
 """What a run may create in its directory."""
 _LONGEST_NAME = 200
 """Bytes; the time follows it, and file systems end at 255."""

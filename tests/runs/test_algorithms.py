@@ -8,6 +8,7 @@ from workers.records.ledger_file import read_ledger
 
 from . import command
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE_S = 270
 """Of one run, also on a machine that others use."""
 LEAN = ("--set", "algorithm.kl_coef=0", "--set", "checkpoint.interval=0", "--set", "rollout.samples_per_step=0")
@@ -20,7 +21,14 @@ SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "schedule.n_samples_
     ("algorithm.name=dapo", "algorithm.overlong_buffer_tokens=1"), ("algorithm.name=rloo",), ("algorithm.name=gspo",),
     ("algorithm.name=reinforce_plus_plus",), ("algorithm.name=reinforce_plus_plus", "algorithm.baseline=group"),
     ("algorithm.scale_advantages_by_std=false", "algorithm.loss_normalization=constant"),
-], ids=["dapo", "rloo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "dr_grpo"])  # fmt: skip
+    ("algorithm.name=cispo",), ("algorithm.name=dppo",), ("algorithm.name=dppo", "algorithm.divergence=kl"),
+    ("algorithm.off_policy.method=icepop", "algorithm.off_policy.mask=geometric"),
+    ("algorithm.off_policy.mask=sequence",),
+    ("algorithm.name=custom_algorithm:SoftGated", f"code_directory={EXAMPLES}"),
+], ids=[
+    "dapo", "rloo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "dr_grpo",
+    "cispo", "dppo_tv", "dppo_kl", "icepop_geometric_mask", "sequence_mask", "custom",
+])  # fmt: skip
 def test_an_algorithm_learns_the_quickstart(tmp_path: Path, settings: tuple[str, ...]) -> None:
     own = [argument for setting in settings for argument in ("--set", setting)]
     finished = command.run(

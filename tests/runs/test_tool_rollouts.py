@@ -47,14 +47,18 @@ def find(launcher: int, victim: str) -> psutil.Process:
 
     def is_there() -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
-            services = [one for one in command.descendants(launcher) if "workers.agents.service" in one.cmdline()]
-            family = {
-                "rollout": [one.parent() for one in services],
-                "workers.agents.service": services,
-                "workers.agents.worker": [child for one in services for child in one.children()],
-            }
-            found[:] = [one for one in family[victim] if one is not None]
+            if victim == "rollout":
+                parents = [one.parent() for one in command.descendants(launcher) if runs(one, "workers.agents.service")]
+                found[:] = [one for one in parents if one is not None]
+            else:
+                found[:] = [one for one in command.descendants(launcher) if runs(one, victim)]
         return bool(found)
 
     command.wait_until(is_there, victim)
     return found[0]
+
+
+def runs(process: psutil.Process, module: str) -> bool:
+    """Whether a process was started with a module; one that it forked, with the same line, does not count."""
+    line, parent = process.cmdline(), process.parent()
+    return module in line and (parent is None or parent.cmdline() != line)

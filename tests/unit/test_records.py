@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tq.refill import Refill, RemovalCause
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.engines.base import StepStats
 from workers.records.step_record import LengthMean, StepRecord, StepRecorder
 from workers.records.step_totals import StepTotals
@@ -115,7 +115,8 @@ def test_user_is_told_once_when_the_engines_disagree(tmp_path: Path) -> None:
     records = recorder(tmp_path, warn=told.append)
     for step, total in ((1, 0.3), (2, 39.0), (3, 39.0)):
         record = finished_step(step)
-        record.gap = LogProbGap(10, total, 9.0)
+        sums = {"tokens": 10, "total": total, "largest": 9.0, "k3": 1.0, "ratio": 10.0, "ratio_squared": 10.0}
+        record.gap = LogProbGap({"0": sums})
         records.write(record)
     records.close()
     assert len(told) == 1 and told[0].startswith("step 2: the generating engine's log-probabilities are 3.9 nats from")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tq.batch import Column, PackedBatch
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 
 REWARDS, LENGTHS = (1.0, 0.25, 0.5), (3, 1, 2)
@@ -48,6 +48,22 @@ def test_metrics_of_several_ranks_follow_their_definitions() -> None:
     assert metrics["accuracy"] == metrics["truncated_fraction"] == pytest.approx(1 / 3)
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (pytest.approx(1 / 3), 1)
     assert metrics["kl"] == metrics["entropy"] == metrics["ratio_mean"] == pytest.approx(1.0)
+
+
+def test_histograms_of_several_ranks_add_up() -> None:
+    totals = StepTotals.merged([totals_of([0, 2], 5), totals_of([1], 1), totals_of([1], 1), StepTotals()])
+    assert totals.histograms() == {
+        "reward": {"1": 1, "0.5": 1, "0.25": 2},
+        "response_tokens": {"3": 1, "2": 1, "1": 2},
+        "staleness": {"1": 1, "0": 3},
+    }
+
+
+def test_histograms_round_to_two_digits_and_know_one_zero() -> None:
+    totals, batch = StepTotals(), make_batch([0, 1, 2])
+    rewards = Column.of_scalars(torch.tensor([-0.0, 0.0, -1234.5]))
+    totals.add_batch(PackedBatch((0, 1, 2), {**batch.columns, "rewards": rewards}), step=5, admitted_step=5)
+    assert totals.histograms()["reward"] == {"0": 2, "-1200": 1}
 
 
 def test_samples_of_later_and_earlier_steps_are_counted() -> None:

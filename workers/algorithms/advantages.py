@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tq.batch import PackedBatch
-from workers.algorithms.losses import answer_sums
+from workers.algorithms.parts import answer_sums
 
 
 def group_advantages(reward_BG: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:

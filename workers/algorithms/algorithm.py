@@ -7,8 +7,8 @@ update:
     rounds arrive    advantages -> loss loss loss ............................ -> scale     streams
                      advantages -> moments ... the last is there -> normalized -> loss loss loss -> scale   whole step
 
-To add one: its settings in `workers.algorithms.config`, a file beside this one, its name in `workers.algorithms.load`,
-and its graph in `workers.tasks.graph` if that is another than the critic-free one.
+To add one: a subclass with its `Config`, anywhere (`algorithm.name: module:Class`). One of the package has its settings
+in `workers.algorithms.config`, and its graph in `workers.tasks.graph` if that is another than the critic-free one.
 
 Legend of shapes: N samples, A drawn tokens of these, packed.
 """
@@ -23,26 +23,38 @@ import torch
 from torch import Tensor
 
 from tq.batch import Column, PackedBatch
-from workers.algorithms.config import PolicyConfig
-from workers.algorithms.losses import LossCounts, PolicyLoss, loss_scale, token_weights
+from workers.algorithms.config import PolicyConfig, PPOClipConfig
+from workers.algorithms.losses import PolicyLoss
+from workers.algorithms.parts import (
+    Clip,
+    DualClip,
+    LossCounts,
+    PolicyParts,
+    PPOClip,
+    loss_scale,
+    policy_parts,
+    token_weights,
+)
 from workers.tasks.dataflow import LOSS_WEIGHTS
 from workers.tasks.rollouts import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN
 
-Config = TypeVar("Config", bound=PolicyConfig)
+SettingsT = TypeVar("SettingsT", bound=PolicyConfig)
 
 
-class Algorithm(ABC, Generic[Config]):
-    """An objective of the actor: a clipped surrogate and optionally a KL penalty; each adds how it compares responses.
+class Algorithm(ABC, Generic[SettingsT]):
+    """An objective of the actor: a loss made of `parts`, optionally a KL penalty; each adds how it compares responses.
 
-    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7. Which policy is the old one: `losses.correct`.
+    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with the clips of `PPOClipConfig`.
     """
 
+    Config: ClassVar[type[PolicyConfig]]
+    """Its settings, where it is outside the package."""
     whole_step = False
     """Advantages are normalised over the step, so nothing trains before its last row is there."""
-    sequence_ratio: ClassVar[bool] = False
+    whole_samples: ClassVar[bool] = False
     """The ratio is one of whole samples."""
 
-    def __init__(self, config: Config, *, max_response_tokens: int, mask_truncated: bool) -> None:
+    def __init__(self, config: SettingsT, *, max_response_tokens: int, mask_truncated: bool) -> None:
         """Keep the settings.
 
         Args:
@@ -52,6 +64,21 @@ class Algorithm(ABC, Generic[Config]):
         self._config = config
         self._max_response_tokens = max_response_tokens
         self._mask_truncated = mask_truncated
+        self._parts = self.parts()
+
+    def parts(self) -> PolicyParts:
+        """Return what the policy's loss is made of."""
+        config = self._config
+        return policy_parts(
+            self.clips(), config.off_policy, config.loss_normalization, whole_samples=self.whole_samples
+        )
+
+    def clips(self) -> tuple[Clip, ...]:
+        """Return what bounds the step of a token: PPO's clip, then the dual one."""
+        config = self._config
+        assert isinstance(config, PPOClipConfig), f"{type(self).__name__} says its own clips"
+        dual = () if config.dual_clip is None else (DualClip(config.dual_clip),)
+        return (PPOClip(config.eps_clip, config.upper_clip), *dual)
 
     @abstractmethod
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
@@ -101,23 +128,23 @@ class Algorithm(ABC, Generic[Config]):
             device: where the engine computes.
         """
         return PolicyLoss(
-            config=self._config,
+            parts=self._parts,
+            kl=self._config.kl_loss,
             length_N=drawn(batch).to(device),
             weight_A=self._token_weights(batch).to(device),
             advantage_A=token_advantages(batch).to(device),
             rollout_log_probs_A=batch["rollout_log_probs"].values.to(device),
             ref_log_probs_A=batch["ref_log_probs"].values.to(device) if self._config.kl_coef > 0 else None,
             old_log_probs_A=batch["old_log_probs"].values.to(device) if "old_log_probs" in batch.columns else None,
-            sequence_ratio=self.sequence_ratio,
         )
 
     def scale(self, counts: LossCounts) -> float:
         """Return the factor for `TrainEngine.step`, from the counts of the update's micro-batches on all ranks."""
-        return loss_scale(self._config.loss_normalization, counts, max_response_tokens=self._max_response_tokens)
+        return loss_scale(self._parts.aggregate, counts, max_response_tokens=self._max_response_tokens)
 
     def _token_weights(self, batch: PackedBatch) -> Tensor:
         weight_N, row_N = self._weights(batch), batch[ROW_DRAWN].values
-        return token_weights(self._config.loss_normalization, drawn(batch), weight_N, row_N)
+        return token_weights(self._parts.aggregate, drawn(batch), weight_N, row_N)
 
     def _weights(self, batch: PackedBatch) -> Tensor:
         """Return float32 [N]: the weight of each sample's row."""

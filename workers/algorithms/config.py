@@ -1,35 +1,51 @@
 """Settings of the algorithms, a class each: a key of another algorithm is refused. Torch-free: `--dry-run` reads this.
 
-PolicyConfig            what every clipped policy loss has
+PolicyConfig            what every policy loss has
   |- KlLossConfig       the KL penalty is a term of the loss, unless a setting puts it into the reward
-  |    |- GRPOConfig  DAPOConfig  GSPOConfig  ReinforcePlusPlusConfig  PPOConfig
+  |    |- DAPOConfig  ReinforcePlusPlusConfig  PPOConfig
+  |    '- GroupConfig   rewards are compared inside their group: GRPOConfig  GSPOConfig  CISPOConfig  DPPOConfig
   '- RLOOConfig         the KL penalty is part of the reward
+PPOClipConfig           PPO's clip and the dual one, of all but CISPO and DPPO
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
 from asyncflow.settings import Settings
 
 
 class OffPolicyConfig(Settings):
     """Correction for tokens that another policy drew: the generating engine rounds differently from the trainer, and
-    its weights may be older. See `workers.algorithms.losses`."""
+    its weights may be older. See `workers.algorithms.parts.policy_parts`."""
 
-    method: Literal["none", "truncated_is", "decoupled", "sequence_mask"] | None = "truncated_is"
-    """`truncated_is` (null means this, too): a token's weight is the ratio of the policy that the step found to the one
-    that drew it, at most `cap`; PPO's ratio and clip are relative to the policy that the step found. `decoupled`:
-    tokens whose weight would exceed `cap` are left out instead. `sequence_mask`: as `truncated_is`, without samples
-    that the policy would hardly have given. `none`: no weights; ratio and clip are relative to the generating engine.
-    With one update a step only `none` ever clips (`eps_clip`), and the others cost nothing; with several, task
-    `actor_log_probs` makes one more forward pass."""
+    method: Literal["none", "truncated_is", "decoupled", "icepop"] | None = "truncated_is"
+    """`truncated_is` (TIS; null means this, too): a token's weight is the ratio of the policy that the step found to
+    the one that drew it, at most `cap`; PPO's ratio and clip are relative to the policy that the step found.
+    `decoupled` (masked importance sampling): tokens whose weight would exceed `cap` are left out instead. `icepop`:
+    tokens whose weight is outside [`band_low`, `band_high`] are left out. `none`: no weights; ratio and clip are
+    relative to the generating engine. With one update a step only `none` ever clips (`eps_clip`), and the others cost
+    nothing; with several, task `actor_log_probs` makes one more forward pass."""
     cap: float = Field(2.0, ge=1)
-    """Largest weight of a token (C)."""
+    """Largest weight of a token (C), of `truncated_is` and `decoupled`."""
+    band_low: float = Field(0.5, ge=0, le=1)
+    """`icepop`: least weight of a token (alpha of arXiv 2510.18855)."""
+    band_high: float = Field(5.0, ge=1)
+    """`icepop`: largest weight of a token (beta)."""
+    mask: Literal["sequence", "geometric"] | None = None
+    """With any `method`: whole samples are left out whose weight is too far from 1: `sequence`: the product of their
+    tokens' weights, `geometric`: the geometric mean of these; null: none is."""
     mask_log_ratio: float = Field(0.5, gt=0)
-    """`sequence_mask`: largest mean of a sample's log ratios, up and down (nats per token)."""
+    """`mask`: how far, up and down (nats: the logarithm of product or mean)."""
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _name_the_mask(cls, method: object) -> object:
+        if method == "sequence_mask":
+            raise ValueError("give algorithm.off_policy.mask: geometric, which it was, and leave method out")
+        return method
 
     @property
     def has_proximal_policy(self) -> bool:
@@ -40,8 +56,8 @@ class OffPolicyConfig(Settings):
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
-class PolicyConfig(Settings):
-    """What every clipped policy loss has."""
+class PPOClipConfig(Settings):
+    """PPO's clip and the dual one: the parts `PPOClip` and `DualClip`."""
 
     eps_clip: float = Field(0.2, gt=0, lt=1)
     """Lower clip: the ratio counts down to 1 - eps_clip."""
@@ -49,6 +65,18 @@ class PolicyConfig(Settings):
     """Upper clip: the ratio counts up to 1 + eps_clip_high; null: `eps_clip`."""
     dual_clip: float | None = Field(3.0, gt=1)
     """Where the advantage is negative the ratio counts up to this (arXiv 1912.09729, eq. 5); null: without bound."""
+
+    @property
+    def upper_clip(self) -> float:
+        """`eps_clip_high`, or what it stands for."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+
+class PolicyConfig(Settings):
+    """What every policy loss has."""
+
+    implementation: ClassVar[str] = ""
+    """`module:Class` of the algorithm; here a name, so that reading the configuration imports no torch."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the reference policy; 0 drops the reference task."""
     ref_update_interval: int = Field(0, ge=0)
@@ -65,11 +93,6 @@ class PolicyConfig(Settings):
     rewards -> whether to train; null: all groups are trained."""
     max_filtered_share: float = Field(0.9, gt=0, lt=1)
     """The run ends with an error when more than this share of the groups generated for a step were refused."""
-
-    @property
-    def upper_clip(self) -> float:
-        """`eps_clip_high`, or what it stands for."""
-        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
 
     @property
     def kl_in_reward(self) -> bool:
@@ -129,23 +152,60 @@ class KlLossConfig(PolicyConfig):
         return 0.0 if self.kl_in_reward else self.kl_coef, self.kl_estimator
 
 
-class GRPOConfig(KlLossConfig):
-    """Advantages relative to the group: Shao et al. 2024 (arXiv 2402.03300).
+class GroupConfig(KlLossConfig):
+    """Advantages relative to the group: Shao et al. 2024 (arXiv 2402.03300)."""
 
-    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) is `loss_normalization: constant`, `scale_advantages_by_std: false`.
-    """
-
-    name: Literal["grpo"] = "grpo"
-    """Which algorithm."""
     scale_advantages_by_std: bool = True
     """Divide the centred rewards by the group's standard deviation; Dr. GRPO does not."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the deviation, so that a group of equal rewards yields zeros."""
 
 
-class DAPOConfig(KlLossConfig):
+class GRPOConfig(PPOClipConfig, GroupConfig):
+    """Group-relative policy optimisation: Shao et al. 2024 (arXiv 2402.03300).
+
+    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) is `loss_normalization: constant`, `scale_advantages_by_std: false`.
+    """
+
+    implementation = "workers.algorithms.grpo:GRPO"
+    name: Literal["grpo"] = "grpo"
+    """Which algorithm."""
+
+
+class CISPOConfig(GroupConfig):
+    """GRPO whose ratio is a clipped weight, so that no token loses its gradient: MiniMax 2025 (arXiv 2506.13585)."""
+
+    implementation = "workers.algorithms.cispo:CISPO"
+    name: Literal["cispo"] = "cispo"
+    """Which algorithm."""
+    eps_clip: float = Field(1.0, gt=0, le=1)
+    """The weight is at least 1 - eps_clip; 1, as in the paper: there is no lower bound."""
+    eps_clip_high: float = Field(1.0, gt=0)
+    """The weight is at most 1 + eps_clip_high. The paper tunes this and gives no number; 1: twice, as `cap`."""
+
+
+class DPPOConfig(GroupConfig):
+    """GRPO whose trust region is a divergence of probabilities, not a ratio: Qi et al. 2026 (arXiv 2602.04879).
+
+    The divergence is from the policy that drew the token, whatever `off_policy.method`; the authors also measure the
+    ratio against it, which is `method: none`.
+    """
+
+    implementation = "workers.algorithms.dppo:DPPO"
+    name: Literal["dppo"] = "dppo"
+    """Which algorithm."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """Of this token against any other: total variation, or KL(drew it || policy)."""
+    max_divergence: float | None = Field(None, gt=0)
+    """A token further away is left out where it would move on; null: the authors' 0.15 of `tv`, 0.05 of `kl`."""
+    max_ratio: float = Field(20.0, ge=1)
+    """The ratio, a weight without gradient, counts up to this (the authors' code)."""
+
+
+class DAPOConfig(PPOClipConfig, KlLossConfig):
     """GRPO with a higher upper clip, groups that teach, and a price for overlong responses: arXiv 2503.14476."""
 
+    implementation = "workers.algorithms.dapo:DAPO"
     name: Literal["dapo"] = "dapo"
     """Which algorithm."""
     eps_clip_high: float | None = Field(0.28, gt=0)
@@ -165,9 +225,10 @@ class DAPOConfig(KlLossConfig):
         return ("rewards", "response_mask") if self.overlong_buffer_tokens else ("rewards",)
 
 
-class GSPOConfig(KlLossConfig):
+class GSPOConfig(PPOClipConfig, GroupConfig):
     """GRPO whose ratio and clip are those of whole samples: Zheng et al. 2025 (arXiv 2507.18071)."""
 
+    implementation = "workers.algorithms.gspo:GSPO"
     name: Literal["gspo"] = "gspo"
     """Which algorithm."""
     eps_clip: float = Field(3e-4, gt=0, lt=1)
@@ -176,25 +237,25 @@ class GSPOConfig(KlLossConfig):
     """Upper clip."""
     loss_normalization: Literal["token", "sequence", "constant"] = "sequence"
     """`sequence` is the paper's: each rollout counts the same."""
-    advantage_eps: float = Field(1e-6, gt=0)
-    """Added to the deviation."""
 
 
-class RLOOConfig(PolicyConfig):
+class RLOOConfig(PPOClipConfig, PolicyConfig):
     """Reward minus the mean of the other responses', the KL penalty inside the reward: arXiv 2402.14740."""
 
+    implementation = "workers.algorithms.rloo:RLOO"
     name: Literal["rloo"] = "rloo"
     """Which algorithm."""
     loss_normalization: Literal["token", "sequence", "constant"] = "constant"
     """`constant` is the paper's sum over a response's tokens, times a constant."""
 
 
-class ReinforcePlusPlusConfig(KlLossConfig):
+class ReinforcePlusPlusConfig(PPOClipConfig, KlLossConfig):
     """Advantages normalised over the whole step: Hu et al. 2025 (arXiv 2501.03262).
 
     Training begins when the step's last response is there, so nothing of a step overlaps with its own generation.
     """
 
+    implementation = "workers.algorithms.reinforce_plus_plus:ReinforcePlusPlus"
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     """Which algorithm."""
     baseline: Literal["none", "group"] = "none"
@@ -222,9 +283,10 @@ class ReinforcePlusPlusConfig(KlLossConfig):
         return 2 if self.baseline == "group" else 1
 
 
-class PPOConfig(KlLossConfig):
+class PPOConfig(PPOClipConfig, KlLossConfig):
     """A critic, trained beside the policy, and generalized advantages of every token: arXiv 1707.06347, 1506.02438."""
 
+    implementation = "workers.algorithms.ppo:PPO"
     name: Literal["ppo"] = "ppo"
     """Which algorithm."""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -266,6 +328,30 @@ class PPOConfig(KlLossConfig):
         return (*super().advantage_inputs, "values", "sample_lengths", "response_mask")
 
 
+class OutsideConfig(KlLossConfig):
+    """An algorithm of your own: a class outside the package, with settings of its own beside those of every algorithm.
+
+    The launcher has a child import it and check its settings (`workers.algorithms.outside`); here they are as it
+    resolved them.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    name: str = "module:Class"
+    """`module:Class`, a `workers.algorithms.algorithm.Algorithm`."""
+    reads: tuple[str, ...] = ("rewards",)
+    """Columns that its advantages are computed from; leave it out: its `Config` says so."""
+
+    @property
+    def min_group_size(self) -> int:
+        """Whatever the class makes of one response."""
+        return 1
+
+    @property
+    def advantage_inputs(self) -> tuple[str, ...]:
+        """Columns that advantages are computed from."""
+        return self.reads
+
+
 ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
     {
         "grpo": GRPOConfig,
@@ -273,15 +359,18 @@ ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
         "rloo": RLOOConfig,
         "reinforce_plus_plus": ReinforcePlusPlusConfig,
         "gspo": GSPOConfig,
+        "cispo": CISPOConfig,
+        "dppo": DPPOConfig,
         "ppo": PPOConfig,
     }
 )
-"""Name -> settings."""
+"""Name -> settings, which name the class."""
 
 
 def _name_of(section: Any) -> Any:
     """Return the algorithm that a section is of; without a name it is GRPO."""
-    return section.get("name", "grpo") if isinstance(section, Mapping) else getattr(section, "name", None)
+    name = section.get("name", "grpo") if isinstance(section, Mapping) else getattr(section, "name", None)
+    return "outside" if isinstance(name, str) and ":" in name else name
 
 
 AlgorithmConfig = Annotated[
@@ -290,7 +379,10 @@ AlgorithmConfig = Annotated[
     | Annotated[RLOOConfig, Tag("rloo")]
     | Annotated[ReinforcePlusPlusConfig, Tag("reinforce_plus_plus")]
     | Annotated[GSPOConfig, Tag("gspo")]
-    | Annotated[PPOConfig, Tag("ppo")],
+    | Annotated[CISPOConfig, Tag("cispo")]
+    | Annotated[DPPOConfig, Tag("dppo")]
+    | Annotated[PPOConfig, Tag("ppo")]
+    | Annotated[OutsideConfig, Tag("outside")],
     Discriminator(_name_of),
 ]
 """Objective of the actor."""

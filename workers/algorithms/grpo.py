@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from tq.batch import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import GRPOConfig
+from workers.algorithms.config import GroupConfig
 
 
-class GRPO(Algorithm[GRPOConfig]):
+class GRPO(Algorithm[GroupConfig]):
     """How much better a response is than the group's mean, in deviations."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:

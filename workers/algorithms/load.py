@@ -1,21 +1,10 @@
-"""Which class is which algorithm."""
+"""The algorithm that a configuration names, ready to be asked; the registry is `config.ALGORITHMS`."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import AlgorithmConfig
-from workers.algorithms.dapo import DAPO
-from workers.algorithms.grpo import GRPO
-from workers.algorithms.gspo import GSPO
-from workers.algorithms.ppo import PPO
-from workers.algorithms.reinforce_plus_plus import ReinforcePlusPlus
-from workers.algorithms.rloo import RLOO
-
-_CLASSES: Mapping[str, type[Algorithm[Any]]] = MappingProxyType(
-    {"grpo": GRPO, "dapo": DAPO, "rloo": RLOO, "reinforce_plus_plus": ReinforcePlusPlus, "gspo": GSPO, "ppo": PPO}
-)
+from workers.algorithms.config import AlgorithmConfig, OutsideConfig, PolicyConfig
+from workers.algorithms.outside import import_class, own_settings
 
 
 class AnswerSettings(Protocol):
@@ -31,7 +20,15 @@ class AnswerSettings(Protocol):
 
 
 def load_algorithm(config: AlgorithmConfig, answers: AnswerSettings) -> Algorithm[Any]:
-    """Return the algorithm that `config` names."""
-    return _CLASSES[config.name](
-        config, max_response_tokens=answers.longest_rollout, mask_truncated=answers.truncated == "mask"
-    )
+    """Return the algorithm that `config` names.
+
+    Raises:
+        ConfigError: it is outside the package, and cannot be imported any more.
+    """
+    settings: PolicyConfig = config
+    if isinstance(config, OutsideConfig):
+        kind = import_class(config.name)
+        settings = own_settings(kind, config.name, config.model_dump())
+    else:
+        kind = import_class(config.implementation)
+    return kind(settings, max_response_tokens=answers.longest_rollout, mask_truncated=answers.truncated == "mask")

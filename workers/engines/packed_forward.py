@@ -4,13 +4,16 @@ Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, V voca
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from workers.engines.base import Sequences, check_sequences
+from workers.engines.log_prob_head import HeadRequest, head_log_probs
 from workers.engines.packed_layout import ALONE, PackedLayout
 
 _IDLE = Sequences(
@@ -114,14 +117,7 @@ def response_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
     Returns:
         float32 [A, V] (float64 for a float64 model), with gradient where enabled.
     """
-    output: Any = model(
-        input_ids=inputs.tokens_T.unsqueeze(0),
-        position_ids=inputs.positions_T.unsqueeze(0),
-        logits_to_keep=inputs.predictors_A,
-        packed_layout=inputs.layout,
-        use_cache=False,
-    )
-    logits_AV: Tensor = output.logits[0]
+    logits_AV = _forward(model, inputs)
     return logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32))
 
 
@@ -130,6 +126,9 @@ def response_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of the drawn tokens under the tempered distribution.
 
+    The logits never exist as a whole (`log_prob_head`), except for models that change them after the head: those that
+    scale or cap them, or whose head is no plain linear layer.
+
     Args:
         model, inputs: see `response_logits`.
         temperature: divides the logits.
@@ -137,11 +136,59 @@ def response_log_probs(
     Returns:
         float32 [A] with gradient where enabled, and float32 [A] (or [0]) without gradient.
     """
-    logits_AV = response_logits(model, inputs)
+    known: Any = model
+    head = known.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or _whole_logits.get(head):
+        return _of_whole_logits(response_logits(model, inputs), inputs.targets_A, temperature, entropy=entropy)
+    request = HeadRequest(inputs.targets_A, temperature, entropy)
+    patched: Any = head
+    # In the head's own forward: there FSDP2 has gathered its weight, and what it returns passes the model's hooks.
+    patched.forward = partial(_head_forward, head, request)
+    try:
+        found_A2 = _forward(model, inputs)
+    finally:
+        del patched.forward
+    if head not in _whole_logits:  # the first time only, for it waits for the device
+        _whole_logits[head] = not bool((found_A2[-1] == _WITNESS).all())
+        if _whole_logits[head]:
+            return response_log_probs(model, inputs, temperature, entropy=entropy)
+    log_probs_A, entropy_A = found_A2[:-1].unbind(-1)
+    return log_probs_A, entropy_A.detach() if entropy else log_probs_A.detach()[:0]
+
+
+_whole_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Heads that were asked: whether their model changes the logits."""
+_WITNESS = 1 / 3
+"""A number that comes back otherwise from a model that scales, caps or rounds what its head returns."""
+
+
+def _head_forward(head: nn.Linear, request: HeadRequest, hidden_1AD: Tensor) -> Tensor:
+    """Return [1, A + 1, 2] in place of logits: log-probabilities and entropies, then a row of `_WITNESS`."""
+    found_A2 = torch.stack(head_log_probs(hidden_1AD[0], head.weight, head.bias, request), dim=-1)
+    # A tensor of its own: FSDP2 warns of a view.
+    return torch.cat([found_A2[None], found_A2.new_full((1, 1, 2), _WITNESS)], dim=1)
+
+
+def _forward(model: nn.Module, inputs: PackedInputs) -> Tensor:
+    """Return what the model makes of its head's result for the tokens that predict drawn ones, [A, ...]."""
+    output: Any = model(
+        input_ids=inputs.tokens_T.unsqueeze(0),
+        position_ids=inputs.positions_T.unsqueeze(0),
+        logits_to_keep=inputs.predictors_A,
+        packed_layout=inputs.layout,
+        use_cache=False,
+    )
+    logits_AV: Tensor = output.logits[0]
+    return logits_AV
+
+
+def _of_whole_logits(
+    logits_AV: Tensor, targets_A: Tensor, temperature: float, *, entropy: bool
+) -> tuple[Tensor, Tensor]:
     if temperature != 1.0:
         logits_AV = logits_AV / temperature
     log_probs_AV = logits_AV.log_softmax(-1)
-    log_probs_A = log_probs_AV.gather(-1, inputs.targets_A.unsqueeze(-1)).squeeze(-1)
+    log_probs_A = log_probs_AV.gather(-1, targets_A.unsqueeze(-1)).squeeze(-1)
     if not entropy:
         return log_probs_A, log_probs_A.detach()[:0]
     with torch.no_grad():

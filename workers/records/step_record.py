@@ -21,7 +21,7 @@ from asyncflow.json_lines import JsonLines
 from asyncflow.run_files import LEDGER_FILE, METRICS_FILE, UPDATES_FILE
 from tq.batch import PackedBatch
 from tq.refill import Refill
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.context import WorkerContext
 from workers.engines.base import StepStats
 from workers.records.ledger import refill_lines
@@ -282,6 +282,7 @@ class StepRecorder:
             "checkpoint_failures": record.checkpoint_failures,
             "first_micro_batch_wait_s": round(waited_s, 4),
             "idle_fraction": self._idle_fractions(),
+            "histograms": record.totals.histograms(),
             **self._outside.new(),
         }
         lineage = self._context.job.lineage

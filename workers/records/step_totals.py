@@ -7,7 +7,7 @@ Legend of shapes: N samples.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tq.batch import PackedBatch
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.tasks.dataflow import REWARD_PARTS
 
 
@@ -95,6 +95,9 @@ class StepTotals:
         self.add("staleness", float(staleness_N.sum()))
         self.add("late", len(batch) * (admitted_step < step))
         self.add("early", len(batch) * (admitted_step > step))
+        for name, values in (("reward", rewards), ("response_tokens", lengths), ("staleness", staleness_N)):
+            for value, count in Counter(f"{value + 0.0:.2g}" for value in values.tolist()).items():
+                self.add(f"histogram/{name}/{value}", count)
         if REWARD_PARTS in batch.columns:
             self._add_parts(batch[REWARD_PARTS].objects())
         self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
@@ -147,7 +150,7 @@ class StepTotals:
             "ratio_mean": sums["loss/ratio"] / tokens,
             "clip_fraction": sums["loss/clipped"] / tokens,
             "corrected_fraction": sums["loss/corrected"] / tokens,
-            "effective_sample_size": _effective_sample_size(sums["loss/ratio"], sums["loss/ratio_squared"], tokens),
+            "effective_sample_size": effective_sample_size(sums["loss/ratio"], sums["loss/ratio_squared"], tokens),
             "entropy": sums["loss/entropy"] / tokens,
             "staleness_mean": sums["staleness"] / samples,
             "staleness_max": self.staleness_max,
@@ -155,6 +158,15 @@ class StepTotals:
             "early_fraction": sums["early"] / samples,
             **self._part_means(),
         }
+
+    def histograms(self) -> dict[str, dict[str, int]]:
+        """Return, by name, how many responses have each value, to two digits: so those of several ranks add up."""
+        found: dict[str, dict[str, int]] = {"reward": {}, "response_tokens": {}, "staleness": {}}
+        for path, count in self.sums.items():
+            if path.startswith("histogram/"):
+                _, name, value = path.split("/")
+                found[name][f"{float(value):g}"] = int(count)
+        return found
 
     def _part_means(self) -> dict[str, float]:
         """Return the mean of each part of the reward over the responses that have it."""
@@ -186,7 +198,7 @@ def numbers(stats: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(stats, values, strict=True))
 
 
-def _effective_sample_size(total: float, squared: float, count: float) -> float:
+def effective_sample_size(total: float, squared: float, count: float) -> float:
     """Return (sum of ratios)^2 / (count x sum of their squares): 1 on-policy, 1 / count when one token is all.
 
     Source: Kong 1992; as a share of the tokens.

@@ -1,8 +1,8 @@
-"""How far the generating engine's log-probabilities are from the trainer's, for the same tokens under the same weights.
+"""How far the generating engine's log-probabilities are from the trainer's, for the same tokens, by the tokens' age.
 
-Before its first update, step s computes with the weights of step s - 1. For the tokens that these weights drew the two
-must agree but for rounding; a larger difference is an error in one of the engines. Tokens of older weights say nothing
-about that, so a step without any of the newest has no figure.
+Before its first update, step s computes with the weights of step s - 1. For the tokens that these weights drew (age 0)
+the two must agree but for rounding; a larger difference is an error in one of the engines. A token of version v has the
+age s - 1 - v, and its weights differ, too: how much off-policy data of each age is, is what the mismatch says.
 
 Legend of shapes: A drawn tokens, packed.
 """
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from tq.batch import PackedBatch
+from workers.algorithms.losses import kl_divergence
+from workers.algorithms.parts import bounded_ratio
 from workers.engines.base import LossFunction
-from workers.records.step_totals import numbers
+from workers.records.step_totals import effective_sample_size, numbers
 
 WRONG_MEAN = 0.5
 """Mean difference (nats) that no rounding explains: bfloat16 kernels of two engines are some hundredths apart."""
@@ -26,20 +28,19 @@ class LogProbGap:
     """The difference over some tokens; plain numbers, so that they travel as JSON.
 
     Attributes:
-        tokens: that were compared.
-        total: sum of the absolute differences.
-        largest: of them.
+        ages: of tokens -> sums over these: `tokens`, `total` (of the absolute differences), `k3`, `ratio` and
+            `ratio_squared` (of the trainer's policy to the generating one), and `largest`, the largest difference.
     """
 
-    tokens: int = 0
-    total: float = 0.0
-    largest: float = 0.0
+    ages: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, other: "LogProbGap") -> None:
         """Add tokens."""
-        self.tokens += other.tokens
-        self.total += other.total
-        self.largest = max(self.largest, other.largest)
+        for age, sums in other.ages.items():
+            own = self.ages.setdefault(age, {})
+            for name, value in sums.items():
+                before = own.get(name, 0.0)
+                own[name] = max(before, value) if name == "largest" else before + value
 
     @staticmethod
     def merged(parts: Iterable["LogProbGap"]) -> "LogProbGap":
@@ -51,8 +52,9 @@ class LogProbGap:
 
     @property
     def mean(self) -> float | None:
-        """Mean difference (nats); None: no token was compared."""
-        return self.total / self.tokens if self.tokens else None
+        """Mean difference (nats) of the tokens of the newest weights; None: there was none."""
+        newest = self.ages.get("0")
+        return newest["total"] / newest["tokens"] if newest else None
 
     @property
     def complaint(self) -> str:
@@ -66,37 +68,43 @@ class LogProbGap:
         )
 
     def metrics(self) -> dict[str, float | None]:
-        """Return mean and largest difference under their public names; null: no token was compared."""
-        return {
+        """Return mean and largest difference under their public names (null: no token of the newest weights), and what
+        each age has of mismatch."""
+        found: dict[str, float | None] = {
             "rollout_log_prob_diff_mean": self.mean,
-            "rollout_log_prob_diff_max": self.largest if self.tokens else None,
+            "rollout_log_prob_diff_max": self.ages["0"]["largest"] if "0" in self.ages else None,
         }
+        for age, sums in sorted(self.ages.items(), key=lambda item: int(item[0])):
+            found[f"mismatch/age_{age}_k3"] = sums["k3"] / sums["tokens"]
+            found[f"mismatch/age_{age}_max"] = sums["largest"]
+            share = effective_sample_size(sums["ratio"], sums["ratio_squared"], sums["tokens"])
+            found[f"mismatch/age_{age}_ess"] = share
+        return found
 
 
 @dataclass
 class Comparison:
-    """Compares the tokens of one micro-batch that the newest weights drew.
+    """Compares the tokens of one micro-batch.
 
     Attributes:
         rollout_A: float32 [A], of the generating engine.
-        same_A: bool [A]: the weights that drew the token are those that the trainer has.
-        stats: set by the loss: `tokens`, `total`, `largest`, scalars on the device.
+        age_A: integer [A]: versions between the weights that drew the token and those that the trainer has.
+        stats: set by the loss: `AGE/NAME` of `LogProbGap.ages`, scalars on the device.
     """
 
     rollout_A: Tensor
-    same_A: Tensor
+    age_A: Tensor
     stats: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(batch: PackedBatch, *, step: int) -> "Comparison | None":
-        """Return the comparison for a micro-batch; None: no token of it is of the newest weights.
+    def of(batch: PackedBatch, *, step: int) -> "Comparison":
+        """Return the comparison for a micro-batch.
 
         Args:
             batch: columns `rollout_log_probs`, `versions`.
             step: that trains it, before its first update.
         """
-        same_A = batch["versions"].values == step - 1
-        return Comparison(batch["rollout_log_probs"].values, same_A) if bool(same_A.any()) else None
+        return Comparison(batch["rollout_log_probs"].values, step - 1 - batch["versions"].values)
 
     def before(self, loss: LossFunction) -> LossFunction:
         """Return a loss that compares, and is `loss`."""
@@ -109,12 +117,26 @@ class Comparison:
 
     def gap(self) -> LogProbGap:
         """Return what was found, after the loss was called."""
-        found = numbers(self.stats)
-        return LogProbGap(int(found["tokens"]), found["total"], found["largest"])
+        gap = LogProbGap()
+        for key, value in numbers(self.stats).items() if self.stats else ():
+            age, _, name = key.partition("/")
+            gap.ages.setdefault(age, {})[name] = value
+        return gap
 
     @torch.no_grad()
     def _compare(self, log_probs_A: Tensor) -> None:
-        same_A = self.same_A.to(log_probs_A.device)
-        gap_A = (log_probs_A.float() - self.rollout_A.to(log_probs_A.device)).abs()
-        gap_A = torch.where(same_A, gap_A, 0.0)
-        self.stats = {"tokens": same_A.sum(), "total": gap_A.sum(), "largest": gap_A.amax()}
+        log_probs_A = log_probs_A.float()
+        rollout_A = self.rollout_A.to(log_probs_A.device)
+        gap_A = (log_probs_A - rollout_A).abs()
+        ratio_A = bounded_ratio(log_probs_A - rollout_A)
+        sums = {
+            "tokens": torch.ones_like(gap_A),
+            "total": gap_A,
+            "k3": kl_divergence(rollout_A, log_probs_A, "k3"),
+            "ratio": ratio_A,
+            "ratio_squared": ratio_A.square(),
+        }
+        for age in sorted(set(self.age_A.tolist())):
+            here_A = (self.age_A == age).to(gap_A.device)
+            self.stats |= {f"{age}/{name}": value_A[here_A].sum() for name, value_A in sums.items()}
+            self.stats[f"{age}/largest"] = gap_A[here_A].amax()

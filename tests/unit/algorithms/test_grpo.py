@@ -8,7 +8,8 @@ import torch
 from tq.batch import Column, PackedBatch
 from workers.algorithms.config import GRPOConfig
 from workers.algorithms.grpo import GRPO
-from workers.algorithms.losses import LossCounts, PolicyLoss
+from workers.algorithms.losses import PolicyLoss
+from workers.algorithms.parts import LossCounts, PolicyParts, PPOClip
 from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")
@@ -116,7 +117,8 @@ def test_on_policy_gradient_is_minus_the_advantage() -> None:
 
 def test_stats_stay_finite_when_a_masked_token_became_far_likelier() -> None:
     loss = PolicyLoss(
-        GRPOConfig(),
+        PolicyParts((PPOClip(0.2, 0.2),)),
+        (0.0, "k3"),
         length_N=torch.tensor([1, 1]),
         weight_A=torch.tensor([1.0, 0.0]),
         advantage_A=torch.ones(2),

@@ -7,15 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.algorithms.losses import (
-    LossCounts,
-    clipped_policy_loss,
-    kl_divergence,
-    loss_scale,
-    token_weights,
-)
+from workers.algorithms.losses import kl_divergence
+from workers.algorithms.parts import DualClip, LossCounts, PolicyParts, PPOClip, Tokens, loss_scale, token_weights
 
 log_prob = st.floats(-8, 0)
+
+
+def clipped_policy_loss(
+    log_ratio: torch.Tensor, advantage: torch.Tensor, *, eps_clip: float, eps_clip_high: float, dual_clip: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's clip and the dual one, one after the other."""
+    clips = (PPOClip(eps_clip, eps_clip_high), *(() if dual_clip is None else (DualClip(dual_clip),)))
+    zeros = torch.zeros_like(log_ratio)
+    surrogate, clipped = PolicyParts(clips).surrogate(Tokens(log_ratio, zeros, zeros, advantage, torch.tensor([1])))
+    return -surrogate, clipped
 
 
 @settings(max_examples=200, deadline=None)

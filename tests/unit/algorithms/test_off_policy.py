@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.batch import Column, PackedBatch
-from workers.algorithms.config import GRPOConfig, OffPolicyConfig
+from workers.algorithms.config import OffPolicyConfig
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.losses import PolicyLoss, answer_means, correct
+from workers.algorithms.losses import PolicyLoss
+from workers.algorithms.parts import DualClip, PPOClip, Tokens, answer_means, policy_parts
 from workers.tasks.rollouts import sample_columns, samples_of
 
 LENGTHS = torch.tensor([2, 0, 3])
@@ -23,20 +25,32 @@ RATIOS = [math.exp(new - old) for new, old in zip(NEW.tolist(), OLD.tolist(), st
 
 def policy_loss(method: str | None, new: torch.Tensor = NEW, old: torch.Tensor = OLD, **settings: Any) -> PolicyLoss:
     off_policy = OffPolicyConfig.model_validate({"method": method, **settings})
+    parts = policy_parts((PPOClip(0.2, 0.2), DualClip(3.0)), off_policy, "token")
     advantages = torch.tensor([1.0, -1.0, 2.0, 0.5, 1.0], dtype=torch.float64)
-    return PolicyLoss(GRPOConfig(off_policy=off_policy), LENGTHS, torch.ones(5, dtype=torch.float64), advantages, old)
+    return PolicyLoss(parts, (0.0, "k3"), LENGTHS, torch.ones(5, dtype=torch.float64), advantages, old)
+
+
+TRUNCATED = [min(ratio, 2.0) for ratio in RATIOS]
 
 
 @pytest.mark.parametrize(
-    ("method", "weights"),
+    ("settings", "weights"),
     [
-        ("decoupled", [ratio if ratio <= 2 else 0.0 for ratio in RATIOS]),
-        ("truncated_is", [min(ratio, 2.0) for ratio in RATIOS]),
-        ("sequence_mask", [*(min(ratio, 2.0) for ratio in RATIOS[:2]), 0.0, 0.0, 0.0]),
+        ({"method": "decoupled"}, [ratio if ratio <= 2 else 0.0 for ratio in RATIOS]),
+        ({"method": "truncated_is"}, TRUNCATED),
+        ({"method": "icepop", "band_low": 0.95}, [ratio if 0.95 <= ratio <= 5 else 0.0 for ratio in RATIOS]),
+        ({"method": "icepop", "band_high": 1.7}, [ratio if 0.5 <= ratio <= 1.7 else 0.0 for ratio in RATIOS]),
+        # The samples' weights have the logarithms 0.5 - 0.1 = 0.4 and 3.5; their means are 0.2 and 1.167.
+        ({"method": "truncated_is", "mask": "geometric"}, [*TRUNCATED[:2], 0.0, 0.0, 0.0]),
+        ({"method": "truncated_is", "mask": "geometric", "mask_log_ratio": 0.19}, [0.0] * 5),
+        ({"method": "truncated_is", "mask": "geometric", "mask_log_ratio": 1.2}, TRUNCATED),
+        ({"method": "truncated_is", "mask": "sequence", "mask_log_ratio": 0.41}, [*TRUNCATED[:2], 0.0, 0.0, 0.0]),
+        ({"method": "truncated_is", "mask": "sequence", "mask_log_ratio": 0.39}, [0.0] * 5),
+        ({"method": "truncated_is", "mask": "sequence", "mask_log_ratio": 3.51}, TRUNCATED),
     ],
 )
-def test_gradient_is_the_policy_gradient_times_the_weights(method: str, weights: list[float]) -> None:
-    new, loss = NEW.clone().requires_grad_(), policy_loss(method)
+def test_gradient_is_the_policy_gradient_times_the_weights(settings: dict[str, Any], weights: list[float]) -> None:
+    new, loss = NEW.clone().requires_grad_(), policy_loss(**settings)
     loss(new, torch.zeros(5, dtype=torch.float64)).backward()  # type: ignore[no-untyped-call]
     expected = [-weight * advantage for weight, advantage in zip(weights, loss.advantage_A.tolist(), strict=True)]
     assert new.grad is not None
@@ -46,7 +60,7 @@ def test_gradient_is_the_policy_gradient_times_the_weights(method: str, weights:
     assert float(loss.stats["ratio_squared"]) == pytest.approx(sum(ratio**2 for ratio in RATIOS))
 
 
-@pytest.mark.parametrize("method", [None, "none", "decoupled", "truncated_is", "sequence_mask"])
+@pytest.mark.parametrize("method", [None, "none", "decoupled", "truncated_is", "icepop"])
 def test_on_policy_all_corrections_are_the_same(method: str | None) -> None:
     new, loss = NEW.clone().requires_grad_(), policy_loss(method, old=NEW)
     loss(new, torch.zeros(5, dtype=torch.float64)).backward()  # type: ignore[no-untyped-call]
@@ -55,7 +69,7 @@ def test_on_policy_all_corrections_are_the_same(method: str | None) -> None:
     assert float(loss.stats["corrected"]) == 0
 
 
-@pytest.mark.parametrize("method", ["none", "decoupled", "truncated_is", "sequence_mask"])
+@pytest.mark.parametrize("method", ["none", "decoupled", "truncated_is", "icepop"])
 @pytest.mark.parametrize("far", [-1e4, 1e4])
 def test_weights_stay_finite_however_far_the_policies_are_apart(method: str, far: float) -> None:
     new = (OLD.float() + far).requires_grad_()
@@ -110,8 +124,17 @@ def test_means_of_answers_skip_none() -> None:
 
 
 def test_weights_carry_no_gradient() -> None:
-    correction = correct(NEW.clone().requires_grad_(), OLD, LENGTHS, OffPolicyConfig(method="decoupled"))
-    assert not correction.weight_A.requires_grad and not correction.base_log_probs_A.requires_grad
+    new = NEW.clone().requires_grad_()
+    parts = policy_parts((), OffPolicyConfig(method="decoupled", mask="sequence"), "token")
+    weight_A, _ = parts.weights(Tokens(new, new.detach(), OLD, torch.ones(5), LENGTHS))
+    assert not weight_A.requires_grad
+
+
+@pytest.mark.parametrize("mask", ["sequence", "geometric"])
+def test_without_a_correction_samples_are_masked_by_the_policy_in_training(mask: str) -> None:
+    loss = policy_loss("none", mask=mask)
+    loss(NEW, torch.zeros(5, dtype=torch.float64))
+    assert float(loss.stats["corrected"]) == 3.0 and float(loss.stats["old_drift"]) == 0.0
 
 
 def gradient_of(*settings: str) -> tuple[torch.Tensor, float]:
@@ -144,7 +167,12 @@ def test_by_default_the_ratio_is_the_trainers_and_the_generating_engine_gives_we
     assert clipped == 0
 
 
-@pytest.mark.parametrize("method", ["none", "decoupled", "truncated_is", "sequence_mask"])
+@pytest.mark.parametrize("method", ["none", "decoupled", "truncated_is", "icepop"])
 def test_no_token_moves_the_policy_by_more_than_a_small_multiple_of_its_advantage(method: str) -> None:
     gradient, _ = gradient_of("schedule.mode=sync", f"algorithm.off_policy.method={method}")
     assert float(gradient.abs().max()) <= 3.0
+
+
+def test_the_mask_by_its_old_name_is_refused_by_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"'sequence_mask' cannot be used .*; give algorithm\.off_policy\.mask: geom"):
+        load_config(find_recipe("quickstart"), overrides=["algorithm.off_policy.method=sequence_mask"])

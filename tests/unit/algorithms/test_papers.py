@@ -2,8 +2,10 @@
 
 import math
 import random
+import re
 import statistics
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from tq.batch import Column, PackedBatch
 from workers.algorithms.algorithm import Moments
 from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.rollout.config import RolloutConfig
 from workers.tasks.rollouts import sample_columns, samples_of
 
@@ -125,6 +127,57 @@ def reinforce_plus_plus_baseline(new: Tokens, old: Tokens, ref: Tokens) -> float
     return (penalty - sum(map(sum, terms))) / sum(LENGTHS)
 
 
+def ppo(new: Tokens, old: Tokens, ref: Tokens) -> float:
+    """arXiv 1707.06347, eq. 7, advantages of 1506.02438, eq. 16: gamma 1, lambda 0.95; `ref` has the values."""
+    advantages = []
+    for i, n in enumerate(LENGTHS):
+        behind = [*ref[i][1:], 0.0]
+        errors = [(REWARDS[i] if t == n - 1 else 0.0) + behind[t] - ref[i][t] for t in range(n)]
+        advantages.append([sum(0.95**k * error for k, error in enumerate(errors[t:])) for t in range(n)])
+    return -sum(map(sum, per_token(new, old, lambda i, t: advantages[i][t], 0.2, 0.2))) / sum(LENGTHS)
+
+
+def cispo(new: Tokens, old: Tokens, ref: Tokens) -> float:
+    """arXiv 2506.13585, eq. 4 and 5: sg(clip(r)) A log policy, the mean over all tokens; no lower bound, no KL."""
+    advantages, found = in_deviations(list(REWARDS)), draw(1, spread=0.3)  # behind the stop-gradient
+    terms = [
+        min(math.exp(found[i][t] - old[i][t]), 1.28) * advantages[i] * new[i][t]
+        for i, n in enumerate(LENGTHS)
+        for t in range(n)
+    ]
+    return -sum(terms) / sum(LENGTHS)
+
+
+def dppo(new: Tokens, rollout: Tokens, kind: str, bound: float) -> float:
+    """arXiv 2602.04879, eq. 11 to 14: M r A, ratio and divergence both from the policy that drew the token."""
+    advantages, terms = in_deviations(list(REWARDS)), []
+    for i, n in enumerate(LENGTHS):
+        for t in range(n):
+            pi, mu = math.exp(new[i][t]), math.exp(rollout[i][t])
+            apart = abs(pi - mu) if kind == "tv" else mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+            ratio, advantage = pi / mu, advantages[i]
+            dropped = apart > bound and (ratio > 1 if advantage > 0 else ratio < 1)
+            terms.append(0.0 if dropped else ratio * advantage)
+    return -sum(terms) / sum(LENGTHS)
+
+
+def icepop(new: Tokens, old: Tokens, rollout: Tokens, ref: Tokens) -> float:
+    """arXiv 2510.18855: M(old / rollout) times GRPO's term, minus gamma x KL; M(k) is k in [alpha, beta], else 0."""
+    advantages = in_deviations(list(REWARDS))
+    terms = per_token(new, old, lambda i, _: advantages[i], 0.2, 0.2)
+
+    def kept(i: int, t: int) -> float:
+        k = math.exp(old[i][t] - rollout[i][t])
+        return k if 0.8 <= k <= 1.25 else 0.0
+
+    return -mean(
+        [
+            mean([kept(i, t) * terms[i][t] - 0.1 * k3(new[i][t], ref[i][t]) for t in range(n)])
+            for i, n in enumerate(LENGTHS)
+        ]
+    )
+
+
 CASES: list[tuple[Callable[[Tokens, Tokens, Tokens], float], Mapping[str, Any]]] = [
     (grpo, {"name": "grpo", "kl_coef": 0.1, "loss_normalization": "sequence"}),
     (dr_grpo, {"name": "grpo", "scale_advantages_by_std": False, "loss_normalization": "constant"}),
@@ -133,11 +186,13 @@ CASES: list[tuple[Callable[[Tokens, Tokens, Tokens], float], Mapping[str, Any]]]
     (rloo, {"name": "rloo", "kl_coef": 0.1}),
     (reinforce_plus_plus, {"name": "reinforce_plus_plus", "kl_coef": 0.1}),
     (reinforce_plus_plus_baseline, {"name": "reinforce_plus_plus", "baseline": "group", "kl_coef": 0.1}),
+    (ppo, {"name": "ppo", "whiten_advantages": False, "dual_clip": None}),
+    (cispo, {"name": "cispo", "eps_clip_high": 0.28}),
 ]
 
 
-def column(tokens: Tokens) -> Column:
-    return Column.of_rows([torch.tensor(answer, dtype=torch.float64) for answer in tokens])
+def column(tokens: Tokens, dtype: torch.dtype) -> Column:
+    return Column.of_rows([torch.tensor(answer, dtype=dtype) for answer in tokens])
 
 
 def streamed_loss(
@@ -148,20 +203,25 @@ def streamed_loss(
     micro_batches: list[list[int]],
     *,
     gap: float = 0.0,
+    rollout: Tokens | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[float, torch.Tensor]:
     """What a trainer computes: the loss, and its gradient for every token's log-probability.
 
     Args:
         old: under the policy that the step found, as the trainer computes it.
         gap: what the generating engine recorded is this much lower.
+        rollout: what it recorded; None: `old`, less the gap.
+        dtype: of the log-probabilities.
     """
     config: AlgorithmConfig = TypeAdapter(AlgorithmConfig).validate_python(settings)
     algorithm = load_algorithm(config, RolloutConfig(max_response_tokens=MOST))
     columns = {
         **sample_columns([torch.tensor([0])] * len(LENGTHS), [torch.zeros(length).long() for length in LENGTHS]),
-        "rollout_log_probs": column([[value - gap for value in answer] for answer in old]),
-        "old_log_probs": column(old),
-        "ref_log_probs": column(ref),
+        "rollout_log_probs": column(rollout or [[value - gap for value in answer] for answer in old], dtype),
+        "old_log_probs": column(old, dtype),
+        "ref_log_probs": column(ref, dtype),
+        "values": column(ref, dtype),
         "rewards": Column.of_scalars(torch.tensor(REWARDS)),
         "truncated": Column.of_scalars(torch.zeros(len(LENGTHS), dtype=torch.bool)),
     }
@@ -173,7 +233,7 @@ def streamed_loss(
         parts = [algorithm.normalized(part, moments) for part in parts]
     total, counts, gradients = 0.0, LossCounts(0, 0, 0), {}
     for rows, part in zip(micro_batches, parts, strict=True):
-        log_probs = torch.cat([torch.tensor(new[row], dtype=torch.float64) for row in rows]).requires_grad_()
+        log_probs = torch.cat([torch.tensor(new[row], dtype=dtype) for row in rows]).requires_grad_()
         value = algorithm.loss(part, device=CPU)(log_probs, torch.zeros_like(log_probs).detach())
         value.backward()
         total += float(value.detach())
@@ -203,6 +263,69 @@ def test_a_gap_between_the_engines_weighs_tokens_and_changes_nothing_else(
     new, old, ref = draw(1, spread=0.3), draw(2, spread=0.3), draw(3, spread=0.3)
     loss, _ = streamed_loss(settings, new, old, ref, [[0, 1, 2, 3, 4, 5]], gap=math.log(1.5))
     assert loss == pytest.approx(1.5 * paper(new, old, ref), rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("micro_batches", [[[0, 1, 2, 3, 4, 5]], [[5], [2, 0], [4, 1, 3]]])
+@pytest.mark.parametrize(("kind", "bound"), [("tv", 0.03), ("kl", 0.003)])
+@pytest.mark.parametrize("method", ["none", "truncated_is"])
+def test_gradient_of_dppo_is_the_papers(kind: str, bound: float, method: str, micro_batches: list[list[int]]) -> None:
+    """With weights, too: old / rollout, below the cap, times policy / old is the paper's ratio."""
+    new, old, rollout = draw(1, spread=0.3), draw(2, spread=0.3), draw(3, spread=0.3)
+    settings = {"name": "dppo", "divergence": kind, "max_divergence": bound, "off_policy": {"method": method}}
+    _, gradient = streamed_loss(settings, new, old, old, micro_batches, rollout=rollout)
+    expected = numeric_gradient(lambda moved, drew, _: dppo(moved, drew, kind, bound), new, rollout, old)
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert 0 < expected.count(0.0) < sum(LENGTHS)
+
+
+def test_dppos_ratio_is_truncated_and_keeps_its_gradient() -> None:
+    new = [[0.0 * number for number in answer] for answer in draw(1, spread=0.3)]
+    rollout = [[-5.0 for _ in answer] for answer in new]
+    settings = {"name": "dppo", "max_divergence": 1.0, "off_policy": {"method": "none"}}
+    _, gradient = streamed_loss(settings, new, rollout, rollout, [[0, 1, 2, 3, 4, 5]])
+    advantages = in_deviations(list(REWARDS))
+    expected = [-20 * advantages[i] / sum(LENGTHS) for i, n in enumerate(LENGTHS) for _ in range(n)]
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("micro_batches", [[[0, 1, 2, 3, 4, 5]], [[5], [2, 0], [4, 1, 3]]])
+def test_icepop_is_the_papers(micro_batches: list[list[int]]) -> None:
+    new, old, rollout, ref = (draw(seed, spread=0.3) for seed in range(1, 5))
+    settings = {
+        "name": "grpo", "loss_normalization": "sequence", "kl_coef": 0.1,
+        "off_policy": {"method": "icepop", "band_low": 0.8, "band_high": 1.25},
+    }  # fmt: skip
+    loss, gradient = streamed_loss(settings, new, old, ref, micro_batches, rollout=rollout)
+    assert loss == pytest.approx(icepop(new, old, rollout, ref), rel=1e-6, abs=1e-7)
+    expected = numeric_gradient(lambda moved, a, b: icepop(moved, a, rollout, b), new, old, ref)
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    weights = [math.exp(a - b) for x, y in zip(old, rollout, strict=True) for a, b in zip(x, y, strict=True)]
+    assert min(weights) < 0.8 and max(weights) > 1.25
+
+
+def test_errors_in_float32_are_those_of_the_page() -> None:
+    """Of the gradient, relative to its largest component; a trainer's log-probabilities are float32."""
+    new, old, ref, rollout = (draw(seed, spread=0.3) for seed in range(1, 5))
+    band = {"method": "icepop", "band_low": 0.8, "band_high": 1.25}
+    papers: dict[str, tuple[Callable[[Tokens, Tokens, Tokens], float], Mapping[str, Any], Tokens]] = {
+        **{paper.__name__: (paper, given, old) for paper, given in CASES},
+        "dppo_tv": (lambda a, b, _: dppo(a, b, "tv", 0.15), {"name": "dppo"}, old),
+        "dppo_kl": (lambda a, b, _: dppo(a, b, "kl", 0.05), {"name": "dppo", "divergence": "kl"}, old),
+        "icepop": (
+            lambda a, b, c: icepop(a, b, rollout, c),
+            {"name": "grpo", "loss_normalization": "sequence", "kl_coef": 0.1, "off_policy": band},
+            rollout,
+        ),
+    }
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    stated = {name: float(error) for name, error in re.findall(r"^\| `(\w+)` .*?\| (\de-\d+) \|", page, re.MULTILINE)}
+    assert stated.keys() == papers.keys()
+    for name, (paper, given, drew) in papers.items():
+        parts = [[5], [2, 0], [4, 1, 3]]
+        _, gradient = streamed_loss(given, new, old, ref, parts, rollout=drew, dtype=torch.float32)
+        exact = numeric_gradient(paper, new, old, ref)
+        error = max(abs(a - b) for a, b in zip(gradient.tolist(), exact, strict=True)) / max(map(abs, exact))
+        assert error <= stated[name], f"{name}: {error:.1e}"
 
 
 def numeric_gradient(

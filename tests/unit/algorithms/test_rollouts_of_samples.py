@@ -11,7 +11,7 @@ from tq.batch import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import AlgorithmConfig, DAPOConfig
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.algorithms.ppo import PPO
 from workers.rollout.config import RolloutConfig
 from workers.tasks.rollouts import samples_of
@@ -109,9 +109,9 @@ def test_a_rollout_counts_once_however_its_samples_are_cut(
     assert trained(algorithm, micro_batches) == pytest.approx(expected, rel=1e-5)
 
 
-def test_sequence_mask_leaves_out_single_samples() -> None:
+def test_a_mask_of_samples_leaves_out_single_ones() -> None:
     limit = 0.3
-    algorithm = make(name="grpo", off_policy={"method": "sequence_mask", "mask_log_ratio": limit})
+    algorithm = make(name="grpo", off_policy={"mask": "geometric", "mask_log_ratio": limit})
     rows = make_rows()
     shifted = torch.cat([torch.full((count,), -1.0 if k == 2 else 0.0) for k, count in enumerate(SAMPLES)])
     recorded = Column(OLD + shifted, rows["old_log_probs"].lengths)

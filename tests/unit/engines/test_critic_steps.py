@@ -15,7 +15,7 @@ from tests.support.training_role import CountingRole
 from tq.batch import Column, PackedBatch
 from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.algorithms.ppo import PPO
 from workers.config import RunConfig
 from workers.engines.base import Sequences, TrainEngine, ValueEngine

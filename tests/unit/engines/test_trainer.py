@@ -16,7 +16,7 @@ from launcher.config.paths import find_recipe
 from tests.support.training_role import CountingRole
 from tq.batch import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.config import RunConfig
 from workers.engines.base import Sequences, StepStats, TrainEngine
 from workers.engines.load import load_train_engine

@@ -438,6 +438,20 @@ def test_dry_run_prints_the_placement_and_writes_nothing(write_config: WriteConf
     assert tree(tmp_path) == before
 
 
+def test_what_does_not_fit_on_its_device_is_refused_with_the_sum(write_config: WriteConfig, tmp_path: Path) -> None:
+    source = write_config()
+    message = refuse(tmp_path, source, "--set", "launcher.device_memory_gb=1.2", "--dry-run")
+    assert message.startswith("launcher.device_memory_gb: a rank of actor needs about 1.27 GB = runtime 1 GB + logits")
+    assert "more than the device's 1.2 GB; lower actor.max_tokens_per_micro_batch" in message
+
+
+def test_dry_run_shows_what_takes_memory(write_config: WriteConfig) -> None:
+    shown = run(write_config(), "--set", "launcher.device_memory_gb=80", "--dry-run").stdout
+    assert "MEMORY OF A RANK'S DEVICE, of 80 GB (estimated)\n  rollout " in shown
+    assert "\n  actor         1.27 GB = runtime 1 GB + logits 268 MB + activations " in shown
+    assert "MEMORY" not in run(write_config(), "--dry-run").stdout
+
+
 def test_dry_run_shows_the_first_prompt_as_the_model_gets_it(write_config: WriteConfig, tmp_path: Path) -> None:
     source = write_config(data={"prompt_template": "1+\n{prompt}"})
     shown = "\n\nFIRST PROMPT (7 tokens; reference answer '1')\n  1+\n  0+1=\n\n"

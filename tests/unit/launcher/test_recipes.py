@@ -54,13 +54,17 @@ def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path, m
     if recipe.get("reward", {}).get("function") == "math_verify" and importlib.util.find_spec("math_verify") is None:
         pytest.skip("needs math-verify: pip install '.[math]'")
     fields = recipe["data"]
+    if "reasoning_gym" in fields.get("source", "") and importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("needs reasoning-gym: pip install '.[reasoning-gym]'")
     row = {fields.get("prompt_field", "prompt"): "1+2=", fields.get("answer_field", "answer"): "3"}
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(row) + "\n")
-    settings = {"model.path": tiny_qwen, "data.path": data, "launcher.device": "cpu"}
+    settings = {"model.path": tiny_qwen, "launcher.device": "cpu"}
+    if "source" not in fields:
+        settings["data.path"] = data
     if "model" in recipe.get("reward", {}):
         settings["reward.model.path"] = _reward_model(tiny_qwen, tmp_path / "reward")
-    if "evaluate" in recipe:
+    if "evaluate" in recipe and "source" not in recipe["evaluate"]:
         settings["evaluate.path"] = data
     if "weights_dir" in recipe.get("openai", {}):
         settings["openai.weights_dir"] = tmp_path / "served"

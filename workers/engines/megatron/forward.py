@@ -1,4 +1,4 @@
-"""One stage's forward and backward over the pieces of a micro-batch, and log-probabilities over a cut vocabulary.
+"""One stage's forward and backward over the pieces of a micro-batch, with log-probabilities at its end.
 
 All pieces go forward through the stages, then backward in reverse order (GPipe): the loss is a function of all of a
 micro-batch's log-probabilities, so no piece can go back before the last one came.
@@ -10,7 +10,7 @@ The last stage then broadcasts the log-probabilities to its pipeline, so every r
 the tokens of a piece (`TokenShare`), each does so for its own; without, t is T and a is A.
 
 Legend of shapes: t tokens of a piece that this rank has, W width of the residual stream, A drawn tokens, a those
-that this rank's tokens predict, V this rank's vocabulary.
+that this rank's tokens predict.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from workers.config import ActorConfig
 from workers.engines.base import Sequences
+from workers.engines.log_prob_head import HeadRequest, head_log_probs
 from workers.engines.megatron.context import TokenShare
 from workers.engines.megatron.model import MegatronParts
 from workers.engines.packed_forward import PackedInputs
@@ -69,11 +70,12 @@ class MegatronForward:
         self._stages = dist.get_process_group_ranks(self._pipeline_group)
         self._stage = self._stages.index(dist.get_rank())
         self._context = parts.context
-        self._positions_t = self._predictors_a = torch.empty(0, dtype=torch.int64)
+        self._positions_t = self._predictors_a = self._targets_a = torch.empty(0, dtype=torch.int64)
+        self._entropy = False
         self._passed: list[_Passed] = []
         self._network.rotary_pos_emb.register_forward_hook(self._at_positions)
         if self._is_last:
-            self._network.output_layer.register_forward_pre_hook(self._keep_predictors)
+            self._network.output_layer.forward = self._head
 
     def forward(self, batch: Sequences, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Return float32 [A] log-probabilities and entropies of the drawn tokens, on every rank of the replica.
@@ -129,6 +131,7 @@ class MegatronForward:
             received.requires_grad_(torch.is_grad_enabled())
             self._network.set_input_tensor(received)
         self._positions_t, self._predictors_a = share.positions_t, share.predictors_a
+        self._targets_a, self._entropy = share.targets_a, entropy
         output: Tensor = self._network(
             share.tokens_t.unsqueeze(0),
             share.positions_t.unsqueeze(0),
@@ -137,41 +140,29 @@ class MegatronForward:
         )
         if not self._is_last:
             return _Passed(received, output, output.detach().flatten()[:0], share)
-        log_probs_a, entropy_a = self._log_probs(output[0], share.targets_a, entropy)
-        return _Passed(received, log_probs_a, entropy_a, share)
+        log_probs_a, entropy_a = output[0].unbind(-1)
+        return _Passed(received, log_probs_a, entropy_a.detach(), share)
 
-    def _keep_predictors(self, _: object, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Have the output layer compute logits of the drawn tokens' positions only: [t, 1, W] -> [a, 1, W]."""
-        return (arguments[0][self._predictors_a], *arguments[1:])
+    def _head(self, hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
+        """Take the place of the output layer: [t, 1, W] -> [a, 1, 2], log-probabilities and entropies, at the drawn
+        tokens' positions only. `weight` is the input embedding where that is the head, too."""
+        weight = self._network.output_layer.weight if weight is None else weight
+        first, num_tokens = self._geometry.tp_rank * len(weight), self._geometry.vocab_size
+        request = HeadRequest(
+            self._targets_a,
+            self._temperature,
+            self._entropy,
+            first=first,
+            num_rows=max(0, min(len(weight), num_tokens - first)),  # the last rows are padding
+            group=self._tensor_group,
+        )
+        found = head_log_probs(hidden[self._predictors_a, 0], weight, None, request)
+        return torch.stack(found, dim=-1).unsqueeze(1), None
 
     def _at_positions(self, _: object, __: object, angles: Tensor) -> Tensor:
         """Return the angles of every token, [positions, 1, 1, D] -> [t, 1, 1, D]: a response goes on where its prompt
         ends. Megatron takes as many angles as tokens for just this (`_apply_rotary_pos_emb_thd`, exact mapping)."""
         return angles[self._positions_t]
-
-    def _log_probs(self, logits_aV: Tensor, targets_a: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-        logits_aV = logits_aV.float() / self._temperature
-        first = self._geometry.tp_rank * logits_aV.shape[-1]
-        padding = max(0, first + logits_aV.shape[-1] - self._geometry.vocab_size)
-        if padding:
-            is_padding_V = torch.arange(logits_aV.shape[-1], device=self._device) >= logits_aV.shape[-1] - padding
-            logits_aV = logits_aV.masked_fill(is_padding_V, torch.finfo(torch.float32).min / 2)
-        # Before the cross entropy, which computes in place.
-        entropy_a = self._entropy(logits_aV.detach()) if entropy else logits_aV.detach().flatten()[:0]
-        loss_1a = vocab_parallel_cross_entropy(logits_aV.unsqueeze(0).contiguous(), targets_a.unsqueeze(0))
-        return -loss_1a[0], entropy_a
-
-    def _entropy(self, logits_aV: Tensor) -> Tensor:
-        """log sum exp z - sum p z, over the vocabulary of all tensor-parallel ranks."""
-        most_a = logits_aV.amax(-1)
-        dist.all_reduce(most_a, op=dist.ReduceOp.MAX, group=self._tensor_group)
-        shifted_aV = logits_aV - most_a.unsqueeze(-1)
-        weights_aV = shifted_aV.exp()
-        sums_2a = torch.stack([weights_aV.sum(-1), (weights_aV * shifted_aV).sum(-1)])
-        dist.all_reduce(sums_2a, group=self._tensor_group)
-        return sums_2a[0].log() - sums_2a[1] / sums_2a[0]
 
     def _shared(self, passed: Sequence[_Passed], entropy: bool) -> tuple[Tensor, Tensor]:
         if self._is_last:

@@ -1,0 +1,53 @@
+"""Refuses a run whose models cannot fit on their devices, and shows what takes how much. Torch-free."""
+
+from pathlib import Path
+
+from asyncflow.errors import ConfigError
+from asyncflow.size_text import size_text
+from workers.config import RunConfig
+from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
+from workers.engines.model_files import read_model_config
+
+_REMEDIES = {
+    "actor": "lower actor.max_tokens_per_micro_batch, give the actor more ranks, or set actor.gradient_checkpointing",
+    "critic": "lower critic.max_tokens_per_micro_batch, or give the critic more ranks",
+    "ref": "lower ref.micro_batch_size, or set model.dtype to bfloat16",
+    "actor_fwd": "lower ref.micro_batch_size, or set model.dtype to bfloat16",
+    "rollout": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
+    "evaluate": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
+}
+
+
+def device_memory(config: RunConfig, num_parameters: int) -> dict[str, Parts]:
+    """Return what each role's ranks need on their devices, by role; nothing where `launcher.device_memory_gb` is not
+    given, or for models whose sizes are not known.
+
+    Raises:
+        ConfigError: a role needs more than the device has; with the sum that shows it.
+    """
+    limit = config.launcher.device_memory_gb
+    model = ModelSizes.of(read_model_config(Path(config.model.path)), num_parameters) if limit else None
+    if model is None or limit is None:
+        return {}
+    roles = memory_of_roles(config, model)
+    for role, parts in roles.items():
+        share = config.vllm.gpu_memory_utilization if _is_vllm(config, role) else 1.0
+        if sum(parts.values()) > share * limit * 1e9:
+            most = f"{limit:g} GB" if share == 1 else f"{share:g} of {limit:g} GB (vllm.gpu_memory_utilization)"
+            raise ConfigError(
+                f"launcher.device_memory_gb: a rank of {role} needs about {sum_text(parts)}, more than the device's "
+                f"{most}; {_REMEDIES[role]}"
+            )
+    return roles
+
+
+def sum_text(parts: Parts) -> str:
+    """Return e.g. `34.1 GB = weights 15.2 GB + moments 18.9 GB`, the largest first."""
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    terms = " + ".join(f"{name} {size_text(size)}" for name, size in largest_first)
+    return f"{size_text(sum(parts.values()))} = {terms}"
+
+
+def _is_vllm(config: RunConfig, role: str) -> bool:
+    engines = {"rollout": config.rollout.engine, "evaluate": config.evaluate.engine}
+    return engines.get(role) == "vllm"

@@ -1,0 +1,200 @@
+"""TensorBoard, Weights & Biases, SwanLab, MLflow and Trackio, each as a `launcher.loggers.base.Logger`. Torch-free.
+
+A class imports its library when it is made, in the logger's process, and hands its options to it.
+"""
+
+import html
+import os
+import time
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from asyncflow.errors import ConfigError
+from asyncflow.extras import pip_line
+from asyncflow.run_files import LOGGERS
+from launcher.checks.engine_libraries import is_installed
+from launcher.loggers.base import COLUMNS, Histogram, LoggedRun, Logger
+from workers.calls.user_function import check_function, load_function
+from workers.config import LoggerConfig
+
+TABLE = "shown_samples"
+"""`samples` is a figure already."""
+
+
+class TensorBoard(Logger):
+    """Writes with the package `tensorboard` itself: the writers of torch and tensorboardX import torch, and make an
+    event of each figure instead of one of each step."""
+
+    id = "events"
+
+    def __init__(self, run: LoggedRun, *, log_dir: str | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._session, self._summary = Event, SessionLog, Summary
+        self._writer = EventFileWriter(log_dir or str(run.directory / LOGGERS / "tensorboard"), flush_secs=10)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step, summary=self._summary(value=values))
+
+    def show(self, step: int, rows: Sequence[Mapping[str, Any]], histograms: Mapping[str, Histogram]) -> None:
+        import numpy
+        from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        for name, counts in histograms.items():
+            self._add(step, summary=histogram_pb(name, numpy.repeat([*counts], [*counts.values()])))
+        lines = [COLUMNS, ["-"] * len(COLUMNS), *_cells(rows)]
+        text = "\n".join("|".join(html.escape(str(cell)).replace("|", "&#124;") for cell in line) for line in lines)
+        self._add(step, summary=text_pb(TABLE, text))
+
+    def rewind(self, step: int) -> bool:
+        """TensorBoard drops what it read of this step and later ones."""
+        self._add(step, session_log=self._session(status=self._session.START))
+        return True
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, **what: Any) -> None:
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), **what))
+
+
+class _InitLogFinish(Logger):
+    """What wandb, SwanLab and Trackio have in common."""
+
+    def __init__(self, library: Any, run: LoggedRun, arguments: Mapping[str, Any]) -> None:
+        common = {"project": run.project, "name": run.directory.name, "config": dict(run.config), "resume": "allow"}
+        self._library, self._run = library, library.init(**{**common, **arguments})
+        self.id = str(self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def show(self, step: int, rows: Sequence[Mapping[str, Any]], histograms: Mapping[str, Histogram]) -> None:
+        shown = {name: self._histogram([*counts], [*counts.values()]) for name, counts in histograms.items()}
+        self._run.log({**shown, TABLE: self._table(rows)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        return self._library.Table(columns=list(COLUMNS), data=_cells(rows))
+
+    def _histogram(self, values: list[float], counts: list[int]) -> Any:
+        return self._library.Histogram(np_histogram=(counts, [*values, values[-1] + 1]))
+
+
+class Wandb(_InitLogFinish):
+    """Weights & Biases."""
+
+    def __init__(self, run: LoggedRun, **options: Any) -> None:
+        import wandb
+
+        # The machine's own figures would cost more than all of ours.
+        quiet = wandb.Settings(x_disable_stats=True, console="off", silent=True)
+        arguments = {"id": run.id or None, "dir": str(run.directory / LOGGERS), "settings": quiet, **options}
+        super().__init__(wandb, run, arguments)
+        self._run.define_metric("evaluation/*", step_metric="evaluation/step")
+        self._newest = int(self._run.step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Wandb takes no step behind the newest: a late evaluation goes to that, with its own step as a figure."""
+        self._newest = max(step, self._newest)
+        super().log(self._newest, metrics)
+
+
+class SwanLab(_InitLogFinish):
+    """SwanLab: samples are texts, histograms bar charts."""
+
+    def __init__(self, run: LoggedRun, **options: Any) -> None:
+        import swanlab
+
+        directory = run.directory / LOGGERS / "swanlab"
+        directory.mkdir(exist_ok=True)
+        super().__init__(swanlab, run, {"id": run.id or None, "log_dir": str(directory), **options})
+
+    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        texts = [(f"{row['prompt']}\n\n{row['response']}", f"reward {row['reward']}") for row in rows]
+        return [self._library.Text(text, caption=caption) for text, caption in texts]
+
+    def _histogram(self, values: list[float], counts: list[int]) -> Any:
+        bars = self._library.echarts.Bar()
+        return bars.add_xaxis([f"{value:g}" for value in values]).add_yaxis("responses", counts)
+
+
+class Trackio(_InitLogFinish):
+    """Trackio finds a run by its name."""
+
+    def __init__(self, run: LoggedRun, **options: Any) -> None:
+        import trackio
+
+        super().__init__(trackio, run, {"name": run.id or run.directory.name, "embed": False, **options})
+        self.id = str(self._run.name)
+
+
+class MLflow(Logger):
+    """MLflow: a server's (`tracking_uri`, else the environment's MLFLOW_TRACKING_URI), else files of the run."""
+
+    def __init__(self, run: LoggedRun, *, tracking_uri: str | None = None, experiment: str | None = None) -> None:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # without a server there is no database either
+        from mlflow import MlflowClient
+
+        here = (run.directory / LOGGERS / "mlflow").as_uri()
+        self._client = MlflowClient(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or here)
+        self.id = run.id
+        if self.id:
+            self._client.update_run(self.id, status="RUNNING")
+            return
+        known = self._client.get_experiment_by_name(experiment or run.project)
+        number = known.experiment_id if known else self._client.create_experiment(experiment or run.project)
+        self.id = str(self._client.create_run(number, run_name=run.directory.name).info.run_id)
+        self._client.log_dict(self.id, dict(run.config), "config.yaml")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self.id, [Metric(name, value, now, step) for name, value in metrics.items()])
+
+    def show(self, step: int, rows: Sequence[Mapping[str, Any]], histograms: Mapping[str, Histogram]) -> None:
+        shown = {"columns": COLUMNS, "data": _cells(rows), "histograms": histograms}
+        self._client.log_dict(self.id, shown, f"samples/step_{step:06}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self.id)
+
+
+BUILT_IN = {"tensorboard": TensorBoard, "wandb": Wandb, "swanlab": SwanLab, "mlflow": MLflow, "trackio": Trackio}
+"""Name, which is that of its library and of its extra, too -> class."""
+
+
+def check_loggers(loggers: Sequence[LoggerConfig]) -> None:
+    """Raise ConfigError for an unknown name, one that is given twice, or a library or module that is not here."""
+    names = [logger.name for logger in loggers]
+    for number, name in enumerate(names):
+        field = f"loggers.{number}.name"
+        if name in names[:number]:
+            raise ConfigError(f"{field}: {name} is given twice; give it once")
+        if ":" in name:
+            check_function(name, field=field)
+        elif name not in BUILT_IN:
+            near = get_close_matches(name, BUILT_IN, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(BUILT_IN)}, or module:Class"
+            raise ConfigError(f"{field}: unknown logger {name!r}; {hint}")
+        elif not is_installed(name):
+            raise ConfigError(f"{field}: {name} is not installed here; {pip_line(name)}, or leave it out")
+
+
+def make_logger(config: LoggerConfig, run: LoggedRun) -> Logger:
+    """Return a logger; in its own process, since this imports its library, or the user's module."""
+    made = BUILT_IN.get(config.name) or load_function(config.name, field="loggers", arguments=None)
+    logger: Logger = made(run, **config.options)
+    return logger
+
+
+def _cells(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    return [[row.get(name) for name in COLUMNS] for row in rows]

@@ -1,0 +1,130 @@
+"""An algorithm outside the package: its class, its own settings, checked before anything starts."""
+
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncflow.errors import ConfigError
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe
+from tq.batch import Column, PackedBatch
+from workers.algorithms.config import OutsideConfig
+from workers.algorithms.load import load_algorithm
+from workers.algorithms.outside import resolving
+from workers.config import RunConfig
+from workers.tasks.graph import graph_of
+from workers.tasks.rollouts import sample_columns, samples_of
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_algorithm.py"
+NAME = "custom_algorithm:SoftGated"
+NAMED = f"algorithm.name={NAME}"
+REFUSED = """
+from workers.algorithms.algorithm import Algorithm
+from workers.algorithms.config import KlLossConfig, PPOConfig, RLOOConfig
+from workers.algorithms.grpo import GRPO
+
+class Bare(GRPO):
+    pass
+
+class WithCritic(GRPO):
+    Config = PPOConfig
+
+class InReward(GRPO):
+    Config = RLOOConfig
+
+def function():
+    pass
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with the example, beside which no module of ours is hidden."""
+    shutil.copy(EXAMPLE, tmp_path)
+    (tmp_path / "refused_algorithms.py").write_text(REFUSED)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("ASYNCFLOW_CODE_DIRECTORY", str(tmp_path))
+    yield tmp_path
+    for name in ("custom_algorithm", "refused_algorithms"):
+        sys.modules.pop(name, None)
+
+
+def configured(code: Path, *settings: str) -> RunConfig:
+    own = (f"algorithm.name={NAME}", f"code_directory={code}", *settings)
+    return load_config(find_recipe("quickstart"), overrides=own)
+
+
+def test_a_class_of_ones_own_is_loaded_with_its_settings_also_in_a_worker(code: Path) -> None:
+    config = configured(code, "algorithm.tau_negative=1.5")
+    assert isinstance(config.algorithm, OutsideConfig) and config.algorithm.kl_coef == 0.001
+    found = config.algorithm.model_dump()
+    assert (found["tau_positive"], found["tau_negative"], found["reads"]) == (1.0, 1.5, ("rewards",))
+    config.save(code)
+    again = RunConfig.load(code)
+    assert again == config
+    assert [task.inputs for task in graph_of(again) if task.name.startswith("compute_adv")] == [("rewards",)]
+    algorithm = load_algorithm(again.algorithm, again.rollout)
+    columns = {
+        **sample_columns([torch.tensor([0])] * 2, [torch.tensor([0])] * 2),
+        "rollout_log_probs": Column.of_scalars(torch.tensor([-1.0, -2.0])),
+        "ref_log_probs": Column.of_scalars(torch.tensor([-1.0, -2.0])),
+        "truncated": Column.of_scalars(torch.zeros(2, dtype=torch.bool)),
+        "rewards": Column.of_scalars(torch.tensor([0.0, 1.0])),
+    }
+    batch = PackedBatch((0, 1), columns)
+    batch = batch.with_columns(algorithm.advantages(batch, group_size=2))
+    new = torch.tensor([-1.0, -2.0], requires_grad=True)
+    algorithm.loss(samples_of(batch), device=torch.device("cpu"))(new, torch.zeros(2)).backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx((-batch["advantages"].values).tolist()), "at ratio 1 the gate is open"
+
+
+def test_the_launcher_imports_no_torch_for_it(code: Path) -> None:
+    program = (
+        "import sys; from launcher.config.load import load_config; from launcher.config.paths import find_recipe\n"
+        f"config = load_config(find_recipe('quickstart'), overrides=[{NAMED!r}, 'code_directory={code}'])\n"
+        "assert config.algorithm.model_dump()['tau_negative'] == 1.05\n"
+        "assert 'torch' not in sys.modules and 'custom_algorithm' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "message"),
+    [
+        (NAME, {"tau_negtive": 1.0}, "algorithm.tau_negtive: unknown key; did you mean 'tau_negative'?"),
+        (NAME, {"zzz": 1.0}, f"algorithm.zzz: unknown key; {NAME} has kl_coef"),
+        (NAME, {"tau_negative": -1}, "algorithm.tau_negative: -1 cannot be used; it must be greater than 0"),
+        (NAME, {"off_policy": {"cap": 0.1}}, "algorithm.off_policy.cap: 0.1 cannot be used"),
+        ("custom_algorithm:SoftGate", {}, "algorithm.name: custom_algorithm:SoftGate is no algorithm; derive it"),
+        ("custom_algorithm:Nothing", {}, "defines no 'Nothing'"),
+        ("no_such_module:Class", {}, "algorithm.name: no module 'no_such_module'"),
+        ("refused_algorithms:function", {}, "is no algorithm"),
+        ("refused_algorithms:Bare", {}, "has no Config; give it one"),
+        ("refused_algorithms:WithCritic", {}, "has a critic, or its KL penalty in the reward"),
+        ("refused_algorithms:InReward", {}, "has no Config; give it one"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(code: Path, name: str, section: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolving(name, {"name": name, **section})
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_what_the_child_refuses_reaches_the_user(code: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^algorithm\.tau_negtive: unknown key; did you mean 'tau_negative'\?$"):
+        configured(code, "algorithm.tau_negtive=1.5")
+
+
+def test_a_setting_that_yaml_made_something_else_is_refused(code: Path) -> None:
+    for value in ("true", ".inf"):
+        with pytest.raises(ConfigError, match=r"^algorithm\.tau_negative: "):
+            configured(code, f"algorithm.tau_negative={value}")
+    assert math.isfinite(configured(code).algorithm.model_dump()["tau_negative"])

@@ -1,0 +1,130 @@
+"""The parts of a policy's loss: together they are, to the bit, the one function that they were cut from."""
+
+import itertools
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from workers.algorithms.config import AlgorithmConfig, OffPolicyConfig
+from workers.algorithms.load import load_algorithm
+from workers.algorithms.losses import PolicyLoss, kl_divergence
+from workers.algorithms.parts import (
+    BinaryDivergence,
+    DualClip,
+    PPOClip,
+    Tokens,
+    WeightClip,
+    answer_means,
+    bounded_ratio,
+    policy_parts,
+)
+from workers.rollout.config import RolloutConfig
+
+LENGTHS = torch.tensor([5, 0, 17, 1, 9])
+CLIPPED = [("grpo", {}), ("dapo", {}), ("gspo", {}), ("gspo", {"eps_clip": 0.1, "eps_clip_high": None}), ("rloo", {}),
+           ("reinforce_plus_plus", {}), ("ppo", {"dual_clip": None})]  # fmt: skip
+METHODS = {
+    "none": ("none", None), "truncated_is": ("truncated_is", None), "decoupled": ("decoupled", None),
+    "sequence_mask": ("truncated_is", "geometric"),
+}  # fmt: skip
+"""The methods as they were called -> method, mask."""
+
+
+def drawn(seed: int, spread: float = 0.5) -> Tensor:
+    common = torch.rand(int(LENGTHS.sum()), generator=torch.Generator().manual_seed(99))
+    moved = torch.randn(len(common), generator=torch.Generator().manual_seed(seed))
+    return (-4 * common + spread * moved).clamp(max=-1e-3)
+
+
+def in_one_piece(
+    new: Tensor, old: Tensor | None, rollout: Tensor, advantage: Tensor, *,
+    method: str, clip: tuple[float, float, float | None], whole_samples: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loss of each token, where it was clipped, and where its weight was changed, as one function computed them."""
+    eps_clip, eps_clip_high, dual_clip = clip
+    old = new.detach() if old is None else old
+    if method == "none":
+        base, weight, changed = rollout, torch.ones_like(old), torch.zeros_like(old, dtype=torch.bool)
+    else:
+        plain = bounded_ratio(old - rollout)
+        base, weight = old, plain.clamp(max=2.0)
+        if method == "decoupled":
+            weight = torch.where(plain > 2.0, 0.0, plain)
+        if method == "sequence_mask":
+            mean = answer_means(old - rollout, LENGTHS)
+            weight = weight * ((mean >= -0.5) & (mean <= 0.5)).repeat_interleave(LENGTHS)
+        changed = weight != plain
+    log_ratio = new - base
+    if whole_samples:
+        log_ratio = answer_means(log_ratio, LENGTHS).repeat_interleave(LENGTHS)
+    ratio = bounded_ratio(log_ratio)
+    surrogate = ratio * advantage
+    least = torch.minimum(surrogate, ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantage)
+    if dual_clip is not None:
+        least = torch.where(advantage < 0, torch.maximum(least, dual_clip * advantage), least)
+    return -least * weight, least != surrogate, changed
+
+
+@pytest.mark.parametrize("has_old", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("name", "settings"), CLIPPED)
+def test_an_algorithm_of_parts_is_the_same_to_the_bit(
+    name: str, settings: dict[str, float | None], method: str, has_old: bool
+) -> None:
+    way, mask = METHODS[method]
+    given = {"name": name, "off_policy": {"method": way, "mask": mask}, **settings}
+    config: AlgorithmConfig = TypeAdapter(AlgorithmConfig).validate_python(given)
+    algorithm = load_algorithm(config, RolloutConfig(max_response_tokens=9))
+    rollout, old, ref, advantage = drawn(1), drawn(2), drawn(3), drawn(4) + 2
+    weight = (torch.arange(len(rollout)) % 7 > 0).float()
+    new, expected_new = drawn(5).requires_grad_(), drawn(5).requires_grad_()
+    loss = PolicyLoss(
+        algorithm.parts(), (0.1, "k3"), LENGTHS, weight, advantage, rollout, ref, old if has_old else None
+    )
+    total = loss(new, torch.zeros_like(rollout))
+    total.backward()  # type: ignore[no-untyped-call]
+    clip = (config.eps_clip, config.upper_clip, config.dual_clip)  # type: ignore[union-attr]
+    each, clipped, changed = in_one_piece(
+        expected_new, old if has_old else None, rollout, advantage,
+        method=method, clip=clip, whole_samples=name == "gspo",
+    )  # fmt: skip
+    expected = ((each + 0.1 * kl_divergence(expected_new, ref, "k3")) * weight).sum()
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert new.grad is not None and expected_new.grad is not None
+    assert torch.equal(total, expected) and torch.equal(new.grad, expected_new.grad)
+    assert float(loss.stats["clipped"]) == float((clipped * weight).sum())
+    assert float(loss.stats["corrected"]) == float((changed * weight).sum())
+
+
+def test_the_cases_above_reach_every_clip_and_mask() -> None:
+    tokens = Tokens(drawn(5), drawn(2), drawn(1), drawn(4) + 2, LENGTHS)
+    ratio = bounded_ratio(tokens.log_probs_A - tokens.old_log_probs_A)
+    surrogate = ratio * tokens.advantage_A
+    for clip, (low, high) in itertools.product((PPOClip,), ((0.2, 0.28), (3e-4, 4e-4))):
+        assert bool(clip(low, high)(tokens, ratio, surrogate)[1].any())
+    far = Tokens(drawn(5), drawn(2), drawn(1), -tokens.advantage_A.abs(), LENGTHS)
+    assert bool(DualClip(3.0)(far, ratio, ratio * far.advantage_A)[1].any())
+    for settings in ({}, {"method": "decoupled"}, {"mask": "geometric"}):
+        _, changed = policy_parts((), OffPolicyConfig.model_validate(settings), "token").weights(tokens)
+        assert bool(changed.any()) and not bool(changed.all())
+
+
+def test_a_clipped_weight_keeps_every_gradient() -> None:
+    new = drawn(5).requires_grad_()
+    tokens = Tokens(new, drawn(2), drawn(1), drawn(4) + 2, LENGTHS)
+    ratio = bounded_ratio(new - tokens.old_log_probs_A)
+    surrogate, clipped = WeightClip(0.9, 1.1)(tokens, ratio, ratio)
+    surrogate.sum().backward()
+    assert new.grad is not None and torch.equal(new.grad, ratio.detach().clamp(0.9, 1.1) * tokens.advantage_A)
+    assert torch.equal(clipped, (ratio < 0.9) | (ratio > 1.1))
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_divergence_of_certain_tokens_is_finite(kind: str) -> None:
+    log_probs = torch.tensor([0.0, 0.0, -200.0, -1e-9, -1.0])
+    rollout = torch.tensor([0.0, -200.0, 0.0, -1.0, -1.0])
+    apart = BinaryDivergence(kind, 0.1).divergence(log_probs, rollout)  # type: ignore[arg-type]
+    assert bool(apart.isfinite().all()) and bool((apart >= -1e-6).all())
+    assert float(apart[0]) == float(apart[4]) == 0.0 and bool((apart[1:4] > 0.1).all())

@@ -1,0 +1,75 @@
+"""The estimate of device memory against what the engines hold."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from workers.config import ActorConfig
+from workers.engines.base import Sequences
+from workers.engines.device_memory import LOGITS_TILE, ModelSizes, fsdp_memory, megatron_memory
+from workers.engines.packed_attention import PACKED_ATTENTION
+from workers.engines.packed_forward import PackedInputs, response_log_probs
+
+QWEN_7B = ModelSizes(
+    num_parameters=7_615_616_512, num_layers=28, hidden_size=3584, num_heads=28, num_kv_heads=4, head_dim=128,
+    ffn_size=18944, vocab_size=152064, tied=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_activations_are_what_autograd_keeps(dtype: str, recomputed: bool) -> None:
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=128, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    config._attn_implementation = PACKED_ATTENTION
+    model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+    batch = Sequences.of([torch.ones(8, dtype=torch.int64)], [torch.ones(249, dtype=torch.int64)])
+    packed = PackedInputs.of(batch, torch.device("cpu"))
+    sizes = ModelSizes.of(config.to_dict(), sum(parameter.numel() for parameter in model.parameters()))
+    assert sizes is not None
+    training = ActorConfig.model_validate({"autocast": dtype, "gradient_checkpointing": recomputed})
+    estimated = fsdp_memory(sizes, training, 1, len(packed.tokens_T))["activations"]
+    if recomputed:
+        model.train()
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found, _ = response_log_probs(model, packed, 1.0)
+    measured = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
+    assert found.requires_grad
+    # A layer that is computed again is there in the backward pass only.
+    layer = fsdp_memory(sizes, ActorConfig.model_validate({"autocast": dtype}), 1, len(packed.tokens_T))["activations"]
+    held = estimated - (layer // 6 if recomputed else 0)
+    last = len(packed.tokens_T) * 128 * 20  # the last norm, and what the head keeps
+    assert held <= measured * 1.1 and measured <= held * 1.1 + last
+
+
+def test_state_of_megatron_at_seven_billion_parameters() -> None:
+    """18 bytes a parameter over 4 tensor-parallel ranks; with two replicas the optimizer's 12 are halved."""
+    actor = ActorConfig.model_validate(
+        {"engine": "megatron", "autocast": "bfloat16", "megatron": {"tensor_parallel": 4}}
+    )
+    state = ("weights", "gradients", "masters", "moments")
+    one, two = (megatron_memory(QWEN_7B, actor, ranks, tokens=16384) for ranks in (4, 8))
+    assert sum(one[name] for name in state) == pytest.approx(18 * QWEN_7B.num_parameters / 4, rel=1e-6)
+    assert sum(two[name] for name in state) == pytest.approx(12 * QWEN_7B.num_parameters / 4, rel=1e-6)
+
+
+def test_logits_do_not_grow_with_the_vocabulary_and_hardly_with_tokens() -> None:
+    actor = ActorConfig.model_validate({"autocast": "bfloat16"})
+    few, many = (fsdp_memory(QWEN_7B, actor, 8, tokens)["logits"] for tokens in (8192, 16384))
+    assert few < 12 * LOGITS_TILE + 8192 * 3584 * 9
+    assert (many - few) / 8192 <= 8 * 3584
+
+
+def test_sizes_that_are_not_there_are_not_guessed() -> None:
+    assert ModelSizes.of({"model_type": "gpt2", "n_embd": 768}, 124_000_000) is None

@@ -1,0 +1,176 @@
+"""Log-probabilities through the head in tiles are those of whole logits; so are the gradients."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
+
+from workers.engines import log_prob_head
+from workers.engines.base import Sequences
+from workers.engines.log_prob_head import HeadRequest, head_log_probs
+from workers.engines.packed_attention import PACKED_ATTENTION
+from workers.engines.packed_forward import PackedInputs, response_log_probs
+
+A, D, V = 21, 16, 150
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five tiles of 32 rows; the last one has fewer."""
+    monkeypatch.setattr(log_prob_head, "TILE", A * 40)
+    monkeypatch.setattr(log_prob_head, "_ALIGNED", 32)
+
+
+@pytest.fixture(autouse=True)
+def strictly_deterministic() -> Iterator[None]:
+    """It also fills memory that nothing has written with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, bias (leaves with gradient) and targets; some tokens are all but certain."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = 2 * torch.randn(A, D, generator=generator)
+    weight, bias = torch.randn(V, D, generator=generator), torch.randn(V, generator=generator)
+    targets = torch.randint(V, (A,), generator=generator)
+    targets[:3] = torch.tensor([0, V - 1, 32])  # of the first, the last, and the first row of a tile
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight, bias)]
+    return leaves[0], leaves[1], leaves[2], targets
+
+
+def whole(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs = (torch.nn.functional.linear(hidden, weight, bias) / TEMPERATURE).log_softmax(-1)
+    return log_probs.gather(-1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1).detach()
+
+
+def backward(log_probs: Tensor) -> None:
+    (log_probs * torch.linspace(-1, 1, A, dtype=log_probs.dtype)).sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_results_and_gradients_are_those_of_whole_logits(dtype: torch.dtype, rtol: float, has_bias: bool) -> None:
+    *leaves, targets = inputs(dtype)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    bias, exact_bias = (leaves[2], exact[2]) if has_bias else (None, None)
+    expected = whole(exact[0], exact[1], exact_bias, targets)
+    found = head_log_probs(leaves[0], leaves[1], bias, HeadRequest(targets, TEMPERATURE, entropy=True))
+    backward(expected[0])
+    backward(found[0])
+    assert found[0].dtype == found[1].dtype == torch.promote_types(dtype, torch.float32)
+    assert not found[1].requires_grad
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < rtol
+    for leaf, other in zip(leaves[: 2 + has_bias], exact, strict=False):
+        assert leaf.grad is not None and other.grad is not None and leaf.grad.dtype == dtype
+        assert float((leaf.grad - other.grad).norm() / other.grad.norm()) < rtol
+
+
+def test_results_do_not_depend_on_gradients_and_entropy() -> None:
+    """The ratio of the policy to its copy is 1 to the last bit."""
+    hidden, weight, bias, targets = inputs(torch.float32)
+    trained, _ = head_log_probs(hidden, weight, bias, HeadRequest(targets, TEMPERATURE, entropy=True))
+    with torch.no_grad():
+        plain, none = head_log_probs(hidden, weight, bias, HeadRequest(targets, TEMPERATURE, entropy=False))
+    assert plain.equal(trained) and not plain.requires_grad
+    assert none.tolist() == [0.0] * A
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the size of the largest tensor that an operation returns, and the products that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size, self.products = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.size = max(self.size, found.untyped_storage().nbytes() // found.element_size())
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return found
+
+
+def test_no_tensor_is_larger_than_a_tile_or_the_gradient() -> None:
+    hidden, weight, _, targets = inputs(torch.float32)
+    with Largest() as seen:
+        log_probs, _ = head_log_probs(hidden, weight, None, HeadRequest(targets, TEMPERATURE, entropy=True))
+        assert seen.products == 5
+        backward(log_probs)
+    assert seen.size == V * D < A * V
+    assert seen.products == 5 + 3 * 5  # logits again, and both gradients
+
+
+def test_gradient_of_a_megatron_weight_is_added_to_main_grad() -> None:
+    hidden, weight, _, targets = inputs(torch.bfloat16)
+    other = weight.detach().clone().requires_grad_()
+    main_grad: Any = torch.ones(V, D)
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
+    for each in (weight, other):
+        backward(head_log_probs(hidden, each, None, HeadRequest(targets, TEMPERATURE, entropy=False))[0])
+    assert weight.grad is None and other.grad is not None
+    torch.testing.assert_close(main_grad - 1, other.grad.float(), rtol=1e-2, atol=1e-3)
+
+
+def test_ranks_with_parts_of_the_vocabulary_compute_what_one_does() -> None:
+    """The third of three ranks has padding only, the second one some."""
+    hidden, weight, _, targets = inputs(torch.float64)
+    expected = head_log_probs(hidden, weight, None, HeadRequest(targets, TEMPERATURE, entropy=True))
+    backward(expected[0])
+    share, store = 80, dist.HashStore()
+
+    def rank(number: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        group: Any = dist.ProcessGroupGloo(store, number, 3, timedelta(seconds=60))
+        own_hidden = hidden.detach().clone().requires_grad_()
+        rows = torch.full((share, D), torch.nan, dtype=torch.float64)
+        held = weight.detach()[number * share : (number + 1) * share]
+        rows[: len(held)] = held
+        rows.requires_grad_()
+        first = number * share
+        request = HeadRequest(targets, TEMPERATURE, entropy=True, first=first, num_rows=len(held), group=group)
+        log_probs, entropy = head_log_probs(own_hidden, rows, None, request)
+        backward(log_probs)
+        return log_probs, entropy, own_hidden.grad, rows.grad
+
+    with ThreadPoolExecutor(3) as pool:
+        ranks = list(pool.map(rank, range(3), timeout=60))
+    assert hidden.grad is not None and weight.grad is not None
+    for log_probs, entropy, hidden_grad, _ in ranks:
+        torch.testing.assert_close((log_probs, entropy), expected)
+        torch.testing.assert_close(hidden_grad, hidden.grad)
+    gradients = torch.cat([found for *_, found in ranks if found is not None])
+    torch.testing.assert_close(gradients[:V], weight.grad)
+    assert not gradients[V:].any()
+
+
+def test_a_model_that_changes_its_logits_is_computed_as_a_whole(tmp_path: Path, batch: Sequences) -> None:
+    """Granite divides them; what the head returned in their place would be divided, too."""
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=13, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, logits_scaling=4.0, initializer_range=0.3,
+    )  # fmt: skip
+    GraniteForCausalLM(config).save_pretrained(tmp_path)
+    packed = PackedInputs.of(batch, torch.device("cpu"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=PACKED_ATTENTION)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    sizes, expected = batch.lengths_N.tolist(), []
+    with torch.no_grad():
+        parts = (torch.split(tensor, sizes) for tensor in (batch.tokens_T, batch.response_mask_T))
+        for tokens, mask in zip(*parts, strict=True):
+            log_probs = plain(tokens[None]).logits[0, :-1].log_softmax(-1)
+            expected.append(log_probs.gather(-1, tokens[1:, None])[:, 0][mask[1:].bool()])
+    for _ in range(2):  # asked, and known
+        found, _ = response_log_probs(model, packed, 1.0)
+        torch.testing.assert_close(found.detach(), torch.cat(expected), rtol=1e-5, atol=1e-5)

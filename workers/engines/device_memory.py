@@ -1,0 +1,228 @@
+"""What the engines keep in the memory of a rank's device, estimated from a model's sizes and the configuration. Pure.
+
+The one estimate of device memory: the check before a start and `--dry-run` use it, and whatever plans a run is to.
+Torch-free. Formulas are at the functions; all sizes are bytes. What libraries keep beyond it is `RUNTIME`; reward
+models are left out.
+
+Letters: P parameters, L layers, D width, H and K heads of queries and of keys, d of a head, F width of the MLP, V
+vocabulary; T tokens of a micro-batch; c bytes of a number in the computation (4, or 2 with `autocast: bfloat16`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workers.config import ActorConfig, RunConfig, TrainingConfig
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LOGITS_TILE = 2**25
+"""Logits that the head holds at a time (`workers.engines.log_prob_head`)."""
+RUNTIME = 10**9
+"""Context, libraries' workspaces, buffers of communicators: about 0.5 GB each on CUDA (an assumption, not measured)."""
+
+Parts = dict[str, int]
+"""What takes memory -> bytes."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a decoder of Llama's kind (RMSNorm, rotary positions, gated MLP), as config.json gives them."""
+
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    tied: bool
+
+    @staticmethod
+    def of(config: Mapping[str, Any], num_parameters: int) -> "ModelSizes | None":
+        """Read config.json; None: it names other sizes, and nothing can be said. `num_parameters`: of the files."""
+        config = config.get("text_config") or config
+        try:
+            hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+            return ModelSizes(
+                num_parameters=num_parameters,
+                num_layers=int(config["num_hidden_layers"]),
+                hidden_size=hidden,
+                num_heads=heads,
+                num_kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or hidden // heads),
+                ffn_size=int(config["intermediate_size"]),
+                vocab_size=int(config["vocab_size"]),
+                tied=bool(config.get("tie_word_embeddings", False)),
+            )
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            return None
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the input embedding, which the head has as many of."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        outside = self.embedding_parameters * (1 if self.tied else 2)
+        return max(0, self.num_parameters - outside) // self.num_layers
+
+
+def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
+    """Return what each rank (the fullest one) of a role with a model has on its device; simulated ones are left out."""
+    roles: dict[str, Parts] = {}
+    copy = DTYPE_BYTES[config.model.dtype]
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    scored = config.ref.micro_batch_size * longest
+    for role, ranks in config.roles.items():
+        if role == "actor" and config.actor.engine != "sim":
+            roles[role] = _actor(config, model, ranks, longest)
+        elif role == "critic":
+            roles[role] = fsdp_memory(model, config.critic, ranks, _tokens(config.critic, longest))
+        elif role in ("ref", "actor_fwd") and config.ref.engine != "sim":
+            roles[role] = frozen_memory(model, copy, scored)
+        elif role in ("rollout", "evaluate"):
+            sampling = config.rollout if role == "rollout" else config.evaluate.sampling(config.rollout)
+            tokens = config.data.max_prompt_tokens + sampling.max_response_tokens
+            if sampling.engine == "hf":
+                roles[role] = hf_memory(model, copy, sampling.batch_size, tokens)
+            elif sampling.engine == "vllm":
+                number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
+                roles[role] = vllm_memory(model, number, config.vllm.tensor_parallel_size, tokens)
+    every = {"runtime": RUNTIME}
+    if config.weightsync.path == "broadcast":  # at both ends: a bucket that travels, and one that is packed or checked
+        every["buckets"] = 2 * config.weightsync.bucket_bytes
+    return {role: parts | every for role, parts in roles.items()}
+
+
+def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens: int) -> Parts:
+    """Return what an FSDP2 rank has.
+
+        several ranks   weights 4P/R, gradients 4P/R, AdamW's moments 8P/R (R ranks)
+                        gathered: the root (embeddings), kept from forward to backward, and two layers, c each
+                        reduced: the gradient of the largest unit as it was computed, c, and in float32
+        one rank        16P; with bfloat16 a copy of the weights to compute with (`Bfloat16Twin`), 2P
+
+    Source: torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`; Zhao et al. 2023, arXiv 2304.11277.
+    """
+    number, size = DTYPE_BYTES[training.autocast], model.num_parameters
+    parts = {"weights": 4 * size // ranks, "gradients": 4 * size // ranks, "moments": 8 * size // ranks}
+    root = size - model.num_layers * model.layer_parameters
+    if ranks > 1:
+        parts["gathered"] = number * (root + 2 * model.layer_parameters)
+        parts["reduced"] = (number + 4) * max(root, model.layer_parameters)
+    elif number == 2:
+        parts["gathered"] = number * size
+    layers = model.num_layers
+    return parts | _passes(model, number, tokens, layers=layers, recomputed=training.gradient_checkpointing)
+
+
+def megatron_memory(model: ModelSizes, actor: ActorConfig, ranks: int, tokens: int) -> Parts:
+    """Return what a rank of Megatron's first or last stage has, whichever is larger; p parameters of it.
+
+        p = (P - embeddings) / (TP x PP) + embeddings / TP     weights c p, gradients 4 p (float32, `main_grad`)
+        moments 8 p / n and, with bfloat16, masters 4 p / n    the distributed optimizer divides by n = CP x replicas
+
+    Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`; Rajbhandari et al. 2020, arXiv 1910.02054.
+    """
+    layout, number = actor.megatron.layout(ranks), DTYPE_BYTES[actor.autocast]
+    outside = model.num_parameters - model.num_layers * model.layer_parameters
+    held = outside if layout.stages == 1 else model.embedding_parameters
+    size = (model.num_layers // layout.stages * model.layer_parameters + held) // layout.tensor
+    divided = layout.context * layout.replicas
+    parts = {"weights": number * size, "gradients": 4 * size, "moments": 8 * size // divided}
+    if number == 2:
+        parts["masters"] = 4 * size // divided
+    return parts | _passes(
+        model,
+        number,
+        -(-tokens // layout.context),
+        layers=model.num_layers // layout.stages,
+        recomputed=actor.gradient_checkpointing,
+        tensor=layout.tensor,
+    )
+
+
+def frozen_memory(model: ModelSizes, number: int, tokens: int) -> Parts:
+    """Return what a model has that only scores: weights, one layer of a pass without gradients, the head's tiles."""
+    return {
+        "weights": number * model.num_parameters,
+        "activations": tokens * number * (4 * model.hidden_size + 3 * model.ffn_size),
+        "logits": _logits_bytes(model, number, tokens=0),
+    }
+
+
+def hf_memory(model: ModelSizes, number: int, responses: int, tokens: int) -> Parts:
+    """Return what the `hf` engine has: weights, keys and values of all responses at their longest (2 L K d c a token),
+    and four numbers for each logit of a step."""
+    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * number
+    return {
+        "weights": number * model.num_parameters,
+        "KV cache": responses * tokens * cache,
+        "logits": responses * model.vocab_size * 4 * 4,
+    }
+
+
+def vllm_memory(model: ModelSizes, number: int, tensor: int, tokens: int) -> Parts:
+    """Return the least with which vLLM starts: weights over TP, and keys and values of the longest sequence. It then
+    takes `vllm.gpu_memory_utilization` of the device, so more responses run at a time."""
+    heads = max(1, model.num_kv_heads // tensor)
+    cache = 2 * model.num_layers * heads * model.head_dim * number
+    return {"weights": number * model.num_parameters // tensor, "KV cache": tokens * cache}
+
+
+def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int) -> Parts:
+    """Return what an actor rank has, with the models that it hosts where they have no role of their own."""
+    actor, tokens = config.actor, _tokens(config.actor, longest)
+    memory = megatron_memory if actor.engine == "megatron" else fsdp_memory
+    parts = memory(model, actor, ranks, tokens)
+    if config.algorithm.has_critic and "critic" not in config.roles:
+        critic = fsdp_memory(model, config.critic, ranks, tokens)
+        parts["critic"] = sum(critic[name] for name in ("weights", "gradients", "moments"))
+    needs_reference = config.algorithm.kl_coef > 0
+    if actor.tri_model:
+        copies = config.num_old_policies + needs_reference
+        parts["policy copies"] = copies * DTYPE_BYTES[actor.autocast] * model.num_parameters // ranks
+    elif needs_reference and "ref" not in config.roles:
+        parts["reference"] = DTYPE_BYTES[config.model.dtype] * model.num_parameters
+    return {name: size for name, size in parts.items() if size}
+
+
+def _tokens(training: TrainingConfig, longest: int) -> int:
+    """Return the most tokens of a micro-batch; a sample that is longer than the budget is alone."""
+    budget = training.max_tokens_per_micro_batch
+    return max(budget, longest) if budget else training.micro_batch_size * longest
+
+
+def _passes(
+    model: ModelSizes, number: int, tokens: int, *, layers: int, recomputed: bool, tensor: int = 1
+) -> dict[str, int]:
+    """Return what forward and backward keep.
+
+        recomputed   layers x T x D c (each layer's input) and one layer
+        kept         all layers
+        a layer, T x   2 D (4 + 2 c)           both norms: input in float32, normalised, scaled; whole on every
+                                               tensor-parallel rank
+                     + 2 c (H + K) d / TP      q, k, v, output of the attention
+                     + 4 c F / TP              gate, up, activation, product
+
+    Source: Korthikanti et al. 2022, arXiv 2205.05198, sections 4.1 and 5, counted anew for RMSNorm, a gated MLP and an
+    attention that keeps no scores.
+    """
+    whole = model.hidden_size * 2 * (4 + 2 * number)
+    heads = number * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    layer = tokens * (whole + (heads + 4 * number * model.ffn_size) // tensor)
+    inputs = layers * tokens * model.hidden_size * number
+    return {
+        "activations": inputs + layer if recomputed else layers * layer,
+        "logits": _logits_bytes(model, number, tokens=tokens),
+    }
+
+
+def _logits_bytes(model: ModelSizes, number: int, *, tokens: int) -> int:
+    """Return what the head takes: two tiles in float32, one in bfloat16 on its way to each product, and of T tokens the
+    hidden states and their gradient, also in float32 while it is summed."""
+    tiles = LOGITS_TILE * (8 if number == 4 else 12)
+    return tiles + tokens * model.hidden_size * (2 * number + 4)
