@@ -58,6 +58,8 @@ _KEY = "outside/run"
 _NAME = re.compile(r"[\w.-]+")
 _LOOK_S = 0.5
 """How often a client looks whether the run is over (s)."""
+_END_S = 10.0
+"""How long the launcher may outlive the run's services (s)."""
 _DTYPES = {
     **dict.fromkeys(DRAWN_COLUMNS, torch.float32),
     "tokens": torch.int64,
@@ -120,14 +122,14 @@ class Announcement:
         credentials.call_store("put", _KEY, msgspec.msgpack.encode(asdict(self)))
 
 
-def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_s: float = 30.0) -> "RunClient":
+def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_s: float = 120.0) -> "RunClient":
     """Join a run that goes on.
 
     Args:
         run: its directory, or `HOST:PORT` of its job store (`store_host`, `store_port` of `job.json`).
         key: with an address: the run's key (`secret` of `job.json`, 64 hex digits). It is proved, never sent.
         name: of this process, for messages and metrics; default: host and process id.
-        timeout_s: for the run to answer.
+        timeout_s: for the run to start, and to answer.
 
     Raises:
         ConfigError: nothing runs there, or key or name cannot be.
@@ -276,7 +278,7 @@ class RunClient:
         try:
             answer = self.queue.fetch(task, lineage=held.lineage, **how)
         except TransportError:
-            if self._over.wait(2 * _LOOK_S):
+            if self._over.wait(_END_S):
                 return NoRows(NoRowsReason.STOP, held.step)
             raise
         if isinstance(answer, NoRows):
