@@ -325,8 +325,9 @@ class OutsideLease(Lease):
             ConfigError: a column is missing, is no output, or does not fit; nothing was put.
         """
         name, outputs = self.grant.task, self._task.outputs
-        if set(columns) != set(outputs):
-            raise ConfigError(f"{name}: a put of columns {' '.join(columns) or 'none'}; give {' '.join(outputs)}")
+        given = list(columns.keys())  # of a TensorDict, too
+        if set(given) != set(outputs):
+            raise ConfigError(f"{name}: a put of columns {' '.join(given) or 'none'}; give {' '.join(outputs)}")
         packed = {column: _packed(column, columns[column]) for column in outputs}
         if set(SAMPLE_COLUMNS) <= set(packed):
             self._check_samples(packed)
