@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -88,8 +88,9 @@ class LocalQueue:
         if log_dir is not None:
             _make_directory(Path(log_dir))
         host, server, port = _serve_store(host, config.request_timeout_s)
-        self._directory = tempfile.TemporaryDirectory(prefix="tq-")
-        self.address = Path(address_file or Path(self._directory.name) / "queue.json")
+        self._own = ExitStack()
+        own = address_file or Path(self._own.enter_context(tempfile.TemporaryDirectory(prefix="tq-"))) / "queue.json"
+        self.address = Path(own)
         """What another process needs to `tq.connect`; readable by this user only."""
         secret = secrets.token_bytes(32)
         self._store = SealedStore(server, secret)
@@ -176,7 +177,7 @@ class LocalQueue:
         for service in late:
             service.left(deadline)
         self.address.unlink(missing_ok=True)
-        self._directory.cleanup()
+        self._own.close()
 
     def __enter__(self) -> "LocalQueue":
         return self
