@@ -32,7 +32,8 @@ class Generator:
         settings = yaml.safe_load((run_dir / "config.yaml").read_text())
         path = settings["model"]["path"]
         self._rollout = settings["rollout"]
-        self.model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).eval()
+        build: Any = AutoModelForCausalLM.from_config
+        self.model = build(AutoConfig.from_pretrained(path)).eval()
         self._end = AutoTokenizer.from_pretrained(path).eos_token_id
 
     @torch.no_grad()

@@ -64,7 +64,7 @@ class PackedBatch:
         for name, column in self.columns.items():
             if column.kind is not ColumnKind.TENSOR:
                 columns[name] = NonTensorStack(*column)
-            elif column.rank == 1 and len(column.lengths.unique()) > 1:
+            elif column.rank == 1 and len(set(column.lengths.tolist())) > 1:
                 offsets = torch.nn.functional.pad(column.lengths.cumsum(0), (1, 0))
                 columns[name] = torch.nested.nested_tensor_from_jagged(column.values, offsets)
             else:
