@@ -1,7 +1,18 @@
 """AsyncFlow: asynchronous streaming RL post-training for LLMs, on torch.distributed alone."""
 
 import logging
+from importlib import import_module
+from typing import Any
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # libraries are silent unless a program sets up logging
 
 __version__ = "0.1.0"
+
+_HOMES = {"connect": "workers.run_client"}
+"""The front door. Its rooms are in packages above this one, which may not be imported here: by name, on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'asyncflow' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -39,6 +39,13 @@ def choose_interfaces(store_host: str, env: MutableMapping[str, str] = os.enviro
         env.update(dict.fromkeys(wanted, interface_towards(store_host)))
 
 
+def choose_interface(host: str) -> None:
+    """Have this process's channels use the interface that leads to `host`, unless the user named one; for programs
+    that have process groups of their own beside them."""
+    if not is_loopback(host):
+        os.environ.setdefault(GLOO_INTERFACE, interface_towards(host))
+
+
 def is_loopback(address: str) -> bool:
     """Return whether an IPv4 address never leaves the host."""
     return address.startswith("127.")

@@ -1,12 +1,17 @@
 """What the doors of a run cost, and what goes through them.
 
-    python benchmarks/doors.py [--json [FILE]] [--only loggers] [--steps 60]
+    python benchmarks/doors.py [--json [FILE]] [--only loggers,outside] [--steps 60]
 
 `loggers`, some two minutes: a run of `sim` engines with steps of a second, with tensorboard and wandb (offline) and
 beside it one without, from the tenth step on:
 
     logger_cpu       CPU time of the loggers' processes, and of those that they start (cores)
     logger_overhead  median time of a step, with loggers / without
+
+`outside`, some two minutes: the quickstart with `rollout:0`, so that `examples/external_generator.py` generates all:
+
+    external_generator_kills  how often it was killed, each time with prompts in hand
+    skipped, twice            groups that were left out, or trained twice; exit_code: of the run
 """
 
 import sys
@@ -14,13 +19,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
-from doors_parts import loggers
+from doors_parts import loggers, outside
 from json_option import report
 from package_path import find_packages
 
 Part = Callable[[int], Mapping[str, float]]
 """Takes the number of steps of a run; returns figures by name."""
-PARTS: Mapping[str, Part] = {"loggers": loggers.measure}
+PARTS: Mapping[str, Part] = {"loggers": loggers.measure, "outside": outside.measure}
 
 
 def _chosen(_: click.Context, __: click.Parameter, text: str) -> list[str]:

@@ -50,7 +50,11 @@ class QueueAddress:
         return [task.spec(self.config) for task in self.tasks]
 
     def save(self, path: Path) -> None:
-        """Write the file (mode 0600)."""
+        """Write the file (mode 0600), in place of any that is there.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         fields = {
             "host": self.host,
             "port": self.port,
@@ -58,8 +62,12 @@ class QueueAddress:
             "config": self.config.model_dump(mode="json"),
             "tasks": [task.model_dump(mode="json") for task in self.tasks],
         }
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(fields, file)
+        try:
+            path.unlink(missing_ok=True)  # its mode would stay
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                json.dump(fields, file)
+        except OSError as error:
+            raise ConfigError(f"queue: {path} cannot be written ({error.strerror}); name another file") from error
 
     @staticmethod
     def load(path: Path) -> "QueueAddress":

@@ -2,7 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from asyncflow.errors import ConfigError
+from asyncflow.extras import pip_line
 from tq.columns import Column, ColumnKind, column_of
 
 __all__ = ["Column", "ColumnKind", "PackedBatch", "column_of"]
@@ -43,6 +48,28 @@ class PackedBatch:
     def with_columns(self, columns: Mapping[str, Column]) -> "PackedBatch":
         """Return the same rows with more columns, or other ones under the same names."""
         return PackedBatch(self.indices, {**self.columns, **columns}, self.groups)
+
+    def to_tensordict(self) -> Any:
+        """Return a `tensordict.TensorDict` of N rows: tensors [N, ...], jagged where rows have several lengths, and
+        lists of strings, bytes or JSON values. No value is copied. Puts take such a TensorDict as columns.
+
+        Raises:
+            ConfigError: tensordict is not installed, or rows of two and more dimensions differ in shape.
+        """
+        try:
+            from tensordict import NonTensorStack, TensorDict
+        except ImportError as error:
+            raise ConfigError(f"tensordict is not installed; {pip_line('tensordict')}") from error
+        columns = {}
+        for name, column in self.columns.items():
+            if column.kind is not ColumnKind.TENSOR:
+                columns[name] = NonTensorStack(*column)
+            elif column.rank == 1 and len(set(column.lengths.tolist())) > 1:
+                offsets = torch.nn.functional.pad(column.lengths.cumsum(0), (1, 0))
+                columns[name] = torch.nested.nested_tensor_from_jagged(column.values, offsets)
+            else:
+                columns[name] = column.dense()
+        return TensorDict(columns, batch_size=[len(self)])
 
     @staticmethod
     def concatenate(batches: Iterable["PackedBatch"]) -> "PackedBatch":

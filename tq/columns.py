@@ -11,6 +11,7 @@ Legend of shapes: N rows, V values (the sum of the lengths), R dimensions of eac
 """
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -245,6 +246,7 @@ class Column:
 
 def column_of(data: Any) -> Column:
     """Pack what a user has: a tensor or array [N, ...], or a list of tensors, arrays, strings, bytes or JSON values.
+    Of a TensorDict: also nested tensors and non-tensor data.
 
     A list of numbers holds JSON values: they come back as Python numbers. Give a tensor to have them in a tensor.
 
@@ -253,6 +255,11 @@ def column_of(data: Any) -> Column:
     """
     if isinstance(data, Column):
         return data
+    if isinstance(data, Tensor) and data.is_nested:
+        return Column.of_rows([_dense(row) for row in data.unbind()])
+    tensordict = sys.modules.get("tensordict")  # what is of it cannot be here before it is
+    if tensordict is not None and tensordict.is_non_tensor(data):
+        data = data.tolist()
     if isinstance(data, (Tensor, np.ndarray)):
         return Column.of_dense(_dense(data))
     if not isinstance(data, (list, tuple)):

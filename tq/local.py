@@ -1,4 +1,4 @@
-"""A queue of its own on this host, without the rest of the system: controllers and storage units as child processes.
+"""A queue of its own, without the rest of the system: controllers and storage units as child processes of this one.
 
     with tq.start({"score": ["prompt"], "train": ["prompt", "score"]}) as queue:
         producer = queue.client("producer")
@@ -8,7 +8,11 @@
     other process:  client = tq.connect(queue.address, "scorer")
 
 A service that dies is started again: a controller rebuilds itself from the units, a unit starts empty and its rows are
-reported as lost. Everything listens on loopback only and ends with this process.
+reported as lost. Everything ends with this process, and listens on loopback, or, with `host`, where other hosts reach
+it. They connect with a copy of the address file, which holds the queue's secret:
+
+    with tq.start({"score": ["prompt"]}, host="10.0.0.1", address_file="queue.json"): ...
+    other host:     client = tq.connect("queue.json", "scorer")
 """
 
 import logging
@@ -19,13 +23,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
+from torch.distributed import TCPStore
+
 from asyncflow.errors import ConfigError, TransportError
-from asyncflow.network import LOOPBACK
+from asyncflow.network import LOOPBACK, choose_interface, resolve
 from asyncflow.sealed_store import SealedStore, serve_store
 from asyncflow.service_threads import ServiceThreads
 from tq.address import QueueAddress
@@ -54,6 +60,8 @@ class LocalQueue:
         num_controllers: int | None = None,
         config: QueueConfig | None = None,
         log_dir: Path | str | None = None,
+        host: str = LOOPBACK,
+        address_file: Path | str | None = None,
     ) -> None:
         """Start the services and wait until they work.
 
@@ -63,6 +71,8 @@ class LocalQueue:
             config: all other settings; None: the defaults.
             log_dir: where services write SERVICE.log, made if it is not there; None: they write to this process's
                 stderr what the level of its logger `tq` lets through, only errors where logging is not set up.
+            host: name or address of this host at which the queue is served; by default other hosts cannot reach it.
+            address_file: where `address` is written (mode 0600) while the queue is there; None: a directory of its own.
 
         Raises:
             ConfigError: the arguments cannot be; nothing was started.
@@ -77,13 +87,15 @@ class LocalQueue:
         declared = _declared(tasks, config)
         if log_dir is not None:
             _make_directory(Path(log_dir))
-        self._directory = tempfile.TemporaryDirectory(prefix="tq-")
-        server, port = serve_store(LOOPBACK, timedelta(seconds=config.request_timeout_s))
-        self.address = Path(self._directory.name) / "queue.json"
+        host, server, port = _serve_store(host, config.request_timeout_s)
+        self._own = ExitStack()
+        own = address_file or Path(self._own.enter_context(tempfile.TemporaryDirectory(prefix="tq-"))) / "queue.json"
+        self.address = Path(own)
         """What another process needs to `tq.connect`; readable by this user only."""
         secret = secrets.token_bytes(32)
         self._store = SealedStore(server, secret)
-        QueueAddress(LOOPBACK, port, secret, config, declared).save(self.address)
+        QueueAddress(host, port, secret, config, declared).save(self.address)
+        choose_interface(host)
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._keepers = ServiceThreads("queue")
         self._services: dict[str, _Service] = {}
@@ -140,6 +152,15 @@ class LocalQueue:
         finally:
             client.close()
 
+    def wait(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set.
+
+        Raises:
+            TransportError: a service ended, and cannot be started again.
+        """
+        while not stop.wait(_POLL_S):
+            self._refuse_failed()
+
     def close(self) -> None:
         """End everything; rows are gone. Idempotent."""
         self._keepers.close()
@@ -155,7 +176,8 @@ class LocalQueue:
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for service in late:
             service.left(deadline)
-        self._directory.cleanup()
+        self.address.unlink(missing_ok=True)
+        self._own.close()
 
     def __enter__(self) -> "LocalQueue":
         return self
@@ -182,6 +204,15 @@ class LocalQueue:
     def _serve(self, name: str) -> None:
         log = None if self._log_dir is None else self._log_dir / f"{name}.log"
         self._services[name] = _Service(self.address, name, log, self._keepers)
+
+
+def _serve_store(host: str, timeout_s: float) -> tuple[str, TCPStore, int]:
+    """Return the address at which the store is served, the store, and its port."""
+    try:
+        address = resolve(host)
+        return address, *serve_store(address, timedelta(seconds=timeout_s))
+    except OSError as error:
+        raise ConfigError(f"queue: host {host!r} is no name or address of this host ({error.strerror})") from error
 
 
 def _make_directory(log_dir: Path) -> None:
@@ -252,6 +283,7 @@ def connect(address: Path | str, name: str, *, stop: threading.Event | None = No
         TransportError: the queue has been closed.
     """
     queue = QueueAddress.load(Path(address))
+    choose_interface(queue.host)
     return QueueClient(queue.credentials(), name, config=queue.config, stop=stop)
 
 

@@ -298,7 +298,8 @@ class RunConfig(Settings):
     """The same run twice, in `sync` or `periodic` mode with the same roles, ends with the same bits: who computes what
     together, and in which order it is added up, does not depend on timing. Costs some overlap."""
     roles: dict[str, int]
-    """Ranks per role when `--roles` is not given."""
+    """Ranks per role when `--roles` is not given. 0 (`reward`, `rollout` and others that train no model): processes
+    outside do its task, by `asyncflow.connect` (docs/outside.md)."""
     code_directory: str | None = None
     """Where modules of yours (`reward.function`, `tasks`, `openai.update`) are looked for after the installed ones, and
     before the working directory; null: the configuration's directory."""
@@ -321,6 +322,11 @@ class RunConfig(Settings):
     checkpoint: CheckpointConfig = CheckpointConfig()
     loggers: tuple[LoggerConfig, ...] = ()
     launcher: LauncherConfig = LauncherConfig()
+
+    @property
+    def outside_roles(self) -> tuple[str, ...]:
+        """Roles of which the run has no process: processes outside do their tasks, and nobody knows when."""
+        return tuple(role for role, number in self.roles.items() if not number)
 
     @property
     def needs_old_log_probs(self) -> bool:

@@ -28,6 +28,7 @@ from workers.data.task_source import changed_data, data_identity
 from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.records.ledger_file import filtered_groups, trained_groups
 from workers.rollout.config import SamplingConfig
+from workers.run_client import Announcement
 from workers.tasks.dataflow import PROMPT_COLUMNS, WEIGHTS
 from workers.tasks.graph import graph_of, launched_tasks, prompt_columns, task_of, task_specs
 from workers.tasks.reference import reference_step
@@ -143,6 +144,7 @@ def run_controller(context: WorkerContext) -> None:
     admission = prompts = None
     if context.gang.name == config.tq.controllers[0]:
         check_data(context)
+        Announcement.of(config, context.job).publish(context.credentials())
         prompts = _open_prompts(context)
         admission = prompt_admission(
             context.credentials(),

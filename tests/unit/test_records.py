@@ -80,6 +80,7 @@ def recorder(run_dir: Path, *, lineage: int = 1, warn: Callable[[str], None] = p
         elapsed_s=0.0,
         job=SimpleNamespace(lineage=lineage, gangs=[SimpleNamespace(role="actor", devices=("cpu",))]),
         waiting_seconds=dict,
+        sealed_store=lambda: SimpleNamespace(check=lambda keys: False),
         warn=warn,
     )
     return StepRecorder(context)

@@ -25,6 +25,7 @@ from workers.algorithms.parts import LossCounts
 from workers.context import WorkerContext
 from workers.engines.base import StepStats
 from workers.records.ledger import refill_lines
+from workers.records.outside_metrics import OutsideMetrics
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 from workers.tasks.dataflow import OBSERVERS, SERVICES, roles_on_device
 from workers.trainer.log_prob_gap import LogProbGap
@@ -224,6 +225,7 @@ class StepRecorder:
         self._metrics = JsonLines(context.run_dir / METRICS_FILE)
         self._ledger = JsonLines(context.run_dir / LEDGER_FILE)
         self._updates = JsonLines(context.run_dir / UPDATES_FILE)
+        self._outside = OutsideMetrics(context.sealed_store())
         self._unwritten_refills: list[Refill] = []
         self._complained = False
         self.num_refills = 0
@@ -281,6 +283,7 @@ class StepRecorder:
             "first_micro_batch_wait_s": round(waited_s, 4),
             "idle_fraction": self._idle_fractions(),
             "histograms": record.totals.histograms(),
+            **self._outside.new(),
         }
         lineage = self._context.job.lineage
         refills, self._unwritten_refills = self._unwritten_refills, []

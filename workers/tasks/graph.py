@@ -67,8 +67,8 @@ def with_own_rollout(graph: Sequence[Task]) -> tuple[Task, ...]:
 
 def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
     """Return the tasks of this run, placed over the roles that were launched."""
-    roles = dict.fromkeys(gang.role for gang in job.gangs if gang.role not in SERVICES)
-    return place_tasks(graph_of(config), list(roles))
+    launched = (gang.role for gang in job.gangs if gang.role not in SERVICES)
+    return place_tasks(graph_of(config), list(dict.fromkeys((*launched, *config.outside_roles))))
 
 
 def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
@@ -91,7 +91,8 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
             barrier=schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
             in_order=config.deterministic,
             keeps_leases=task.role in TRAINERS,
-            max_deliveries=0 if task.role in TRAINERS else config.tq.max_deliveries,
+            # A process outside may be killed at will: that says nothing about its rows.
+            max_deliveries=0 if task.role in {*TRAINERS, *config.outside_roles} else config.tq.max_deliveries,
             policy=load_policy(config.tq.policy if task.role in TRAINERS else "fifo"),
             steps=steps if task.role in TRAINERS else None,
         )

@@ -95,7 +95,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
             "weightsync.export.directory: '/dev/null/x' cannot be",
         ),
         (["--roles", "rolout:8,actor:4"], "roles: 'rolout' is not a role; did you mean 'rollout'?"),
-        (["--roles", "rollout:0,actor:4"], "roles: rollout:0 must have at least 1 rank"),
+        (["--roles", "rollout:1,actor:0"], "roles: actor:0 must have at least 1 rank"),
         (["--roles", "rollout:-1,actor:4"], "roles: rollout:-1 must have at least 1 rank"),
         (["--roles", "rollout:1"], "roles: 'actor' is missing"),
         (["--roles", "actor:1"], "roles: 'rollout' is missing"),

@@ -1,7 +1,9 @@
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config.load import check_roles, parse_roles
+from launcher.checks.preflight import check_run
+from launcher.config.load import check_roles, load_config, parse_roles
+from launcher.config.paths import find_recipe
 
 
 def test_roles_are_parsed_into_canonical_order() -> None:
@@ -26,7 +28,9 @@ def test_roles_of_users_tasks_follow_the_others() -> None:
     [
         ("rolout:8,actor:4", "'rolout' is not a role; did you mean 'rollout'?"),
         ("rollout:8,actor:4,xyz:1", "'xyz' is not a role; known roles: rollout actor"),
-        ("rollout:0,actor:4", "rollout:0 must have at least 1 rank"),
+        ("rollout:2,actor:0", "actor:0 must have at least 1 rank"),
+        ("rollout:2,actor:1,evaluate:0", "evaluate:0 must have at least 1 rank"),
+        ("rollout:-1,actor:4", "rollout:-1 must have at least 1 rank"),
         ("rollout:2,actor:-4", "actor:-4 must have at least 1 rank"),
         ("rollout:2.5,actor:4", "rollout:2.5 is not a whole number"),
         ("rollout:two,actor:4", "rollout:two is not a whole number"),
@@ -53,3 +57,30 @@ def test_bad_roles_are_refused_with_name_and_value(text: str, expected: str) -> 
 def test_alias_beside_its_role_is_refused_in_a_file_too() -> None:
     with pytest.raises(ConfigError, match="'ref' is given twice"):
         check_roles({"rollout": 1, "actor": 1, "ref": 1, "reference": 1})
+
+
+def test_roles_may_be_left_to_processes_outside() -> None:
+    checked = check_run(load_config(find_recipe("quickstart"), roles="rollout:0,actor:1,reward:0"))
+    assert checked.config.outside_roles == ("rollout", "reward")
+
+
+@pytest.mark.parametrize(
+    ("setting", "roles", "message"),
+    [
+        (
+            "algorithm={name: dapo}",
+            "rollout:1,actor:1,reward:0",
+            "algorithm.group_filter: .* roles reward:0, ",
+        ),
+        (
+            "algorithm={name: dapo}",
+            "rollout:0,actor:1",
+            "algorithm.group_filter: .* roles rollout:0, ",
+        ),
+        ("deterministic=true", "rollout:0,actor:1,reward:1", "deterministic: true: cannot be with roles rollout:0"),
+    ],
+)
+def test_what_processes_outside_know_nothing_of_is_refused(setting: str, roles: str, message: str) -> None:
+    overrides = (setting, "schedule.mode=sync", "schedule.max_staleness=0")
+    with pytest.raises(ConfigError, match=message):
+        check_run(load_config(find_recipe("quickstart"), roles=roles, overrides=overrides))

@@ -1,0 +1,71 @@
+"""Processes outside of a run take part in it, and leave or die without harm."""
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import asyncflow
+from asyncflow.job import Job
+
+from . import command
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval=0", "--steps", "3")
+
+
+def started(stack: ExitStack, example: str, *arguments: str) -> "subprocess.Popen[str]":
+    """Start an example; it is gone when the stack is."""
+    process = subprocess.Popen(
+        [sys.executable, EXAMPLES / example, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    stack.callback(process.communicate)
+    stack.callback(process.kill)
+    return process
+
+
+def test_reward_services_outside_score_a_run_though_one_leaves_and_one_is_killed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    roles = ("--roles", "rollout:1,actor:1,reward:0")
+    with command.started("--run-dir", "run", *SMALL, *roles, cwd=tmp_path) as launched, ExitStack() as stack:
+        command.wait_until((run_dir / "job.json").exists, "job.json")
+        job = Job.load(run_dir)
+        with asyncflow.connect(f"{job.store_host}:{job.store_port}", job.secret, timeout_s=90) as run:
+            lease = next(iter(run.stream("rewards", num_rows=16)))
+            assert len(lease.responses) == len(lease) > 0  # it leaves with them in hand
+        killed = started(stack, "external_reward.py", str(run_dir))
+        assert killed.stdout is not None
+        assert "scored" in killed.stdout.readline()
+        killed.kill()
+        last = started(stack, "external_reward.py", str(run_dir))
+        out, err = launched.communicate(timeout=command.DEADLINE_S)
+        assert launched.returncode == 0, err
+        said, _ = last.communicate(timeout=60)
+        assert last.returncode == 0, said
+    command.check_ledger(run_dir, groups_per_step=8, last=3)
+    metrics = command.lines(run_dir / "metrics.jsonl")
+    assert any(f"outside/reward-{last.pid}/mean" in line for line in metrics)
+    logs = [path.read_text() for path in run_dir.rglob("*") if path.is_file() and path.suffix in (".log", ".jsonl")]
+    assert not [text for text in (*logs, out, err, said) if job.secret in text]
+
+
+def test_generators_outside_make_every_sample_though_they_are_killed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    roles = ("--roles", "rollout:0,actor:1,reward:1")
+    with command.started("--run-dir", "run", *SMALL, *roles, cwd=tmp_path) as launched, ExitStack() as stack:
+        command.wait_until((run_dir / "job.json").exists, "job.json")
+        for _ in range(2):
+            killed = started(stack, "external_generator.py", str(run_dir))
+            assert killed.stdout is not None
+            assert "in hand" in killed.stdout.readline()
+            killed.kill()
+        last = started(stack, "external_generator.py", str(run_dir))
+        _, err = launched.communicate(timeout=command.DEADLINE_S)
+        assert launched.returncode == 0, err
+        said, _ = last.communicate(timeout=60)
+        assert last.returncode == 0, said
+    command.check_ledger(run_dir, groups_per_step=8, last=3)
+    for line in command.lines(run_dir / "metrics.jsonl"):
+        assert line["staleness_max"] <= line["staleness_bound"]
+        difference = line["rollout_log_prob_diff_mean"]  # its tokens are as likely as it says; null: none is on-policy
+        assert difference is None or difference < 1e-4

@@ -1,0 +1,159 @@
+"""What a process outside puts is checked before the run sees it; what it is told of the run has no secrets."""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from asyncflow.clock import HostClock
+from asyncflow.decoding import msgpack_decoder
+from asyncflow.errors import ConfigError
+from asyncflow.job import GangSpec, Job
+from asyncflow.network import LOOPBACK
+from asyncflow.sealed_store import SealedStore, serve_store
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe
+from tq.batch import Column
+from tq.client.lease import Lease
+from tq.config import QueueConfig
+from tq.messages import LeaseGrant
+from weightsync.version import Version
+from workers.records.outside_metrics import OutsideMetrics, report_metrics
+from workers.run_client import Announcement, OutsideLease, OutsideTask, connect
+
+SECRET = "5e" * 32
+GENERATED = ("tokens", "sample_lengths", "response_mask", "rollout_log_probs", "versions", "truncated")
+ROLLOUT = OutsideTask(("prompts",), GENERATED, needs_version=True)
+REWARDS = OutsideTask(("tokens",), ("rewards", "correct"), needs_version=False)
+
+
+class Queue:
+    """Remembers puts; stands in for a client's data plane."""
+
+    def __init__(self) -> None:
+        self.puts: list[Mapping[str, Column]] = []
+
+    def put(self, granted: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+        self.puts.append(columns)
+
+
+def lease_of(queue: Queue, task: OutsideTask, *, held: int = 0, bound: int = 1) -> OutsideLease:
+    """Return a lease of rows 4 and 5, admitted for step 3."""
+    grant = LeaseGrant("task", 1, 3, [4, 5], [2, 2], ["storage-0"] * 2)
+    plain = Lease(queue, grant)  # type: ignore[arg-type]  # what is not called here
+    return OutsideLease(queue, plain, task, Version(0, held), bound=bound)  # type: ignore[arg-type]
+
+
+def generated(**others: Any) -> dict[str, Any]:
+    """Return columns of two rows, with two and one drawn tokens of versions 1 and 2."""
+    columns = {
+        "tokens": [[5, 6, 7], [5, 8]],
+        "sample_lengths": [[3], [2]],
+        "response_mask": [[0, 1, 1], [0, 1]],
+        "rollout_log_probs": [[-0.5, -1.0], [-2.0]],
+        "versions": [[1, 2], [2]],
+        "truncated": [False, True],
+    }
+    return columns | others
+
+
+def test_lists_and_wide_numbers_become_the_columns_that_the_run_reads() -> None:
+    queue = Queue()
+    scores = {"rewards": torch.tensor([0.5, 1.0], dtype=torch.float64), "correct": [0, 1]}
+    assert lease_of(queue, REWARDS).put(scores)
+    assert lease_of(queue, ROLLOUT, held=2).put(generated())
+    kinds = {name: column.values.dtype for put in queue.puts for name, column in put.items()}
+    assert kinds == {
+        "rewards": torch.float32,
+        "correct": torch.bool,
+        "tokens": torch.int64,
+        "sample_lengths": torch.int32,
+        "response_mask": torch.uint8,
+        "rollout_log_probs": torch.float32,
+        "versions": torch.int32,
+        "truncated": torch.bool,
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"versions": [[0, 2], [2]]}, "versions 0 to 2 for step 3, which takes 1 to 2"),
+        ({"versions": [[1, 2], [3]]}, "versions 1 to 3 for step 3"),
+        ({"rollout_log_probs": [[-0.5], [-2.0]]}, r"rollout_log_probs of \[1, 1\] for \[2, 1\] drawn tokens"),
+        ({"rollout_log_probs": [[-0.5, float("nan")], [-2.0]]}, "not finite"),
+        ({"response_mask": [[0, 1, 1], [0]]}, r"response_mask of \[3, 1\] for \[3, 2\] tokens"),
+        (
+            {"response_mask": [[0, 1, 1], [0, 0]], "rollout_log_probs": [[-1, -1], []], "versions": [[1, 2], []]},
+            "no dr",
+        ),
+        ({"sample_lengths": [[3], [1]]}, r"sample_lengths \(their sums\) of \[3, 1\]"),
+        ({"tokens": [5, None]}, "column tokens: .*; give a tensor or list per row"),
+        ({"rewards": [1.0, 1.0]}, "a put of columns .* rewards; give tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_not_put(wrong: dict[str, Any], message: str) -> None:
+    queue = Queue()
+    with pytest.raises(ConfigError, match=message):
+        lease_of(queue, ROLLOUT, held=2).put(generated(**wrong))
+    assert not queue.puts
+
+
+def test_announcement_has_the_tasks_of_roles_without_processes_and_no_secret() -> None:
+    config = load_config(find_recipe("quickstart"), roles="rollout:1,actor:1,reward:0")
+    gangs = (GangSpec("rollout-0", "rollout", 0, 1, ("cpu",)), GangSpec("actor", "actor", 0, 1, ("cpu",)))
+    job = Job(LOOPBACK, 1, SECRET, 1, gangs, 0, "", 3, 0.0, HostClock.measure())
+    encoded = msgspec.msgpack.encode(Announcement.of(config, job))
+    told = msgpack_decoder(Announcement).decode(encoded)
+    assert told.tasks["rewards"].outputs == ("rewards", "correct")
+    assert told.tasks["actor_rollout"].needs_version
+    assert "actor_train" not in told.tasks
+    assert "backend" not in told.queue  # its address may hold a password
+    assert QueueConfig.model_validate(told.queue).lease_timeout_s == config.tq.lease_timeout_s
+    assert SECRET.encode() not in encoded
+
+
+@pytest.mark.parametrize(
+    ("run", "key", "message"),
+    [
+        ("10.0.0.1:80", None, "is an address; give its key"),
+        ("nowhere", SECRET, "no HOST:PORT"),
+        ("10.0.0.1:80", "not hex, though hush", "no row of hex digits"),
+        ("nothing-there", None, "nothing runs there"),
+    ],
+)
+def test_where_there_is_no_run_the_key_is_not_shown(run: str, key: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        connect(run, key)
+    assert key is None or key not in str(caught.value)
+
+
+def test_another_runs_key_is_said_to_be_wrong(server: tuple[SealedStore, int]) -> None:
+    store, port = server
+    store.put("outside/run", b"")
+    with pytest.raises(ConfigError, match="has another one"):
+        connect(f"{LOOPBACK}:{port}", "ab" * 32, timeout_s=10)
+
+
+def test_numbers_are_in_one_step_and_gone_from_the_next(server: tuple[SealedStore, int]) -> None:
+    store, _ = server
+    read = OutsideMetrics(store)
+    assert read.new() == {}
+    report_metrics(store, "judge", {"ms": 3.0}, stamp="1")
+    report_metrics(store, "judge", {"ms": 4.0}, stamp="2")
+    report_metrics(store, "other", {"n": 1}, stamp="1")
+    assert read.new() == {"outside/judge/ms": 4.0, "outside/other/n": 1}
+    report_metrics(store, "judge", {"ms": 4.0}, stamp="3")
+    assert read.new() == {"outside/judge/ms": 4.0}
+    with pytest.raises(ConfigError, match="ms: nan is not finite"):
+        report_metrics(store, "judge", {"ms": float("nan")}, stamp="4")
+    assert read.new() == {}
+
+
+@pytest.fixture
+def server() -> tuple[SealedStore, int]:
+    store, port = serve_store(LOOPBACK, timedelta(seconds=10))
+    return SealedStore(store, bytes.fromhex(SECRET)), port

@@ -1,0 +1,56 @@
+"""Numbers that processes outside of a run report: written by `asyncflow.connect`'s client, read by actor rank 0.
+
+Each process has one key in the job store, with its newest numbers. A step's line of `metrics.jsonl` has those that are
+new since the line before; what a process reported faster than steps end is replaced, not summed.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+
+from asyncflow.errors import ConfigError
+from asyncflow.sealed_store import SealedStore
+
+_ANY = "outside/any_metrics"
+_METRICS = "outside/metrics/"
+
+
+def report_metrics(store: SealedStore, name: str, metrics: Mapping[str, float], *, stamp: str) -> None:
+    """Write a process's numbers.
+
+    Args:
+        store: the job's.
+        name: of the process.
+        metrics: finite numbers.
+        stamp: another one for each report.
+
+    Raises:
+        ConfigError: a value is no finite number; nothing is written.
+    """
+    for metric, value in metrics.items():
+        if not isinstance(metric, str) or isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"metric {metric!r}: {value!r} is no number; give names with a float or an int each")
+        if not math.isfinite(value):
+            raise ConfigError(f"metric {metric}: {value} is not finite; leave it out")
+    store.set(f"{_METRICS}{name}", json.dumps({"stamp": stamp, "metrics": dict(metrics)}))
+    store.put(_ANY, "1")
+
+
+class OutsideMetrics:
+    """Reads what is new; one per recorder."""
+
+    def __init__(self, store: SealedStore) -> None:
+        self._store = store
+        self._stamps: dict[str, str] = {}
+
+    def new(self) -> dict[str, float]:
+        """Return `outside/PROCESS/METRIC` -> value of what was reported since the last call."""
+        if not self._store.check([_ANY]):
+            return {}
+        metrics: dict[str, float] = {}
+        for name, text in self._store.read_below(_METRICS).items():
+            report = json.loads(text)
+            if self._stamps.get(name) != report["stamp"]:
+                self._stamps[name] = report["stamp"]
+                metrics |= {f"outside/{name}/{metric}": value for metric, value in report["metrics"].items()}
+        return metrics

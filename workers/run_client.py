@@ -1,0 +1,396 @@
+"""A process outside of a run that takes part in it: `asyncflow.connect`.
+
+    with asyncflow.connect("runs/mine", name="judge") as run:      or connect("10.0.0.1:29400", key)
+        for lease in run.stream("rewards", num_rows=32):           ends when the run does
+            lease.put({"rewards": scores, "correct": [score == 1 for score in scores]})
+        run.log({"score_ms": 12.5})                                -> metrics.jsonl: outside/judge/score_ms
+
+    job.json, or address and key -> job store -> what the lead controller announced -> the queue, like any worker
+
+The run does not wait for it: when it leaves or dies, its leases return and others get the rows; it may come back at any
+time. What it puts is checked here, before the run sees it: columns, element types, lengths, versions.
+"""
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed import DistError
+
+from asyncflow.decoding import msgpack_decoder
+from asyncflow.errors import ConfigError, SealBroken, TransportError
+from asyncflow.job import Job
+from asyncflow.network import address_towards, choose_interface
+from asyncflow.sealed_store import connect_store
+from asyncflow.transport.handshake import Credentials
+from tq.batch import Column
+from tq.client.lease import Lease, LeaseCalls, LeaseStream
+from tq.client.queue_client import QueueClient
+from tq.config import QueueConfig
+from tq.messages import NoRows, NoRowsReason
+from weightsync.external import WeightFeed
+from weightsync.version import Version
+from workers.config import RunConfig
+from workers.records.outside_metrics import report_metrics
+from workers.tasks.dataflow import (
+    ANSWER_COLUMNS,
+    DRAWN_COLUMNS,
+    REWARD_PARTS,
+    SAMPLE_COLUMNS,
+    TRAINERS,
+    WEIGHTS,
+    NeededWeights,
+)
+from workers.tasks.graph import launched_tasks
+from workers.tasks.rollouts import responses_of
+
+_KEY = "outside/run"
+_NAME = re.compile(r"[\w.-]+")
+_LOOK_S = 0.5
+"""How often a client looks whether the run is over (s)."""
+_END_S = 10.0
+"""How long the launcher may outlive the run's services (s)."""
+_DTYPES = {
+    **dict.fromkeys(DRAWN_COLUMNS, torch.float32),
+    "tokens": torch.int64,
+    "sample_lengths": torch.int32,
+    "response_mask": torch.uint8,
+    "versions": torch.int32,
+    "correct": torch.bool,
+    "truncated": torch.bool,
+}
+"""Element types; of all other columns float32."""
+
+
+@dataclass(frozen=True)
+class OutsideTask:
+    """A task of the queue, as a process outside sees it.
+
+    Attributes:
+        inputs, outputs: columns that it reads, and that a put must have.
+        needs_version: its rows are for consumers that say which weights they hold.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    needs_version: bool
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a process outside must know of a run; the lead controller puts it into the job store.
+
+    Attributes:
+        tasks: by name, without those that train.
+        queue: settings of its clients.
+        staleness_bound: of the schedule.
+        agents: weight agent -> its node's address; "" on the only node.
+    """
+
+    tasks: dict[str, OutsideTask]
+    queue: dict[str, Any]
+    staleness_bound: int
+    agents: dict[str, str]
+
+    @staticmethod
+    def of(config: RunConfig, job: Job) -> "Announcement":
+        """Return it for a run. It has no secrets: everybody who reaches the store can read it."""
+        placed = [task for task in launched_tasks(config, job) if task.role not in TRAINERS]
+        addresses = {node.rank: node.address for node in job.nodes}
+        return Announcement(
+            {
+                task.name: OutsideTask(task.inputs, task.outputs, task.weights is not NeededWeights.ANY)
+                for task in placed
+            },
+            config.tq.model_dump(mode="json", exclude={"backend"}),
+            config.schedule.staleness_bound,
+            {gang.name: addresses.get(gang.nodes[0], "") for gang in job.of_role(WEIGHTS)},
+        )
+
+    def publish(self, credentials: Credentials) -> None:
+        """Make it known; again by each incarnation of the lead."""
+        credentials.call_store("put", _KEY, msgspec.msgpack.encode(asdict(self)))
+
+
+def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_s: float = 120.0) -> "RunClient":
+    """Join a run that goes on.
+
+    Args:
+        run: its directory, or `HOST:PORT` of its job store (`store_host`, `store_port` of `job.json`).
+        key: with an address: the run's key (`secret` of `job.json`, 64 hex digits). It is proved, never sent.
+        name: of this process, for messages and metrics; default: host and process id.
+        timeout_s: for the run to start, and to answer.
+
+    Raises:
+        ConfigError: nothing runs there, or key or name cannot be.
+        TransportError: the run is over, or does not answer.
+    """
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name: {name!r} has other characters than letters, digits, '.', '_' and '-'")
+    host, port, secret = _endpoint(run, key)
+    choose_interface(host)
+    if not _answers(host, port, timeout_s):
+        raise TransportError(f"run {run}: nothing answers at {host}:{port}; is it over?")
+    try:
+        store = connect_store(host, port, timedelta(seconds=timeout_s))
+        credentials = Credentials(store, secret, timeout_s)
+        announced = credentials.call_store("get", _KEY)
+    except SealBroken as error:
+        raise ConfigError(f"key: the run at {host}:{port} has another one; take `secret` of its job.json") from error
+    except (DistError, TransportError) as error:
+        raise TransportError(f"run {run}: it let nobody in within {timeout_s:g} s; has it started?") from error
+    alive = partial(_answers, host, port, timeout_s)
+    return RunClient(credentials, name, msgpack_decoder(Announcement).decode(announced), alive=alive)
+
+
+class RunClient:
+    """A process's access to a run; a context manager. Thread-safe; its streams are used by one thread each.
+
+    Attributes:
+        tasks: what may be leased here, by name.
+        queue: the queue itself, without checks.
+    """
+
+    def __init__(
+        self, credentials: Credentials, name: str, announced: Announcement, *, alive: Callable[[], bool]
+    ) -> None:
+        """Args:
+        credentials: store and secret.
+        name: of this process.
+        announced: by the run.
+        alive: whether the run's store answers.
+        """
+        self.tasks = announced.tasks
+        self.name = name
+        self._credentials = credentials
+        self._announced = announced
+        self._alive = alive
+        self._over, self._closed = threading.Event(), threading.Event()
+        self.queue = QueueClient(
+            credentials, f"outside-{name}", config=QueueConfig.model_validate(announced.queue), stop=self._over
+        )
+        self._feeds: list[WeightFeed] = []
+        self._num_reports = 0
+        threading.Thread(target=self._watch, name="watch-run", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended."""
+        return self._over.is_set()
+
+    def stream(
+        self,
+        task: str,
+        *,
+        num_rows: int = 64,
+        version: Version | None = None,
+        columns: Sequence[str] | None = None,
+        prefetch: int = 1,
+    ) -> LeaseStream:
+        """Iterate over a task's rows as they become ready, as `QueueClient.stream`; a put is checked first.
+
+        It ends with the run, and, of a task with `needs_version`, when rows need newer weights (`ended_by`).
+
+        Args:
+            task: of `tasks`.
+            num_rows: at most so many per lease.
+            version: of the weights that this process generates with.
+            columns: to read ahead; default: all inputs.
+            prefetch: leases fetched ahead.
+
+        Raises:
+            ConfigError: no such task, or `version` is missing.
+        """
+        if task not in self.tasks:
+            raise ConfigError(f"task {task!r}: none that is leased here; the run has {' '.join(self.tasks)}")
+        spec = self.tasks[task]
+        if spec.needs_version and version is None:
+            raise ConfigError(f"task {task}: say with version=... which weights this process holds")
+        held = version or Version(0, 0)
+        return LeaseStream(
+            partial(self._fetch, held),
+            task,
+            spec.inputs if columns is None else columns,
+            num_rows=num_rows,
+            token_budget=0,
+            version=held.step,
+            prefetch=prefetch,
+            timeout_s=60.0,
+            producers_timeout_s=0.0,
+        )
+
+    def weights(self) -> WeightFeed:
+        """Return what tells of new weights, and loads them; from a host of the run, as the same user.
+
+        Raises:
+            ConfigError: no node of the run is on this host.
+        """
+        for agent, address in self._announced.agents.items():
+            if not address or address_towards(address) == address:
+                feed = WeightFeed(self._credentials, agent, self.name, over=self._over.is_set)
+                self._feeds.append(feed)
+                return feed
+        raise ConfigError(
+            f"weights: this host is none of the run's ({' '.join(self._announced.agents.values())}), and weights are "
+            f"read from shared memory; start the process there, or have the run export them (weightsync.export)"
+        )
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Report numbers: the next step's line of `metrics.jsonl` has the newest as `outside/NAME/METRIC`.
+
+        Raises:
+            ConfigError: a value is no finite number.
+            TransportError: the run is over.
+        """
+        self._num_reports += 1
+        stamp = f"{self.queue.owner}/{self._num_reports}"
+        with self._credentials.borrowed_store() as store:
+            try:
+                report_metrics(store, self.name, metrics, stamp=stamp)
+            except DistError as error:
+                raise TransportError("the run is over") from error
+
+    def close(self) -> None:
+        """Leave: leases return. Idempotent."""
+        self._closed.set()
+        for feed in self._feeds:
+            feed.close()
+        self.queue.close()
+
+    def _fetch(self, held: Version, task: str, **how: Any) -> "Lease | NoRows":
+        try:
+            answer = self.queue.fetch(task, lineage=held.lineage, **how)
+        except TransportError:
+            if self._over.wait(_END_S):
+                return NoRows(NoRowsReason.STOP, held.step)
+            raise
+        if isinstance(answer, NoRows):
+            return answer
+        return OutsideLease(self.queue.data, answer, self.tasks[task], held, bound=self._announced.staleness_bound)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            if not self._alive() and not self._alive():
+                self._over.set()
+                return
+
+
+class OutsideLease(Lease):
+    """A lease whose puts are checked, so that a mistake outside costs an error there and not the run."""
+
+    def __init__(self, calls: LeaseCalls, lease: Lease, task: OutsideTask, held: Version, *, bound: int) -> None:
+        """Args:
+        calls: the client's data plane.
+        lease: as it was fetched.
+        task: its own.
+        held: weights that the rows were asked for with.
+        bound: of staleness.
+        """
+        super().__init__(calls, lease.grant, lease.batch.columns)
+        self._task = task
+        self._held = held
+        self._bound = bound
+
+    @property
+    def responses(self) -> list[Tensor]:
+        """The drawn tokens of each row, int64; for tasks that read what was generated."""
+        return responses_of(self.read(["tokens", "response_mask"]))
+
+    def put(self, columns: Mapping[str, Any], rows: Sequence[int] | None = None) -> bool:
+        """Write all output columns; see `Lease.put`.
+
+        Args:
+            columns: name -> a number per row, or a tensor or list per row of what has one per token; `reward_parts`: a
+                dict per row.
+            rows: some of the lease's.
+
+        Raises:
+            ConfigError: a column is missing, is no output, or does not fit; nothing was put.
+        """
+        name, outputs = self.grant.task, self._task.outputs
+        given = list(columns.keys())  # of a TensorDict, too
+        if set(given) != set(outputs):
+            raise ConfigError(f"{name}: a put of columns {' '.join(given) or 'none'}; give {' '.join(outputs)}")
+        packed = {column: _packed(column, columns[column]) for column in outputs}
+        if set(SAMPLE_COLUMNS) <= set(packed):
+            self._check_samples(packed)
+        return super().put(packed, rows)
+
+    def _check_samples(self, columns: Mapping[str, Column]) -> None:
+        tokens, lengths, mask = (columns[name] for name in SAMPLE_COLUMNS)
+        drawn = [int(row.sum()) for row in mask.rows()]
+        sums = [int(row.sum()) for row in lengths.rows()]
+        per_row = {"response_mask": mask.lengths.tolist(), "sample_lengths (their sums)": sums}
+        wanted = dict.fromkeys(per_row, tokens.lengths.tolist())
+        for name in set(columns) & set(DRAWN_COLUMNS):
+            per_row[name], wanted[name] = columns[name].lengths.tolist(), drawn
+        for name, numbers in per_row.items():
+            if numbers != wanted[name]:
+                of = "drawn tokens" if name in DRAWN_COLUMNS else "tokens"
+                raise ConfigError(f"{self.grant.task}: {name} of {numbers} for {wanted[name]} {of}; give one for each")
+        if not all(drawn):
+            raise ConfigError(f"{self.grant.task}: a row has no drawn token; response_mask is 1 where one was drawn")
+        if not columns["rollout_log_probs"].values.isfinite().all():
+            raise ConfigError(f"{self.grant.task}: rollout_log_probs are not finite; were the weights loaded?")
+        oldest, newest = (int(of(columns["versions"].values)) for of in (torch.min, torch.max))
+        least = max(0, self.partition - 1 - self._bound)
+        if oldest < least or newest > self._held.step:
+            raise ConfigError(
+                f"{self.grant.task}: versions {oldest} to {newest} for step {self.partition}, which takes {least} to "
+                f"{self._held.step} (what the rows were asked for with); generate with newer weights"
+            )
+
+
+def _packed(name: str, values: Any) -> Column:
+    dtype = _DTYPES.get(name, torch.float32)
+    try:
+        if name == REWARD_PARTS:
+            return Column.of_values(list(values))
+        if name in (*SAMPLE_COLUMNS, *DRAWN_COLUMNS):
+            return Column.of_rows([torch.as_tensor(row).to("cpu", dtype).reshape(-1) for row in values])
+        return Column.of_scalars(torch.as_tensor(values).to("cpu", dtype))
+    except (TypeError, ValueError, RuntimeError) as error:
+        per = "a number per row" if name in ANSWER_COLUMNS else "a tensor or list per row"
+        raise ConfigError(f"column {name}: {error}; give {per} ({dtype})") from error
+
+
+def _endpoint(run: Path | str, key: str | None) -> tuple[str, int, bytes]:
+    """Return host, port and secret of a run."""
+    host, _, port = str(run).rpartition(":")
+    if key is None:
+        if host and port.isdigit() and not Path(run).exists():
+            raise ConfigError(f"run: {run} is an address; give its key, too (`secret` of the run's job.json)")
+        job = Job.load(Path(run))
+        return job.store_host, job.store_port, bytes.fromhex(job.secret)
+    if not host or not port.isdigit():
+        raise ConfigError(f"run: {run!s} with a key is no HOST:PORT; give the job store's address, or no key")
+    try:
+        return host, int(port), bytes.fromhex(key)
+    except ValueError:
+        raise ConfigError("key: that is no row of hex digits; take `secret` of the run's job.json") from None
+
+
+def _answers(host: str, port: int, timeout_s: float) -> bool:
+    """Whether a server listens there; a client of the store would try for long, and print traces."""
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except OSError:
+        return False
+    return True
