@@ -210,7 +210,7 @@ class EvaluateConfig(HubPart):
         """Return how the held-out prompts are read: as the training data, in their order. Needs `path` or `source`."""
         assert self.path or self.source, "the preflight checks refuse the role without prompts"
         own = {name: getattr(self, name) for name in ("path", "source", "options", *HubPart.model_fields)}
-        changed = {"mixture": (), "sampler": None, "sampler_options": {}, "shuffle": False}
+        changed: dict[str, Any] = {"mixture": (), "sampler": None, "sampler_options": {}, "shuffle": False}
         return data.model_copy(update={**own, **changed})
 
     def sampling(self, rollout: RolloutConfig) -> SamplingConfig:
