@@ -4,6 +4,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -99,6 +100,7 @@ def connect_group(store: Store, rank: int, size: int, device: torch.device) -> P
     vendor = vendor_of(device.type)
     if vendor is CPU:
         return vendor.group(store, rank, size, timeout)
+    deadline = time.monotonic() + timeout.total_seconds()
     store.set(f"here/{rank}", "1")
     store.wait([f"here/{other}" for other in range(size)], timeout)
     connected: Future[ProcessGroup] = Future()
@@ -115,7 +117,7 @@ def connect_group(store: Store, rank: int, size: int, device: torch.device) -> P
 
     threading.Thread(target=connect, name="connect", daemon=True).start()
     try:
-        return connected.result(timeout.total_seconds())
+        return connected.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         raise RuntimeError(f"the group did not connect within {timeout.total_seconds():g} s") from None
 

@@ -135,7 +135,6 @@ def train(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=60),
-        device_id=None if device.type == "cpu" else device,
     )
     actor = ActorConfig(lr=1e-2, eps=0.05)
     engine = FsdpEngine(MODEL, actor=actor, temperature=1.0, device=device, seed=0)
@@ -175,14 +174,18 @@ def train(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
         thread.start()
     for thread in waits:
         thread.join()
-    before = {shard.name: shard.values.detach().cpu().clone() for shard in engine.shards()}
+    held_here = {}
+    for shard in engine.shards():
+        held_here[shard.name] = torch.zeros(shard.shape, dtype=torch.bfloat16)
+        held_here[shard.name][shard.box.slices] = shard.values.detach().cpu().to(torch.bfloat16)
     region = Region(mapped[0], layout)
-    wrong = 0
-    for number, spec in enumerate(plan.tensors):
-        for shard in engine.shards():
-            if shard.name == spec.name:
-                wrong += not torch.equal(region.tensor(number)[shard.box.slices], before[shard.name].to(torch.bfloat16))
-    lost = sum(int(tensor.isnan().any()) for tensor in _tensors(saved) if tensor.is_floating_point())
+    wrong = sum(
+        not torch.equal(region.piece(piece), held_here[plan.names[piece.tensor]][piece.box.slices])
+        for bucket in plan.of_sender(rank)
+        for piece in bucket.pieces
+    )
+    live = _tensors({"state": engine.state_dict()})
+    lost = sum(not torch.equal(one, other.cpu()) for one, other in zip(_tensors(saved), live, strict=True))
     norms.append(engine.step(0.1).grad_norm)
     last = batch()
     said = {

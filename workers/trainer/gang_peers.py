@@ -30,8 +30,9 @@ _FIRST_BYTES = 2048
 def meet_peers(context: WorkerContext) -> None:
     """Make the default process group, over all ranks of this gang; every later wait in it has its deadline.
 
-    Gloo meets first. The devices' own backend then may, too; that blocks in the host, without end if a rank dies
-    between the two meetings.
+    Gloo meets here, the devices' own backend in its first collective. Without `device_id`, which would have that meet
+    here, too: with it a rank takes part in a split of the communicator for each group that it is *not* in, also for
+    Gloo's, whose members split nothing (torch 2.13, `_new_process_group_helper`); Megatron's groups would hang.
 
     Raises:
         DeadlineExceeded: not all of them came.
@@ -45,7 +46,6 @@ def meet_peers(context: WorkerContext) -> None:
             rank=context.rank,
             world_size=size,
             timeout=timedelta(seconds=launcher.operation_timeout_s),
-            device_id=None if context.device.type == "cpu" else context.device,
         )
     except RuntimeError as error:
         raise _blame(

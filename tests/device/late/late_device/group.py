@@ -35,7 +35,10 @@ class LateWork(dist.Work):
 
 
 class LateGroup(dist.ProcessGroup):
-    """A group over the tensors of one device."""
+    """A group over the tensors of one device; those of the host go over Gloo at once.
+
+    (PyTorch takes a group that Python defines for all of `cpu:gloo,late:lccl`.)
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -75,7 +78,10 @@ class LateGroup(dist.ProcessGroup):
 
         abort_gloo(self._gloo)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> LateWork:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        if tensors[0].device.type == "cpu":
+            return self._gloo.allreduce(tensors, _all_reduce(opts))
+
         def call(sent: Tensors, got: Tensors) -> None:
             sums = [each.clone() for each in sent]
             self._gloo.allreduce(sums, _all_reduce(opts)).wait(self._timeout)
@@ -84,7 +90,10 @@ class LateGroup(dist.ProcessGroup):
 
         return self._run(tensors, tensors, call)
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> LateWork:
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
+        if tensors[0].device.type == "cpu":
+            return self._gloo.broadcast(tensors, opts or dist.BroadcastOptions())
+
         def call(sent: Tensors, got: Tensors) -> None:
             values = [each.clone() for each in sent]
             self._gloo.broadcast(values, opts or dist.BroadcastOptions()).wait(self._timeout)
@@ -93,7 +102,9 @@ class LateGroup(dist.ProcessGroup):
 
         return self._run(tensors, tensors, call)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> LateWork:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        if inputs[0].device.type == "cpu":
+            return self._gloo.allgather(outputs, inputs)
         return self._run(inputs, outputs[0], lambda sent, got: self._gather(got, sent))
 
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> LateWork:
