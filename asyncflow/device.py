@@ -1,52 +1,65 @@
-"""The one place that knows vendors: devices, their backends, and groups over them.
-
-Everything else asks PyTorch (`torch.accelerator`) or this module, never `if npu`.
+"""Devices as everything but the launcher sees them: opened, grouped, copied from. What differs between vendors is in
+`asyncflow.vendors`; all else asks PyTorch (`torch.accelerator`) or this module, never `if npu`.
 """
 
-import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, get_default_backend_for_device
+from torch.distributed import ProcessGroup, Store
 
 from asyncflow.errors import ConfigError
-from asyncflow.transport.gloo import abort_gloo, gloo_group
-
-logger = logging.getLogger(__name__)
-
-_CUDA_HOST_REGISTER_READ_ONLY = 8
-_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-_GLOO_THREADS = 4
-"""Collectives of a group that run at a time: on their way through the ranks, small ones then fill each other's gaps."""
+from asyncflow.vendors import CPU, vendor_of, vendors
 
 
 def open_device(name: str) -> torch.device:
-    """Make `name` (`cpu`, `cuda:1`, `npu:0`) this process's current device.
+    """Make `name` (`cpu`, `cuda:1`, `npu:0`) the calling thread's current device.
 
     Raises:
         ConfigError: this build of PyTorch has no such device.
     """
-    if name.startswith("npu"):
-        import torch_npu  # noqa: F401 - registers the device and HCCL
+    vendor_of(name).load()
     device = torch.device(name)
     if device.type == "cpu":
         return device
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device(device.type):
         raise ConfigError(f"launcher.device: {name} is not there for this PyTorch ({torch.__version__}); use cpu")
-    torch.accelerator.set_device_index(device.index or 0)
+    use_device(device)
     return device
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the calling thread's current one, in each thread that touches it.
+
+    Every thread begins with device 0, and the first call on a device makes a context there: half a gigabyte of the
+    first rank's memory for each process that forgets it.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return what makes `device` the calling thread's current one while a block runs."""
+    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index or 0)
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return what gives the calling thread a stream of its own while a block runs; threads begin with the same one."""
+    return nullcontext() if device.type == "cpu" else torch.Stream(device=device)
 
 
 def visible_alone(device: torch.device, *, number: int = 1, env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment in which a child process sees so many devices from `device` on; nothing for the CPU."""
-    variable = _VISIBLE.get(device.type)
-    if variable is None:
+    variable = vendor_of(device.type).visible
+    if not variable:
         return {}
     listed = [name.strip() for name in env.get(variable, "").split(",") if name.strip()]
     first = device.index or 0
@@ -57,45 +70,70 @@ def visible_alone(device: torch.device, *, number: int = 1, env: Mapping[str, st
 def make_deterministic(device: torch.device) -> None:
     """Let this process's kernels give the same bits for the same inputs, before the first one runs.
 
-    Kernels without such a variant are reported as warnings by PyTorch.
+    PyTorch raises RuntimeError, which names the operation, where a kernel has no such variant.
     """
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    for variable, value in vendor_of(device.type).determinism().items():
+        os.environ.setdefault(variable, value)
+    torch.use_deterministic_algorithms(True)
+
+
+def group_backends(device: torch.device) -> str:
+    """Return the backends of a default group: Gloo for host values, the vendor's own for those of `device`."""
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{vendor_of(device.type).backend}"
 
 
 def connect_group(store: Store, rank: int, size: int, device: torch.device) -> ProcessGroup:
     """Connect a group of processes that share no default group, over the device's own backend.
 
+    The ranks of an accelerator's group meet over the store first. Their backend meets in its first collective, which
+    blocks in the host, and which no other thread can end; so a thread runs it that is abandoned at the deadline.
+
     Args:
-        store: prefixed for this group alone; its timeout bounds the meeting, and with Gloo every collective.
+        store: prefixed for this group alone; its timeout bounds the meeting, and every collective.
         rank, size: of this process in the group.
         device: whose tensors travel.
+
+    Raises:
+        RuntimeError: not all ranks came in time.
     """
-    backend = get_default_backend_for_device(device)
-    if backend == "gloo":
-        timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # the stub lacks it
-        return gloo_group(store, rank, size, timeout=timeout, num_threads=_GLOO_THREADS)
-    if backend == "nccl":
-        from torch.distributed import ProcessGroupNCCL
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # the stub lacks it
+    vendor = vendor_of(device.type)
+    if vendor is CPU:
+        return vendor.group(store, rank, size, timeout)
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.set(f"here/{rank}", "1")
+    store.wait([f"here/{other}" for other in range(size)], timeout)
+    connected: Future[ProcessGroup] = Future()
 
-        return ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())  # type: ignore[return-value]
-    if backend == "hccl":
-        from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+    def connect() -> None:
+        try:
+            use_device(device)
+            group = vendor.group(store, rank, size, timeout)
+            with side_stream(device):  # else what this waits for would hold up all that the process computes
+                group.allreduce([torch.zeros(1, device=device)]).wait(timeout)
+            connected.set_result(group)
+        except BaseException as error:  # noqa: BLE001 (of another thread; it is raised where it is waited for)
+            connected.set_exception(error)
 
-        group: ProcessGroup = ProcessGroupHCCL(store, rank, size, ProcessGroupHCCL.Options())
-        return group
-    raise ConfigError(
-        f"launcher.device: no group can be built over backend {backend!r} of {device}; use cpu, cuda, npu"
-    )
+    threading.Thread(target=connect, name="connect", daemon=True).start()
+    try:
+        return connected.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        raise RuntimeError(f"the group did not connect within {timeout.total_seconds():g} s") from None
 
 
 def abort_group(group: ProcessGroup) -> None:
-    """End a group of `connect_group` from any thread: waits in it, on any rank, raise RuntimeError."""
-    if isinstance(group, ProcessGroupGloo):
-        abort_gloo(group)
-    else:
-        group.abort()
+    """End a group of `connect_group` from any thread: waits in it, on any rank, raise RuntimeError.
+
+    On HCCL an operation that a dead peer left unfinished goes on occupying the device; see `asyncflow.vendors`.
+    """
+    backend = group.name()
+    next(vendor for vendor in vendors().values() if vendor.backend == backend).abort(group)
+
+
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """Return float64 where the device's kernels compute in it, else float32."""
+    return torch.float64 if vendor_of(device.type).has_float64 else torch.float32
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:
@@ -132,13 +170,18 @@ class CopyStream:
         """
         if self._stream is None:
             return [CopiesDone(self._thread.submit(copy).result) for copy in copies]
+        use_device(self._device)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         ends = []
         with self._stream:
             for copy in copies:
                 copy()
-                ends.append(CopiesDone(self._stream.record_event().synchronize))
+                ends.append(CopiesDone(partial(self._await, self._stream.record_event())))
         return ends
+
+    def _await(self, event: torch.Event) -> None:
+        with on_device(self._device):  # another thread may wait, whose current device is the first
+            event.synchronize()
 
     def close(self) -> None:
         """End the thread once it is done; idempotent."""
@@ -159,8 +202,8 @@ class CopiesDone:
 def pin(address: int, num_bytes: int, device: torch.device, *, writable: bool) -> Callable[[], object] | None:
     """Page-lock host memory, so that copies between it and `device` need no intermediate buffer and may overlap.
 
-    Only on CUDA; other runtimes offer no such call to Python (NPU): there, copies are staged by the driver. Where it
-    fails (limits of locked memory), copies are slower, and that is all.
+    Where the vendor has no such call, or it fails (limits of locked memory), copies are slower, and that is all. Any
+    thread may call this, and what it returns: both make `device` the current one meanwhile.
 
     Args:
         address, num_bytes: of the memory.
@@ -170,11 +213,15 @@ def pin(address: int, num_bytes: int, device: torch.device, *, writable: bool) -
     Returns:
         What releases it, to be called before the memory is unmapped; None: it is not locked.
     """
-    if device.type != "cuda" or not num_bytes:
+    if not num_bytes:
         return None
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(runtime.cudaHostRegister(address, num_bytes, 0 if writable else _CUDA_HOST_REGISTER_READ_ONLY))
-    if error:
-        logger.debug("cudaHostRegister of %d bytes: error %d", num_bytes, error)
+    with on_device(device):
+        release = vendor_of(device.type).pin(address, num_bytes, writable=writable)
+    if release is None:
         return None
-    return partial(runtime.cudaHostUnregister, address)
+
+    def unpin() -> None:
+        with on_device(device):
+            release()
+
+    return unpin

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.device import CopiesDone, abort_group, connect_group
+from asyncflow.device import CopiesDone, abort_group, connect_group, side_stream, use_device
 from asyncflow.errors import TransportError, WeightsLate, WeightSyncError
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials, key_appears
@@ -112,7 +112,8 @@ class Broadcaster:
             Checksums of the buckets that were packed, by index.
         """
         checksums: dict[int, int] = {}
-        with _aborting(self._abort, when=stop):
+        use_device(self._device)
+        with _aborting(self._abort, when=stop), side_stream(self._device):
             self._run(version, region, copied, checksums, stop or threading.Event())
         return checksums
 
@@ -248,9 +249,11 @@ class BroadcastMember:
         plan, deadline = region.layout.plan, time.monotonic() + timeout_s
         coming: deque[_Coming] = deque()
         taken: deque[Future[None]] = deque()
+        use_device(self._device)
         try:
             groups = self._connect(transfer, plan)
-            with ThreadPoolExecutor(1) as checker:  # checks a bucket while the next ones come
+            # The checker has a bucket while the next ones come; what is waited for holds up no computation.
+            with ThreadPoolExecutor(1) as checker, side_stream(self._device):
                 for bucket in plan.buckets:
                     coming.append(_Coming(groups[bucket.sender], BucketParts(region, bucket), self._device))
                     if len(coming) > len(groups):

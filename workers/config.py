@@ -239,8 +239,9 @@ class CheckpointConfig(Settings):
 class LauncherConfig(Settings):
     """Processes and devices."""
 
-    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """Where model ranks run; `auto`: the accelerator that is there, else the CPU."""
+    device: str = "auto"
+    """Where model ranks run: `cpu`, `cuda`, `npu`, or an installed vendor's; `auto`: the accelerator that is there,
+    else the CPU."""
     threads_per_worker: int = Field(1, ge=1)
     """Intra-op threads of every worker on the CPU."""
     devices_per_node: int = Field(0, ge=0)

@@ -20,7 +20,6 @@ from workers.checkpoint.writer import Contents, RunFacts
 from workers.config import CheckpointConfig
 from workers.trainer.gang_peers import gather
 
-CPU = torch.device("cpu")
 _SIDE = 512
 
 
@@ -54,7 +53,7 @@ def run_rank(rank: int, options: Options, results: Any) -> None:
     measured: dict[str, list[float]] = {}
     for number in range(options.rounds + 1):
         for kind, value in bench.round(number).items():
-            slowest = max(gather(value, device=CPU))
+            slowest = max(gather(value))
             if number:  # the first touches memory for the first time
                 measured.setdefault(kind, []).append(slowest)
     bench.close()
@@ -75,7 +74,7 @@ class RankBench:
         config.touch()
         facts = RunFacts(lineage=0, model_fingerprint="", data_hash="", config=config)
         settings = CheckpointConfig(keep_last=1, export_hf=False)
-        self._saver = Checkpointer(options.directory, settings, facts=facts, device=CPU)
+        self._saver = Checkpointer(options.directory, settings, facts=facts, device=torch.device("cpu"))
         self._beside = Contents(make_durable=lambda: None)
         self._factors = torch.rand(2, _SIDE, _SIDE)
         self._products = 20

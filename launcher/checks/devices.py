@@ -1,17 +1,12 @@
 """Which devices this machine has, found without importing torch: device files, the vendors' variables, the build."""
 
-import importlib.metadata
-import importlib.util
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from asyncflow.errors import ConfigError
-
-Kind = Literal["cpu", "cuda", "npu"]
+from asyncflow.vendors import CPU, Vendor, vendor_of, vendors
 
 
 @dataclass(frozen=True)
@@ -23,21 +18,8 @@ class Devices:
         count: accelerators visible to this process; 0 for the CPU, which takes any number of ranks.
     """
 
-    kind: Kind
+    kind: str
     count: int = 0
-
-
-@dataclass(frozen=True)
-class _Vendor:
-    kind: Kind
-    file_prefix: str
-    variable: str
-
-
-_VENDORS = (
-    _Vendor("npu", "davinci", "ASCEND_RT_VISIBLE_DEVICES"),
-    _Vendor("cuda", "nvidia", "CUDA_VISIBLE_DEVICES"),
-)
 
 
 def find_devices(
@@ -46,7 +28,7 @@ def find_devices(
     """Return the devices for `launcher.device`.
 
     Args:
-        requested: `auto` (an accelerator if one can be used, else the CPU), `cpu`, `cuda` or `npu`.
+        requested: `auto` (an accelerator if one can be used, else the CPU), or a vendor's kind.
         dev: where device files are.
         env: the environment.
         installed: whether the accelerator's PyTorch is installed; None: look.
@@ -55,11 +37,11 @@ def find_devices(
     """
     if requested == "cpu":
         return Devices("cpu")
-    for vendor in _VENDORS:
-        if requested not in ("auto", vendor.kind):
-            continue
-        count = _count(vendor, dev, env)
-        obstacle = _obstacle(vendor.kind) if installed is None else ("" if installed else "its PyTorch is missing")
+    for vendor in vendors().values() if requested == "auto" else [vendor_of(requested)]:
+        if vendor is CPU:
+            break
+        count = vendor.count(dev, env)
+        obstacle = vendor.obstacle() if installed is None else ("" if installed else "its PyTorch is missing")
         if count and not obstacle:
             return Devices(vendor.kind, count)
         if requested == vendor.kind:
@@ -70,33 +52,6 @@ def find_devices(
     return Devices("cpu")
 
 
-def _count(vendor: _Vendor, dev: Path, env: Mapping[str, str]) -> int:
-    present = (
-        sum(1 for file in dev.iterdir() if re.fullmatch(rf"{vendor.file_prefix}\d+", file.name)) if dev.is_dir() else 0
-    )
-    visible = env.get(vendor.variable)
-    if visible is None:
-        return present
-    count = 0
-    for entry in (part.strip() for part in visible.split(",")):
-        # The vendors' runtimes stop at the first entry that names no device.
-        if not entry or (re.fullmatch(r"-?\d+", entry) and not 0 <= int(entry) < present):
-            break
-        count += 1
-    return min(count, present)
-
-
-def _seen(vendor: _Vendor, dev: Path, env: Mapping[str, str]) -> str:
-    variable = f", {vendor.variable}={env[vendor.variable]!r}" if vendor.variable in env else ""
-    return f"no usable {dev}/{vendor.file_prefix}*{variable}"
-
-
-def _obstacle(kind: Kind) -> str:
-    """Say why the installed PyTorch cannot drive `kind`, or nothing."""
-    if kind == "npu":
-        return "" if importlib.util.find_spec("torch_npu") else "torch_npu is not installed"
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return "torch is not installed"
-    return f"the installed torch {version} is a CPU build" if version.endswith("+cpu") else ""
+def _seen(vendor: Vendor, dev: Path, env: Mapping[str, str]) -> str:
+    variable = f", {vendor.visible}={env[vendor.visible]!r}" if vendor.visible in env else ""
+    return f"no usable {dev}/{vendor.files}*{variable}"

@@ -11,7 +11,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.network import GLOO_INTERFACE, LOOPBACK_INTERFACE
 from asyncflow.process import variables_set
 from asyncflow.size_text import size_text
-from launcher.checks.devices import Kind, find_devices
+from launcher.checks.devices import find_devices
 from launcher.doctor.messages import Finding, Needs, reason
 from launcher.doctor.network import between_nodes, find_interfaces
 
@@ -52,7 +52,7 @@ class AcceleratorFacts:
         devices: each that PyTorch counts.
     """
 
-    files: dict[Kind, int]
+    files: dict[str, int]
     import_error: str = ""
     torch: str = ""
     kind: str = ""
@@ -78,7 +78,7 @@ class GroupFacts:
 
 def try_devices(needs: Needs) -> AcceleratorFacts:
     """Import torch, and compute a little on every device if the run uses them."""
-    files: dict[Kind, int] = {"cuda": _by_files("cuda"), "npu": _by_files("npu")}
+    files: dict[str, int] = {"cuda": _by_files("cuda"), "npu": _by_files("npu")}
     try:
         import torch
         import torch.distributed as dist
@@ -175,7 +175,7 @@ def _busy_devices(facts: AcceleratorFacts, needs: Needs) -> list[Finding]:
     ]
 
 
-def _by_files(kind: Kind) -> int:
+def _by_files(kind: str) -> int:
     try:
         return find_devices(kind, installed=True).count
     except ConfigError:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from launcher.checks.devices import Kind, find_devices
+from launcher.checks.devices import find_devices
 
 RESOLVE = "configuration"
 """Name of what comes before the checks: its answer has `needs` or `refused`."""
@@ -93,7 +93,7 @@ class Needs:
     """
 
     run_dir: str
-    device: Kind = "cpu"
+    device: str = "cpu"
     num_nodes: int = 1
     engines: tuple[str, ...] = ()
     backend: str = "memory"

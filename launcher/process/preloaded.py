@@ -4,6 +4,7 @@ Only `multiprocessing.forkserver` imports it, as `launcher.process.fork_server` 
 else: no thread may start here, because a forked child inherits locks but not the threads that hold them.
 """
 
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -12,8 +13,10 @@ import pkgutil
 import signal
 import sys
 import traceback
+from pathlib import Path
 
-from asyncflow.process import STOP_SIGNALS, die_with_parent
+from asyncflow.process import STOP_SIGNALS, die_with_parent, variables_set
+from asyncflow.vendors import vendors
 from launcher.process import worker_entry
 from launcher.process.fork_server import LAUNCHER_VARIABLE, LOG_VARIABLE
 
@@ -31,6 +34,8 @@ LIBRARIES = (
     "msgspec",
     "xxhash",
     "jinja2.sandbox",
+)
+MODELS = (
     "transformers.generation.utils",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
@@ -39,6 +44,10 @@ LIBRARIES = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 OWN_PACKAGES = ("asyncflow", "tq", "weightsync", "workers")
+_NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""Else torch imports every installed backend, torch_npu among them, with itself."""
+_NEVER = ("workers.engines.vllm.worker",)
+"""What only vLLM's own worker imports: it imports vllm, seconds and gigabytes for every role."""
 
 
 def prepare() -> None:
@@ -55,11 +64,18 @@ def prepare() -> None:
     os.environ.pop("PYTHONSAFEPATH", None)  # the server's own path is set; a user's subprocesses choose for themselves
     worker_entry.remember_fork_server()
     gc.disable()
-    for name in LIBRARIES:
+    with variables_set(_NO_AUTOLOAD):
+        for name in LIBRARIES:
+            _import(name)
+    # Where torch_npu is installed, transformers imports it when it is imported itself (`is_torch_npu_available`), and
+    # workers' modules import transformers.
+    has_npu = importlib.util.find_spec("torch_npu") is not None
+    for name in () if has_npu else MODELS:
         _import(name)
-    for package in OWN_PACKAGES:
+    for package in OWN_PACKAGES[:-1] if has_npu else OWN_PACKAGES:
         for name in _modules(package):
             _import(name)
+    check_forkable()
     gc.collect()
     gc.freeze()  # the collector in a child does not touch, and so copy, the pages that all of them share
     gc.enable()
@@ -75,7 +91,28 @@ def _modules(package: str) -> list[str]:
         if module.name.endswith("__main__"):
             continue
         names += _modules(module.name) if module.ispkg else [module.name]
-    return names
+    return [name for name in names if name not in _NEVER]
+
+
+def check_forkable() -> None:
+    """Refuse what a forked child would inherit and could not use: threads, devices, and what is of one role alone.
+
+    Raises:
+        RuntimeError: there is such a thing.
+    """
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    found = [f"{num_threads} threads"] if num_threads > 1 else []
+    prefixes = tuple(f"/dev/{vendor.files}" for vendor in vendors().values() if vendor.files)
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            path = str(descriptor.readlink())
+            found += [f"{path} open"] if path.startswith(prefixes) else []
+    found += [f"{name} imported" for name in ("vllm", "torch_npu") if name in sys.modules]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found.append("CUDA initialised")
+    if found:
+        raise RuntimeError(f"preload: this process cannot be forked from: {', '.join(found)}")
 
 
 def _import(name: str) -> None:

@@ -29,6 +29,6 @@ def gang_rank(port: int, pipe: Pipe, rank: int, num_ranks: int, timeout_s: float
         while True:
             pipe.send("ready")
             pipe.recv()
-            pipe.send(gather(rank, device=context.device))
+            pipe.send(gather(rank))
     except AsyncFlowError as error:
         pipe.send((type(error).__name__, str(error)))

@@ -44,7 +44,6 @@ from workers.trainer.gang_peers import gather
 
 logger = logging.getLogger(__name__)
 
-_CPU = torch.device("cpu")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -210,7 +209,7 @@ class CheckpointWriter:
             logger.warning("checkpoint %s: rank %d gives up", target, self._rank, exc_info=None if expected else error)
             mine = [None, self._reason(error)]
         try:
-            parts = gather(mine, device=_CPU, group=self._group)
+            parts = gather(mine, group=self._group)
         except RuntimeError as error:
             raise CheckpointError(
                 f"checkpoint {target}: the actor's ranks lost each other ({one_line(error)})"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from asyncflow.device import exact_dtype
 from tq.batch import PackedBatch
 from workers.algorithms.parts import LossCounts
 from workers.tasks.dataflow import REWARD_PARTS
@@ -194,7 +195,7 @@ class StepTotals:
 
 def numbers(stats: Mapping[str, Tensor]) -> dict[str, float]:
     """Return scalars of any device as numbers; they are fetched together, so the device waits once."""
-    values = torch.stack([value.double() for value in stats.values()]).tolist()
+    values = torch.stack([value.to(exact_dtype(value.device)) for value in stats.values()]).tolist()
     return dict(zip(stats, values, strict=True))
 
 

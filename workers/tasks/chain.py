@@ -104,7 +104,7 @@ class TaskChain:
             return _compute(task, batch, step, round_rows)
         samples = samples_of(PackedBatch(batch.indices, {name: batch[name] for name in SAMPLE_COLUMNS if len(batch)}))
         cuts = micro_batches(samples, task.cut)
-        most = max_over_ranks(len(cuts), device=self._context.device) if task.collective else len(cuts)
+        most = max_over_ranks(len(cuts)) if task.collective else len(cuts)
         parts = [task.compute(samples.select(cut), step) for cut in cuts]
         for _ in range(most - len(cuts)):
             task.compute(_EMPTY, step)

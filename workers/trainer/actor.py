@@ -69,7 +69,7 @@ class Actor:
         self._channel = self._open_channel() if context.rank == 0 and context.job.of_role("critic") else None
         self._save_channel = None if self._channel is None else self._open_channel()
         place = ReplicaPlace.of(config.actor, context.rank, context.gang.num_ranks)
-        peers = ReplicaPeers(place, context.device) if len(place.ranks) > 1 else None
+        peers = ReplicaPeers(place) if len(place.ranks) > 1 else None
         self._columns = TaskChain(task.fused, context, self._engine, critic=self._critic, peers=peers)
         self._sender = open_sender(context, self._engine.shards())
         self._client = context.queue_client()
@@ -144,7 +144,7 @@ class Actor:
         """
         if stopped:
             return False
-        if not sum_over_ranks(record.num_scored, device=self._context.device):
+        if not sum_over_ranks(record.num_scored):
             why = self._context.last_reward_failure() or "see the logs of the ranks that score"
             raise no_rewards(f"step {record.step}", why)
         if self._context.job.of_role("critic"):
@@ -176,7 +176,7 @@ class Actor:
         record.checkpoint_failures = self._checkpointer.num_failures
         if self._keeps_rows and not self._checkpointer.busy:
             record.save_wanted = self._client.checkpoint_wanted()
-        record.merge(gather(record.part(), device=self._context.device))
+        record.merge(gather(record.part()))
         if self._channel is not None:
             self._context.report("waiting for the critic", step=record.step)
             record.critic_report = self._channel.recv_report(record.step)

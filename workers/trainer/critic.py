@@ -37,8 +37,6 @@ from workers.trainer.trainer import Trainer, critic_learner, open_loader
 
 logger = logging.getLogger(__name__)
 
-_CPU = torch.device("cpu")
-
 
 def run_critic(context: WorkerContext) -> None:
     """Train until the actor says that it is over."""
@@ -102,7 +100,7 @@ class Critic:
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
         """Wait until the actor trains this step, or will not; a save that comes first is of the step before."""
-        stopped = sum_over_ranks(int(stopped), device=self._context.device) > 0
+        stopped = sum_over_ranks(int(stopped)) > 0
         while not self._over:
             if (committed := self._receive()) is not None:
                 at = record.step
@@ -123,7 +121,7 @@ class Critic:
     def record(self, record: StepRecord) -> None:
         """Report the step's figures to the actor, which writes them down."""
         self._context.report("reporting", step=record.step, version=record.step)
-        record.merge(gather(record.part(), device=self._context.device))
+        record.merge(gather(record.part()))
         if self._context.rank == 0:
             self._channel.send_report(record.step, record.critic_metrics())
 
@@ -239,7 +237,7 @@ class CriticSaver:
             expected = isinstance(failure, (AsyncFlowError, OSError))
             logger.warning("the critic's part of step %d", step, exc_info=None if expected else failure)
             error = f"rank {dist.get_rank()}: {one_line(failure)}"
-        parts = gather([files, error], device=_CPU, group=self._group)
+        parts = gather([files, error], group=self._group)
         if dist.get_rank() == 0:
             merged = {name: tuple(entry) for found, _ in parts for name, entry in found.items()}
             self._channel.send_files(step, merged, next((why for _, why in parts if why), ""))

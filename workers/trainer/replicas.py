@@ -87,14 +87,10 @@ def open_replica(context: WorkerContext, place: ReplicaPlace) -> Replica | None:
 class ReplicaPeers:
     """Shares columns among the ranks of each replica; constructed by all ranks of the gang together."""
 
-    def __init__(self, place: ReplicaPlace, device: torch.device) -> None:
-        """Args:
-        device: of the default group's backend.
-        """
+    def __init__(self, place: ReplicaPlace) -> None:
         self._lead = place.ranks[0]
         self.leads = place.leads
         """Whether this rank computes."""
-        self._device = device
         groups = [dist.new_group(list(ranks)) for ranks in place.members]
         self._group = groups[place.index]
 
@@ -123,6 +119,5 @@ class ReplicaPeers:
         return unpack(msgpack_decoder(list[ColumnHeader]).decode(meta.numpy().tobytes()), body)
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        there = tensor.to(self._device)
-        dist.broadcast(there, src=self._lead, group=self._group)
-        return there.cpu()
+        dist.broadcast(tensor, src=self._lead, group=self._group)  # host values: Gloo
+        return tensor

@@ -155,7 +155,7 @@ class Trainer:
         batch = self._columns.add_columns(batch, step=record.step, round_rows=round_rows)
         self._role.take(batch, record)
         several = self._training.num_updates > 1 or self._whole_step
-        total_rows = sum_over_ranks(len(batch) * self._counts, device=self._context.device) if several else len(batch)
+        total_rows = sum_over_ranks(len(batch) * self._counts) if several else len(batch)
         samples = samples_of(batch)
         return Round(samples, self._micro_batches(samples, round_rows), total_rows, self._drawn_by(batch))
 
@@ -163,7 +163,7 @@ class Trainer:
         """Return the versions that drew tokens of a round, on any rank, so that all score it with the same copies."""
         if self._tri_model is None:
             return ()
-        parts = gather(self._tri_model.versions_of(batch), device=self._context.device)
+        parts = gather(self._tri_model.versions_of(batch))
         return sorted({version for part in parts for version in part})
 
     def _micro_batches(self, batch: PackedBatch, round_rows: int) -> list[Sequence[int]]:
@@ -171,7 +171,7 @@ class Trainer:
         training = self._training
         cuts = micro_batches(batch, training)
         if training.max_tokens_per_micro_batch:
-            most = max_over_ranks(len(cuts), device=self._context.device)
+            most = max_over_ranks(len(cuts))
         else:
             most = -(-round_rows // training.micro_batch_size)
         return [*cuts, *([range(0)] * (most - len(cuts)))]
@@ -180,7 +180,7 @@ class Trainer:
         """Normalise the advantages of this rank's rounds by those of all ranks; collective."""
         algorithm = self._algorithm
         own = Moments.merged(algorithm.moments(batch) for batch in batches if len(batch) and self._counts)
-        parts = gather(vars(own), device=self._context.device)
+        parts = gather(vars(own))
         moments = Moments.merged(Moments(**part) for part in parts)
         return [algorithm.normalized(batch, moments) if len(batch) else batch for batch in batches]
 
@@ -213,7 +213,7 @@ class Trainer:
         for learner in self._learning(record):
             log = record.log(learner.model)
             with self._context.timeline.span("wait for peers", step=record.step):
-                parts = gather(vars(log.next_update), device=self._context.device)
+                parts = gather(vars(log.next_update))
             totals = UpdateTotals.merged(UpdateTotals(**part) for part in parts)
             scale = self._algorithm.scale(totals.counts)
             self._check_finite("loss", totals.loss * scale, learner, record)

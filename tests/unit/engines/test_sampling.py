@@ -67,3 +67,16 @@ def test_row_without_probabilities_gets_a_token_and_says_so(changes: dict[str, f
     tokens, log_probs = draw_tokens(logits, torch.full((3,), 0.7), config(**changes))
     assert tokens.lt(3).all()
     assert log_probs.isfinite().tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_k": 2}, {"top_p": 0.7}, {"top_k": 3, "top_p": 0.9}])
+def test_no_prefix_sum_is_of_floats(changes: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses it where kernels must be deterministic, and its parallel sum may rise at a weight of zero."""
+    cumsum = torch.Tensor.cumsum
+
+    def as_on_cuda(self: torch.Tensor, dim: int) -> torch.Tensor:
+        assert not self.is_floating_point(), "cumsum_cuda_kernel does not have a deterministic implementation"
+        return cumsum(self, dim)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", as_on_cuda)
+    draw_tokens(torch.randn(8, 5), torch.linspace(0, 0.99, 8), config(**changes))

@@ -239,6 +239,12 @@ def _key_shape(model: Any, device: torch.device) -> KeyShape:
     )
 
 
+_UNIFORM_BITS = 24
+"""Of a float32 in [0, 1): one below 1 is below 2**24 of them."""
+_WEIGHT_BITS = 37
+"""The product of a total, which rounding may leave above 1, and a uniform fits into 63 bits."""
+
+
 def _uniforms(seed: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
     """Return float32 in [0, 1); Philox is keyed directly, so a stream costs no seeding."""
     return np.random.Generator(np.random.Philox(key=seed)).random(size, dtype=np.float32)
@@ -249,19 +255,26 @@ def _draw_filtered(probs_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) 
     if config.top_k > 0:
         sorted_BV = sorted_BV[:, : config.top_k]
     if config.top_p < 1:
-        before_BV = sorted_BV.cumsum(-1) - sorted_BV
-        sorted_BV = sorted_BV * (before_BV < config.top_p * sorted_BV.sum(-1, keepdim=True))
+        units_BV = _fixed_point(sorted_BV)
+        before_BV = units_BV.cumsum(-1) - units_BV
+        sorted_BV = sorted_BV * (before_BV < config.top_p * units_BV.sum(-1, keepdim=True))
     return order_BV.gather(-1, _invert(sorted_BV, uniform_B).unsqueeze(-1)).squeeze(-1)
 
 
 def _invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Return the first index whose cumulative weight exceeds uniform * total; never one of weight zero.
 
-    A row that is not finite has no such index: it gets the last one, and its log-probabilities are not finite either.
+    In whole numbers, since a parallel prefix sum of floats need not be monotonic: it may rise at a weight of zero, and
+    CUDA refuses it where kernels must be deterministic. A row that is not finite gets the last index, and its
+    log-probabilities are not finite either.
     """
-    cumulative_BV = weights_BV.cumsum(-1)
-    total_B1 = cumulative_BV[:, -1:].contiguous()
-    drawn_B1 = torch.searchsorted(cumulative_BV, uniform_B.unsqueeze(-1) * total_B1, right=True)
-    # uniform * total may round up to total, beyond the last index with a weight.
-    last_B1 = torch.searchsorted(cumulative_BV, total_B1)
-    return torch.minimum(drawn_B1, last_B1).clamp_(max=weights_BV.shape[-1] - 1).squeeze(-1)
+    cumulative_BV = _fixed_point(weights_BV).cumsum(-1)
+    uniform_B1 = (uniform_B * 2**_UNIFORM_BITS).to(torch.int64).unsqueeze(-1)
+    bound_B1 = (cumulative_BV[:, -1:] * uniform_B1) >> _UNIFORM_BITS
+    drawn_B1 = torch.searchsorted(cumulative_BV, bound_B1, right=True)
+    return drawn_B1.clamp_(max=weights_BV.shape[-1] - 1).squeeze(-1)
+
+
+def _fixed_point(weights_BV: Tensor) -> Tensor:
+    """Return weights of a sum of at most 1 as int64, in 2**-37; what is smaller, or not finite, is 0."""
+    return (weights_BV.nan_to_num(0.0, 0.0, 0.0) * 2**_WEIGHT_BITS).to(torch.int64)

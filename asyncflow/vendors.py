@@ -1,0 +1,226 @@
+"""Vendors of devices: a record of each, and nowhere else a vendor's name. Torch is imported inside the methods only,
+because the launcher reads records, too; all else asks PyTorch (`torch.accelerator`) or `asyncflow.device`.
+
+One more vendor is a `Vendor` in a package of its own, named by an entry point:
+
+    [project.entry-points."asyncflow.vendors"]
+    late = "late_device.vendor:LATE"
+
+Groups of accelerators end by their deadline, and never end their process. What was read for that:
+
+NCCL, torch 2.13 `ProcessGroupNCCL.cpp`. A timeout seen by the watchdog thread is stored and thrown there, which ends
+the process. With TORCH_NCCL_BLOCKING_WAIT=1, read per constructor, there is no watchdog, and `wait(timeout)` waits in
+the host and throws there. `Options._timeout` bounds all else. Its monitor writes a dump key to the *unprefixed* store,
+which every first group of a process polls, unless TORCH_NCCL_DUMP_ON_TIMEOUT=0 (the default became 1).
+
+HCCL, Ascend/pytorch `ProcessGroupHCCL.cpp`, `Init.cpp`, and its page of TORCH_HCCL_BLOCKING_WAIT: the same switch, read
+in the constructor, formerly HCCL_BLOCKING_WAIT; then, too, no watchdog, and a wait in the host, by the group's own
+timeout (`Options.op_timeout`, later `_timeout`), whatever `wait` is given. `Backend.abort` is empty; `abort_hccl_comm`
+destroys the communicators, but an operation on the device goes on.
+
+None of this has run on such devices: tests drive it with a backend that has these manners (`tests/device`).
+"""
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.errors import ConfigError
+from asyncflow.process import variables_set
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "asyncflow.vendors"
+_CUDA_HOST_REGISTER_READ_ONLY = 8
+_GLOO_THREADS = 4
+"""Collectives of a group that run at a time: on their way through the ranks, small ones then fill each other's gaps."""
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """One kind of device. The defaults suit a device that PyTorch knows through `torch.accelerator`.
+
+    Attributes:
+        kind: device type as PyTorch names it.
+        backend: of its process groups.
+        files: what its device files in /dev begin with, before a number.
+        visible: environment variable that says which of them a process sees.
+        has_float64: whether its kernels compute in float64.
+    """
+
+    kind: str
+    backend: str
+    files: str = ""
+    visible: str = ""
+    has_float64: bool = True
+
+    def obstacle(self) -> str:
+        """Say why what is installed cannot drive the device, or nothing. Torch-free."""
+        return ""
+
+    def count(self, dev: Path, env: Mapping[str, str]) -> int:
+        """Return how many devices a process sees, by the device files in `dev` and its environment. Torch-free."""
+        names = [file.name for file in dev.iterdir()] if dev.is_dir() else []
+        present = sum(1 for name in names if re.fullmatch(rf"{self.files}\d+", name))
+        visible = env.get(self.visible)
+        if visible is None:
+            return present
+        count = 0
+        for entry in (part.strip() for part in visible.split(",")):
+            # The vendors' runtimes stop at the first entry that names no device.
+            if not entry or (re.fullmatch(r"-?\d+", entry) and not 0 <= int(entry) < present):
+                break
+            count += 1
+        return min(count, present)
+
+    def load(self) -> None:
+        """Make PyTorch know the device; before its first use in a process."""
+
+    def group(self, store: "Store", rank: int, size: int, timeout: timedelta) -> "ProcessGroup":
+        """Return a group whose waits raise RuntimeError once `timeout` has passed, and never end the process."""
+        raise ConfigError(f"launcher.device: {self.kind} has no process groups; use {' '.join(vendors())}")
+
+    def abort(self, group: "ProcessGroup") -> None:
+        """End what waits in a group, from any thread."""
+        group.abort()
+
+    def pin(self, address: int, num_bytes: int, *, writable: bool) -> Callable[[], object] | None:
+        """Page-lock host memory for the current device; return what releases it, or None: it is not locked."""
+        return None
+
+    def determinism(self) -> dict[str, str]:
+        """Return environment variables that its kernels and collectives need to give the same bits each time."""
+        return {}
+
+
+class _Cpu(Vendor):
+    def group(self, store: "Store", rank: int, size: int, timeout: timedelta) -> "ProcessGroup":
+        from asyncflow.transport.gloo import gloo_group
+
+        return gloo_group(store, rank, size, timeout=timeout, num_threads=_GLOO_THREADS)
+
+    def abort(self, group: "ProcessGroup") -> None:
+        from asyncflow.transport.gloo import abort_gloo
+
+        abort_gloo(group)
+
+
+class _Cuda(Vendor):
+    def obstacle(self) -> str:
+        try:
+            version = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            return "torch is not installed"
+        return f"the installed torch {version} is a CPU build" if version.endswith("+cpu") else ""
+
+    def load(self) -> None:
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+
+    def group(self, store: "Store", rank: int, size: int, timeout: timedelta) -> "ProcessGroup":
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        with variables_set({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
+            return ProcessGroupNCCL(store, rank, size, options)  # type: ignore[return-value]
+
+    def pin(self, address: int, num_bytes: int, *, writable: bool) -> Callable[[], object] | None:
+        import torch
+
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(runtime.cudaHostRegister(address, num_bytes, 0 if writable else _CUDA_HOST_REGISTER_READ_ONLY))
+        if error:
+            _forget_cuda_error()
+            logger.debug("cudaHostRegister of %d bytes: error %d", num_bytes, error)
+            return None
+        return partial(runtime.cudaHostUnregister, address)
+
+    def determinism(self) -> dict[str, str]:
+        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+class _Npu(Vendor):
+    def obstacle(self) -> str:
+        return "" if importlib.util.find_spec("torch_npu") else "torch_npu is not installed"
+
+    def load(self) -> None:
+        importlib.import_module("torch_npu")  # registers the device and HCCL
+
+    def group(self, store: "Store", rank: int, size: int, timeout: timedelta) -> "ProcessGroup":
+        from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+        options = ProcessGroupHCCL.Options()
+        options._timeout = options.op_timeout = timeout
+        with variables_set({"TORCH_HCCL_BLOCKING_WAIT": "1", "HCCL_BLOCKING_WAIT": "1"}):
+            group: ProcessGroup = ProcessGroupHCCL(store, rank, size, options)
+        return group
+
+    def abort(self, group: "ProcessGroup") -> None:
+        group.abort_hccl_comm("asyncflow: a member is gone")  # type: ignore[attr-defined]
+
+    def determinism(self) -> dict[str, str]:
+        return {"HCCL_DETERMINISTIC": "true"}
+
+
+CPU = _Cpu("cpu", "gloo")
+_OWN = (
+    _Npu("npu", "hccl", "davinci", "ASCEND_RT_VISIBLE_DEVICES", has_float64=False),
+    _Cuda("cuda", "nccl", "nvidia", "CUDA_VISIBLE_DEVICES"),
+    CPU,
+)
+
+
+@cache
+def vendors() -> dict[str, Vendor]:
+    """Return all vendors by kind, installed ones first, the CPU last.
+
+    Raises:
+        ConfigError: an installed one cannot be loaded.
+    """
+    found: list[Vendor] = []
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            record: Any = entry.load()
+        except Exception as error:  # of an installed package
+            raise ConfigError(f"vendor {entry.name} ({entry.value}) cannot be loaded: {error}; repair it") from error
+        if not isinstance(record, Vendor):
+            raise ConfigError(f"vendor {entry.name}: {entry.value} is a {type(record).__name__}; make it a Vendor")
+        found.append(record)
+    return {vendor.kind: vendor for vendor in (*found, *_OWN)}
+
+
+def vendor_of(kind: str) -> Vendor:
+    """Return the vendor of a device type or of `type:index`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    kind = kind.partition(":")[0]
+    if kind not in vendors():
+        raise ConfigError(f"launcher.device: {kind!r} is no device here; use auto {' '.join(vendors())}")
+    return vendors()[kind]
+
+
+def _forget_cuda_error() -> None:
+    """Take back the last error, which PyTorch's next check of a kernel's launch would report as that kernel's.
+
+    `cudaGetLastError` resets it, but `torch.cuda.cudart()` does not bind it; `check_error` only translates codes. So it
+    is called in the library that PyTorch has loaded; where that is linked statically, a warning tells of it.
+    """
+    import ctypes
+
+    try:
+        ctypes.CDLL(None).cudaGetLastError()
+    except AttributeError:
+        logger.warning("cudaGetLastError is not to be found: the next CUDA call may report a failed cudaHostRegister")

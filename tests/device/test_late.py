@@ -1,0 +1,60 @@
+"""The project on `late`, an accelerator whose asynchrony is real, and mistakes that it must show."""
+
+import pytest
+
+from tests.device.conftest import Run
+
+SCHEDULES = ("copies", "kernels")
+SHOWN = {
+    "copies": {"read before the copy's end", "host buffer used again", "freed while another stream reads",
+               "group not waited for"},
+    "kernels": {"copied before the kernel's end"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_device_shows_each_mistake_and_nothing_else(run: Run, schedule: str) -> None:
+    (said,) = run("mistakes", schedule)
+    assert {name: right for name, (_, right, _) in said.items()} == {name: want for name, (_, _, want) in said.items()}
+    assert {name for name, (wrong, _, want) in said.items() if wrong != want} >= SHOWN[schedule]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_training_and_its_copies_equal_those_of_the_cpu(run: Run, schedule: str) -> None:
+    """Of two ranks: updates, a version of the weights and a checkpoint that are copied beside the next step."""
+    expected, actual = run("train", num_ranks=2, device="cpu"), run("train", schedule, num_ranks=2)
+    for rank, (one, other) in enumerate(zip(expected, actual, strict=True)):
+        assert other["norms"] == pytest.approx(one["norms"], rel=1e-5)
+        assert other["log_probs"] == pytest.approx(one["log_probs"], abs=1e-5)
+        assert (other["wrong_pieces"], other["lost_in_checkpoint"]) == (0, 0)
+        assert other["contexts"] == [3 + rank], "a thread used a device that is not this rank's"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_generation_equals_that_of_the_cpu(run: Run, schedule: str) -> None:
+    (expected,), (actual,) = run("generate", device="cpu"), run("generate", schedule)
+    assert actual["tokens"] == expected["tokens"]
+    for one, other in zip(expected["log_probs"], actual["log_probs"], strict=True):
+        assert other == pytest.approx(one, abs=1e-5)
+    assert actual["contexts"] == [3]
+
+
+def test_a_group_meets_within_its_deadline_and_touches_its_device_alone(run: Run) -> None:
+    first, second = run("group", num_ranks=2)
+    assert first["broadcast"] == second["broadcast"] == [1.0] * 4
+    assert first["late"], "it waited for a member that never comes"
+    assert (first["contexts"], second["contexts"]) == ([3], [4])
+
+
+@pytest.mark.parametrize(
+    ("plant", "schedule", "shown"),
+    [
+        ("no-event", "copies", "wrong_pieces"),
+        ("no-wait", "kernels", "wrong_pieces"),
+        ("no-device", "copies", "contexts"),
+    ],
+)
+def test_a_planted_mistake_is_caught(run: Run, plant: str, schedule: str, shown: str) -> None:
+    (said,) = run("train", schedule, plant=plant)
+    right = {"wrong_pieces": 0, "contexts": [3]}
+    assert {name for name, value in right.items() if said[name] != value} >= {shown}
