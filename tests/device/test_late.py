@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.device.conftest import Run
+from .conftest import Run
 
 SCHEDULES = ("copies", "kernels")
 SHOWN = {
