@@ -277,4 +277,5 @@ def _invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 def _fixed_point(weights_BV: Tensor) -> Tensor:
     """Return weights of a sum of at most 1 as int64, in 2**-37; what is smaller, or not finite, is 0."""
-    return (weights_BV.nan_to_num(0.0, 0.0, 0.0) * 2**_WEIGHT_BITS).to(torch.int64)
+    units_BV: Tensor = weights_BV.nan_to_num(0.0, 0.0, 0.0) * 2**_WEIGHT_BITS
+    return units_BV.to(torch.int64)
