@@ -100,7 +100,7 @@ def test_groups_of_a_source_without_an_end_have_its_tasks_in_order(sums: TaskSou
     tokens = PromptTokens(data("Sums"), model_dir=MODEL_DIR, own_rollout=False)
     prompts = SourcePrompts(sums, tokens, seed=3, shuffle=True)
     first = prompts.prompt(11)
-    assert (first.epoch, first.position, first.text, first.task) == (0, 11, sums.row(11).prompt, "")
+    assert (first.epoch, first.position, first.text, first.task) == (0, 11, sums.row(11).prompt, sums.row(11).task)
     assert first.tokens.numel() == len(first.text), "the quickstart's tokens are characters"
 
 

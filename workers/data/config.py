@@ -80,7 +80,7 @@ class DataConfig(HubPart):
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
-        if sum(map(bool, (self.path, self.mixture, self.source))) != 1:
+        if sum((self.path is not None, bool(self.mixture), self.source is not None)) != 1:
             raise ValueError("give one of path (a file, or OWNER/NAME on the Hub), mixture and source (module:Class)")
         if self.is_part and not self.path:
             raise ValueError(

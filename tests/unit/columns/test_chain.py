@@ -128,7 +128,7 @@ def rollouts(*rows: list[int]) -> PackedBatch:
 
 def cut_tasks(monkeypatch: pytest.MonkeyPatch, *, collective: bool, most: int = 0) -> tuple[TaskChain, Doubled]:
     task: Any = Doubled(TrainingConfig(max_tokens_per_micro_batch=10), collective=collective)
-    monkeypatch.setattr(chain, "max_over_ranks", lambda number, device: max(number, most))
+    monkeypatch.setattr(chain, "max_over_ranks", lambda number: max(number, most))
     monkeypatch.setattr(chain, "open_task", lambda name, *_: task)
     context: Any = SimpleNamespace(timeline=NoTimeline(), device=torch.device("cpu"))
     return TaskChain(["doubled"], context), task
