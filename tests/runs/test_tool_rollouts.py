@@ -20,7 +20,7 @@ VICTIMS = ("workers.agents.worker", "workers.agents.service", "rollout")
 """A user worker, the session service, the rollout process that has both."""
 
 
-@pytest.mark.parametrize("kills", [pytest.param(3, marks=pytest.mark.gate), 15])
+@pytest.mark.parametrize("kills", [3, 15])
 def test_every_group_is_trained_once_though_workers_service_and_rollout_are_killed(tmp_path: Path, kills: int) -> None:
     settings = [part for setting in SMALL for part in ("--set", setting)]
     run_dir = tmp_path / "run"
