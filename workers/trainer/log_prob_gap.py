@@ -138,5 +138,6 @@ class Comparison:
         }
         for age in sorted(set(self.age_A.tolist())):
             here_A = (self.age_A == age).to(gap_A.device)
-            self.stats |= {f"{age}/{name}": value_A[here_A].sum() for name, value_A in sums.items()}
-            self.stats[f"{age}/largest"] = gap_A[here_A].amax()
+            # Masked, not selected: how many there are is known to the device alone, and asking would wait for it.
+            self.stats |= {f"{age}/{name}": torch.where(here_A, value_A, 0.0).sum() for name, value_A in sums.items()}
+            self.stats[f"{age}/largest"] = torch.where(here_A, gap_A, 0.0).amax()
