@@ -24,6 +24,22 @@ def started(stack: ExitStack, example: str, *arguments: str) -> "subprocess.Pope
     return process
 
 
+def kill_when_it_says(words: str, process: "subprocess.Popen[str]") -> None:
+    """Kill an example in the middle of its work, of which its first line tells."""
+    assert process.stdout is not None
+    assert words in process.stdout.readline()
+    process.kill()
+
+
+def ended_well(launched: "subprocess.Popen[str]", outside: "subprocess.Popen[str]") -> tuple[str, str, str]:
+    """Wait until a run, and then the process outside, have ended with code 0; return what they wrote."""
+    out, err = launched.communicate(timeout=command.DEADLINE_S)
+    assert launched.returncode == 0, err
+    said, _ = outside.communicate(timeout=60)
+    assert outside.returncode == 0, said
+    return out, err, said
+
+
 def test_reward_services_outside_score_a_run_though_one_leaves_and_one_is_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     roles = ("--roles", "rollout:1,actor:1,reward:0")
@@ -33,15 +49,9 @@ def test_reward_services_outside_score_a_run_though_one_leaves_and_one_is_killed
         with asyncflow.connect(f"{job.store_host}:{job.store_port}", job.secret, timeout_s=90) as run:
             lease = next(iter(run.stream("rewards", num_rows=16)))
             assert len(lease.responses) == len(lease) > 0  # it leaves with them in hand
-        killed = started(stack, "external_reward.py", str(run_dir))
-        assert killed.stdout is not None
-        assert "scored" in killed.stdout.readline()
-        killed.kill()
+        kill_when_it_says("scored", started(stack, "external_reward.py", str(run_dir)))
         last = started(stack, "external_reward.py", str(run_dir))
-        out, err = launched.communicate(timeout=command.DEADLINE_S)
-        assert launched.returncode == 0, err
-        said, _ = last.communicate(timeout=60)
-        assert last.returncode == 0, said
+        out, err, said = ended_well(launched, last)
     command.check_ledger(run_dir, groups_per_step=8, last=3)
     metrics = command.lines(run_dir / "metrics.jsonl")
     assert any(f"outside/reward-{last.pid}/mean" in line for line in metrics)
@@ -55,15 +65,9 @@ def test_generators_outside_make_every_sample_though_they_are_killed(tmp_path: P
     with command.started("--run-dir", "run", *SMALL, *roles, cwd=tmp_path) as launched, ExitStack() as stack:
         command.wait_until((run_dir / "job.json").exists, "job.json")
         for _ in range(2):
-            killed = started(stack, "external_generator.py", str(run_dir))
-            assert killed.stdout is not None
-            assert "in hand" in killed.stdout.readline()
-            killed.kill()
+            kill_when_it_says("in hand", started(stack, "external_generator.py", str(run_dir)))
         last = started(stack, "external_generator.py", str(run_dir))
-        _, err = launched.communicate(timeout=command.DEADLINE_S)
-        assert launched.returncode == 0, err
-        said, _ = last.communicate(timeout=60)
-        assert last.returncode == 0, said
+        ended_well(launched, last)
     command.check_ledger(run_dir, groups_per_step=8, last=3)
     for line in command.lines(run_dir / "metrics.jsonl"):
         assert line["staleness_max"] <= line["staleness_bound"]

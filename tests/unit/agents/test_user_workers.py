@@ -168,20 +168,22 @@ def test_a_cancelled_rollout_leaves_and_others_go_on(users: Path) -> None:
     assert "cancelled" in death.how
 
 
-def test_a_late_cancellation_blames_who_did_not_end_and_not_whose_code_happens_to_run(users: Path) -> None:
-    async def run() -> object:
-        owner = Owner()
-        worker = await UserWorker.start(setup_of(users, "odd"), owner)
-        worker.begin(start_of(users, 1, "deaf"))
-        worker.begin(start_of(users, 2, "busy"))
-        while len(owner.asks) < 2:
-            await asyncio.sleep(0.01)
-        worker.end(1, within_s=0.5)
-        death = await asyncio.wait_for(owner.told.get(), 60)
-        await worker.gone()
-        return death
+async def death_after_cancelling(users: Path, *questions: str) -> object:
+    """Begin rollouts, cancel the first once all have asked, and return how their process ended."""
+    owner = Owner()
+    worker = await UserWorker.start(setup_of(users, "odd"), owner)
+    for run, question in enumerate(questions, start=1):
+        worker.begin(start_of(users, run, question))
+    while len(owner.asks) < len(questions):
+        await asyncio.sleep(0.01)
+    worker.end(1, within_s=0.5)
+    death = await asyncio.wait_for(owner.told.get(), 60)
+    await worker.gone()
+    return death
 
-    death = asyncio.run(run())
+
+def test_a_late_cancellation_blames_who_did_not_end_and_not_whose_code_happens_to_run(users: Path) -> None:
+    death = asyncio.run(death_after_cancelling(users, "deaf", "busy"))
     assert isinstance(death, WorkerDeath) and death.run == 1
 
 
@@ -190,19 +192,7 @@ def test_a_cancellation_that_a_blocked_loop_holds_up_blames_who_blocks_it(
 ) -> None:
     monkeypatch.setattr(user_workers, "STALL_S", 3.0)
 
-    async def run() -> object:
-        owner = Owner()
-        worker = await UserWorker.start(setup_of(users, "odd"), owner)
-        worker.begin(start_of(users, 1, "wait"))
-        worker.begin(start_of(users, 2, "block"))
-        while len(owner.asks) < 2:
-            await asyncio.sleep(0.01)
-        worker.end(1, within_s=0.5)
-        death = await asyncio.wait_for(owner.told.get(), 60)
-        await worker.gone()
-        return death
-
-    death = asyncio.run(run())
+    death = asyncio.run(death_after_cancelling(users, "wait", "block"))
     assert isinstance(death, WorkerDeath)
     assert death.run == 2 and "event loop" in death.how
 
