@@ -38,6 +38,12 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def ignore_stop_signals() -> None:
+    """Leave stop signals to the launcher, which tells this process when to end. Programs it starts inherit that."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def end_session_with_me() -> None:
     """Lead a session, all of whose processes are killed once this one is gone, however it ended.
 
@@ -51,8 +57,7 @@ def end_session_with_me() -> None:
         os.close(end)
         return
     try:
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        ignore_stop_signals()
         os.setsid()
         os.dup2(end, 0)
         os.closerange(3, _MOST_DESCRIPTORS)

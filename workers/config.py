@@ -356,6 +356,11 @@ class RunConfig(Settings):
         drew = 0 if self.algorithm.off_policy.has_proximal_policy else self.schedule.staleness_bound
         return drew + (self.actor.num_updates > 1)
 
+    @property
+    def num_policy_copies(self) -> int:
+        """Models that the actor keeps beside the policy with `actor.tri_model`: old ones, and the reference."""
+        return self.num_old_policies + (self.algorithm.kl_coef > 0) if self.actor.tri_model else 0
+
     def round_tokens(self, training: TrainingConfig) -> int:
         """Return the tokens that a rank gets at a time, at most, under the policy that counts them; 0: it counts rows.
 

@@ -6,12 +6,11 @@ torchrun --nproc-per-node 1 -m workers.main RUN_DIR GANG
 import importlib
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
-from asyncflow.process import STOP_SIGNALS, die_with_parent
+from asyncflow.process import die_with_parent, ignore_stop_signals
 from workers.context import WorkerContext
 
 ROLE_LOOPS = {
@@ -36,8 +35,7 @@ def run_worker(run_dir: str, gang: str) -> None:
     Raises:
         AsyncFlowError: whatever the role could not handle.
     """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     with WorkerContext(Path(run_dir), gang) as context:
         module, _, function = ROLE_LOOPS.get(context.gang.role, COLUMN_LOOP).partition(":")

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from asyncflow.settings import as_advice
 from launcher.config.reference import key_paths
 from launcher.config.yaml_file import YamlFile
 from workers.algorithms.config import ALGORITHMS, PolicyConfig
@@ -123,13 +124,9 @@ def _explain_one(detail: Mapping[str, Any], origins: Origins) -> str:
     if kind == "missing":
         what = _description(keys)
         return f"{name}: missing in {origins.file.path}; set it{f' ({what})' if what else ''}"
-    advice = _ADVICE.get(kind) or _as_advice(detail["msg"])
+    advice = _ADVICE.get(kind) or as_advice(detail["msg"])
     near = _nearest_choice(value, detail)
     return f"{name}: {reprlib.repr(value)} cannot be used{origins.of(keys)}; {advice}{near}"
-
-
-def _as_advice(message: str) -> str:
-    return message.replace("Input should be", "it must be").removeprefix("Value error, ")
 
 
 def _nearest_choice(value: object, detail: Mapping[str, Any]) -> str:

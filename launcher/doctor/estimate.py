@@ -188,7 +188,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     return {
         "weight slots": config.weightsync.num_slots * parameters * wire,
         "training": _training_bytes(config) * parameters if on_cpu else 0,
-        "policy copies": _policy_copies(config) * parameters * DTYPE_BYTES[config.actor.autocast] if on_cpu else 0,
+        "policy copies": config.num_policy_copies * parameters * DTYPE_BYTES[config.actor.autocast] if on_cpu else 0,
         "model copies": holders * parameters * copy if on_cpu else 0,
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
         "vllm mailboxes": len(instances) * parameters * posted,
@@ -209,13 +209,6 @@ def _training_bytes(config: RunConfig) -> int:
         trained.append((config.critic, config.roles.get("critic", actors)))
     twins = sum(1 for training, ranks in trained if training.autocast == "bfloat16" and ranks == 1)
     return len(trained) * _TRAINED_PARAMETER_BYTES + twins * DTYPE_BYTES["bfloat16"]
-
-
-def _policy_copies(config: RunConfig) -> int:
-    """Return how many copies of the policy the actor keeps beside it; see `workers.trainer.tri_model`."""
-    if not config.actor.tri_model:
-        return 0
-    return config.num_old_policies + (config.algorithm.kl_coef > 0)
 
 
 def queue_bytes(config: RunConfig) -> int:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import select
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -18,9 +17,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncflow.durable import replace_text
 from asyncflow.errors import one_line
 from asyncflow.json_lines import LineTail
-from asyncflow.process import STOP_SIGNALS, die_with_parent
+from asyncflow.process import die_with_parent, ignore_stop_signals
 from asyncflow.run_files import EVALUATION_FILE, LOGGERS, METRICS_FILE, SAMPLES
 from launcher.loggers.backends import make_logger
 from launcher.loggers.base import COLUMNS, Histogram, LoggedRun, Logger
@@ -112,9 +112,7 @@ class Feed:
         self._logger.show(newest, ready[-_MOST_ROWS:], drawn)
 
     def _save(self) -> None:
-        beside = self._path.with_suffix(".tmp")
-        beside.write_text(json.dumps(asdict(self._progress)))
-        beside.replace(self._path)
+        replace_text(self._path, json.dumps(asdict(self._progress)))
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:
@@ -139,8 +137,7 @@ def main() -> None:
     """Feed a logger until standard input ends; when it fails, the last line on stderr says why."""
     name, run_dir, launcher_pid = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     die_with_parent(launcher_pid)
-    for number in STOP_SIGNALS:  # the run is stopped by the launcher, and only then its loggers
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()  # the run is stopped by the launcher, and only then its loggers
     run_end = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a library may ask for a password
     try:

@@ -15,6 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
+from asyncflow.durable import replace_text
 from asyncflow.errors import AsyncFlowError
 from asyncflow.process import die_with_parent
 
@@ -84,7 +85,4 @@ def _record(error: Exception) -> None:
         "final": isinstance(error, AsyncFlowError) and error.final,
         "deadline": isinstance(error, AsyncFlowError) and error.deadline,
     }
-    path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps({"message": message}))
-    beside.replace(path)
+    replace_text(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps({"message": message}))

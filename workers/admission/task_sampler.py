@@ -18,7 +18,6 @@ of the ledger: its groups have the tasks that they had, and the next ones are dr
 runs in a child process; what it raises ends the run. Owned by admission's thread.
 """
 
-import errno
 import math
 import os
 import tempfile
@@ -30,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.durable import DISK_FULL
 from asyncflow.errors import ConfigError, DeadlineExceeded, UserCodeFailed
 from asyncflow.json_lines import JsonLines, LineTail, read_lines
 from asyncflow.run_files import LEDGER_FILE, SAMPLER_FILE
@@ -40,7 +40,6 @@ _METHODS = {"next": (), "told": ("index", "rewards"), "state": (), "load": ("sta
 _LEDGER_S = 60.0
 """How long the lines of a finished step may take to be seen on this node (s)."""
 _LOOK_S = 0.05
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -211,7 +210,7 @@ class TaskSampler:
                 self._file.sync()
                 return
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in DISK_FULL:
                     raise
             self._progress()
             threading.Event().wait(_LOOK_S)
@@ -293,7 +292,7 @@ def _is_full(directory: Path) -> bool:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return error.errno in _FULL
+        return error.errno in DISK_FULL
     return False
 
 

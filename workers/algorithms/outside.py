@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError, UserCodeFailed
+from asyncflow.settings import as_advice
 from workers.algorithms.config import KlLossConfig, OutsideConfig
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import Callee, load_function
@@ -103,5 +104,4 @@ def _explained(error: ValidationError, name: str, known: list[str]) -> str:
         near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"{name} has {' '.join(known)}"
         return f"{key}: unknown key; {hint}"
-    message = detail["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
-    return f"{key}: {reprlib.repr(detail['input'])} cannot be used; {message}"
+    return f"{key}: {reprlib.repr(detail['input'])} cannot be used; {as_advice(detail['msg'])}"

@@ -7,7 +7,6 @@ After each part the ranks agree whether all could do theirs: a save fails on all
 waits for one that gave up. Collectives go over a group of the saving thread's own; training uses the default one.
 """
 
-import errno
 import logging
 import os
 import shutil
@@ -24,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncflow.durable import sync
+from asyncflow.durable import DISK_FULL, sync
 from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
 from workers.checkpoint.directory import CheckpointDirectory, beside
 from workers.checkpoint.files import (
@@ -43,8 +42,6 @@ from workers.trainer.actor_critic_channel import ActorCriticChannel
 from workers.trainer.gang_peers import gather
 
 logger = logging.getLogger(__name__)
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -224,7 +221,7 @@ class CheckpointWriter:
         rank = self._rank
         if isinstance(error, dcp.CheckpointException):
             rank, (error, _) = next(iter(error.failures.items()))
-        remedy = ": make room" if isinstance(error, OSError) and error.errno in _FULL else ""
+        remedy = ": make room" if isinstance(error, OSError) and error.errno in DISK_FULL else ""
         try:
             free = f"; {self._directory.free_bytes() / 1e6:.0f} MB are free there"
         except OSError:

@@ -181,11 +181,9 @@ def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int) -> Pa
     if config.algorithm.has_critic and "critic" not in config.roles:
         critic = fsdp_memory(model, config.critic, ranks, tokens)
         parts["critic"] = sum(critic[name] for name in ("weights", "gradients", "moments"))
-    needs_reference = config.algorithm.kl_coef > 0
     if actor.tri_model:
-        copies = config.num_old_policies + needs_reference
-        parts["policy copies"] = copies * DTYPE_BYTES[actor.autocast] * model.num_parameters // ranks
-    elif needs_reference and "ref" not in config.roles:
+        parts["policy copies"] = config.num_policy_copies * DTYPE_BYTES[actor.autocast] * model.num_parameters // ranks
+    elif config.algorithm.kl_coef > 0 and "ref" not in config.roles:
         parts["reference"] = DTYPE_BYTES[config.model.dtype] * model.num_parameters
     return {name: size for name, size in parts.items() if size}
 
