@@ -247,12 +247,12 @@ class StorageUnit:
                 raise PeerRefused(
                     f"{payload.num_bytes} bytes are more than max_message_bytes: read fewer rows at a time"
                 )
+            self._traffic.got(payload.num_bytes)  # first: who has the reply and asks for the figures finds it there
             call.reply(Columns(headers), payload)
         finally:
             with self._lock:
                 books.unpin(blocks)
             self._upkeep.poke()
-        self._traffic.got(payload.num_bytes)
 
     def _fence(self, message: FenceRows | FenceTask, call: Call) -> None:
         """Fence, and confirm only when the controller knows all that was committed: no row is handed out again."""
@@ -359,7 +359,7 @@ class UnitTraffic:
             self.bytes_in += num_bytes
 
     def got(self, num_bytes: int) -> None:
-        """A read was answered."""
+        """A read is answered."""
         with self._lock:
             self.gets += 1
             self.bytes_out += num_bytes
