@@ -5,6 +5,8 @@
             lease.put({"rewards": scores, "correct": [score == 1 for score in scores]})
         run.log({"score_ms": 12.5})                                -> metrics.jsonl: outside/judge/score_ms
 
+        run.feed("math").put(rows)                                 of a run with data.source: feed
+
     job.json, or address and key -> job store -> what the lead controller announced -> the queue, like any worker
 
 The run does not wait for it: when it leaves or dies, its leases return and others get the rows; it may come back at any
@@ -41,6 +43,7 @@ from tq.messages import NoRows, NoRowsReason
 from weightsync.external import WeightFeed
 from weightsync.version import Version
 from workers.config import RunConfig
+from workers.feed_client import PromptFeed
 from workers.records.outside_metrics import report_metrics
 from workers.tasks.dataflow import (
     ANSWER_COLUMNS,
@@ -95,12 +98,14 @@ class Announcement:
         queue: settings of its clients.
         staleness_bound: of the schedule.
         agents: weight agent -> its node's address; "" on the only node.
+        takes_prompts: its prompts are fed.
     """
 
     tasks: dict[str, OutsideTask]
     queue: dict[str, Any]
     staleness_bound: int
     agents: dict[str, str]
+    takes_prompts: bool
 
     @staticmethod
     def of(config: RunConfig, job: Job) -> "Announcement":
@@ -115,6 +120,7 @@ class Announcement:
             config.tq.model_dump(mode="json", exclude={"backend"}),
             config.schedule.staleness_bound,
             {gang.name: addresses.get(gang.nodes[0], "") for gang in job.of_role(WEIGHTS)},
+            config.data.is_feed,
         )
 
     def publish(self, credentials: Credentials) -> None:
@@ -135,9 +141,7 @@ def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_
         ConfigError: nothing runs there, or key or name cannot be.
         TransportError: the run is over, or does not answer.
     """
-    name = name or f"{socket.gethostname()}-{os.getpid()}"
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"name: {name!r} has other characters than letters, digits, '.', '_' and '-'")
+    name = _checked(name or f"{socket.gethostname()}-{os.getpid()}")
     host, port, secret = _endpoint(run, key)
     choose_interface(host)
     if not _answers(host, port, timeout_s):
@@ -180,7 +184,7 @@ class RunClient:
         self.queue = QueueClient(
             credentials, f"outside-{name}", config=QueueConfig.model_validate(announced.queue), stop=self._over
         )
-        self._feeds: list[WeightFeed] = []
+        self._feeds: list[WeightFeed | PromptFeed] = []
         self._num_reports = 0
         threading.Thread(target=self._watch, name="watch-run", daemon=True).start()
 
@@ -251,6 +255,22 @@ class RunClient:
             f"weights: this host is none of the run's ({' '.join(self._announced.agents.values())}), and weights are "
             f"read from shared memory; start the process there, or have the run export them (weightsync.export)"
         )
+
+    def feed(self, name: str) -> PromptFeed:
+        """Return what puts prompts of a run with `data.source: feed`.
+
+        Args:
+            name: of the feeder: the run counts its rows, so that it may be killed, and come back under this name.
+
+        Raises:
+            ConfigError: the run has a source of its own, or the name cannot be.
+            TransportError: the run is over, or does not answer.
+        """
+        if not self._announced.takes_prompts:
+            raise ConfigError("data.source: the run has prompts of its own; start one with data.source: feed")
+        feed = PromptFeed(self._credentials, _checked(name), over=self._over)
+        self._feeds.append(feed)
+        return feed
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Report numbers: the next step's line of `metrics.jsonl` has the newest as `outside/NAME/METRIC`.
@@ -369,6 +389,12 @@ def _packed(name: str, values: Any) -> Column:
     except (TypeError, ValueError, RuntimeError) as error:
         per = "a number per row" if name in ANSWER_COLUMNS else "a tensor or list per row"
         raise ConfigError(f"column {name}: {error}; give {per} ({dtype})") from error
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name: {name!r} has other characters than letters, digits, '.', '_' and '-'")
+    return name
 
 
 def _endpoint(run: Path | str, key: str | None) -> tuple[str, int, bytes]:

@@ -161,7 +161,10 @@ class ControllerService:
                 losses=self._shell.losses_to_tell, heard=self._hear_done,
             )  # fmt: skip
         if admission is not None and self._lead:
-            place = AdmissionPlace(starts, self._memory.admission, self._memory.remember_admission, self.threads)
+            memory = self._memory
+            place = AdmissionPlace(
+                starts, memory.admission, memory.newest_version, memory.remember_admission, self.threads
+            )
             self._shell.admission = admission(place)
         with credentials.borrowed_store() as store:
             self._directory.publish(store)

@@ -21,8 +21,8 @@ fill the steps that follow, in order; those that were a dead letter are tried ag
 Where prompts are fed (`data.source: feed`), group g has row g of the feed, so a step also waits until all of its groups
 are there. The first step that the feed ended before is not admitted, nor are later ones:
 
-    batch 2, rows 0 1 2 fed:                    step 1
-    rows 3 4 fed, then the end: ended_at 2      step 2      row 4 takes the place of a group that leaves, or is left over
+    batch 2, rows 0 1 2 fed:        step 1
+    rows 3 4 fed, then the end:     step 2, the last one; row 4 takes the place of a group that leaves, or is left over
 """
 
 from bisect import bisect_left, bisect_right, insort
