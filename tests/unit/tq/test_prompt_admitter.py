@@ -4,14 +4,17 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from asyncflow.errors import RowsExist
 from asyncflow.service_threads import ServiceThreads
 from tq import Column
-from tq.config import Fill, ScheduleConfig
+from tq.config import Fill, QueueConfig, ScheduleConfig
+from tq.control.admission import AdmissionPlace
 from tq.control.events import GroupRemoved, Lost
 from tq.refill import AdmissionMark, RemovalCause
 from tq.snapshot import SnapshotChunk
-from workers.admission.admitter import PromptAdmitter
+from workers.admission.admitter import PromptAdmitter, prompt_admission
 from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.data.feed_file import Fed
 
@@ -179,3 +182,19 @@ def test_fed_rows_open_steps_and_the_last_step_that_they_fill_ends_the_run_once_
     threads.check()
     assert client.put == {1: [0, 1, 2, 3, 4, 5], 2: [6, 7, 8, 9]}, "group 2 takes the place of group 0, of step 1"
     assert ended == [(2, 1, 2)], "when step 2 is trained"
+
+
+def test_lead_that_starts_again_admits_what_weights_allow_that_came_after_its_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody publishes them again: it would wait for ever."""
+    client, threads = FakeClient(3, ()), ServiceThreads("controller-0")
+    monkeypatch.setattr("workers.admission.admitter.QueueClient", lambda *_, **__: client)
+    state = AdmissionState(SCHEDULE, version=0, last_step=9)
+    credentials: Any = None
+    make = prompt_admission(credentials, "controller-0", Prompts(), state, config=QueueConfig())
+    admission = make(AdmissionPlace(2, AdmissionMark(version=0, next_step=3), 1, lambda mark: None, threads))
+    admission.start({2: [4, 5, 6, 7]})
+    assert client.quiet.wait(10)
+    admission.close()
+    assert client.put == {3: [8, 9, 10, 11]}
