@@ -121,6 +121,13 @@ def test_start_checks_a_source_and_says_that_it_has_no_end(tmp_path: Path) -> No
     assert "own_tasks:Sums  tasks without an end" in describe(checked, source=Path("c.yaml"), run_dir=Path("run"))
 
 
+def test_start_without_prompts_of_its_own_says_who_puts_them(tmp_path: Path) -> None:
+    checked = check_run(recipe(tmp_path, "data.source=feed"))
+    text = describe(checked, source=Path("c.yaml"), run_dir=Path("run"))
+    assert "feed  processes outside put the prompts" in text
+    assert "FIRST PROMPT (is fed while the run goes on)" in text
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
