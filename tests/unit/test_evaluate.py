@@ -73,8 +73,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         context = SimpleNamespace(
             config=load_config(find_recipe("quickstart"), overrides=overrides),
             device=torch.device("cpu"), run_dir=tmp_path, gang=SimpleNamespace(name="evaluate-0"),
-            elapsed_s=0.0, job=SimpleNamespace(lineage=0), timeline=NoTimeline(), stopping=stopping,
-            last_step=60, report=lambda *_, **__: None, reward_failed=lambda why: None, wake_to_stop=stopping.woken.append,
+            elapsed_s=0.0, job=SimpleNamespace(lineage=0), last_step=60, timeline=NoTimeline(), stopping=stopping,
+            report=lambda *_, **__: None, reward_failed=lambda why: None, wake_to_stop=stopping.woken.append,
         )  # fmt: skip
         receivers = []
 
