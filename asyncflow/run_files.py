@@ -1,6 +1,6 @@
 """The names of what a run keeps in its directory, for launcher, workers and tools alike. Torch-free.
 
-config.yaml  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl
+config.yaml  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl  feed.jsonl
 logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  loggers/  report.html
 job.json  status.json  while it runs
 """
@@ -13,6 +13,8 @@ UPDATES_FILE = "updates.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
 SAMPLER_FILE = "sampler.jsonl"
 """Which tasks `data.sampler` drew, and its state."""
+FEED_FILE = "feed.jsonl"
+"""The rows that processes outside fed."""
 JOB_FILE = "job.json"
 """Where the job store is, and its secret: see `asyncflow.job`."""
 STATUS_FILE = "status.json"

@@ -1,6 +1,6 @@
 """What the doors of a run cost, and what goes through them.
 
-    python benchmarks/doors.py [--json [FILE]] [--only loggers,outside] [--steps 60]
+    python benchmarks/doors.py [--json [FILE]] [--only loggers,outside,feed] [--steps 60]
 
 `loggers`, some two minutes: a run of `sim` engines with steps of a second, with tensorboard and wandb (offline) and
 beside it one without, from the tenth step on:
@@ -12,6 +12,12 @@ beside it one without, from the tenth step on:
 
     external_generator_kills  how often it was killed, each time with prompts in hand
     skipped, twice            groups that were left out, or trained twice; exit_code: of the run
+
+`feed`, half a minute: puts of 512 rows of 240 tokens; each is checked, appended and synced before it is answered:
+
+    feed_rows_per_s        rows a second of a process that joined with `connect`, one put after the other
+    feed_rows_per_s_local  of the process that keeps the feed, which does the same without a client
+    feed_rows_share        the first by the second
 """
 
 import sys
@@ -19,13 +25,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
-from doors_parts import loggers, outside
+from doors_parts import feed, loggers, outside
 from json_option import report
 from package_path import find_packages
 
 Part = Callable[[int], Mapping[str, float]]
 """Takes the number of steps of a run; returns figures by name."""
-PARTS: Mapping[str, Part] = {"loggers": loggers.measure, "outside": outside.measure}
+PARTS: Mapping[str, Part] = {"loggers": loggers.measure, "outside": outside.measure, "feed": feed.measure}
 
 
 def _chosen(_: click.Context, __: click.Parameter, text: str) -> list[str]:

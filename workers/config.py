@@ -330,6 +330,11 @@ class RunConfig(Settings):
         return tuple(role for role, number in self.roles.items() if not number)
 
     @property
+    def waits_for_others(self) -> bool:
+        """Whether the run waits for processes outside, for as long as they take: for work of theirs, or for prompts."""
+        return bool(self.outside_roles) or self.data.is_feed
+
+    @property
     def needs_old_log_probs(self) -> bool:
         """Whether log-probabilities under the weights that a step found take a forward pass of their own.
 

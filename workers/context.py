@@ -202,6 +202,20 @@ class WorkerContext:
         """Set another event, too, when the run stops: a thread waits for it, and then looks at `stopping`."""
         self._woken_to_stop.append(wake)
 
+    @property
+    def last_step(self) -> int:
+        """Number of the last step: of the settings, or an earlier one, after which a feed has ended."""
+        said = self._store.look([self._last_step_key]) if self.config.data.is_feed else {}
+        return int(said.get(self._last_step_key, self.job.last_step))
+
+    def end_at(self, step: int) -> None:
+        """Make a step that has been trained the last one. Any thread may."""
+        self._store.set(self._last_step_key, str(step))
+
+    @property
+    def _last_step_key(self) -> str:
+        return f"last_step/{self.job.lineage}"  # an earlier lineage may have ended later
+
     def mark_done(self) -> None:
         """Tell the launcher that the last step is trained and saved."""
         self._store.set("done", "1")

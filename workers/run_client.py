@@ -4,6 +4,7 @@
         for lease in run.stream("rewards", num_rows=32):           ends when the run does
             lease.put({"rewards": scores, "correct": [score == 1 for score in scores]})
         run.log({"score_ms": 12.5})                                -> metrics.jsonl: outside/judge/score_ms
+        run.feed("math").put(rows)                                 of a run with data.source: feed
 
     job.json, or address and key -> job store -> what the lead controller announced -> the queue, like any worker
 
@@ -23,8 +24,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-import torch
-from torch import Tensor
 from torch.distributed import DistError
 
 from asyncflow.decoding import msgpack_decoder
@@ -33,26 +32,18 @@ from asyncflow.job import Job
 from asyncflow.network import address_towards, choose_interface
 from asyncflow.sealed_store import connect_store
 from asyncflow.transport.handshake import Credentials
-from tq.batch import Column
-from tq.client.lease import Lease, LeaseCalls, LeaseStream
+from tq.client.lease import Lease, LeaseStream
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig
 from tq.messages import NoRows, NoRowsReason
 from weightsync.external import WeightFeed
 from weightsync.version import Version
 from workers.config import RunConfig
+from workers.feed_client import PromptFeed
+from workers.outside_lease import OutsideLease, OutsideTask
 from workers.records.outside_metrics import report_metrics
-from workers.tasks.dataflow import (
-    ANSWER_COLUMNS,
-    DRAWN_COLUMNS,
-    REWARD_PARTS,
-    SAMPLE_COLUMNS,
-    TRAINERS,
-    WEIGHTS,
-    NeededWeights,
-)
+from workers.tasks.dataflow import TRAINERS, WEIGHTS, NeededWeights
 from workers.tasks.graph import launched_tasks
-from workers.tasks.rollouts import responses_of
 
 _KEY = "outside/run"
 _NAME = re.compile(r"[\w.-]+")
@@ -60,30 +51,6 @@ _LOOK_S = 0.5
 """How often a client looks whether the run is over (s)."""
 _END_S = 10.0
 """How long the launcher may outlive the run's services (s)."""
-_DTYPES = {
-    **dict.fromkeys(DRAWN_COLUMNS, torch.float32),
-    "tokens": torch.int64,
-    "sample_lengths": torch.int32,
-    "response_mask": torch.uint8,
-    "versions": torch.int32,
-    "correct": torch.bool,
-    "truncated": torch.bool,
-}
-"""Element types; of all other columns float32."""
-
-
-@dataclass(frozen=True)
-class OutsideTask:
-    """A task of the queue, as a process outside sees it.
-
-    Attributes:
-        inputs, outputs: columns that it reads, and that a put must have.
-        needs_version: its rows are for consumers that say which weights they hold.
-    """
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    needs_version: bool
 
 
 @dataclass(frozen=True)
@@ -95,12 +62,14 @@ class Announcement:
         queue: settings of its clients.
         staleness_bound: of the schedule.
         agents: weight agent -> its node's address; "" on the only node.
+        takes_prompts: its prompts are fed.
     """
 
     tasks: dict[str, OutsideTask]
     queue: dict[str, Any]
     staleness_bound: int
     agents: dict[str, str]
+    takes_prompts: bool
 
     @staticmethod
     def of(config: RunConfig, job: Job) -> "Announcement":
@@ -115,6 +84,7 @@ class Announcement:
             config.tq.model_dump(mode="json", exclude={"backend"}),
             config.schedule.staleness_bound,
             {gang.name: addresses.get(gang.nodes[0], "") for gang in job.of_role(WEIGHTS)},
+            config.data.is_feed,
         )
 
     def publish(self, credentials: Credentials) -> None:
@@ -135,9 +105,7 @@ def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_
         ConfigError: nothing runs there, or key or name cannot be.
         TransportError: the run is over, or does not answer.
     """
-    name = name or f"{socket.gethostname()}-{os.getpid()}"
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"name: {name!r} has other characters than letters, digits, '.', '_' and '-'")
+    name = _checked(name or f"{socket.gethostname()}-{os.getpid()}")
     host, port, secret = _endpoint(run, key)
     choose_interface(host)
     if not _answers(host, port, timeout_s):
@@ -180,7 +148,7 @@ class RunClient:
         self.queue = QueueClient(
             credentials, f"outside-{name}", config=QueueConfig.model_validate(announced.queue), stop=self._over
         )
-        self._feeds: list[WeightFeed] = []
+        self._feeds: list[WeightFeed | PromptFeed] = []
         self._num_reports = 0
         threading.Thread(target=self._watch, name="watch-run", daemon=True).start()
 
@@ -252,6 +220,22 @@ class RunClient:
             f"read from shared memory; start the process there, or have the run export them (weightsync.export)"
         )
 
+    def feed(self, name: str) -> PromptFeed:
+        """Return what puts prompts of a run with `data.source: feed`.
+
+        Args:
+            name: of the feeder: the run counts its rows, so that it may be killed, and come back under this name.
+
+        Raises:
+            ConfigError: the run has a source of its own, or the name cannot be.
+            TransportError: the run is over, or does not answer.
+        """
+        if not self._announced.takes_prompts:
+            raise ConfigError("data.source: the run has prompts of its own; start one with data.source: feed")
+        feed = PromptFeed(self._credentials, _checked(name), over=self._over)
+        self._feeds.append(feed)
+        return feed
+
     def log(self, metrics: Mapping[str, float]) -> None:
         """Report numbers: the next step's line of `metrics.jsonl` has the newest as `outside/NAME/METRIC`.
 
@@ -292,83 +276,10 @@ class RunClient:
                 return
 
 
-class OutsideLease(Lease):
-    """A lease whose puts are checked, so that a mistake outside costs an error there and not the run."""
-
-    def __init__(self, calls: LeaseCalls, lease: Lease, task: OutsideTask, held: Version, *, bound: int) -> None:
-        """Args:
-        calls: the client's data plane.
-        lease: as it was fetched.
-        task: its own.
-        held: weights that the rows were asked for with.
-        bound: of staleness.
-        """
-        super().__init__(calls, lease.grant, lease.batch.columns)
-        self._task = task
-        self._held = held
-        self._bound = bound
-
-    @property
-    def responses(self) -> list[Tensor]:
-        """The drawn tokens of each row, int64; for tasks that read what was generated."""
-        return responses_of(self.read(["tokens", "response_mask"]))
-
-    def put(self, columns: Mapping[str, Any], rows: Sequence[int] | None = None) -> bool:
-        """Write all output columns; see `Lease.put`.
-
-        Args:
-            columns: name -> a number per row, or a tensor or list per row of what has one per token; `reward_parts`: a
-                dict per row.
-            rows: some of the lease's.
-
-        Raises:
-            ConfigError: a column is missing, is no output, or does not fit; nothing was put.
-        """
-        name, outputs = self.grant.task, self._task.outputs
-        given = list(columns.keys())  # of a TensorDict, too
-        if set(given) != set(outputs):
-            raise ConfigError(f"{name}: a put of columns {' '.join(given) or 'none'}; give {' '.join(outputs)}")
-        packed = {column: _packed(column, columns[column]) for column in outputs}
-        if set(SAMPLE_COLUMNS) <= set(packed):
-            self._check_samples(packed)
-        return super().put(packed, rows)
-
-    def _check_samples(self, columns: Mapping[str, Column]) -> None:
-        tokens, lengths, mask = (columns[name] for name in SAMPLE_COLUMNS)
-        drawn = [int(row.sum()) for row in mask.rows()]
-        sums = [int(row.sum()) for row in lengths.rows()]
-        per_row = {"response_mask": mask.lengths.tolist(), "sample_lengths (their sums)": sums}
-        wanted = dict.fromkeys(per_row, tokens.lengths.tolist())
-        for name in set(columns) & set(DRAWN_COLUMNS):
-            per_row[name], wanted[name] = columns[name].lengths.tolist(), drawn
-        for name, numbers in per_row.items():
-            if numbers != wanted[name]:
-                of = "drawn tokens" if name in DRAWN_COLUMNS else "tokens"
-                raise ConfigError(f"{self.grant.task}: {name} of {numbers} for {wanted[name]} {of}; give one for each")
-        if not all(drawn):
-            raise ConfigError(f"{self.grant.task}: a row has no drawn token; response_mask is 1 where one was drawn")
-        if not columns["rollout_log_probs"].values.isfinite().all():
-            raise ConfigError(f"{self.grant.task}: rollout_log_probs are not finite; were the weights loaded?")
-        oldest, newest = (int(of(columns["versions"].values)) for of in (torch.min, torch.max))
-        least = max(0, self.partition - 1 - self._bound)
-        if oldest < least or newest > self._held.step:
-            raise ConfigError(
-                f"{self.grant.task}: versions {oldest} to {newest} for step {self.partition}, which takes {least} to "
-                f"{self._held.step} (what the rows were asked for with); generate with newer weights"
-            )
-
-
-def _packed(name: str, values: Any) -> Column:
-    dtype = _DTYPES.get(name, torch.float32)
-    try:
-        if name == REWARD_PARTS:
-            return Column.of_values(list(values))
-        if name in (*SAMPLE_COLUMNS, *DRAWN_COLUMNS):
-            return Column.of_rows([torch.as_tensor(row).to("cpu", dtype).reshape(-1) for row in values])
-        return Column.of_scalars(torch.as_tensor(values).to("cpu", dtype))
-    except (TypeError, ValueError, RuntimeError) as error:
-        per = "a number per row" if name in ANSWER_COLUMNS else "a tensor or list per row"
-        raise ConfigError(f"column {name}: {error}; give {per} ({dtype})") from error
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name: {name!r} has other characters than letters, digits, '.', '_' and '-'")
+    return name
 
 
 def _endpoint(run: Path | str, key: str | None) -> tuple[str, int, bytes]:

@@ -9,6 +9,7 @@ import torch
 from yaml import YAMLError
 
 from asyncflow.errors import ConfigError
+from asyncflow.run_files import FEED_FILE
 from tq.batch import Column
 from tq.control.controller import ControllerService
 from tq.service_process import serve_only
@@ -17,13 +18,15 @@ from weightsync.agent.service import WeightAgent
 from weightsync.export import WeightExporter
 from weightsync.external import WeightFeed
 from workers.admission.admitter import prompt_admission
+from workers.admission.feed_service import FeedService
 from workers.admission.saved_rows import KeepRule, SavedRows
 from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.admission.task_sampler import TaskSampler, UserSampler
 from workers.checkpoint.files import QUEUE
 from workers.config import RunConfig
 from workers.context import WorkerContext
-from workers.data.prompt_dataset import Prompt, Prompts, open_prompts
+from workers.data.feed_file import FeedFile
+from workers.data.prompt_dataset import FedPrompts, Prompt, Prompts, PromptTokens, open_prompts
 from workers.data.task_source import changed_data, data_identity
 from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.records.ledger_file import filtered_groups, trained_groups
@@ -141,11 +144,12 @@ def run_controller(context: WorkerContext) -> None:
     """
     serve_only()
     config = context.config
-    admission = prompts = None
+    admission = prompts = fed = feed = None
     if context.gang.name == config.tq.controllers[0]:
         check_data(context)
         Announcement.of(config, context.job).publish(context.credentials())
-        prompts = _open_prompts(context)
+        fed = _open_feed(context) if config.data.is_feed else None
+        prompts = _open_prompts(context) if fed is None else DatasetPrompts(fed, prompt_columns(config))
         admission = prompt_admission(
             context.credentials(),
             context.gang.name,
@@ -154,6 +158,8 @@ def run_controller(context: WorkerContext) -> None:
             config=config.tq,
             saved=_saved_rows(context),
             draw=prompts.draw,
+            feed=None if fed is None else fed.rows,
+            feed_ended=functools.partial(_end_with_feed, context),
         )
     service = ControllerService(
         context.credentials(),
@@ -166,18 +172,22 @@ def run_controller(context: WorkerContext) -> None:
         row_limit=config.schedule.live_rows,
         lineage=context.job.lineage,
     )
+    if fed is not None:
+        feed = FeedService(context.credentials(), fed, threads=service.threads)
     context.report(_SERVING)
     service.threads.wait(context.stopping)
     service.stop()
     service.threads.wait(context.exiting)
     service.close()
+    if feed is not None:
+        feed.close()
     if prompts is not None:
         prompts.close()
 
 
 def _open_prompts(context: WorkerContext) -> DatasetPrompts:
     config, sampler = context.config, None
-    dataset = open_prompts(config)
+    dataset = open_prompts(config, context.run_dir)
     if config.data.sampler is not None:
         sampler = TaskSampler(
             UserSampler(config.data, size=dataset.size, seed=config.seed),
@@ -187,6 +197,18 @@ def _open_prompts(context: WorkerContext) -> DatasetPrompts:
             progress=lambda: context.report("drawing tasks"),
         )
     return DatasetPrompts(dataset, prompt_columns(config), sampler, context.report)
+
+
+def _open_feed(context: WorkerContext) -> FedPrompts:
+    config = context.config
+    tokens = PromptTokens(config.data, model_dir=Path(config.model.path), own_rollout=config.rollout.is_own)
+    return FedPrompts(FeedFile(context.run_dir / FEED_FILE, appends=True), tokens)
+
+
+def _end_with_feed(context: WorkerContext, last_step: int, num_left: int) -> None:
+    context.end_at(last_step)
+    if num_left:
+        context.warn(f"the feed ended: its last {num_left} rows fill no step, and are not trained")
 
 
 def check_data(context: WorkerContext) -> None:
@@ -210,6 +232,7 @@ def _first_state(context: WorkerContext) -> AdmissionState:
         trained=trained_groups(context.run_dir, schedule, completed=start) if start else (),
         filtered=filtered_groups(context.run_dir, completed=start) if start else (),
         max_filtered=context.config.algorithm.max_filtered(schedule.rollout_batch_size),
+        num_fed=0 if context.config.data.is_feed else None,
     )
 
 

@@ -57,10 +57,10 @@ class Preflight:
         devices: where model ranks run.
         gangs: every gang of the run.
         tasks: what the queue serves, with fused tasks folded in.
-        num_prompts: rows of the data; None: a source makes them without an end.
+        num_prompts: rows of the data; None: a source makes them without an end, or they are fed.
         num_held_out: prompts of one evaluation; 0 without the role `evaluate`.
         num_parameters: of the model's files; tied weights count once.
-        first_row, first_prompt: of the data, as it is there and as the model gets it.
+        first_row, first_prompt: of the data, as it is there and as the model gets it; None: prompts are fed.
         num_nodes: of the run.
         num_reward_parameters: of the reward model's files; 0 without one.
         memory: what each role's ranks need on their devices; see `device_memory`.
@@ -73,8 +73,8 @@ class Preflight:
     num_prompts: int | None
     num_held_out: int
     num_parameters: int
-    first_row: PromptRow
-    first_prompt: ShownPrompt
+    first_row: PromptRow | None
+    first_prompt: ShownPrompt | None
     num_nodes: int = 1
     num_reward_parameters: int = 0
     memory: Mapping[str, Parts] = field(default_factory=dict)
@@ -175,7 +175,7 @@ def _usable_devices(config: RunConfig) -> Devices:
     return Devices(devices.kind, wanted)
 
 
-def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow, ShownPrompt]:
+def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow | None, ShownPrompt | None]:
     """Check users' functions, the model and the data.
 
     Returns:
@@ -199,28 +199,28 @@ def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow, ShownPr
         num_rows, rows = _training_rows(config)
         held_out = held_out_rows(config) if "evaluate" in config.roles else []
         first_prompt = _check_rows(config, rows, held_out)
-        if config.data.sampler is not None:
+        if config.data.sampler is not None and first_prompt is not None:
             kept = first_prompt.num_kept if config.data.source is None else None
             try_sampler(config.data, size=kept or num_rows, seed=config.seed)
     except UserCodeFailed as error:  # here it is the user's input
         raise ConfigError(str(error)) from error
-    return num_rows, len(held_out), rows[0], first_prompt
+    return num_rows, len(held_out), rows[0] if rows else None, first_prompt
 
 
-def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptRow]) -> ShownPrompt:
+def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptRow]) -> ShownPrompt | None:
+    check_templates(config.data)
     if config.rollout.is_own:  # it makes its own prompts
-        check_templates(config.data)
-        return ShownPrompt(str(rows[0].prompt) or rows[0].task, rows[0].ground_truth, None)
+        return ShownPrompt(str(rows[0].prompt) or rows[0].task, rows[0].ground_truth, None) if rows else None
     model_dir = Path(config.model.path)
     with ChatTemplate(model_dir) if config.data.chat_template else nullcontext() as template:
-        first_prompt = check_prompts(rows, config.data, model_dir=model_dir, template=template)
+        first_prompt = check_prompts(rows, config.data, model_dir=model_dir, template=template) if rows else None
         if held_out:
             check_prompts(held_out, config.evaluate.prompts(config.data), model_dir=model_dir, template=template)
         return first_prompt
 
 
 def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
-    """Return how many rows the data have, and all of a file, or some of a source."""
+    """Return how many rows the data have, and all of a file, some of a source, or none of a feed."""
     data, seed, own = config.data, config.seed, config.rollout.is_own
     stuck_s = config.launcher.operation_timeout_s
     if (data.source or data.sampler) and data.timeout_s >= stuck_s:
@@ -228,6 +228,8 @@ def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
             f"data.timeout_s: {data.timeout_s:g} is not below launcher.operation_timeout_s {stuck_s:g}, after which "
             f"the process that makes tasks is taken for stuck; lower it, or raise that"
         )
+    if data.is_feed:
+        return None, []
     if data.source is None:
         rows = read_data(data, own_rollout=own)
         size: int | None = len(rows)

@@ -104,6 +104,8 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
 
 
 def _how_many(checked: Preflight) -> str:
+    if checked.config.data.is_feed:
+        return "processes outside put the prompts"
     if checked.num_prompts is None:
         return "tasks without an end"
     return f"{checked.num_prompts:,} {'tasks' if checked.config.rollout.is_own else 'prompts'}"
@@ -112,6 +114,8 @@ def _how_many(checked: Preflight) -> str:
 def _first_prompt(checked: Preflight) -> str:
     """Show what the model is asked, templates included, and what the reward compares its answer with."""
     shown = checked.first_prompt
+    if shown is None:
+        return "FIRST PROMPT (is fed while the run goes on)"
     tokens = f"{shown.num_tokens} tokens; " if shown.num_tokens is not None else ""
     return f"FIRST PROMPT ({tokens}reference answer {_shortened(repr(shown.ground_truth), 100)})\n{_shown(shown.text)}"
 

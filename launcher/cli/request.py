@@ -86,7 +86,8 @@ class Accepted:
         check_libraries(self.checked.config, device=self.checked.devices.kind)
         check_loggers(self.checked.config.loggers)
         try_functions(self.checked.config)
-        try_reward(self.checked.config, self.checked.first_row, self.checked.first_prompt)
+        if self.checked.first_row is not None and self.checked.first_prompt is not None:
+            try_reward(self.checked.config, self.checked.first_row, self.checked.first_prompt)
 
     def describe(self) -> str:
         """Return the text of `--dry-run`."""

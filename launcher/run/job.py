@@ -215,7 +215,7 @@ class _Run:
             start_timeout_s=own.start_timeout_s,
             operation_timeout_s=own.operation_timeout_s,
             silence_timeout_s=own.silence_timeout_s,
-            deadlock_timeout_s=math.inf if config.outside_roles else own.deadlock_timeout_s,
+            deadlock_timeout_s=math.inf if config.waits_for_others else own.deadlock_timeout_s,
         )
         self._restarts = RestartLog(lineage=job.lineage)
         self._phase = Phase.RUN

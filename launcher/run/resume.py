@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import CheckpointError, ConfigError
-from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE, SAMPLER_FILE
+from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE, FEED_FILE, SAMPLER_FILE
 from launcher.config.paths import user_path
 from launcher.config.yaml_file import read_yaml
 from launcher.run.restore import (
@@ -134,6 +134,8 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
     left = {name: lines_up_to(checkpoint.run_dir / name, checkpoint.step) for name in CUT_FILES}
     if config.data.sampler is not None and not left[SAMPLER_FILE]:
         raise missing_state(checkpoint.run_dir / SAMPLER_FILE)
+    if config.data.is_feed and not (checkpoint.run_dir / FEED_FILE).is_file():
+        raise ConfigError(f"data.source: {checkpoint.run_dir / FEED_FILE} is missing, and with it the rows; restore it")
     trained_groups(checkpoint.run_dir, config.schedule, completed=checkpoint.step)
 
 

@@ -21,6 +21,7 @@ from asyncflow.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
     EVALUATION_FILE,
+    FEED_FILE,
     JOB_FILE,
     LEDGER_FILE,
     LOGGERS,
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
-_LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE)
+_LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE, FEED_FILE)
 _LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
 OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *_LIVE, *DIRECTORIES, LOGGERS, REPORT_FILE, "reference", "export-id"})
 """What a run may create in its directory."""

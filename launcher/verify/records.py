@@ -207,7 +207,7 @@ def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
     run_dir = ledger.file.path.parent
     try:
         search_beside(config.code_directory)
-        dataset = open_prompts(config)
+        dataset = open_prompts(config, run_dir)
     except (AsyncFlowError, OSError) as error:
         return Prompts({}, str(error))
     expected = {}

@@ -59,6 +59,24 @@ def descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
+def kill_gang(launcher: int, run_dir: Path, gang: str) -> None:
+    """Kill the one process of a gang that has one."""
+    (victim,) = [one for one in descendants(launcher) if _gang_of(one.pid, run_dir) == gang]
+    kill(victim)
+
+
+def _gang_of(pid: int, run_dir: Path) -> str:
+    """Return the gang that holds this process's own timeline file open; "" when it is no worker."""
+    try:
+        targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return ""
+    for target in targets:
+        if target.startswith(str(run_dir / "timeline")):
+            return Path(target).stem.rpartition("-")[0]
+    return ""
+
+
 def check_ledger(run_dir: Path, *, groups_per_step: int, last: int) -> None:
     """Every admitted group of steps 1..last was trained exactly once, in its step; `asyncflow verify` says so, too.
 

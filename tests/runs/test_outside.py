@@ -1,5 +1,6 @@
 """Processes outside of a run take part in it, and leave or die without harm."""
 
+import json
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -17,7 +18,11 @@ SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval
 def started(stack: ExitStack, example: str, *arguments: str) -> "subprocess.Popen[str]":
     """Start an example; it is gone when the stack is."""
     process = subprocess.Popen(
-        [sys.executable, EXAMPLES / example, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, EXAMPLES / example, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     stack.callback(process.communicate)
     stack.callback(process.kill)
@@ -73,3 +78,30 @@ def test_generators_outside_make_every_sample_though_they_are_killed(tmp_path: P
         assert line["staleness_max"] <= line["staleness_bound"]
         difference = line["rollout_log_prob_diff_mean"]  # its tokens are as likely as it says; null: none is on-policy
         assert difference is None or difference < 1e-4
+
+
+def test_every_fed_row_is_trained_once_though_the_feeder_and_the_lead_controller_are_killed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    rows = [{"prompt": f"{k // 10}+{k % 10}=", "answer": str(k // 10 + k % 10)} for k in range(22)]
+    given = [json.dumps(row) + "\n" for row in rows]
+    settings = ("--set", "data.path=null", "--set", "data.source=feed", "--set", "schedule.rollout_batch_size=4")
+    with (
+        command.started("--run-dir", "run", *settings, "--steps", "50", cwd=tmp_path) as launched,
+        ExitStack() as stack,
+    ):
+        command.wait_until((run_dir / "job.json").exists, "job.json")
+        killed = started(stack, "external_prompts.py", str(run_dir), "sums")
+        assert killed.stdin is not None
+        killed.stdin.writelines(given[:8])
+        killed.stdin.flush()
+        kill_when_it_says("fed 8 rows", killed)
+        command.wait_until(lambda: command.last_step(run_dir) == 2, "the steps that 8 rows fill")
+        command.kill_gang(launched.pid, run_dir, "controller-0")  # while the run waits for more
+        last = started(stack, "external_prompts.py", str(run_dir), "sums")
+        said, _ = last.communicate("".join(given), timeout=command.DEADLINE_S)
+        assert (last.returncode, said.splitlines()) == (0, ["fed 16 rows", "fed 22 rows"])
+        out, err = launched.communicate(timeout=command.DEADLINE_S)
+    assert launched.returncode == 0, err
+    assert "the feed ended: its last 2 rows fill no step" in out + err
+    command.check_ledger(run_dir, groups_per_step=4, last=5)
+    assert [line["row"] for line in command.lines(run_dir / "feed.jsonl") if "row" in line] == rows

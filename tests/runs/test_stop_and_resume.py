@@ -101,23 +101,9 @@ def test_killed_worker_that_may_not_start_again_ends_the_run_and_is_named(tmp_pa
     run_dir = tmp_path / "run"
     with command.started("--run-dir", "run", "--steps", "100000", *SMALL, *NO_RESTARTS, cwd=tmp_path) as process:
         command.wait_until(lambda: command.last_step(run_dir) >= 2, "step 2")
-        victims = [one for one in command.descendants(process.pid) if gang_of(one.pid, run_dir) == role]
-        assert len(victims) == 1
-        command.kill(victims[0])
+        command.kill_gang(process.pid, run_dir, role)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
         assert role.split("-")[0] in err.splitlines()[-1]
         assert "SIGKILL" in err.splitlines()[-1]
     command.check_ledger(run_dir, groups_per_step=8, last=command.last_step(run_dir))
-
-
-def gang_of(pid: int, run_dir: Path) -> str:
-    """Return the gang that holds this process's own timeline file open; "" when it is no worker."""
-    try:
-        targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    except OSError:
-        return ""
-    for target in targets:
-        if target.startswith(str(run_dir / "timeline")):
-            return Path(target).stem.rpartition("-")[0]
-    return ""

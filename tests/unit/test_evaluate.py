@@ -73,7 +73,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         context = SimpleNamespace(
             config=load_config(find_recipe("quickstart"), overrides=overrides),
             device=torch.device("cpu"), run_dir=tmp_path, gang=SimpleNamespace(name="evaluate-0"),
-            elapsed_s=0.0, job=SimpleNamespace(lineage=0), timeline=NoTimeline(), stopping=stopping,
+            elapsed_s=0.0, job=SimpleNamespace(lineage=0), last_step=60, timeline=NoTimeline(), stopping=stopping,
             report=lambda *_, **__: None, reward_failed=lambda why: None, wake_to_stop=stopping.woken.append,
         )  # fmt: skip
         receivers = []
@@ -127,6 +127,15 @@ def test_instance_whose_last_version_was_missed_leaves(make: Any, caplog: pytest
     assert evaluator.load_next() == Version(0, 4)
     assert evaluator.load_next() is None
     assert "weights of steps [12] were replaced" in caplog.text
+
+
+@pytest.mark.parametrize("last_step", [4, 6])
+def test_instance_leaves_where_a_feed_ended_before_its_last_version(make: Any, last_step: int) -> None:
+    evaluator, weights, context = make(4, 12)
+    weights.publish(*range(4, last_step + 1))
+    assert evaluator.load_next() == Version(0, 4)
+    context.last_step = last_step
+    assert evaluator.load_next() is None
 
 
 def test_version_that_came_before_later_ones_is_not_missed(make: Any) -> None:

@@ -21,8 +21,9 @@ from tq.client.lease import Lease
 from tq.config import QueueConfig
 from tq.messages import LeaseGrant
 from weightsync.version import Version
+from workers.outside_lease import OutsideLease, OutsideTask
 from workers.records.outside_metrics import OutsideMetrics, report_metrics
-from workers.run_client import Announcement, OutsideLease, OutsideTask, connect
+from workers.run_client import Announcement, connect
 
 SECRET = "5e" * 32
 GENERATED = ("tokens", "sample_lengths", "response_mask", "rollout_log_probs", "versions", "truncated")

@@ -105,7 +105,7 @@ def test_groups_of_a_source_without_an_end_have_its_tasks_in_order(sums: TaskSou
 
 
 def test_source_with_an_end_is_shuffled_anew_in_every_epoch(tmp_path: Path) -> None:
-    prompts = open_prompts(recipe(tmp_path, "data.source=own_tasks:Five", "rollout.function=own:rollout"))
+    prompts = open_prompts(recipe(tmp_path, "data.source=own_tasks:Five", "rollout.function=own:rollout"), tmp_path)
     try:
         made = [prompts.prompt(group) for group in range(10)]
     finally:
@@ -119,6 +119,13 @@ def test_start_checks_a_source_and_says_that_it_has_no_end(tmp_path: Path) -> No
     checked = check_run(recipe(tmp_path, "data.source=own_tasks:Sums"))
     assert checked.num_prompts is None
     assert "own_tasks:Sums  tasks without an end" in describe(checked, source=Path("c.yaml"), run_dir=Path("run"))
+
+
+def test_start_without_prompts_of_its_own_says_who_puts_them(tmp_path: Path) -> None:
+    checked = check_run(recipe(tmp_path, "data.source=feed"))
+    text = describe(checked, source=Path("c.yaml"), run_dir=Path("run"))
+    assert "feed  processes outside put the prompts" in text
+    assert "FIRST PROMPT (is fed while the run goes on)" in text
 
 
 @pytest.mark.parametrize(
@@ -168,7 +175,7 @@ def test_rows_of_a_rollout_of_ones_own_need_no_prompt(tmp_path: Path) -> None:
     assert (checked.num_prompts, checked.first_prompt.text) == (2, '{"board":[[1,2],[3,null]],"level":2}')
     (rollout,) = (task for task in checked.tasks if task.role == "rollout")
     assert rollout.inputs == ("prompts", "tasks", "ground_truth")
-    made = {one.position: one for one in map(open_prompts(config).prompt, range(2))}
+    made = {one.position: one for one in map(open_prompts(config, tmp_path).prompt, range(2))}
     assert json.loads(made[0].task) == {"board": [[1, 2], [3, None]], "level": 2}
     assert (made[0].tokens.numel(), made[0].ground_truth) == (1, "")
     assert (made[1].text, made[1].tokens.numel(), made[1].ground_truth) == ("1+1=", 4, '{"x":2}')

@@ -45,12 +45,14 @@ class AdmissionPlace:
     Attributes:
         starts: of the controller, this one included.
         mark: where an earlier incarnation stood; None: there was none.
+        version: newest weights that were published; the mark may know of older ones only.
         save: makes a mark durable; returns when it is.
         threads: the controller's: it fails with a thread of admission.
     """
 
     starts: int
     mark: AdmissionMark | None
+    version: int
     save: Callable[[AdmissionMark], None]
     threads: ServiceThreads
 

@@ -118,7 +118,7 @@ class ControllerService:
         self._durable = DurableMark(credentials, name, lineage=lineage)
         starts = self._durable.start()
         self._recovered = starts > 1
-        self._memory = Memory(self._durable, version=version)
+        self._memory = memory = Memory(self._durable, version=version)
         self._naming = threading.Lock()
         """Held while a consumer joins, or is forgotten, in the store and here; taken before the shell's lock."""
         self._timers = Timers(name, failed=partial(self.threads.fail, "timers"))
@@ -161,8 +161,8 @@ class ControllerService:
                 losses=self._shell.losses_to_tell, heard=self._hear_done,
             )  # fmt: skip
         if admission is not None and self._lead:
-            place = AdmissionPlace(starts, self._memory.admission, self._memory.remember_admission, self.threads)
-            self._shell.admission = admission(place)
+            newest, save = memory.newest_version, memory.remember_admission
+            self._shell.admission = admission(AdmissionPlace(starts, memory.admission, newest, save, self.threads))
         with credentials.borrowed_store() as store:
             self._directory.publish(store)
         self._server = ChannelServer(

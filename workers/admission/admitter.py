@@ -1,9 +1,9 @@
 """Puts new prompts: the shell around `AdmissionState`, a client of the queue in a thread of the lead's process.
 
-Woken by published versions, by rows that were lost with a unit, and by groups that became a dead letter. Its mark is
-durable before the rows of a group are put, so a group id is never given out twice. When a run goes on from a
-checkpoint, finished samples that it holds (`SavedRows`) take the place of prompts as their groups are admitted; what is
-put a second time, after a loss, is always a prompt.
+Woken by published versions, by rows that were lost with a unit, by groups that became a dead letter, and by rows that
+were fed. Its mark is durable before the rows of a group are put, so a group id is never given out twice. When a run
+goes on from a checkpoint, finished samples that it holds (`SavedRows`) take the place of prompts as their groups are
+admitted; what is put a second time, after a loss, is always a prompt.
 """
 
 import contextlib
@@ -25,12 +25,15 @@ from tq.control.events import GroupRemoved, Lost
 from tq.refill import AdmissionMark, Refill
 from workers.admission.saved_rows import SavedRows
 from workers.admission.state import AdmissionState, AdmittedGroup
+from workers.data.feed_file import Fed, FeedFile
 
 logger = logging.getLogger(__name__)
 
 _GROUPS_PER_PUT = 64
 Draw = Callable[[Sequence[int], int], None]
 """(ids of groups, weights that had to be there)"""
+FeedEnded = Callable[[int, int], None]
+"""(the run's last step, rows that no step has)"""
 
 
 class PromptSource(Protocol):
@@ -54,6 +57,7 @@ class PromptAdmitter:
         threads: ServiceThreads,
         saved: SavedRows | None = None,
         draw: Draw = lambda groups, version: None,
+        feed_ended: FeedEnded = lambda last_step, num_left: None,
     ) -> None:
         """Args:
         state: where admission stands.
@@ -64,8 +68,11 @@ class PromptAdmitter:
         threads: the lead's.
         saved: finished samples of the checkpoint that the run goes on from.
         draw: says durably which tasks new groups have, before anything else is.
+        feed_ended: is told when the weights of the last step that a feed has rows for are published; then the queue is
+            stopped.
         """
         self._draw = draw
+        self._feed_ended = feed_ended
         self._state = state
         self._client = client
         self._prompts = prompts
@@ -73,10 +80,13 @@ class PromptAdmitter:
         self._save = save
         self._threads = threads
         self._saved = saved
-        self._events: queue.SimpleQueue[int | Lost | GroupRemoved | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[int | Lost | GroupRemoved | Fed | None] = queue.SimpleQueue()
         self._refills = tuple(state.refills())
         self._missing: list[AdmittedGroup] = []
         self._reopened: list[int] = []
+        self._unreplaced: list[GroupRemoved] = []
+        """Groups that left, and wait for a row of the feed."""
+        self._over = False
         self.started = False
         """Whether `start` was called."""
         self._thread: threading.Thread | None = None
@@ -104,8 +114,8 @@ class PromptAdmitter:
             self._reopened = list(self._state.untrained())
         self._thread = self._threads.start(self._run, name="admission")
 
-    def add(self, event: int | Lost | GroupRemoved) -> None:
-        """A version was published, rows were lost, or a group needs a replacement."""
+    def add(self, event: int | Lost | GroupRemoved | Fed) -> None:
+        """A version was published, rows were lost, a group needs a replacement, or rows were fed."""
         self._events.put(event)
 
     def close(self) -> None:
@@ -122,14 +132,23 @@ class PromptAdmitter:
         self._admit()
         while (event := self._events.get()) is not None:
             self._handle(event)
+            self._end_with_feed()
 
-    def _handle(self, event: int | Lost | GroupRemoved) -> None:
+    def _handle(self, event: int | Lost | GroupRemoved | Fed) -> None:
         match event:
             case int():
                 self._state.published(event)
                 self._admit()
             case Lost():
                 self._put_again(self._state.groups_of_rows(event.rows))
+            case Fed():
+                self._state.fed(event.num_rows, ended=event.ended)
+                waiting, self._unreplaced = self._unreplaced, []
+                for removed in waiting:
+                    self._handle(removed)
+                self._admit()
+            case GroupRemoved() if not self._state.can_refill:
+                self._unreplaced.append(event)
             case GroupRemoved():
                 group = self._state.refill(event.partition, event.group, event.cause)
                 if group is None:
@@ -150,6 +169,13 @@ class PromptAdmitter:
             self._save(self._state.mark())
             self._open(step)
             self._put_new(self._state.groups_of(step))
+
+    def _end_with_feed(self) -> None:
+        last_step = self._state.ended_at
+        if not self._over and last_step is not None and self._state.version >= last_step:
+            self._over = True
+            self._feed_ended(last_step, self._state.num_left)
+            self._client.stop()
 
     def _open(self, step: int) -> None:
         self._client.open_partition(step, sum(len(group.rows) for group in self._state.groups_of(step)))
@@ -214,6 +240,8 @@ def prompt_admission(
     config: QueueConfig,
     saved: SavedRows | None = None,
     draw: Draw = lambda groups, version: None,
+    feed: FeedFile | None = None,
+    feed_ended: FeedEnded = lambda last_step, num_left: None,
 ) -> MakeAdmission:
     """Return what a controller makes its admission with, once.
 
@@ -224,12 +252,15 @@ def prompt_admission(
         state: as it is at a first start.
         config: of the queue.
         saved: finished samples of the checkpoint that the run goes on from.
-        draw: see `PromptAdmitter`.
+        draw, feed_ended: see `PromptAdmitter`.
+        feed: where prompts are fed: it tells admission of rows.
     """
 
     def make(place: AdmissionPlace) -> PromptAdmitter:
-        return PromptAdmitter(
-            state if place.mark is None else state.restored(place.mark),
+        now = state if place.mark is None else state.restored(place.mark)
+        now.published(place.version)
+        admitter = PromptAdmitter(
+            now,
             QueueClient(credentials, name, config=config, attempt=place.starts),
             prompts,
             num_units=config.num_storage_units,
@@ -237,6 +268,10 @@ def prompt_admission(
             threads=place.threads,
             saved=saved,
             draw=draw,
+            feed_ended=feed_ended,
         )
+        if feed is not None:
+            feed.watch(admitter.add)
+        return admitter
 
     return make

@@ -17,6 +17,12 @@ fill the steps that follow, in order; those that were a dead letter are tried ag
 
     batch 2, trained 0 4:               step 2: 1 2   step 3: 3 5   step 4: 6 7
     batch 2, trained 0 4, filtered 2:   step 2: 1 3   step 3: 5 6
+
+Where prompts are fed (`data.source: feed`), group g has row g of the feed, so a step also waits until all of its groups
+are there. The first step that the feed ended before is not admitted, nor are later ones:
+
+    batch 2, rows 0 1 2 fed:        step 1
+    rows 3 4 fed, then the end:     step 2, the last one; row 4 takes the place of a group that leaves, or is left over
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -56,6 +62,7 @@ class AdmissionState:
         trained: Collection[int] = (),
         filtered: Collection[int] = (),
         max_filtered: int | None = None,
+        num_fed: int | None = None,
     ) -> None:
         """Args:
         schedule: batch, group size and staleness bound.
@@ -65,6 +72,7 @@ class AdmissionState:
             have; none: they are a prefix.
         filtered: groups that were filtered out before the run was resumed.
         max_filtered: at most so many groups of a step may be filtered out; None: any number.
+        num_fed: rows of the feed so far; None: there is no feed, and each group has a prompt.
         """
         self._schedule = schedule
         self._last_step = last_step
@@ -81,6 +89,7 @@ class AdmissionState:
         self._taken = list(self._beyond)
         """Sorted ids above the first that are no step's in data order: those that are over, and refills."""
         self._max_filtered = max_filtered
+        self._num_fed, self._feed_ended = num_fed, False
 
     def restored(self, mark: AdmissionMark) -> Self:
         """Go on where an earlier incarnation, or a checkpoint, stood, with the same batch and group size."""
@@ -120,9 +129,10 @@ class AdmissionState:
     def admissible(self) -> list[int]:
         """Return the steps that may be admitted now, each once."""
         newest = min(self._version + 1 + self._schedule.gate_staleness, self._last_step)
-        steps = list(range(self._next_step, newest + 1))
-        self._next_step = max(self._next_step, newest + 1)
-        return steps
+        first = self._next_step
+        while self._next_step <= newest and self._is_fed(self._next_step):
+            self._next_step += 1
+        return list(range(first, self._next_step))
 
     def untrained(self) -> range:
         """Return the admitted steps of which some groups may be in no weights yet."""
@@ -132,6 +142,26 @@ class AdmissionState:
     def published(self, version: int) -> None:
         """Weights of `version` exist."""
         self._version = max(self._version, version)
+
+    def fed(self, num_rows: int, *, ended: bool) -> None:
+        """The feed has so many rows by now; `ended`: it gets no others."""
+        self._num_fed, self._feed_ended = num_rows, ended
+
+    @property
+    def ended_at(self) -> int | None:
+        """The last step, where the feed ended before the run's last one; it stays that. Else None."""
+        over = self._feed_ended and self._next_step <= self._last_step and not self._is_fed(self._next_step)
+        return self._next_step - 1 if over else None
+
+    @property
+    def num_left(self) -> int:
+        """Rows of the feed that no group has."""
+        return max(0, (self._num_fed or 0) - self.admitted_groups)
+
+    @property
+    def can_refill(self) -> bool:
+        """Whether there is a prompt for one more group; a feed that has ended begins again for these."""
+        return self._num_fed is None or self._feed_ended or self.num_left > 0
 
     def groups_of(self, step: int) -> list[AdmittedGroup]:
         """Return the groups of a step, in data order, without those that are dead letters."""
@@ -205,6 +235,10 @@ class AdmissionState:
 
     def _admitted(self, group: int) -> bool:
         return 0 <= group < self.admitted_groups and group not in self._over
+
+    def _is_fed(self, step: int) -> bool:
+        last = self._in_order(step * self._schedule.rollout_batch_size - 1)
+        return self._num_fed is None or last < self._num_fed
 
     def _in_order(self, place: int) -> int:
         """Return the id of the place-th group of all steps, refills aside."""

@@ -9,6 +9,8 @@ from asyncflow.settings import Settings
 
 BLOCK = 1000
 """Groups in which a mixture has its weights exactly."""
+FEED = "feed"
+"""`data.source` of a run whose rows come from processes outside."""
 
 
 class HubPart(Settings):
@@ -50,7 +52,8 @@ class DataConfig(HubPart):
     """Instead of `path`: several, with weights."""
     source: str | None = None
     """Instead of `path`: `module:Class` with `task(seed, index) -> dict`, a row like a line of the file; the same
-    arguments must give the same row. `len()` of it is an epoch; without one the tasks never end."""
+    arguments must give the same row. `len()` of it is an epoch; without one the tasks never end. `feed`: processes
+    outside put the rows while the run goes on (docs/outside.md)."""
     options: dict[str, Any] = Field({})
     """Arguments by name that `source` is made with."""
     sampler: str | None = None
@@ -90,10 +93,17 @@ class DataConfig(HubPart):
             raise ValueError("sampler and the weights of mixture both say which row comes next; remove one of them")
         if 0 in self.block:
             raise ValueError(f"mixture: a weight is under 1/{BLOCK} of their sum; raise it, or leave that source out")
+        if self.is_feed and (self.options or self.sampler):
+            raise ValueError("options and sampler are not for source: feed, whose rows are taken as they come")
         for name, of in (("options", "source"), ("sampler_options", "sampler")):
             if getattr(self, name) and getattr(self, of) is None:
                 raise ValueError(f"{name} are for {of}, which is missing; set {of}, or remove {name}")
         return self
+
+    @property
+    def is_feed(self) -> bool:
+        """Whether processes outside put the rows."""
+        return self.source == FEED
 
     @property
     def name(self) -> str:
@@ -121,6 +131,9 @@ class DataConfig(HubPart):
         return tuple(self.model_copy(update={"mixture": (), **one}) for one in named) or (self,)
 
     def place(self, number: int, part: int = 0) -> str:
-        """Return where a row is, for messages: `FILE:LINE`, of a mixture's file `part`, or which task of the source."""
+        """Return where a row is, for messages: `FILE:LINE`, of a mixture's file `part`, or which task of the source,
+        or row of a feeder's put."""
+        if self.is_feed:
+            return f"row {number} of the put"
         path = self.mixture[part].path if self.mixture else self.path
         return f"{path}:{number}" if self.source is None else f"task {number} of {self.source}"

@@ -6,27 +6,31 @@
 
 Group id -> (epoch, position) is a pure function, of a mixture, too (`Mixture`), so a batch that an epoch does not fill
 goes on in the next one, and a resumed run needs nothing but the next group id. A source's tasks (`data.source`) are
-made and tokenized as they are asked for; those of one without an end are taken in their order. Built in the process
-that admits groups; never scores, never batches.
+made and tokenized as they are asked for; those of one without an end are taken in their order, as are the rows of a
+feed. Built in the process that admits groups; never scores, never batches.
 """
 
 import functools
 import logging
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncflow.run_files import FEED_FILE
 from workers.config import RunConfig
 from workers.data.config import BLOCK, DataConfig
+from workers.data.feed_file import FeedFile
 from workers.data.prompt_rows import (
     PromptRow,
+    as_row,
     check_fit,
     check_left,
     check_templates,
@@ -84,8 +88,8 @@ class Prompts(Protocol):
         """End what makes them; idempotent."""
 
 
-def open_prompts(config: RunConfig) -> Prompts:
-    """Return the prompts that a run trains on.
+def open_prompts(config: RunConfig, run_dir: Path) -> Prompts:
+    """Return the prompts that a run trains on; of a feed, those that are there, to be read only.
 
     Raises:
         ConfigError: the data cannot be used.
@@ -98,6 +102,8 @@ def open_prompts(config: RunConfig) -> Prompts:
             rows, data, model_dir=model_dir, seed=config.seed, own_rollout=own, with_tasks=config.sends_tasks
         )
     tokens = PromptTokens(data, model_dir=model_dir, own_rollout=own)
+    if data.is_feed:
+        return FedPrompts(FeedFile(run_dir / FEED_FILE), tokens)
     source = TaskSource(data, seed=config.seed, own_rollout=own)
     return SourcePrompts(source, tokens, seed=config.seed, shuffle=data.shuffle)
 
@@ -116,7 +122,7 @@ class PromptTokens:
             ConfigError: there is none, or it has no chat template.
         """
         check_templates(config)
-        self._config = config
+        self.config = config
         self._chat = config.chat_template and not own_rollout
         self.own_rollout = own_rollout
         self._tokenizer = load_tokenizer(model_dir)
@@ -133,14 +139,14 @@ class PromptTokens:
 
     def fits(self, row: PromptRow, num_tokens: int) -> bool:
         """Return whether a prompt is trained on; see `check_fit`."""
-        return self.own_rollout or check_fit(row, num_tokens, self._config)
+        return self.own_rollout or check_fit(row, num_tokens, self.config)
 
     def _render(self, row: PromptRow) -> str:
         if self.own_rollout:
             return str(row.prompt)
         if not self._chat:
-            return plain_text(row.prompt, self._config)
-        messages = conversation(row.prompt, self._config)
+            return plain_text(row.prompt, self.config)
+        messages = conversation(row.prompt, self.config)
         rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert isinstance(rendered, str), "a chat template renders one conversation to one text"
         return rendered
@@ -269,6 +275,67 @@ class SourcePrompts:
     def close(self) -> None:
         """End the source; idempotent."""
         self._source.close()
+
+
+class FedPrompts:
+    """The rows of a feed, tokenized as they are asked for: group g has row g. Thread-safe.
+
+    What replaces a group after the feed's end may need one more: from the first row on again.
+
+    Attributes:
+        rows: closed with this.
+        size: None, also after the end.
+    """
+
+    def __init__(self, rows: FeedFile, tokens: PromptTokens) -> None:
+        """Args:
+        rows: of the feed.
+        tokens: of its rows.
+        """
+        self.rows = rows
+        self.size: int | None = None
+        self._tokens = tokens
+        self._lock = threading.Lock()  # of a tokenizer, which is no thread's alone
+
+    def place(self, group: int) -> tuple[int, int]:
+        """Return 0 and the group's row; after all rows of a feed that has ended, 1 and the first ones again."""
+        fed = self.rows.fed
+        return divmod(group, fed.num_rows) if fed.ended else (0, group)
+
+    def at(self, position: int, *, epoch: int = 0) -> Prompt:
+        """Return the prompt of a row that is there."""
+        (row,), (text,), (tokens,) = self._tokenized([self.rows.row(position)])
+        return Prompt(torch.tensor(tokens, dtype=torch.int64), row.ground_truth, epoch, position, text, row.task)
+
+    def prompt(self, group: int) -> Prompt:
+        """Return the prompt of a group whose row is there."""
+        epoch, position = self.place(group)
+        return self.at(position, epoch=epoch)
+
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a put of which a row cannot be trained on.
+
+        Raises:
+            ConfigError: one lacks its prompt or its answer, or has no tokens or too many.
+        """
+        if rows:
+            self._tokenized(rows)
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self.rows.close()
+
+    def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[PromptRow], list[str], list[list[int]]]:
+        config, own_rollout = self._tokens.config, self._tokens.own_rollout
+        made = [
+            as_row(dict(fields), number, config, own_rollout=own_rollout, where=config.place(number))
+            for number, fields in enumerate(rows, start=1)
+        ]
+        with self._lock:
+            texts, tokens = self._tokens.of(made)
+        for row, ids in zip(made, tokens, strict=True):
+            self._tokens.fits(row, len(ids))
+        return made, texts, tokens
 
 
 class Mixture:

@@ -199,12 +199,12 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
         )
     of_source = config.source is not None  # its group would have no prompt
     if num_tokens > config.max_prompt_tokens and (of_source or config.overlong == "reject"):
-        advice = (
-            "have the source make shorter ones" if of_source else "shorten the prompt, or set data.overlong to skip"
-        )
+        advice = "shorten the prompt, or set data.overlong to skip"
+        if of_source:
+            advice = "or shorten the prompt" if config.is_feed else "or have the source make shorter ones"
         raise ConfigError(
             f"{row.where(config)}: the prompt has {num_tokens} tokens, more than data.max_prompt_tokens "
-            f"= {config.max_prompt_tokens}; raise that, {'or ' if of_source else ''}{advice}"
+            f"= {config.max_prompt_tokens}; raise that, {advice}"
         )
     return num_tokens <= config.max_prompt_tokens
 

@@ -180,8 +180,9 @@ class Evaluator:
                 passed = self._last_passed  # looked at first: what is wanted came before what was passed over
                 if self._receiver.newest not in (None, self._version):
                     return True
-                if passed >= self._last_own:
-                    self._tell_skipped(-1 if self._version is None else self._version.step, passed)
+                held = -1 if self._version is None else self._version.step
+                if max(passed, held) >= min(self._last_own, self._context.last_step):  # a feed may have ended
+                    self._tell_skipped(held, passed)
                     return False
                 self._arrived.wait(_LOOK_S)
                 self._arrived.clear()

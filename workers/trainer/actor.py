@@ -106,7 +106,7 @@ class Actor:
             if due or record.save_wanted:
                 self._begin_save()
         self._save_last()
-        if self._context.rank == 0 and self._completed >= self._context.job.last_step:
+        if self._context.rank == 0 and self._completed >= self._context.last_step:
             self._context.mark_done()
             self._client.stop()
         self._send(Message(Kind.END))

@@ -348,3 +348,12 @@ def test_state_of_a_sampler_is_missed_before_anything_is_cut(tmp_path: Path) -> 
     (checkpoint.run_dir / "sampler.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"^data.sampler: its state is missing, .*sampler.jsonl; restore the file"):
         check_resume(checkpoint, config)
+
+
+def test_rows_of_a_feed_are_missed_before_anything_is_cut(tmp_path: Path) -> None:
+    config = load_config(find_recipe("quickstart"), overrides=("data.path=null", "data.source=feed", "steps=20"))
+    checkpoint = resumable(tmp_path, config)
+    with pytest.raises(ConfigError, match=r"^data.source: .*feed.jsonl is missing, and with it the rows; restore it"):
+        check_resume(checkpoint, config)
+    (checkpoint.run_dir / "feed.jsonl").touch()
+    check_resume(checkpoint, config)

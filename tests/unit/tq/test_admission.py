@@ -271,3 +271,61 @@ def test_ids_in_data_order_are_those_that_nobody_else_has(refills: list[int], ov
     in_order = [group for group in range(200) if group not in taken]
     places = [state._in_order(place) for place in range(40)]
     assert places == in_order[:40]
+
+
+@given(
+    max_staleness=st.integers(0, 2),
+    batch=st.integers(1, 3),
+    arrivals=st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    refilled=st.sets(st.integers(0, 8), max_size=3),
+)
+def test_fed_groups_are_admitted_once_there_is_a_row_for_each_until_the_feed_ends(
+    max_staleness: int, batch: int, arrivals: list[int], refilled: set[int]
+) -> None:
+    state = AdmissionState(schedule(max_staleness, batch), version=0, last_step=99, num_fed=0)
+    num_fed, steps = 0, 0
+    for number in arrivals:
+        num_fed += number
+        state.fed(num_fed, ended=False)
+        while admitted := state.admissible():
+            assert admitted == list(range(steps + 1, admitted[-1] + 1))
+            steps = admitted[-1]
+            state.published(steps)
+            assert state.admitted_groups <= num_fed
+        for group in sorted(refilled & set(range(state.admitted_groups))):
+            if state.can_refill:
+                state.refill(state.step_of(group), group)
+        assert state.ended_at is None, "more may come"
+        assert state.num_left == num_fed - state.admitted_groups
+    assert state.num_left < batch
+    state.fed(num_fed, ended=True)
+    assert state.admissible() == []
+    assert state.ended_at == steps
+
+
+def test_feed_that_ended_replaces_a_group_with_what_is_left_of_it_and_then_from_its_first_row_on() -> None:
+    state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=9, num_fed=4)
+    assert state.admissible() == [1, 2]
+    assert not state.can_refill, "the group waits for a row"
+    state.fed(5, ended=True)
+    assert (state.ended_at, state.num_left) == (2, 1)
+    assert [state.refill(1, group) for group in (0, 1)] == [
+        AdmittedGroup(4, 1, (8, 9)),
+        AdmittedGroup(5, 1, (10, 11)),  # the feed's reader begins again: row 5 of 5 is row 0
+    ]
+    assert (state.can_refill, state.ended_at, state.num_left) == (True, 2, 0)
+
+
+def test_feed_that_has_a_row_for_every_group_of_the_run_does_not_end_it_early() -> None:
+    state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=2, num_fed=0)
+    state.fed(4, ended=True)
+    assert state.admissible() == [1, 2]
+    assert state.ended_at is None
+
+
+def test_resumed_run_admits_the_fed_rows_that_were_not_trained() -> None:
+    state = AdmissionState(schedule(max_staleness=1, batch=2), version=1, last_step=9, trained={0, 3}, num_fed=0)
+    state.fed(5, ended=True)
+    assert state.admissible() == [2]
+    assert [group.group for group in state.groups_of(2)] == [1, 2]
+    assert (state.ended_at, state.num_left) == (2, 1)

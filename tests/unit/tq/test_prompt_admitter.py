@@ -4,15 +4,19 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from asyncflow.errors import RowsExist
 from asyncflow.service_threads import ServiceThreads
 from tq import Column
-from tq.config import Fill, ScheduleConfig
-from tq.control.events import Lost
-from tq.refill import AdmissionMark
+from tq.config import Fill, QueueConfig, ScheduleConfig
+from tq.control.admission import AdmissionPlace
+from tq.control.events import GroupRemoved, Lost
+from tq.refill import AdmissionMark, RemovalCause
 from tq.snapshot import SnapshotChunk
-from workers.admission.admitter import PromptAdmitter
+from workers.admission.admitter import PromptAdmitter, prompt_admission
 from workers.admission.state import AdmissionState, AdmittedGroup
+from workers.data.feed_file import Fed
 
 SCHEDULE = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=2, max_staleness=1)
 
@@ -26,6 +30,7 @@ class FakeClient:
         self.put: dict[int, list[int]] = {}
         self.commits: dict[int, tuple[str, ...]] = {}
         self.quiet = threading.Event()
+        self.stopped = threading.Event()
         self._last_step = last_step
 
     def open_partition(self, partition: int, num_rows: int) -> None:
@@ -39,6 +44,10 @@ class FakeClient:
         self.commits.update(dict.fromkeys(rows, tuple(fields.get("commits", ()))))
         if partition == self._last_step:
             self.quiet.set()
+
+    def stop(self) -> None:
+        assert not self.stopped.is_set()
+        self.stopped.set()
 
     def close(self) -> None:
         pass
@@ -147,3 +156,45 @@ def test_rows_that_are_put_again_are_prompts() -> None:
     assert {step: sorted(rows) for step, rows in client.put.items()} == {2: [4, 6, 7], 3: [8, 8, 9, 10, 11]}
     assert client.put[3][0] == client.put[3][-1] == 8, "first finished, then lost"
     assert not any(client.commits.values())
+
+
+def test_fed_rows_open_steps_and_the_last_step_that_they_fill_ends_the_run_once_it_is_trained() -> None:
+    state = AdmissionState(SCHEDULE, version=0, last_step=9, num_fed=0)
+    client, threads, ended = FakeClient(2, ()), ServiceThreads("controller-0"), list[tuple[int, ...]]()
+    removed = GroupRemoved(1, 0, 2, RemovalCause("rewards", 3))
+    admitter = PromptAdmitter(
+        state,
+        client,  # type: ignore[arg-type]
+        Prompts(),
+        num_units=1,
+        save=lambda mark: None,
+        threads=threads,
+        feed_ended=lambda last_step, num_left: ended.append((last_step, num_left, state.version)),
+    )
+    for event in (Fed(2, ended=False), removed, Fed(6, ended=False), 1, 1, Fed(6, ended=True)):
+        admitter.add(event)
+    admitter.start(None)
+    assert client.quiet.wait(10)
+    admitter.add(2)
+    admitter.add(2)
+    assert client.stopped.wait(10)
+    admitter.close()
+    threads.check()
+    assert client.put == {1: [0, 1, 2, 3, 4, 5], 2: [6, 7, 8, 9]}, "group 2 takes the place of group 0, of step 1"
+    assert ended == [(2, 1, 2)], "when step 2 is trained"
+
+
+def test_lead_that_starts_again_admits_what_weights_allow_that_came_after_its_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody publishes them again: it would wait for ever."""
+    client, threads = FakeClient(3, ()), ServiceThreads("controller-0")
+    monkeypatch.setattr("workers.admission.admitter.QueueClient", lambda *_, **__: client)
+    state = AdmissionState(SCHEDULE, version=0, last_step=9)
+    credentials: Any = None
+    make = prompt_admission(credentials, "controller-0", Prompts(), state, config=QueueConfig())
+    admission = make(AdmissionPlace(2, AdmissionMark(version=0, next_step=3), 1, lambda mark: None, threads))
+    admission.start({2: [4, 5, 6, 7]})
+    assert client.quiet.wait(10)
+    admission.close()
+    assert client.put == {3: [8, 9, 10, 11]}

@@ -1,0 +1,114 @@
+"""What the lead controller's process says to feeders: the messages, and the service that answers them.
+
+OpenFeed   who feeds under this name now?      -> FedUpTo: its last row
+PutFeed    rows, numbered on from there        -> FedUpTo, once they are durable; or refused, and none is stored
+EndFeed    nothing follows                     -> FedUpTo
+"""
+
+import threading
+from typing import Any
+
+import msgspec
+
+from asyncflow.decoding import UNREADABLE, json_decoder
+from asyncflow.errors import ConfigError
+from asyncflow.service_threads import ServiceThreads
+from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.server import Call, ChannelServer, Session
+from workers.data.prompt_dataset import FedPrompts
+
+SERVICE = "feed"
+
+
+class OpenFeed(msgspec.Struct, tag=True):
+    """A process feeds under a name from now on; with `again` it did before, and no other one may since.
+
+    Attributes:
+        feeder: the name.
+        process: tells apart the processes that feed under it.
+    """
+
+    feeder: str
+    process: str
+    again: bool = False
+
+
+class PutFeed(msgspec.Struct, tag=True):
+    """Rows of a feeder.
+
+    Attributes:
+        feeder, process: as in `OpenFeed`.
+        first: number of the first row; the feeder's rows count from 1.
+        rows: JSON, an array of objects.
+    """
+
+    feeder: str
+    process: str
+    first: int
+    rows: bytes
+
+
+class EndFeed(msgspec.Struct, tag=True):
+    """No rows follow, of any feeder."""
+
+    feeder: str
+    process: str
+
+
+class FedUpTo(msgspec.Struct, tag=True):
+    """Number of the feeder's last durable row; 0: there is none."""
+
+    last_sequence: int
+
+
+class FeedService:
+    """Serves until `close`."""
+
+    def __init__(self, credentials: Credentials, prompts: FedPrompts, *, threads: ServiceThreads) -> None:
+        """Args:
+        credentials: store and secret.
+        prompts: check what is put; their file may be appended to.
+        threads: of the service that this is a part of.
+        """
+        self._prompts = prompts
+        self._processes: dict[str, str] = {}
+        """Which process feeds under a name."""
+        self._lock = threading.Lock()
+        self._server = ChannelServer(credentials, SERVICE, OpenFeed | PutFeed | EndFeed, self, threads=threads)
+
+    def handle(self, call: Call) -> None:
+        """Carry out one request; one after the other.
+
+        Raises:
+            ConfigError: the rows cannot be trained on, or another process feeds under the name since.
+            QueueFull: the file system refuses.
+        """
+        message, rows = call.message, self._prompts.rows
+        with self._lock:
+            if isinstance(message, OpenFeed) and not message.again:
+                self._processes[message.feeder] = message.process
+            if self._processes.setdefault(message.feeder, message.process) != message.process:
+                raise ConfigError(f"feeder {message.feeder}: another process has this name now; use another one")
+            if isinstance(message, PutFeed):
+                self._put(message)
+            elif isinstance(message, EndFeed):
+                rows.end(message.feeder)
+            last = rows.last_sequence(message.feeder)
+        call.reply(FedUpTo(last))
+
+    def disconnected(self, session: Session) -> None:
+        """A feeder may come back at any time."""
+
+    def close(self) -> None:
+        """Stop serving; idempotent."""
+        self._server.close()
+
+    def _put(self, message: PutFeed) -> None:
+        try:
+            given: list[dict[str, Any]] = json_decoder(list[dict[str, Any]]).decode(message.rows)
+        except UNREADABLE as error:
+            raise ConfigError(f"feeder {message.feeder}: a put of something else than objects ({error})") from error
+        new = given[self._prompts.rows.num_known(message.feeder, message.first, len(given)) :]
+        self._prompts.check(new)
+        if new:
+            self._prompts.rows.put(message.feeder, new)

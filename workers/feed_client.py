@@ -1,0 +1,136 @@
+"""A process outside that feeds prompts to a run: `asyncflow.connect(...).feed(NAME)`.
+
+    with asyncflow.connect("runs/mine") as run:
+        feed = run.feed("math")
+        for batch in batches_of(rows[feed.last_sequence :]):     a feeder that was killed goes on where it was
+            feed.put(batch)                                       returns when the rows are durable
+        feed.end()
+
+A put whose answer did not come, since the lead controller died, is sent again when that is back. Its rows are numbered,
+so the run takes each once.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from torch.distributed import DistError
+
+from asyncflow.errors import ConfigError, PeerRefused, QueueFull, TransportError
+from asyncflow.transport.connection import Connection
+from asyncflow.transport.handshake import Credentials
+from workers.admission.feed_service import SERVICE, EndFeed, FedUpTo, OpenFeed, PutFeed
+
+_MOST_BYTES = 2**25
+_RETRY_S = 0.2
+
+
+class PromptFeed:
+    """Feeds under one name. Thread-safe: puts go one after the other."""
+
+    def __init__(self, credentials: Credentials, name: str, *, over: threading.Event) -> None:
+        """Begin, or go on; a process that fed under this name before is refused from now on.
+
+        Args:
+            credentials: store and secret; their deadline is that of each call, too.
+            name: of the feeder, the same whenever it comes back.
+            over: the run is.
+
+        Raises:
+            TransportError: the run does not answer.
+        """
+        self.name = name
+        self._credentials = credentials
+        self._over = over
+        self._process = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._last: int | None = self._call(OpenFeed(name, self._process))
+        """None: what became of the last put is not known."""
+
+    @property
+    def last_sequence(self) -> int:
+        """How many rows of this feeder the run has: its next one is `rows[last_sequence]`.
+
+        Raises:
+            ConfigError, TransportError: see `put`.
+        """
+        with self._lock:
+            return self._known_last()
+
+    def put(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Append rows, which are like lines of a data file, all or none; returns `last_sequence`.
+
+        Returns when they are on the run's disk, which is all that bounds how far a feeder runs ahead.
+
+        Args:
+            rows: a few hundred at once are faster than one by one.
+
+        Raises:
+            ConfigError: a row is none that the run can train on, the feed has ended, or another process feeds under
+                this name; nothing is stored.
+            QueueFull: the run's disk is full; nothing is stored.
+            TransportError: the run is over, or does not answer. The rows may be stored: `last_sequence` says so.
+        """
+        try:
+            encoded = msgspec.json.encode([dict(row) for row in rows])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"feed {self.name}: a row is no object of JSON: {error}; give dicts") from error
+        if len(encoded) > _MOST_BYTES:
+            raise ConfigError(f"feed {self.name}: a put of {len(encoded)} bytes; put {_MOST_BYTES} or fewer at once")
+        with self._lock:
+            first = self._known_last() + 1
+            self._last = None
+            try:
+                self._last = self._call(PutFeed(self.name, self._process, first, encoded))
+            except (ConfigError, QueueFull):
+                self._last = first - 1
+                raise
+            return self._last
+
+    def end(self) -> None:
+        """Say that no rows follow, of any feeder: the run trains the steps that they fill, and ends.
+
+        Raises:
+            ConfigError, QueueFull, TransportError: see `put`.
+        """
+        with self._lock:
+            self._call(EndFeed(self.name, self._process))
+
+    def close(self) -> None:
+        """Leave; idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _known_last(self) -> int:
+        if self._last is None:
+            self._last = self._call(OpenFeed(self.name, self._process, again=True))
+        return self._last
+
+    def _call(self, message: OpenFeed | PutFeed | EndFeed) -> int:
+        timeout_s = self._credentials.timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if self._connection is None:
+                    self._connection = Connection(
+                        self._credentials, SERVICE, self.name, FedUpTo, timeout_s=timeout_s, stop=self._over
+                    )
+                reply, _ = self._connection.call(message, timeout_s=timeout_s)
+            except QueueFull:
+                raise
+            except PeerRefused as error:
+                raise ConfigError(str(error)) from error
+            except (TransportError, DistError) as error:
+                self.close()
+                if self._over.wait(_RETRY_S):
+                    raise TransportError(f"feed {self.name}: the run is over") from error
+                if time.monotonic() >= deadline:
+                    raise TransportError(f"feed {self.name}: no answer within {timeout_s:g} s: {error}") from error
+            else:
+                last: int = reply.last_sequence
+                return last

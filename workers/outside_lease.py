@@ -1,0 +1,119 @@
+"""Rows of a run in the hands of a process outside: what it puts is checked before the run sees it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncflow.errors import ConfigError
+from tq.batch import Column
+from tq.client.lease import Lease, LeaseCalls
+from weightsync.version import Version
+from workers.tasks.dataflow import ANSWER_COLUMNS, DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS
+from workers.tasks.rollouts import responses_of
+
+_DTYPES = {
+    **dict.fromkeys(DRAWN_COLUMNS, torch.float32),
+    "tokens": torch.int64,
+    "sample_lengths": torch.int32,
+    "response_mask": torch.uint8,
+    "versions": torch.int32,
+    "correct": torch.bool,
+    "truncated": torch.bool,
+}
+"""Element types; of all other columns float32."""
+
+
+@dataclass(frozen=True)
+class OutsideTask:
+    """A task of the queue, as a process outside sees it.
+
+    Attributes:
+        inputs, outputs: columns that it reads, and that a put must have.
+        needs_version: its rows are for consumers that say which weights they hold.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    needs_version: bool
+
+
+class OutsideLease(Lease):
+    """A lease whose puts are checked, so that a mistake outside costs an error there and not the run."""
+
+    def __init__(self, calls: LeaseCalls, lease: Lease, task: OutsideTask, held: Version, *, bound: int) -> None:
+        """Args:
+        calls: the client's data plane.
+        lease: as it was fetched.
+        task: its own.
+        held: weights that the rows were asked for with.
+        bound: of staleness.
+        """
+        super().__init__(calls, lease.grant, lease.batch.columns)
+        self._task = task
+        self._held = held
+        self._bound = bound
+
+    @property
+    def responses(self) -> list[Tensor]:
+        """The drawn tokens of each row, int64; for tasks that read what was generated."""
+        return responses_of(self.read(["tokens", "response_mask"]))
+
+    def put(self, columns: Mapping[str, Any], rows: Sequence[int] | None = None) -> bool:
+        """Write all output columns; see `Lease.put`.
+
+        Args:
+            columns: name -> a number per row, or a tensor or list per row of what has one per token; `reward_parts`: a
+                dict per row.
+            rows: some of the lease's.
+
+        Raises:
+            ConfigError: a column is missing, is no output, or does not fit; nothing was put.
+        """
+        name, outputs = self.grant.task, self._task.outputs
+        given = list(columns.keys())  # of a TensorDict, too
+        if set(given) != set(outputs):
+            raise ConfigError(f"{name}: a put of columns {' '.join(given) or 'none'}; give {' '.join(outputs)}")
+        packed = {column: _packed(column, columns[column]) for column in outputs}
+        if set(SAMPLE_COLUMNS) <= set(packed):
+            self._check_samples(packed)
+        return super().put(packed, rows)
+
+    def _check_samples(self, columns: Mapping[str, Column]) -> None:
+        tokens, lengths, mask = (columns[name] for name in SAMPLE_COLUMNS)
+        drawn = [int(row.sum()) for row in mask.rows()]
+        sums = [int(row.sum()) for row in lengths.rows()]
+        per_row = {"response_mask": mask.lengths.tolist(), "sample_lengths (their sums)": sums}
+        wanted = dict.fromkeys(per_row, tokens.lengths.tolist())
+        for name in set(columns) & set(DRAWN_COLUMNS):
+            per_row[name], wanted[name] = columns[name].lengths.tolist(), drawn
+        for name, numbers in per_row.items():
+            if numbers != wanted[name]:
+                of = "drawn tokens" if name in DRAWN_COLUMNS else "tokens"
+                raise ConfigError(f"{self.grant.task}: {name} of {numbers} for {wanted[name]} {of}; give one for each")
+        if not all(drawn):
+            raise ConfigError(f"{self.grant.task}: a row has no drawn token; response_mask is 1 where one was drawn")
+        if not columns["rollout_log_probs"].values.isfinite().all():
+            raise ConfigError(f"{self.grant.task}: rollout_log_probs are not finite; were the weights loaded?")
+        oldest, newest = (int(of(columns["versions"].values)) for of in (torch.min, torch.max))
+        least = max(0, self.partition - 1 - self._bound)
+        if oldest < least or newest > self._held.step:
+            raise ConfigError(
+                f"{self.grant.task}: versions {oldest} to {newest} for step {self.partition}, which takes {least} to "
+                f"{self._held.step} (what the rows were asked for with); generate with newer weights"
+            )
+
+
+def _packed(name: str, values: Any) -> Column:
+    dtype = _DTYPES.get(name, torch.float32)
+    try:
+        if name == REWARD_PARTS:
+            return Column.of_values(list(values))
+        if name in (*SAMPLE_COLUMNS, *DRAWN_COLUMNS):
+            return Column.of_rows([torch.as_tensor(row).to("cpu", dtype).reshape(-1) for row in values])
+        return Column.of_scalars(torch.as_tensor(values).to("cpu", dtype))
+    except (TypeError, ValueError, RuntimeError) as error:
+        per = "a number per row" if name in ANSWER_COLUMNS else "a tensor or list per row"
+        raise ConfigError(f"column {name}: {error}; give {per} ({dtype})") from error
