@@ -88,6 +88,9 @@ class Accepted:
         try_functions(self.checked.config)
         try_reward(self.checked.config, self.checked.first_row, self.checked.first_prompt)
 
+    def __str__(self) -> str:
+        return self.describe()
+
     def describe(self) -> str:
         """Return the text of `--dry-run`."""
         resume_from = "step 0: it saved nothing yet" if self.started_over else ""
