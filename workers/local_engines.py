@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.device import group_backends
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, DeadlineExceeded
 from asyncflow.network import LOOPBACK, choose_interface
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
@@ -143,26 +143,27 @@ class LocalEngines:
         }
         self._client.put_rows({name: columns[name] for name in prompt_columns(self.config)}, group_size=size)
 
-    def get_experience_data(
-        self, task: str, *, num_rows: int | None = None, timeout_s: float = 60.0
-    ) -> OutsideLease | None:
+    def get_experience_data(self, task: str, *, num_rows: int | None = None, timeout_s: float = 60.0) -> OutsideLease:
         """Lease rows that are ready for a task, and read its inputs.
 
         Args:
             task: `actor_rollout`, `rewards` or `actor_train`.
             num_rows: at most; None: as many as a step has.
             timeout_s: how long to wait for the first.
-        Returns:
-            None: no row was ready in time.
+
         Raises:
             ConfigError: no such task.
+            DeadlineExceeded: no row was ready in time.
         """
         if task not in self._tasks:
             raise ConfigError(f"task {task!r}: the queue has {' '.join(self._tasks)}")
         num_rows = self.config.schedule.step_rows if num_rows is None else num_rows
         fetched = self._client.fetch(task, num_rows=num_rows, timeout_s=timeout_s)
         if not isinstance(fetched, Lease):
-            return None
+            raise DeadlineExceeded(
+                f"task {task}: no row was ready within {timeout_s:g} s ({fetched.reason}); its inputs are "
+                f"{' '.join(self._tasks[task].inputs)}: put prompts, and the outputs of the tasks before it"
+            )
         placed, held = self._tasks[task], Version(0, self.generator.version)
         checked = OutsideTask(placed.inputs, placed.outputs, needs_version=False)
         lease = OutsideLease(self._client.data, fetched, checked, held, bound=self.config.schedule.staleness_bound)
