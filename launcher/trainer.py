@@ -15,11 +15,13 @@ alone. If this process dies, the kernel asks the child to stop: it saves the las
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -88,11 +90,11 @@ class Trainer:
         self._roles = roles
         self._overrides = tuple(f"{key}={_as_yaml(value, key)}" for key, value in (overrides or {}).items())
         self._steps = steps
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._source = None if config is None else str(config)
         if isinstance(config, (Mapping, RunConfig)):
-            self._directory = tempfile.TemporaryDirectory(prefix="asyncflow-")
-            self._source = _write(config, Path(self._directory.name))
+            directory = Path(tempfile.mkdtemp(prefix="asyncflow-"))
+            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+            self._source = _write(config, directory)
         self._launcher: _Launcher | None = None
 
     @cached_property
