@@ -17,7 +17,7 @@ import asyncflow
 
 
 def score(response: str, truth: str) -> float:
-    """Return the share of characters that are right, and 1 more for the exact answer, halved."""
+    """Return half for the exact answer, and half for the share of characters that are right and in place."""
     right = sum(given == wanted for given, wanted in zip(response, truth, strict=False))
     return 0.5 * (response == truth) + 0.5 * right / max(len(response), len(truth))
 

@@ -154,6 +154,7 @@ class Trainer:
         steps = () if self._steps is None else ("--steps", str(self._steps))
         options = [*where, *roles, *steps, *(word for each in self._overrides for word in ("--set", each))]
         self._launcher = _Launcher([*options, "--", *([] if self._source is None else [self._source])], show)
+        self._launcher.begin()
 
     def wait(self) -> "Results":
         """Wait until the run has ended; see `fit`."""
@@ -253,32 +254,37 @@ class _Launcher:
     """The launcher in a child process, and the thread that owns it: for the kernel, that thread is its parent."""
 
     def __init__(self, arguments: Sequence[str], show: Callable[[str], None]) -> None:
-        """Start it.
-
-        Args:
-            arguments: of the command.
-            show: is called with each line.
+        """Args:
+        arguments: of the command.
+        show: is called with each line.
         """
         self.ended: Future[tuple[int, str]] = Future()
         """Exit code and last line."""
+        self._begun: Future[subprocess.Popen[str]] = Future()
         self._stopping = False
         self._arguments = arguments
         self._show = show
-        begun: Future[subprocess.Popen[str]] = Future()
-        threading.Thread(target=self._own, args=(begun,), name="launcher", daemon=True).start()
-        self._process = begun.result()
 
     @property
     def stopped(self) -> bool:
         """Whether a stop ended it before it could answer signals, so that nothing was to be saved."""
         return self._stopping and self.ended.result()[0] == -signal.SIGTERM
 
+    def begin(self) -> None:
+        """Start it.
+
+        Raises:
+            OSError: the system has no room for a process.
+        """
+        threading.Thread(target=self._own, name="launcher", daemon=True).start()
+        self._begun.result()
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if it runs."""
         self._stopping = True
-        self._process.send_signal(number)
+        self._begun.result().send_signal(number)
 
-    def _own(self, begun: "Future[subprocess.Popen[str]]") -> None:
+    def _own(self) -> None:
         last = ""
         try:
             process = subprocess.Popen(
@@ -287,9 +293,10 @@ class _Launcher:
                 text=True, errors="replace", process_group=0,
             )  # fmt: skip
         except OSError as error:
-            begun.set_exception(error)
+            self.ended.set_exception(error)
+            self._begun.set_exception(error)
             return
-        begun.set_result(process)
+        self._begun.set_result(process)
         assert process.stdout is not None
         try:
             with process.stdout:

@@ -45,7 +45,7 @@ from workers.run_client import OutsideLease, OutsideTask
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.dataflow import ACTOR_TRAIN, place_tasks
 from workers.tasks.graph import graph_of, prompt_columns
-from workers.tasks.rollouts import drawn_per_row, responses_of, sample_columns, samples_of
+from workers.tasks.rollouts import drawn_per_row, responses_of, samples_of
 from workers.trainer.batching import micro_batches
 from workers.trainer.trainer import policy_learner
 
@@ -196,11 +196,16 @@ class LocalEngines:
         seeds = self._draws.integers(2**63, size=len(prompts)).tolist()
         requests = [GenerateRequest(k, prompt, seeds[k], ticket=k) for k, prompt in enumerate(prompts)]
         made = sorted(generate(self.generator, requests), key=lambda one: one.index)
+        tokens = [torch.cat([prompt, one.response_R]) for prompt, one in zip(prompts, made, strict=True)]
         return {
-            **sample_columns(prompts, [one.response_R for one in made]),
-            "rollout_log_probs": Column.of_rows([one.log_probs_R for one in made]),
-            "versions": Column.of_rows([one.versions_R for one in made]),
-            "truncated": Column.of_scalars(torch.tensor([one.truncated for one in made])),
+            "tokens": tokens,
+            "sample_lengths": [[len(row)] for row in tokens],
+            "response_mask": [
+                torch.arange(len(row)) >= len(prompt) for row, prompt in zip(tokens, prompts, strict=True)
+            ],
+            "rollout_log_probs": [one.log_probs_R for one in made],
+            "versions": [one.versions_R for one in made],
+            "truncated": [one.truncated for one in made],
         }
 
     def update(self, lease: Lease) -> dict[str, float]:

@@ -5,7 +5,6 @@ import torch
 
 import asyncflow
 from asyncflow.errors import ConfigError, DeadlineExceeded
-from tq.batch import Column
 from workers.tasks.column_tasks import sequences_of
 
 ROWS = [{"prompt": "3+5=", "answer": "8"}, {"prompt": "9+9=", "answer": "18"}]
@@ -29,13 +28,13 @@ def test_a_step_by_hand_trains_and_the_generator_draws_by_the_new_weights() -> N
             batch = engines.get_experience_data("actor_train")
             drawn = batch["rollout_log_probs"].values
             assert set(batch["versions"].values.tolist()) == {step - 1}
-            torch.testing.assert_close(engines.trainer.log_probs(sequences_of(batch.batch)), drawn, atol=1e-4, rtol=0)
+            torch.testing.assert_close(engines.trainer.log_probs(sequences_of(batch.batch)), drawn, atol=1e-3, rtol=0)
             figures = engines.update(batch)
             assert figures["step"] == step
             assert figures["grad_norm"] > 0
             assert figures["reward_mean"] == pytest.approx(sum(rewards) / 8)
             moved = engines.trainer.log_probs(sequences_of(batch.batch)) - drawn
-            assert float(moved.abs().max()) > 1e-3  # so that equality above says something of the next step
+            assert float(moved.abs().max()) > 2e-3  # so that equality above says something of the next step
             engines.put_experience_data(batch)
             assert engines.weight_sync_notify() == step
         with pytest.raises(DeadlineExceeded, match="task rewards: no row was ready within 0.1 s"):
@@ -51,7 +50,7 @@ def test_a_subclass_generates_in_its_own_way() -> None:
     class Constant(asyncflow.LocalEngines):
         def generate_sequences(self, lease):  # type: ignore[no-untyped-def]
             columns = dict(super().generate_sequences(lease))
-            columns["truncated"] = Column.of_scalars(torch.ones(len(lease), dtype=torch.bool))
+            columns["truncated"] = [True] * len(lease)
             return columns
 
     with asyncflow.Trainer("quickstart", overrides=SMALL).init_engines(Constant) as engines:

@@ -11,7 +11,7 @@ from asyncflow.errors import ConfigError
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"algorithm": {"name": "ppo"}}, "ppo has tasks values critic_train"),
+        ({"algorithm": {"name": "ppo"}}, "ppo has tasks critic_train values"),
         ({"actor.num_mini_batches": 2}, "more than one update a step"),
         ({"actor.tri_model": True}, "copies of the policy"),
         ({"rollout.function": "my_tools:rollout"}, "a function or an agent of your own"),

@@ -16,7 +16,7 @@ from launcher.trainer import Results
 
 QUICKSTART = find_recipe("quickstart")
 ROLES = {"rollout": 2, "actor": 1}
-END = "import sys; print('step 1/2'); print({line!r}, file=sys.stderr); sys.exit({code})"
+END = "import sys; print('step 1/2', flush=True); print({line!r}, file=sys.stderr); sys.exit({code})"
 
 
 def as_dict() -> dict[str, Any]:
