@@ -38,7 +38,7 @@ from workers.config import RunConfig
 from workers.data.prompt_dataset import PromptTokens
 from workers.data.prompt_rows import as_row
 from workers.data.tokenizer import load_tokenizer
-from workers.engines.base import GenerateRequest, generate
+from workers.engines.base import FrozenEngine, GenerateRequest, generate
 from workers.engines.load import load_frozen_model, load_generate_engine, load_train_engine
 from workers.records.step_totals import UpdateTotals
 from workers.run_client import OutsideLease, OutsideTask
@@ -80,6 +80,11 @@ class LocalEngines:
         self._tasks = {task.name: task for task in place_tasks(graph_of(config), ("rollout", "reward", "actor"))}
         _check(config, self._tasks[ACTOR_TRAIN].fused)
         model_dir, self._device, self.version = Path(config.model.path), device, 0
+        self.tokenizer = load_tokenizer(model_dir)
+        self._tokens = PromptTokens(config.data, model_dir=model_dir, own_rollout=False)
+        self._algorithm = load_algorithm(config.algorithm, config.rollout)
+        self._draws = np.random.Generator(np.random.PCG64(config.seed))
+        self._reference: FrozenEngine | None = None
         self._own = ExitStack()
         try:
             choose_interface(LOOPBACK)
@@ -89,8 +94,8 @@ class LocalEngines:
             self.trainer = load_train_engine(config, device=device)
             self.generator = load_generate_engine(config, config.rollout, device=device)
             self._own.callback(self.generator.close)
+            self._learner = policy_learner(config, self.trainer)
             self.weight_sync_notify()
-            self._reference = None
             if config.algorithm.kl_coef > 0:
                 self._reference = load_frozen_model(config, device=device, weights_dir=None)
             served = {
@@ -102,11 +107,6 @@ class LocalEngines:
         except BaseException:
             self._own.close()
             raise
-        self.tokenizer = load_tokenizer(model_dir)
-        self._tokens = PromptTokens(config.data, model_dir=model_dir, own_rollout=False)
-        self._learner = policy_learner(config, self.trainer)
-        self._algorithm = load_algorithm(config.algorithm, config.rollout)
-        self._draws = np.random.Generator(np.random.PCG64(config.seed))
 
     def __enter__(self) -> Self:
         return self
@@ -262,6 +262,7 @@ def _check(config: RunConfig, fused: Sequence[str]) -> None:
         (f"algorithm.name: {config.algorithm.name} has tasks {' '.join(others)}, which", bool(others)),
         ("rollout: a function or an agent of your own", config.rollout.is_own),
         ("actor.num_mini_batches, actor.ppo_epochs: more than one update a step", config.actor.num_updates > 1),
+        ("algorithm.group_filter: groups that are replaced", config.algorithm.filters_groups),
         ("actor.tri_model: copies of the policy", config.actor.tri_model),
         ("algorithm.ref_update_interval: a reference that follows", bool(config.algorithm.ref_update_interval)),
         ("reward.model: a reward model", config.reward.model is not None),

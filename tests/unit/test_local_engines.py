@@ -13,6 +13,7 @@ from asyncflow.errors import ConfigError
     [
         ({"algorithm": {"name": "ppo"}}, "ppo has tasks critic_train values"),
         ({"actor.num_mini_batches": 2}, "more than one update a step"),
+        ({"algorithm": {"name": "dapo", "group_filter": "zero_variance"}}, "groups that are replaced"),
         ({"actor.tri_model": True}, "copies of the policy"),
         ({"rollout.function": "my_tools:rollout"}, "a function or an agent of your own"),
         ({"algorithm.ref_update_interval": 2}, "a reference that follows"),
