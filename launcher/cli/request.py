@@ -89,6 +89,9 @@ class Accepted:
         if self.checked.first_row is not None and self.checked.first_prompt is not None:
             try_reward(self.checked.config, self.checked.first_row, self.checked.first_prompt)
 
+    def __str__(self) -> str:
+        return self.describe()
+
     def describe(self) -> str:
         """Return the text of `--dry-run`."""
         resume_from = "step 0: it saved nothing yet" if self.started_over else ""

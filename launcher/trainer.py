@@ -1,0 +1,334 @@
+"""`asyncflow.Trainer`: the command as a Python object, for scripts and notebooks. Torch-free.
+
+    trainer = asyncflow.Trainer("quickstart", roles="rollout:2,actor:1", overrides={"actor.lr": 3e-4}, steps=40)
+    print(trainer.plan())            all checks of a start; what `asyncflow-launch --dry-run` prints, and as data
+    results = trainer.fit()          the run, in a child process; Ctrl-C, or `stop()` in a thread, saves and ends it
+    trainer.fit(resume=True)         goes on
+    results.frame()                  a row per step
+
+    start() -> a thread owns the launcher and shows its lines -> wait(): Results, or the error that it told
+                                   stop() -'
+
+The child is `asyncflow-launch` itself, in a process group of its own, so that a Ctrl-C reaches it through this process
+alone. If this process dies, the kernel asks the child to stop: it saves the last completed step.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.errors import ConfigError, RoleFailed
+from asyncflow.json_lines import LineTail
+from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, METRICS_FILE
+from launcher.checks.devices import find_devices
+from launcher.cli.request import Accepted, Request
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe, user_path
+from launcher.loggers.feed import figures
+from launcher.nodes.options import find_place
+from launcher.run.events import DONE, RESUMABLE, USAGE
+from launcher.run.progress import print_line
+from launcher.run.rundir import default_run_dir
+from workers.config import RunConfig
+
+if TYPE_CHECKING:
+    from workers.local_engines import LocalEngines
+
+_CHILD = """
+import signal, sys
+from asyncflow.process import die_with_parent
+die_with_parent(int(sys.argv.pop(1)), by=signal.SIGTERM)
+from launcher.cli.launch import launch
+launch(prog_name="asyncflow-launch")
+"""
+
+
+class Trainer:
+    """A run: its settings, and the launcher while it goes on.
+
+    Attributes:
+        run_dir: of the newest run, or the one that the next run gets; None: `runs/NAME-TIMESTAMP`.
+    """
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any] | RunConfig | None = None,
+        *,
+        roles: str | Mapping[str, int] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        steps: int | None = None,
+        run_dir: str | Path | None = None,
+    ) -> None:
+        """Args:
+        config: YAML file, name of a packaged recipe, its sections as a dict (relative paths start from the working
+            directory), or a loaded configuration. None: the quickstart.
+        roles: ranks per role, `{"rollout": 8, "actor": 4}` or `rollout:8,actor:4`, as `--roles`.
+        overrides: dotted key -> value, as `--set`.
+        steps: number of the last step.
+        run_dir: where the run writes; None: each run gets a directory of its own.
+
+        Raises:
+            ConfigError: a value has no form in YAML, or `run_dir` is no path.
+        """
+        if isinstance(roles, Mapping):
+            roles = ",".join(f"{role}:{count}" for role, count in roles.items())
+        self.run_dir = None if run_dir is None else user_path(str(run_dir), "run_dir")
+        self._names_run_dir = run_dir is not None
+        self._roles = roles
+        self._overrides = tuple(f"{key}={_as_yaml(value, key)}" for key, value in (overrides or {}).items())
+        self._steps = steps
+        self._source = None if config is None else str(config)
+        if isinstance(config, (Mapping, RunConfig)):
+            directory = Path(tempfile.mkdtemp(prefix="asyncflow-"))
+            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+            self._source = _write(config, directory)
+        self._launcher: _Launcher | None = None
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The resolved configuration.
+
+        Raises:
+            ConfigError: what cannot be used.
+        """
+        return load_config(find_recipe(self._source), overrides=self._overrides, roles=self._roles, steps=self._steps)
+
+    def plan(self, *, resume: bool = False) -> Accepted:
+        """Check all that a start checks, and start nothing.
+
+        Returns:
+            What the run would be: `run_dir`, and in `checked` its `gangs`, `tasks`, `memory`, `first_prompt` and so on;
+            `str()` of it is what `--dry-run` prints.
+        Raises:
+            ConfigError: the first thing that does not hold.
+        """
+        accepted = Request(
+            config=self._source,
+            roles=self._roles,
+            overrides=self._overrides,
+            run_dir=str(self.run_dir) if self._names_run_dir and not resume else None,
+            resume=str(self._resumed()) if resume else None,
+            steps=self._steps,
+            place=find_place(None, None, None, os.environ),
+        ).accept()
+        accepted.check_here()
+        return accepted
+
+    def fit(self, *, resume: bool = False, show: Callable[[str], None] = print_line) -> "Results":
+        """Run to the end, or to a stop. An interrupt saves the last completed step, and is raised then.
+
+        Args:
+            resume: go on with the run in `run_dir`, with this trainer's settings.
+            show: is called with every line that the launcher writes, in another thread.
+        Raises:
+            ConfigError: the launcher refused the settings.
+            RoleFailed: the run failed.
+        """
+        self.start(resume=resume, show=show)
+        return self.wait()
+
+    def start(self, *, resume: bool = False, show: Callable[[str], None] = print_line) -> None:
+        """Start the run and return at once, as a notebook may want it; see `fit`."""
+        if self._launcher is not None and not self._launcher.ended.done():
+            raise ConfigError("fit: a run of this trainer goes on; stop() it, or wait() for its end")
+        if resume:
+            where = ("--resume", str(self._resumed()))
+        else:
+            if self.run_dir is None or not self._names_run_dir:
+                self.run_dir = default_run_dir(self.config.name, datetime.now())
+            where = ("--run-dir", str(self.run_dir))
+        roles = () if self._roles is None else ("--roles", self._roles)
+        steps = () if self._steps is None else ("--steps", str(self._steps))
+        options = [*where, *roles, *steps, *(word for each in self._overrides for word in ("--set", each))]
+        self._launcher = _Launcher([*options, "--", *([] if self._source is None else [self._source])], show)
+        self._launcher.begin()
+
+    def wait(self) -> "Results":
+        """Wait until the run has ended; see `fit`."""
+        launcher = self._launcher
+        if launcher is None:
+            raise ConfigError("wait: no run was started; call start() or fit()")
+        try:
+            code, line = launcher.ended.result()
+        except KeyboardInterrupt:
+            launcher.signal(signal.SIGTERM)
+            try:
+                launcher.ended.result()
+            except KeyboardInterrupt:
+                launcher.signal(signal.SIGINT)  # at once
+                launcher.ended.result()
+            raise
+        if code in (DONE, RESUMABLE) or launcher.stopped:
+            return self.results
+        error = ConfigError if code == USAGE else RoleFailed
+        raise error(line.removeprefix("Error: ") or f"the launcher ended with code {code} and said nothing")
+
+    def stop(self) -> None:
+        """Have the run save its last completed step and end, and return at once; `fit` returns then. From any thread;
+        nothing happens where no run goes on."""
+        if self._launcher is not None:
+            self._launcher.signal(signal.SIGTERM)
+
+    @property
+    def results(self) -> "Results":
+        """What the run has written so far.
+
+        Raises:
+            ConfigError: there is no run.
+        """
+        return Results(self._resumed())
+
+    def init_engines(self, kind: "type[LocalEngines] | None" = None) -> "LocalEngines":
+        """Return engines and a queue in this process, for a loop of your own; a context manager.
+
+        Args:
+            kind: your subclass, which may generate or update in another way.
+        Raises:
+            ConfigError: see `LocalEngines`.
+        """
+        from asyncflow.device import open_device
+        from workers.local_engines import LocalEngines
+
+        found = find_devices(self.config.launcher.device).kind
+        return (kind or LocalEngines)(self.config, open_device(found if found == "cpu" else f"{found}:0"))
+
+    def _resumed(self) -> Path:
+        if self.run_dir is None:
+            raise ConfigError("resume: this trainer has had no run yet; name one, Trainer(config, run_dir=...)")
+        return self.run_dir
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a run has written down; of one that goes on, so far.
+
+    Attributes:
+        run_dir: of the run.
+    """
+
+    run_dir: Path
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """A dict per finished step, with the figures of docs/metrics.md."""
+        return LineTail(self.run_dir / METRICS_FILE).read()
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """A dict per evaluation on held-out prompts."""
+        return LineTail(self.run_dir / EVALUATION_FILE).read()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step of the configuration was made; else `fit(resume=True)` goes on."""
+        last = max((line["step"] for line in self.steps), default=0)
+        return last >= RunConfig.load(self.run_dir).steps
+
+    def frame(self) -> Any:
+        """Return the steps as a pandas DataFrame by step; figures inside of figures are `idle_fraction/rollout`.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigError("frame: pandas is not installed; pip install pandas, or use `steps`") from error
+        return pandas.DataFrame([figures(line) for line in self.steps]).set_index("step")
+
+
+class _Launcher:
+    """The launcher in a child process, and the thread that owns it: for the kernel, that thread is its parent."""
+
+    def __init__(self, arguments: Sequence[str], show: Callable[[str], None]) -> None:
+        """Args:
+        arguments: of the command.
+        show: is called with each line.
+        """
+        self.ended: Future[tuple[int, str]] = Future()
+        """Exit code and last line."""
+        self._begun: Future[subprocess.Popen[str]] = Future()
+        self._stopping = False
+        self._arguments = arguments
+        self._show = show
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop ended it before it could answer signals, so that nothing was to be saved."""
+        return self._stopping and self.ended.result()[0] == -signal.SIGTERM
+
+    def begin(self) -> None:
+        """Start it.
+
+        Raises:
+            OSError: the system has no room for a process.
+        """
+        threading.Thread(target=self._own, name="launcher", daemon=True).start()
+        self._begun.result()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs."""
+        self._stopping = True
+        self._begun.result().send_signal(number)
+
+    def _own(self) -> None:
+        last = ""
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _CHILD, str(os.getpid()), *self._arguments],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, errors="replace", process_group=0,
+            )  # fmt: skip
+        except OSError as error:
+            self.ended.set_exception(error)
+            self._begun.set_exception(error)
+            return
+        self._begun.set_result(process)
+        assert process.stdout is not None
+        try:
+            with process.stdout:
+                for line in map(str.rstrip, process.stdout):
+                    last = line or last
+                    self._show(line)
+        except BaseException as error:  # noqa: BLE001  of the user's function
+            process.terminate()
+            process.wait()
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result((process.wait(), last))
+
+
+def _write(config: Mapping[str, Any] | RunConfig, directory: Path) -> str:
+    """Write a configuration that is in no file; return where."""
+    if isinstance(config, RunConfig):
+        config.save(directory)
+    else:
+        text = _as_yaml({"code_directory": str(Path.cwd()), **config}, "config")
+        (directory / CONFIG_FILE).write_text(text)
+    return str(directory / CONFIG_FILE)
+
+
+def _as_yaml(value: Any, what: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain)  # which is YAML, too
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what}: {error}; give numbers, texts, lists and dicts") from error
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} has no form in YAML")

@@ -1,0 +1,129 @@
+"""`asyncflow.Trainer` as far as it starts no run: plans, settings in several forms, how a launcher's end is told."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import asyncflow
+from asyncflow.errors import AsyncFlowError, ConfigError, RoleFailed
+from launcher.config.paths import find_recipe
+from launcher.trainer import Results
+
+QUICKSTART = find_recipe("quickstart")
+ROLES = {"rollout": 2, "actor": 1}
+END = "import sys; print('step 1/2', flush=True); print({line!r}, file=sys.stderr); sys.exit({code})"
+
+
+def as_dict() -> dict[str, Any]:
+    """Return the quickstart as sections, with paths that hold anywhere."""
+    sections: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text())
+    for section in ("model", "data", "evaluate"):
+        sections[section]["path"] = QUICKSTART.parent / sections[section]["path"]
+    return sections
+
+
+def test_a_plan_is_data_and_text_and_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import asyncflow, json, sys\n"
+        "plan = asyncflow.Trainer('quickstart', roles={'rollout': 2, 'actor': 1, 'ref': 1}).plan()\n"
+        "assert str(plan) == plan.describe()\n"
+        "gangs = [(gang.name, gang.num_ranks) for gang in plan.checked.gangs if gang.role == 'rollout']\n"
+        "print(json.dumps([gangs, plan.checked.first_prompt.text, 'torch' in sys.modules]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[["rollout-0", 1], ["rollout-1", 1]], "0+1=", False]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_a_dict_and_a_loaded_configuration_are_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named, given = {"actor.lr": 0.5, "rollout.on_swap": "finish"}, {"code_directory": str(QUICKSTART.parent)}
+    of_recipe = asyncflow.Trainer("quickstart", roles=ROLES, overrides=named, steps=7).config
+    of_dict = asyncflow.Trainer(as_dict() | given, roles="rollout:2,actor:1", overrides=named, steps=7).config
+    assert of_recipe == of_dict == asyncflow.Trainer(of_recipe).config
+    assert (of_recipe.steps, of_recipe.actor.lr, of_recipe.roles) == (7, 0.5, ROLES)
+    assert asyncflow.Trainer(as_dict()).config.code_directory == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"config": {"name": object()}}, "config: a object has no form in YAML"),
+        ({"overrides": {"actor.lr": {1, 2}}}, "actor.lr: a set has no form in YAML"),
+        ({"overrides": {"actor.lrr": 1}}, "did you mean 'lr'?"),
+        ({"roles": {"rolout": 1}}, "did you mean 'rollout'?"),
+        ({"config": "quickstrat"}, "did you mean quickstart.yaml?"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _ = asyncflow.Trainer(**wrong).config
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_a_run_that_there_was_goes_on(tmp_path: Path) -> None:
+    trainer = asyncflow.Trainer()
+    for call in (lambda: trainer.fit(resume=True), lambda: trainer.results, trainer.wait):
+        with pytest.raises(ConfigError, match="run"):
+            call()
+    trainer.stop()
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "kind", "says"),
+    [
+        (1, "failed (step 1/2, 0:01): actor rank 0: boom", RoleFailed, "failed (step 1/2, 0:01): actor rank 0: boom"),
+        (2, "Error: actor.lr: wrong", ConfigError, "actor.lr: wrong"),
+        (9, "", RoleFailed, "step 1/2"),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_a_failure_is_raised_with_the_launchers_line(
+    code: int, line: str, kind: type[AsyncFlowError], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.trainer._CHILD", END.format(line=line, code=code))
+    shown: list[str] = []
+    with pytest.raises(kind) as caught:
+        asyncflow.Trainer(run_dir=tmp_path).fit(show=shown.append)
+    assert str(caught.value) == says
+    assert shown[0] == "step 1/2"
+
+
+@pytest.mark.timeout(60)
+def test_a_stop_before_the_launcher_listens_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.trainer._CHILD", "import signal; print('starting', flush=True); signal.pause()")
+    trainer = asyncflow.Trainer(run_dir=tmp_path)
+    assert trainer.fit(show=lambda line: trainer.stop()).run_dir == tmp_path
+    assert trainer.fit(show=lambda line: trainer.stop()).steps == []
+
+
+@pytest.mark.timeout(60)
+def test_a_show_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.trainer._CHILD", "import signal; print('starting', flush=True); signal.pause()")
+
+    def show(line: str) -> None:
+        raise ZeroDivisionError(line)
+
+    with pytest.raises(ZeroDivisionError, match="starting"):
+        asyncflow.Trainer(run_dir=tmp_path).fit(show=show)
+
+
+def test_results_are_a_dict_per_step_and_a_frame_where_pandas_is(tmp_path: Path) -> None:
+    assert Results(tmp_path).steps == []
+    lines = [{"step": 1, "loss": 0.5, "idle_fraction": {"actor": 0.25}}, {"step": 2, "loss": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3')
+    assert Results(tmp_path).steps == lines
+    pandas = pytest.importorskip("pandas", reason="pip install pandas")
+    frame = Results(tmp_path).frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert frame.loc[1, "idle_fraction/actor"] == 0.25
+    assert list(frame.index) == [1, 2]
+    assert frame["loss"].isna().tolist() == [False, True]
