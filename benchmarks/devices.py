@@ -19,6 +19,15 @@ is `workers/engines/log_prob_head.py`:
     logits_time_x           forward and backward of a micro-batch of 1,024 drawn tokens (4 prompts of 64 tokens) by a
                             model of Qwen2.5-0.5B's shape with `--layers` of its 24 layers, now / before
     logits_head_time_x      of the head alone
+
+`broadcast`, some ten minutes; the first figure on `late` (`tests/device`, needs g++), the others on the CPU:
+
+    broadcast_host_copies   copies of weights between a device and the host in a broadcast, outside of the group's own
+                            transport, at the end that made most
+    torn_draws              outputs of generators that were made with other weights than those of the version that they
+                            claim, while receivers and trainer ranks are killed and buckets are damaged on their way
+    torn_transfers          broadcasts meanwhile; every other one is struck; `_survived`: after which all went on
+    torn_outputs            that were compared
 """
 
 import sys

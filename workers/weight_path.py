@@ -8,7 +8,8 @@ from torch import Tensor
 
 from asyncflow.errors import WeightsLate
 from weightsync.agreement import agree_on_plan
-from weightsync.broadcast import STALL_S, Broadcaster, BroadcastMember
+from weightsync.broadcast import Broadcaster, BroadcastMember
+from weightsync.broadcast_group import STALL_S
 from weightsync.plan import Need
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
@@ -60,6 +61,7 @@ def open_receiver(
     purpose: str = "",
     wanted: Callable[[Version], bool] | None = None,
     guest: bool = False,
+    keeps_on_host: bool = False,
 ) -> WeightReceiver:
     """Return a receiver of what the trainer publishes.
 
@@ -70,6 +72,7 @@ def open_receiver(
         purpose: of a receiver beside the one of this rank's main engine.
         wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
         guest: the trainer does not wait for the memory that it reads.
+        keeps_on_host: see `WeightReceiver`.
     """
     config = context.config.weightsync
     name = f"{context.name}-{purpose}" if purpose else context.name
@@ -81,7 +84,8 @@ def open_receiver(
         context.credentials(), _agent(context), name, needs,
         device=context.device, adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
         takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, best_effort=guest,
-        member=member, lead=_lead(context), timeout_s=config.timeout_s, timeline=context.timeline,
+        member=member, lead=_lead(context), keeps_on_host=keeps_on_host, timeout_s=config.timeout_s,
+        timeline=context.timeline,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """One rank on a device; what it finds is written to DIR/said-RANK.json.
 
-python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group
-PLANT names a mistake to make in the project: no-event, no-wait, no-device
+python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, broadcast
+PLANT names a mistake to make in the project: no-event, no-wait, no-device, no-order, no-end
 """
 
 import json
@@ -52,6 +52,24 @@ def plant(name: str) -> None:
         from contextlib import nullcontext
 
         asyncflow.device.on_device = lambda device: nullcontext()
+    elif name == "no-order":  # the stream of the broadcast does not wait for the update
+        import weightsync.broadcast_group
+
+        weightsync.broadcast_group.side_stream = lambda device, stream: stream
+    elif name == "no-end":  # what the broadcast wrote is read before it is there
+        from weightsync.broadcast_group import BroadcastGroup
+
+        class Careless(torch.Stream):
+            def synchronize(self) -> None:
+                """Return at once."""
+
+        begin = BroadcastGroup.__init__
+
+        def careless(self: BroadcastGroup, store: Any, me: str, device: torch.device) -> None:
+            begin(self, store, me, device)
+            self._stream = Careless(device=device)
+
+        BroadcastGroup.__init__ = careless
     else:
         assert not name, name
 
@@ -253,6 +271,13 @@ def group(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
     return said | {"contexts": _contexts(device)}
 
 
+def broadcast(device: torch.device, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """See `broadcast_mode`."""
+    from tests.device.broadcast_mode import follow
+
+    return follow(device, rank, num_ranks, directory) | {"contexts": _contexts(device)}
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [tensor for one in value.values() for tensor in _tensors(one)]
@@ -274,6 +299,7 @@ def _contexts(device: torch.device) -> list[int]:
 
 MODES: dict[str, Callable[..., dict[str, Any]]] = {
     "mistakes": mistakes, "train": train, "generate": generate, "group": group,
+    "broadcast": broadcast,
 }  # fmt: skip
 
 

@@ -46,6 +46,21 @@ def test_a_group_meets_within_its_deadline_and_touches_its_device_alone(run: Run
     assert (first["contexts"], second["contexts"]) == ([3], [4])
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_weights_are_broadcast_from_device_to_device(run: Run, schedule: str) -> None:
+    """Two senders, one receiver, one group; the host sees the checksums alone."""
+    *senders, receiver = run("broadcast", schedule, num_ranks=3)
+    assert (receiver["came"], receiver["wrong"]) == (3, 0)
+    assert [said["host_copies"] for said in (*senders, receiver)] == [0, 0, 0]
+    assert [said["contexts"] for said in (*senders, receiver)] == [[3], [4], [5]]
+
+
+@pytest.mark.parametrize("plant", ["no-order", "no-end"])
+def test_a_broadcast_that_waits_for_no_stream_is_caught(run: Run, plant: str) -> None:
+    *_, receiver = run("broadcast", "kernels", num_ranks=3, plant=plant)
+    assert (receiver["came"], receiver["wrong"]) != (3, 0)
+
+
 @pytest.mark.parametrize(
     ("plant", "schedule", "shown"),
     [
