@@ -5,12 +5,13 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch.distributed import ProcessGroup, Store
 
 from asyncflow.errors import ConfigError
 from asyncflow.vendors import CPU, vendor_of, vendors
+
+_ALIGNED = 64
+"""Bytes that the parts of a buffer are aligned to."""
 
 
 def open_device(name: str) -> torch.device:
@@ -149,6 +153,27 @@ def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu" and "device" in states:
         torch.get_device_module(device).set_rng_state(states["device"])
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return host tensors on `device`, by one copy that the host does not wait for; others as they are.
+
+    They go through one page-locked buffer of PyTorch's allocator, which keeps it until the copy has read it. The copy
+    is in the current stream: what is computed there next sees it, while the host prepares what comes after that.
+    """
+    moved = [tensor for tensor in tensors if tensor.device != device]
+    if device.type == "cpu" or not moved:
+        return [tensor.to(device) for tensor in tensors]
+    starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in moved)]
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    for tensor, start in zip(moved, starts, strict=False):
+        host[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    there = host.to(device, non_blocking=True)
+    parts = iter(
+        there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in zip(moved, starts, strict=False)
+    )
+    return [next(parts) if tensor.device != device else tensor for tensor in tensors]
 
 
 class CopyStream:

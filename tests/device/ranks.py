@@ -1,7 +1,7 @@
 """One rank on a device; what it finds is written to DIR/said-RANK.json.
 
-python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group
-PLANT names a mistake to make in the project: no-event, no-wait, no-device
+python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, steps, memory
+PLANT names a mistake to make in the project, see `plants.py`; STEP_CASES cases of `steps`, with blanks between them.
 """
 
 import json
@@ -18,42 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import asyncflow.device
-from asyncflow.device import CopiesDone, CopyStream, connect_group, group_backends, open_device, pin
+from asyncflow.device import connect_group, group_backends, open_device, pin
+from tests.device.memory import memory
+from tests.device.plants import PLANTS
+from tests.device.steps import steps
 
 MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 FIRST_DEVICE = 3  # not 0, which threads and careless code use
-
-
-def plant(name: str) -> None:
-    """Make a mistake that passes every test on the CPU."""
-    if name == "no-event":  # copies are believed to have ended when they were issued
-
-        def run(self: CopyStream, copies: Any) -> list[CopiesDone]:
-            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-            with self._stream:
-                for copy in copies:
-                    copy()
-            return [CopiesDone(lambda: None) for _ in copies]
-
-        CopyStream.run = run
-    elif name == "no-wait":  # the copies' stream does not wait for the kernels that made the values
-
-        def run(self: CopyStream, copies: Any) -> list[CopiesDone]:
-            ends = []
-            with self._stream:
-                for copy in copies:
-                    copy()
-                    ends.append(CopiesDone(self._stream.record_event().synchronize))
-            return ends
-
-        CopyStream.run = run
-    elif name == "no-device":  # threads keep the device that they begin with
-        from contextlib import nullcontext
-
-        asyncflow.device.on_device = lambda device: nullcontext()
-    else:
-        assert not name, name
 
 
 def mistakes(device: torch.device, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
@@ -273,14 +244,15 @@ def _contexts(device: torch.device) -> list[int]:
 
 
 MODES: dict[str, Callable[..., dict[str, Any]]] = {
-    "mistakes": mistakes, "train": train, "generate": generate, "group": group,
+    "mistakes": mistakes, "train": train, "generate": generate, "group": group, "steps": steps, "memory": memory,
 }  # fmt: skip
 
 
 def main() -> None:
     mode, kind, directory, rank, num_ranks = sys.argv[1:]
     torch.set_num_threads(1)
-    plant(os.environ.get("PLANT", ""))
+    if planted := os.environ.get("PLANT"):
+        PLANTS[planted].make()
     device = open_device(kind if kind == "cpu" else f"{kind}:{FIRST_DEVICE + int(rank)}")
     said = MODES[mode](device, int(rank), int(num_ranks), Path(directory))
     (Path(directory) / f"said-{rank}.json").write_text(json.dumps(said))
