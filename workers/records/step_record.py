@@ -146,7 +146,7 @@ class StepRecord:
         self.on_device.append((model, counts, stats, gap))
 
     def fetch(self) -> None:
-        """Wait for the losses of all micro-batches so far, and count what they found: one transfer, before an update."""
+        """Wait for the losses of all micro-batches so far, and count what they found: one transfer an update."""
         waiting, self.on_device = self.on_device, []
         found = numbers([each for _, _, stats, gap in waiting for each in (stats, gap)])
         for (model, counts, _, _), sums, gap in zip(waiting, found[::2], found[1::2], strict=True):

@@ -12,6 +12,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/extension.h>
 
 #include <cstdlib>
@@ -479,9 +480,8 @@ void hide(const Tensor& tensor, const Tensor* before, StreamKey key) {
 }
 
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  bool before = std::exchange(in_kernel, true);
+  auto leave = c10::make_scope_exit([before = std::exchange(in_kernel, true)] { in_kernel = before; });
   at::native::cpu_fallback(op, stack);
-  in_kernel = before;
 }
 
 void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
