@@ -5,9 +5,9 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -55,9 +55,21 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index or 0)
 
 
-def side_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return what gives the calling thread a stream of its own while a block runs; threads begin with the same one."""
-    return nullcontext() if device.type == "cpu" else torch.Stream(device=device)
+@contextmanager
+def side_stream(device: torch.device, stream: torch.Stream | None = None) -> Iterator[None]:
+    """Give the calling thread a stream of its own while a block runs; threads begin with the same one.
+
+    Args:
+        device: the CPU has none.
+        stream: to be used; None: a new one. It begins behind what the current stream was given so far.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    side = stream or torch.Stream(device=device)
+    side.wait_stream(torch.accelerator.current_stream(device))
+    with side:
+        yield
 
 
 def visible_alone(device: torch.device, *, number: int = 1, env: Mapping[str, str] = os.environ) -> dict[str, str]:

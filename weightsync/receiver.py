@@ -107,7 +107,7 @@ class WeightReceiver:
         self._name = name
         self._views = EngineViews(needs, whole=whole)
         self._slots = SlotMappings(write=False, device=device)
-        self._cache = VersionCache(agent, adopts=adopts, arrived=arrived)
+        self._cache = VersionCache(agent, adopts=adopts, arrived=arrived, device=device)
         self._connection: Connection | None = None
         self._closing = threading.Event()
         self._member = member
@@ -320,11 +320,12 @@ class WeightReceiver:
         """
         layout = self._views.layout(transfer.plan, connection)
         with self._cache.coming(transfer.version):
+            region = self._cache.memory(layout)
             try:
-                region = self._cache.memory(layout)
                 with self._timeline.span("receive weights", version=transfer.version.step):
-                    member.receive(transfer, region, timeout_s=self._timeout_s)
-            except WeightSyncError as error:  # bytes may still be under way to the region: it is not given back
+                    member.receive(transfer, layout, region.piece, timeout_s=self._timeout_s)
+            except WeightSyncError as error:
+                self._cache.recycle(region)
                 logger.warning("%s: %s; taking it from its agent", self._name, error)
                 self._watch_again()
                 return False

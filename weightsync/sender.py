@@ -14,15 +14,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asyncflow.device import CopiesDone
 from asyncflow.errors import PeerRefused, TransportError, WeightsLate, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.connection import Connection
@@ -141,19 +141,16 @@ class WeightSender:
         began = time.monotonic()
         if self._closing.is_set():
             raise WeightSyncError(f"weights of {version}: the sender is closed")
+        held = list(shards)
         place = self._memory_for(version, timeout_s, stop) if self._buckets else None
-        copied: Mapping[int, CopiesDone] = {}
+        if self._broadcaster is not None:
+            self._writer.match(held)
+            self._broadcaster.run(version, partial(self._writer.write, shards=held), stop=stop)
         self._num_bytes = 0
         if place is not None:
-            copied = self._copies.run(version, place.target, list(shards))
+            copied = self._copies.run(version, place.target, held)
             self._num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
-        checksums: dict[int, int] = {}
-        if self._broadcaster is not None:
-            checksums = self._broadcaster.run(
-                version, None if place is None else place.target.region, copied, stop=stop
-            )
-        if place is not None:
-            staged = Staged(version, place.target, place.slot, copied, checksums)
+            staged = Staged(version, place.target, place.slot, copied)
             with self._changed:
                 self._state.staged = staged
                 self._events.put(staged)
@@ -209,7 +206,7 @@ class WeightSender:
         with self._changed:
             self._state.begin()
             while True:
-                place = self._state.place(version, broadcast=self._broadcaster is not None)
+                place = self._state.place(version)
                 match place:
                     case Staged():
                         return place
@@ -321,9 +318,7 @@ class WeightSender:
             for bucket in self._buckets:
                 if bucket.index in staged.copied:
                     staged.copied[bucket.index].wait()
-                checksum = staged.checksums.get(bucket.index)
-                if checksum is None:
-                    checksum = staged.target.region.checksum(bucket)
+                checksum = staged.target.region.checksum(bucket)
                 seal = SealBuckets(self._rank, staged.version, {bucket.index: checksum})
                 connection.call(seal, timeout_s=self._timeout_s)
         self._arrived(staged.version)
@@ -340,7 +335,7 @@ class WeightSender:
         for copied in staged.copied.values():
             copied.wait()
         self._writer.copy(staged.target, target)
-        moved = Staged(staged.version, target, reply.slot.token, checksums=staged.checksums)
+        moved = Staged(staged.version, target, reply.slot.token)
         with self._changed:
             self._state.move(staged, moved)
         return moved

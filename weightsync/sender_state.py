@@ -39,14 +39,12 @@ class Staged:
         version, target: what and where.
         slot: token of the agent's memory that holds it; None: it is this process's own.
         copied: the ends of the copies from the device, by bucket; one that is not there has ended.
-        checksums: by bucket, as far as they are known.
     """
 
     version: Version
     target: Target
     slot: bytes | None
     copied: Mapping[int, CopiesDone] = field(default_factory=dict)
-    checksums: Mapping[int, int] = field(default_factory=dict)
 
 
 class SenderState:
@@ -77,15 +75,10 @@ class SenderState:
         self.refused = None
         self.no_room = ""
 
-    def place(self, version: Version, *, broadcast: bool) -> Staged | Where:
-        """Return where to copy a version; a slot that was granted is the caller's from now on.
-
-        Args:
-            version: to copy.
-            broadcast: a copy is needed even if the agent has the version.
-        """
+    def place(self, version: Version) -> Staged | Where:
+        """Return where to copy a version; a slot that was granted is the caller's from now on."""
         if self._complete is not None and version <= self._complete:
-            return Where.OWN_MEMORY if broadcast else Where.NEEDLESS
+            return Where.NEEDLESS
         if self._granted is not None and self._granted.version == version:
             granted, self._granted = self._granted, None
             return granted

@@ -1,7 +1,7 @@
 """Copies a trainer rank's shards to where they lie in a region. The trainer waits for it, so it does little else."""
 
 import threading
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -45,11 +45,11 @@ class Target:
 
     Attributes:
         region: of a whole version.
-        views: of the rank's pieces in it, in the plan's order.
+        views: by bucket, of the rank's pieces in it.
     """
 
     region: Region
-    views: list[Tensor]
+    views: Mapping[int, Sequence[Tensor]]
 
 
 class ShardWriter:
@@ -62,14 +62,15 @@ class ShardWriter:
         """
         self.layout = RegionLayout(plan)
         self.buckets = plan.of_sender(rank)
-        self._pieces = [(bucket.index, piece) for bucket in self.buckets for piece in bucket.pieces]
         self._known: list[tuple[str, Box]] = []
-        self._sources: list[tuple[int, Box]] = []  # of each piece: which shard, and where in it
+        self._sources: dict[int, list[tuple[int, Box]]] = {}  # by bucket, of each piece: which shard, where in it
 
     def target(self, memory: Tensor) -> Target:
         """Lay the plan over memory, uint8 [region_bytes]; once, ahead of time."""
         region = Region(memory, self.layout)
-        return Target(region, [region.piece(piece) for _, piece in self._pieces])
+        return Target(
+            region, {bucket.index: [region.piece(piece) for piece in bucket.pieces] for bucket in self.buckets}
+        )
 
     def match(self, shards: Sequence[Shard]) -> None:
         """Find each piece's shard; they are the same ones at every version.
@@ -83,44 +84,37 @@ class ShardWriter:
         by_name: dict[str, list[tuple[int, Box]]] = {}
         for number, (name, box) in enumerate(held):
             by_name.setdefault(name, []).append((number, box))
-        self._sources = [self._find(piece, by_name) for _, piece in self._pieces]
+        self._sources = {
+            bucket.index: [self._find(piece, by_name) for piece in bucket.pieces] for bucket in self.buckets
+        }
         self._known = held
 
-    def write(self, target: Target, shards: Sequence[Shard], buckets: Container[int] | None = None) -> None:
-        """Copy all pieces, or those of some buckets, with the cast to the wire's type; may return before a device has.
+    def write(self, bucket: int, views: Sequence[Tensor], shards: Sequence[Shard]) -> None:
+        """Copy a bucket's pieces, with the cast to the type of `views`; may return before a device has.
 
         Args:
-            target: see above.
-            shards: what this rank holds now.
-            buckets: indices; None: all.
-
-        Raises:
-            WeightSyncError: a piece is not in them.
+            bucket: its index.
+            views: where its pieces go.
+            shards: what this rank holds now, as `match` was told.
         """
-        self.match(shards)
         whole: dict[int, Tensor] = {}
-        targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for (bucket, _), view, (number, box) in zip(self._pieces, target.views, self._sources, strict=True):
-            if buckets is not None and bucket not in buckets:
-                continue
+        for number, box in self._sources[bucket]:
             size = shards[number].box.size
             if number not in whole:  # a view, but for some strided ones
                 whole[number] = shards[number].values.detach().reshape(size)
-            targets.append(view)
             sources.append(whole[number] if box.size == size else whole[number][box.slices])
-        if targets:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+        torch._foreach_copy_(list(views), sources, non_blocking=True)
 
     def copy(self, source: Target, target: Target) -> None:
         """Copy all pieces from one region to another."""
-        if source.views:
-            torch._foreach_copy_(target.views, source.views)
+        for bucket, views in target.views.items():
+            torch._foreach_copy_(list(views), list(source.views[bucket]))
 
     def extents(self) -> list[tuple[int, int]]:
         """Return the bytes (start, stop) of a region that are written, merged where they meet."""
         runs = []
-        for _, piece in self._pieces:
+        for piece in (piece for bucket in self.buckets for piece in bucket.pieces):
             start, num_bytes = self.layout.run(piece) or self.layout.extent(piece.tensor)
             runs.append((start, start + num_bytes))
         merged: list[tuple[int, int]] = []
@@ -185,8 +179,10 @@ class ShardCopies:
         with self._reading:
             if self._shards is None or self._shards[0] != version:
                 return False
-            (copied,) = self._stream.run([partial(self._writer.write, target, self._shards[1], buckets)])
-            copied.wait()
+            for copied in self._stream.run(
+                [partial(self._copy_bucket, target, self._shards[1], each) for each in buckets]
+            ):
+                copied.wait()
         return True
 
     def close(self) -> None:
@@ -195,4 +191,4 @@ class ShardCopies:
 
     def _copy_bucket(self, target: Target, shards: Sequence[Shard], index: int) -> None:
         with self._timeline.span("copy weights", bucket=index):
-            self._writer.write(target, shards, {index})
+            self._writer.write(index, target.views[index], shards)

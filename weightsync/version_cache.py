@@ -1,4 +1,4 @@
-"""A receiver's versions for its engine: the newest one that was checked, and memory of this process for the next.
+"""A receiver's versions for its engine: the newest one that was checked, and memory on its device for the next.
 
     receiver's threads     memory() ... write, check ... put(v2)                  (v1 is released: it is not used)
     engine's thread        load() v1 ....................... load() v2
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from asyncflow.errors import PlanError, TransportError, WeightsLate
@@ -22,6 +23,7 @@ from weightsync.region import Region, RegionLayout
 from weightsync.slot_memory import private_memory
 from weightsync.version import Version
 
+_CPU = torch.device("cpu")
 _LOOK_S = 0.5
 """How often a wait looks at its stop event (s)."""
 
@@ -45,12 +47,21 @@ class ReadyVersion:
 class VersionCache:
     """Between the threads that get versions and the one that loads them."""
 
-    def __init__(self, source: str, *, adopts: bool, arrived: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        adopts: bool,
+        arrived: Callable[[], None] = lambda: None,
+        device: torch.device = _CPU,
+    ) -> None:
         """Args:
         source: the agent's name, for errors.
         adopts: what was loaded stays in use until the next version was.
         arrived: called when a newer version is ready.
+        device: of its memory.
         """
+        self._device = device
         self._arrived = arrived
         self._source = source
         self._adopts = adopts
@@ -125,7 +136,14 @@ class VersionCache:
         with self._changed:
             fitting = [region for region in self._free if region.layout is layout]
             self._free = fitting[1:]
-        return fitting[0] if fitting else Region(private_memory(layout.plan.region_bytes), layout)
+        if fitting:
+            return fitting[0]
+        num_bytes = layout.plan.region_bytes
+        on_host = self._device.type == "cpu"
+        return Region(
+            private_memory(num_bytes) if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=self._device),
+            layout,
+        )
 
     def recycle(self, region: Region) -> None:
         """Let memory be used again; one version's is kept."""

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from asyncflow.errors import WeightsLate
 from weightsync.agreement import agree_on_plan
-from weightsync.broadcast import STALL_S, Broadcaster, BroadcastMember
+from weightsync.broadcast import Broadcaster, BroadcastMember
+from weightsync.broadcast_group import STALL_S
 from weightsync.plan import Need
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender

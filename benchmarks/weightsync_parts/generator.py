@@ -8,7 +8,7 @@ engine adopts what `load` gives it, as those on the CPU do. Between bursts it ta
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from weightsync.broadcast import BroadcastMember
 from weightsync.messages import Transfer
-from weightsync.plan import Need, TransferPlan
+from weightsync.plan import Need, Piece, TransferPlan
 from weightsync.receiver import WeightReceiver
-from weightsync.region import Region
+from weightsync.region import RegionLayout
 from weightsync.version import Version
 from weightsync_parts.masters import WIRE, engine_digests
 from weightsync_parts.raw_gloo import RawReceiver
@@ -86,9 +86,11 @@ class NotingMember(BroadcastMember):
 
     came: Version | None = None
 
-    def receive(self, transfer: Transfer, region: Region, *, timeout_s: float) -> None:
+    def receive(
+        self, transfer: Transfer, layout: RegionLayout, target: Callable[[Piece], Tensor], *, timeout_s: float
+    ) -> None:
         """See `BroadcastMember`."""
-        super().receive(transfer, region, timeout_s=timeout_s)
+        super().receive(transfer, layout, target, timeout_s=timeout_s)
         self.came = transfer.version
 
 

@@ -2,16 +2,13 @@
 
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from asyncflow.device import CopiesDone
 from weightsync.agreement import agree_on_plan
-from weightsync.broadcast import Broadcaster
+from weightsync.broadcast import Broadcaster, Cast
 from weightsync.plan import TransferPlan
-from weightsync.region import Region
 from weightsync.sender import WeightSender
 from weightsync.shard_writer import describe
 from weightsync.version import Version
@@ -40,16 +37,10 @@ class SwitchedBroadcaster(Broadcaster):
 
     on = False
 
-    def run(
-        self,
-        version: Version,
-        region: Region | None,
-        copied: Mapping[int, CopiesDone],
-        *,
-        stop: threading.Event | None = None,
-    ) -> dict[int, int]:
+    def run(self, version: Version, cast: Cast, *, stop: threading.Event | None = None) -> None:
         """See `Broadcaster`."""
-        return super().run(version, region, copied, stop=stop) if self.on else {}
+        if self.on:
+            super().run(version, cast, stop=stop)
 
 
 class TrainerRank:

@@ -18,7 +18,6 @@ from echo_peers import credentials
 from torch import Tensor
 from weight_model import BUFFERS, DEADLINE_S, NEEDS, Setup, box_of, needs, same, shapes, weights
 
-import weightsync.broadcast as broadcast
 from asyncflow.transport.meeting import SWITCH
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import Call
@@ -26,13 +25,14 @@ from weightsync.agent.service import WeightAgent
 from weightsync.agreement import agree_on_plan
 from weightsync.boxes import Box
 from weightsync.broadcast import Broadcaster, BroadcastMember
+from weightsync.broadcast_group import BroadcastGroup
+from weightsync.bucket_buffer import BucketLayout
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import BucketFetched, FetchBucket
 from weightsync.plan import Need
 from weightsync.receiver import WeightReceiver
-from weightsync.region import BucketParts
 from weightsync.sender import WeightSender
-from weightsync.shard_writer import ShardWriter, Target, describe
+from weightsync.shard_writer import ShardWriter, describe
 from weightsync.version import Version
 
 CPU = torch.device("cpu")
@@ -283,14 +283,14 @@ class Receiver:
 
     def stop_in_broadcast(self) -> str:
         """In the next broadcast, say `midway` after the first bucket, then wait."""
-        take = BucketParts.take
+        summary = BucketLayout.summary
 
-        def waiting(parts: BucketParts, version: Version) -> None:
-            take(parts, version)
+        def waiting(bucket: BucketLayout, words: Tensor) -> Tensor:
             self._pipe.send("midway")
             self._pipe.recv()
+            return summary(bucket, words)
 
-        setattr(BucketParts, "take", waiting)  # noqa: B010 - a test's hook
+        setattr(BucketLayout, "summary", waiting)  # noqa: B010 - a test's hook
         return "will stop"
 
     def end(self) -> list[str]:
@@ -326,28 +326,27 @@ class Receiver:
 
 def _count_epochs() -> set[str]:
     built: set[str] = set()
-    meet = broadcast._meet
+    connect = BroadcastGroup.connect
 
-    def counted(store: Any, transfer: Any, **members: Any) -> Any:
+    def counted(group: BroadcastGroup, transfer: Any, plan: Any) -> None:
         built.add(transfer.epoch)
-        return meet(store, transfer, **members)
+        connect(group, transfer, plan)
 
-    setattr(broadcast, "_meet", counted)  # noqa: B010 - a test's hook
+    setattr(BroadcastGroup, "connect", counted)  # noqa: B010 - a test's hook
     return built
 
 
 def _tamper(number: int) -> list[None]:
     left: list[None] = [None] * number
-    seal = BucketParts.seal
+    stamp = BucketLayout.stamp
 
-    def tampering(parts: BucketParts, version: Version) -> int:
-        checksum = seal(parts, version)
+    def tampering(bucket: BucketLayout, words: Tensor, version: Version) -> None:
+        stamp(bucket, words, version)
         if left:
             left.pop()
-            parts.tail[2] ^= 1
-        return checksum
+            words.view(torch.uint8)[2] ^= 1
 
-    setattr(BucketParts, "seal", tampering)  # noqa: B010 - a test's hook
+    setattr(BucketLayout, "stamp", tampering)  # noqa: B010 - a test's hook
     return left
 
 
@@ -355,8 +354,8 @@ def _after_first_bucket(called: Callable[[], None]) -> None:
     """Have the copy of the shards stop after its first bucket."""
     write = ShardWriter.write
 
-    def halting(writer: ShardWriter, target: Target, shards: Any, buckets: Any) -> None:
-        write(writer, target, shards, buckets)
+    def halting(writer: ShardWriter, bucket: int, views: Any, shards: Any) -> None:
+        write(writer, bucket, views, shards)
         called()
 
     setattr(ShardWriter, "write", halting)  # noqa: B010 - a test's hook

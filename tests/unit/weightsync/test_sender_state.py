@@ -13,7 +13,7 @@ V1, V2, V3 = Version(0, 1), Version(0, 2), Version(0, 3)
 
 def _staged(version: Version, slot: bytes | None = b"slot") -> Staged:
     layout = RegionLayout(TransferPlan(1, {}, ()))
-    return Staged(version, Target(Region(torch.empty(0, dtype=torch.uint8), layout), []), slot)
+    return Staged(version, Target(Region(torch.empty(0, dtype=torch.uint8), layout), {}), slot)
 
 
 def _linked() -> SenderState:
@@ -24,24 +24,24 @@ def _linked() -> SenderState:
 
 def test_a_slot_is_asked_for_once_and_belongs_to_who_takes_it() -> None:
     state = _linked()
-    assert state.place(V1, broadcast=False) is Where.ASK
-    assert state.place(V1, broadcast=False) is Where.SOON
+    assert state.place(V1) is Where.ASK
+    assert state.place(V1) is Where.SOON
     granted = _staged(V1)
     state.grant(granted)
-    assert state.place(V1, broadcast=False) is granted
-    assert state.place(V1, broadcast=False) is Where.ASK
+    assert state.place(V1) is granted
+    assert state.place(V1) is Where.ASK
 
 
 def test_before_the_first_link_the_slot_is_waited_for_and_without_an_agent_it_is_not() -> None:
     state = SenderState()
-    assert state.place(V1, broadcast=False) is Where.ASK
+    assert state.place(V1) is Where.ASK
     state.unlink()
-    assert state.place(V1, broadcast=False) is Where.OWN_MEMORY
+    assert state.place(V1) is Where.OWN_MEMORY
 
 
 def test_a_version_that_was_asked_for_is_asked_for_again_after_the_agent_is_back() -> None:
     state = SenderState()
-    state.place(V1, broadcast=False)
+    state.place(V1)
     state.unlink()
     assert state.link() == V1
 
@@ -57,21 +57,20 @@ def test_a_copy_is_delivered_again_to_the_agent_that_takes_the_place_of_a_dead_o
     assert state.is_due(copy) and state.undelivered == V1
 
 
-def test_a_version_that_the_agent_has_is_copied_for_a_broadcast_alone() -> None:
+def test_a_version_that_the_agent_has_is_not_copied() -> None:
     state = _linked()
     state.settle(complete=V2)
-    assert state.place(V2, broadcast=False) is Where.NEEDLESS
-    assert state.place(V1, broadcast=True) is Where.OWN_MEMORY
-    assert state.place(V3, broadcast=False) is Where.ASK
+    assert state.place(V2) is Where.NEEDLESS
+    assert state.place(V3) is Where.ASK
 
 
 def test_a_refusal_counts_for_the_version_that_was_refused() -> None:
     state = _linked()
-    state.place(V1, broadcast=False)
+    state.place(V1)
     state.settle(refused="another plan")
-    assert state.place(V1, broadcast=False) is Where.REFUSED
+    assert state.place(V1) is Where.REFUSED
     state.begin()
-    assert state.place(V2, broadcast=False) is Where.ASK
+    assert state.place(V2) is Where.ASK
 
 
 def test_own_memory_is_used_again_only_while_nobody_can_read_it() -> None:
@@ -112,6 +111,6 @@ def test_a_newer_copy_is_not_replaced_by_an_older_one_that_was_moved() -> None:
 
 def test_no_room_asks_again_for_what_was_asked_for() -> None:
     state = _linked()
-    state.place(V1, broadcast=False)
+    state.place(V1)
     assert state.wait_on("rollout-0 reads step 0") == V1
     assert state.no_room == "rollout-0 reads step 0"
