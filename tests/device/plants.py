@@ -57,6 +57,11 @@ class Plant:
     make: Callable[[], None]
 
 
+def _stream_of_its_own(device: torch.device) -> Any:
+    """Return a stream that waits for none, and for which none waits."""
+    return nullcontext() if device.type == "cpu" else torch.Stream(device=device)
+
+
 def _copies_said_to_have_ended() -> None:
     def run(self: CopyStream, copies: Any) -> list[CopiesDone]:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
@@ -141,7 +146,7 @@ def _inputs_on_another_stream() -> None:
     right = asyncflow.device.to_device
 
     def to_device(tensors: Any, device: torch.device) -> list[Tensor]:
-        with asyncflow.device.side_stream(device):
+        with _stream_of_its_own(device):
             return right(tensors, device)
 
     _use_to_device(to_device)
@@ -221,7 +226,7 @@ def _beside(owner: Callable[[], Any], name: str) -> None:
     right = getattr(kind, name)
 
     def beside(self: Any, *given: Any) -> Any:
-        with asyncflow.device.side_stream(next(iter(self._model.parameters())).device):
+        with _stream_of_its_own(next(iter(self._model.parameters())).device):
             return right(self, *given)
 
     setattr(kind, name, beside)
