@@ -5,12 +5,14 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,6 +21,18 @@ from torch.distributed import ProcessGroup, Store
 from asyncflow.errors import ConfigError
 from asyncflow.vendors import CPU, vendor_of, vendors
 
+_GROWING = "expandable_segments:True"
+_BUFFERS = 2
+"""Page-locked buffers that staged copies take in turn."""
+_ALIGNED = 64
+"""Bytes that the parts of a buffer are aligned to."""
+
+
+def name_device(name: str) -> torch.device:
+    """Return `name` (`cpu`, `cuda:1`, `npu:0`) as a device, of which nothing is used yet."""
+    vendor_of(name).load()
+    return torch.device(name)
+
 
 def open_device(name: str) -> torch.device:
     """Make `name` (`cpu`, `cuda:1`, `npu:0`) the calling thread's current device.
@@ -26,8 +40,7 @@ def open_device(name: str) -> torch.device:
     Raises:
         ConfigError: this build of PyTorch has no such device.
     """
-    vendor_of(name).load()
-    device = torch.device(name)
+    device = name_device(name)
     if device.type == "cpu":
         return device
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device(device.type):
@@ -77,6 +90,23 @@ def visible_alone(device: torch.device, *, number: int = 1, env: Mapping[str, st
     first = device.index or 0
     indices = range(first, first + number)
     return {variable: ",".join(listed[index] if listed else str(index) for index in indices)}
+
+
+def grow_segments(kind: str) -> None:
+    """Let this process's allocator grow its blocks instead of making others, before its device is opened: a trainer's
+    micro-batches are of all sizes, and the gaps between blocks would not be used again. What the user set counts."""
+    variables = vendor_of(kind).allocator
+    if variables and not any(variable in os.environ for variable in variables):
+        os.environ[variables[0]] = _GROWING
+
+
+def without_growing(device: torch.device, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the allocator's variables as a process needs them that hands device memory out by itself, as vLLM does."""
+    found = {variable: env[variable] for variable in vendor_of(device.type).allocator if variable in env}
+    return {
+        variable: ",".join(one for one in value.split(",") if not one.strip().startswith("expandable_segments"))
+        for variable, value in found.items()
+    }
 
 
 def make_deterministic(device: torch.device) -> None:
@@ -163,6 +193,27 @@ def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(states["device"])
 
 
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return host tensors on `device`, by one copy that the host does not wait for; others as they are.
+
+    They go through one page-locked buffer of PyTorch's allocator, which keeps it until the copy has read it. The copy
+    is in the current stream: what is computed there next sees it, while the host prepares what comes after that.
+    """
+    moved = [tensor for tensor in tensors if tensor.device != device]
+    if device.type == "cpu" or not moved:
+        return [tensor.to(device) for tensor in tensors]
+    starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in moved)]
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    for tensor, start in zip(moved, starts, strict=False):
+        host[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    there = host.to(device, non_blocking=True)
+    parts = iter(
+        there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in zip(moved, starts, strict=False)
+    )
+    return [next(parts) if tensor.device != device else tensor for tensor in tensors]
+
+
 class CopyStream:
     """Copies from a device to host memory beside the computation: on a stream of its own; on the CPU, in a thread."""
 
@@ -170,6 +221,7 @@ class CopyStream:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")  # starts with its first work
+        self._buffers: dict[int, Tensor] = {}  # page-locked
 
     def run(self, copies: Iterable[Callable[[], None]]) -> "list[CopiesDone]":
         """Begin copying, one after the other.
@@ -191,6 +243,56 @@ class CopyStream:
                 ends.append(CopiesDone(partial(self._await, self._stream.record_event())))
         return ends
 
+    def stage(self, copies: "Sequence[Staging]") -> "list[CopiesDone]":
+        """Begin copying out of an accelerator by way of page-locked buffers of its own, one copy after the other.
+
+        Each is packed on the device, which also casts, travels in one piece, and is unpacked by this object's thread
+        while the next one travels. So it is fast and beside the computation whatever the target is, for every vendor.
+
+        Args:
+            copies: they see what the current stream was given so far.
+
+        Returns:
+            What tells the end of each.
+        """
+        assert self._stream is not None, "the CPU's copies need no staging"
+        use_device(self._device)
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        ends: list[Future[None]] = [Future() for _ in copies]
+        self._thread.submit(self._stage, copies, ends)
+        return [CopiesDone(end.result) for end in ends]
+
+    def _stage(self, copies: "Sequence[Staging]", ends: "Sequence[Future[None]]") -> None:
+        assert self._stream is not None
+        try:
+            use_device(self._device)
+            travelling: deque[tuple[torch.Event, Staging, Tensor, Future[None]]] = deque()
+            for number, (copy, end) in enumerate(zip(copies, ends, strict=True)):
+                if len(travelling) == _BUFFERS:
+                    self._unpack(*travelling.popleft())
+                host = self._buffer(number % _BUFFERS, copy.num_bytes)
+                with self._stream:
+                    packed = torch.empty(copy.num_bytes, dtype=torch.uint8, device=self._device)
+                    copy.pack(packed)
+                    host.copy_(packed, non_blocking=True)
+                    travelling.append((self._stream.record_event(), copy, host, end))
+            while travelling:
+                self._unpack(*travelling.popleft())
+        except BaseException as error:  # noqa: BLE001 (of a thread; it is raised where an end is waited for)
+            for end in ends:
+                if not end.done():
+                    end.set_exception(error)
+
+    def _unpack(self, arrived: torch.Event, copy: "Staging", host: Tensor, end: "Future[None]") -> None:
+        arrived.synchronize()
+        copy.unpack(host)
+        end.set_result(None)
+
+    def _buffer(self, number: int, num_bytes: int) -> Tensor:
+        if number not in self._buffers or self._buffers[number].numel() < num_bytes:
+            self._buffers[number] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return self._buffers[number][:num_bytes]
+
     def _await(self, event: torch.Event) -> None:
         with on_device(self._device):  # another thread may wait, whose current device is the first
             event.synchronize()
@@ -198,6 +300,21 @@ class CopyStream:
     def close(self) -> None:
         """End the thread once it is done; idempotent."""
         self._thread.shutdown()
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A copy out of a device, see `CopyStream.stage`.
+
+    Attributes:
+        num_bytes: that travel.
+        pack: writes them, uint8 [num_bytes] on the device, with work that it issues.
+        unpack: reads them, uint8 [num_bytes] on the host.
+    """
+
+    num_bytes: int
+    pack: Callable[[Tensor], None]
+    unpack: Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ class Vendor:
         files: what its device files in /dev begin with, before a number.
         visible: environment variable that says which of them a process sees.
         has_float64: whether its kernels compute in float64.
+        allocator: environment variables with the settings of PyTorch's allocator for it; the first is the one to set.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Vendor:
     files: str = ""
     visible: str = ""
     has_float64: bool = True
+    allocator: tuple[str, ...] = ()
 
     def obstacle(self) -> str:
         """Say why what is installed cannot drive the device, or nothing. Torch-free."""
@@ -175,8 +177,12 @@ class _Npu(Vendor):
 
 CPU = _Cpu("cpu", "gloo")
 _OWN = (
-    _Npu("npu", "hccl", "davinci", "ASCEND_RT_VISIBLE_DEVICES", has_float64=False),
-    _Cuda("cuda", "nccl", "nvidia", "CUDA_VISIBLE_DEVICES"),
+    _Npu(
+        "npu", "hccl", "davinci", "ASCEND_RT_VISIBLE_DEVICES", has_float64=False, allocator=("PYTORCH_NPU_ALLOC_CONF",)
+    ),
+    _Cuda(
+        "cuda", "nccl", "nvidia", "CUDA_VISIBLE_DEVICES", allocator=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    ),
     CPU,
 )
 

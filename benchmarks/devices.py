@@ -28,6 +28,16 @@ is `workers/engines/log_prob_head.py`:
                             claim, while receivers and trainer ranks are killed and buckets are damaged on their way
     torn_transfers          broadcasts meanwhile; every other one is struck; `_survived`: after which all went on
     torn_outputs            that were compared
+
+`late`, some twenty minutes, on the fake device `late` (`tests/device`, needs g++), in both of its schedules:
+
+    syncs_per_micro_batch   how often the host waits for the device in a micro-batch of GRPO, but for an engine's first
+    syncs_per_update        and in an update, with the transfer of all figures of its micro-batches
+    planted_mistakes        mistakes that pass on the CPU (`tests/device/plants.py`)
+    planted_mistakes_missed that neither schedule shows, or that the CPU shows, too
+    memory_settings         engines' settings whose peak of memory is compared with the estimate
+    memory_model_error_max  the largest |estimate / peak of the device's allocator - 1|
+    late_runs_failed        runs of the quickstart (staged, broadcast, resumed, PPO) whose metrics are not the CPU's
 """
 
 import sys

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 10.0
 """How long slow readers may hold up a slot (s); then they keep its memory, and the slot gets a new one."""
+_HOST = torch.device("cpu")
 _LOOK_S = 0.5
 """How often a wait looks at its stop event (s)."""
 
@@ -107,7 +108,8 @@ class WeightSender:
         self._writer = ShardWriter(plan, rank)
         self._buckets = self._writer.buckets
         self._copies = ShardCopies(self._writer, device=device, timeline=self._timeline)
-        self._slots = SlotMappings(write=True, device=device, extents=self._writer.extents())
+        # Not page-locked: what comes from a device comes through buffers of `CopyStream.stage`.
+        self._slots = SlotMappings(write=True, device=_HOST, extents=self._writer.extents())
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._state = SenderState()
         self._changed = threading.Condition()  # its lock guards the state

@@ -9,10 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from asyncflow.device import CopiesDone, CopyStream
+from asyncflow.device import CopiesDone, CopyStream, Staging
 from asyncflow.errors import WeightSyncError
 from asyncflow.timeline import Spans
 from weightsync.boxes import Box
+from weightsync.bucket_buffer import bucket_layouts
 from weightsync.plan import Piece, ShardSpec, TransferPlan
 from weightsync.region import Region, RegionLayout
 from weightsync.version import Version
@@ -150,6 +151,7 @@ class ShardCopies:
         self._writer = writer
         self._timeline = timeline
         self._stream = CopyStream(device)
+        self._on_host = device.type == "cpu"
         self._reading = threading.Lock()  # held while shards are read, so that `wait` waits for that
         self._ends: Collection[CopiesDone] = ()
         self._shards: tuple[Version, Sequence[Shard]] | None = None  # whose weights they still are
@@ -163,7 +165,7 @@ class ShardCopies:
         with self._reading:
             self._writer.match(shards)
             indices = [bucket.index for bucket in self._writer.buckets]
-            ends = self._stream.run([partial(self._copy_bucket, target, shards, index) for index in indices])
+            ends = self._begin(target, shards, indices)
             self._ends, self._shards = ends, (version, shards)
         return dict(zip(indices, ends, strict=True))
 
@@ -179,9 +181,7 @@ class ShardCopies:
         with self._reading:
             if self._shards is None or self._shards[0] != version:
                 return False
-            for copied in self._stream.run(
-                [partial(self._copy_bucket, target, self._shards[1], each) for each in buckets]
-            ):
+            for copied in self._begin(target, self._shards[1], buckets):
                 copied.wait()
         return True
 
@@ -189,6 +189,24 @@ class ShardCopies:
         """End the thread that copies; idempotent."""
         self._stream.close()
 
+    def _begin(self, target: Target, shards: Sequence[Shard], buckets: Sequence[int]) -> list[CopiesDone]:
+        if self._on_host:
+            return self._stream.run([partial(self._copy_bucket, target, shards, index) for index in buckets])
+        return self._stream.stage([self._staging(target, shards, index) for index in buckets])
+
     def _copy_bucket(self, target: Target, shards: Sequence[Shard], index: int) -> None:
         with self._timeline.span("copy weights", bucket=index):
             self._writer.write(index, target.views[index], shards)
+
+    def _staging(self, target: Target, shards: Sequence[Shard], index: int) -> Staging:
+        """Cast and gather a bucket on the device; on the host its pieces go to where they lie, columns too."""
+        layout = bucket_layouts(self._writer.layout)[index]
+
+        def pack(there: Tensor) -> None:
+            self._writer.write(index, layout.pieces(there.view(torch.int64)), shards)
+
+        def unpack(host: Tensor) -> None:
+            with self._timeline.span("copy weights", bucket=index):
+                torch._foreach_copy_(list(target.views[index]), layout.pieces(host.view(torch.int64)))
+
+        return Staging(8 * layout.num_words, pack, unpack)

@@ -18,7 +18,7 @@ from types import TracebackType
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from asyncflow.device import make_deterministic, open_device
+from asyncflow.device import grow_segments, make_deterministic, name_device, open_device
 from asyncflow.job import GangSpec, Job, last_words
 from asyncflow.network import choose_interfaces
 from asyncflow.run_files import META_FILE, TIMELINE
@@ -77,7 +77,16 @@ class WorkerContext:
         self._clock = self.job.local_clock()
         self.timeline = Timeline(run_dir / TIMELINE / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
-        self.device = open_device(self.gang.devices[self.rank])
+        name, role = self.gang.devices[self.rank], self.gang.role
+        if role in ("actor", "critic"):
+            grow_segments(name)
+        # vLLM computes in processes of its own: this one makes no context, and reads slots with the CPU alone.
+        rollout = self.config.rollout
+        engines = {"rollout": rollout.engine, "evaluate": self.config.evaluate.engine or rollout.engine}
+        elsewhere = engines.get(role) == "vllm" and self.config.weightsync.path == "staged"
+        self.device = name_device(name) if elsewhere else open_device(name)
+        self.reading_device = torch.device("cpu") if elsewhere else self.device
+        """That this process itself copies weights to."""
         if self.config.deterministic:
             make_deterministic(self.device)
         self._status = _Status()

@@ -82,7 +82,8 @@ def open_receiver(
         member = BroadcastMember(store, name, context.device)
     return WeightReceiver(
         context.credentials(), _agent(context), name, needs,
-        device=context.device, adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
+        device=context.reading_device,
+        adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
         takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, best_effort=guest,
         member=member, lead=_lead(context), keeps_on_host=keeps_on_host, timeout_s=config.timeout_s,
         timeline=context.timeline,

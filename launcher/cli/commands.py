@@ -1,6 +1,7 @@
 """`asyncflow`: the secondary commands. Each imports what it needs when it runs."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -64,6 +65,9 @@ def config_command(section: str | None, *, markdown: bool) -> None:
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Needs CONFIG.")
 @click.option("--run-dir", metavar="DIR", help="Where the run would write.  [default: runs/NAME-TIMESTAMP]")
 @click.option("--nnodes", type=click.IntRange(1), help="Nodes of the run.  [default: those of the Slurm job, or 1]")
+@click.option(
+    "--device-check", is_flag=True, help="Try the devices themselves instead, for a minute; they must be idle."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, at the end, instead of lines.")
 def doctor_command(
     config: str | None,
@@ -72,6 +76,7 @@ def doctor_command(
     overrides: tuple[str, ...],
     run_dir: str | None,
     nnodes: int | None,
+    device_check: bool,
     as_json: bool,
 ) -> None:
     """Check this machine, with CONFIG for that run: devices, network, shared memory, limits, disk, clock, imports.
@@ -89,7 +94,12 @@ def doctor_command(
                 f"{'--roles' if roles is not None else '--set'}: needs CONFIG; name a YAML file or recipe"
             )
         order = Order(config, roles, overrides, run_dir, num_nodes=nnodes or nodes_of_job())
-        failed = print_report(order, json=as_json)
+        if device_check:
+            from launcher.doctor.device_check import CHECKS, REGISTRY
+
+            failed = print_report(replace(order, registry=REGISTRY), CHECKS, json=as_json)
+        else:
+            failed = print_report(order, json=as_json)
     sys.exit(FAILED if failed else 0)
 
 

@@ -48,11 +48,12 @@ _LOOK_S = 0.02
 _COLOURS = {Level.OK: None, Level.WARNING: "yellow", Level.ERROR: "red"}
 
 
-def print_report(order: Order, *, json: bool) -> bool:
+def print_report(order: Order, checks: Sequence[Check] = CHECKS, *, json: bool) -> bool:
     """Run all checks and print what they find, as it comes; returns whether a run would fail.
 
     Args:
         order: what the user gave.
+        checks: those of `order.registry`, in order.
         json: print one JSON object at the end instead.
 
     Raises:
@@ -60,7 +61,7 @@ def print_report(order: Order, *, json: bool) -> bool:
     """
     began = time.monotonic()
     findings: list[Finding] = []
-    for finding in examine(order):
+    for finding in examine(order, checks):
         findings.append(finding)
         if not json:
             click.secho(finding.as_text(), fg=_COLOURS[finding.level])

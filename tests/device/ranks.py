@@ -1,7 +1,8 @@
 """One rank on a device; what it finds is written to DIR/said-RANK.json.
 
-python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, broadcast
-PLANT names a mistake to make in the project: no-event, no-wait, no-device, no-order, no-end
+python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, steps, memory,
+                                                broadcast
+PLANT names a mistake to make in the project, see `plants.py`; STEP_CASES cases of `steps`, with blanks between them.
 """
 
 import json
@@ -18,60 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import asyncflow.device
-from asyncflow.device import CopiesDone, CopyStream, connect_group, group_backends, open_device, pin
+from asyncflow.device import connect_group, group_backends, open_device, pin
+from tests.device.memory import memory
+from tests.device.plants import PLANTS
+from tests.device.steps import steps
 
 MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 FIRST_DEVICE = 3  # not 0, which threads and careless code use
-
-
-def plant(name: str) -> None:
-    """Make a mistake that passes every test on the CPU."""
-    if name == "no-event":  # copies are believed to have ended when they were issued
-
-        def run(self: CopyStream, copies: Any) -> list[CopiesDone]:
-            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-            with self._stream:
-                for copy in copies:
-                    copy()
-            return [CopiesDone(lambda: None) for _ in copies]
-
-        CopyStream.run = run
-    elif name == "no-wait":  # the copies' stream does not wait for the kernels that made the values
-
-        def run(self: CopyStream, copies: Any) -> list[CopiesDone]:
-            ends = []
-            with self._stream:
-                for copy in copies:
-                    copy()
-                    ends.append(CopiesDone(self._stream.record_event().synchronize))
-            return ends
-
-        CopyStream.run = run
-    elif name == "no-device":  # threads keep the device that they begin with
-        from contextlib import nullcontext
-
-        asyncflow.device.on_device = lambda device: nullcontext()
-    elif name == "no-order":  # the stream of the broadcast does not wait for the update
-        import weightsync.broadcast_group
-
-        weightsync.broadcast_group.side_stream = lambda device, stream: stream
-    elif name == "no-end":  # what the broadcast wrote is read before it is there
-        from weightsync.broadcast_group import BroadcastGroup
-
-        class Careless(torch.Stream):
-            def synchronize(self) -> None:
-                """Return at once."""
-
-        begin = BroadcastGroup.__init__
-
-        def careless(self: BroadcastGroup, store: Any, me: str, device: torch.device) -> None:
-            begin(self, store, me, device)
-            self._stream = Careless(device=device)
-
-        BroadcastGroup.__init__ = careless
-    else:
-        assert not name, name
 
 
 def mistakes(device: torch.device, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
@@ -298,7 +252,7 @@ def _contexts(device: torch.device) -> list[int]:
 
 
 MODES: dict[str, Callable[..., dict[str, Any]]] = {
-    "mistakes": mistakes, "train": train, "generate": generate, "group": group,
+    "mistakes": mistakes, "train": train, "generate": generate, "group": group, "steps": steps, "memory": memory,
     "broadcast": broadcast,
 }  # fmt: skip
 
@@ -306,7 +260,8 @@ MODES: dict[str, Callable[..., dict[str, Any]]] = {
 def main() -> None:
     mode, kind, directory, rank, num_ranks = sys.argv[1:]
     torch.set_num_threads(1)
-    plant(os.environ.get("PLANT", ""))
+    if planted := os.environ.get("PLANT"):
+        PLANTS[planted].make()
     device = open_device(kind if kind == "cpu" else f"{kind}:{FIRST_DEVICE + int(rank)}")
     said = MODES[mode](device, int(rank), int(num_ranks), Path(directory))
     (Path(directory) / f"said-{rank}.json").write_text(json.dumps(said))

@@ -89,14 +89,16 @@ def configure(*settings: str) -> RunConfig:
     return load_config(find_recipe("quickstart"), overrides=(*small, *settings), roles="rollout:1,actor:1")
 
 
-def train(config: RunConfig, rank: int, num_ranks: int) -> dict[str, Any]:
+def train(
+    config: RunConfig, rank: int, num_ranks: int, *, device: torch.device = CPU, kind: type[Trainer] = Trainer
+) -> dict[str, Any]:
     """Train one step; returns losses, gradient norms, and what the policy then thinks of all answers."""
     context: Any = SimpleNamespace(
-        config=config, device=CPU, timeline=NoTimeline(), report=lambda *_, **__: None, progress=lambda: None,
+        config=config, device=device, timeline=NoTimeline(), report=lambda *_, **__: None, progress=lambda: None,
         job=SimpleNamespace(lineage=0), elapsed_s=0.0, run_dir=Path("nowhere"), gang=SimpleNamespace(role="actor"),
     )  # fmt: skip
-    policy = load_train_engine(config, device=CPU)
-    critic = load_value_engine(config, device=CPU) if config.algorithm.has_critic else None
+    policy = load_train_engine(config, device=device)
+    critic = load_value_engine(config, device=device) if config.algorithm.has_critic else None
     tasks = ["compute_advantages_and_returns"]
     if critic is not None:
         tasks = ["values", *tasks, "critic_train"]
@@ -104,7 +106,7 @@ def train(config: RunConfig, rank: int, num_ranks: int) -> dict[str, Any]:
         tasks.insert(0, "actor_log_probs")
     loader: Any = Loader(rank, num_ranks)
     learners = [policy_learner(config, policy), *([] if critic is None else [critic_learner(config, critic)])]
-    record = Trainer(
+    record = kind(
         context,
         learners,
         loader,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.device import exact_dtype, group_backends, make_deterministic
+from asyncflow.device import exact_dtype, group_backends, grow_segments, make_deterministic, without_growing
 from asyncflow.vendors import vendor_of
 
 
@@ -53,6 +53,21 @@ def test_statistics_are_float32_where_kernels_have_no_float64() -> None:
         torch.float64,
         torch.float32,
     ]
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("cuda", "PYTORCH_ALLOC_CONF"), ("npu", "PYTORCH_NPU_ALLOC_CONF")])
+def test_trainers_grow_segments_unless_the_user_says_otherwise(
+    kind: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in vendor_of(kind).allocator:
+        monkeypatch.delenv(name, raising=False)
+    grow_segments(f"{kind}:1")
+    assert os.environ[variable] == "expandable_segments:True"
+    monkeypatch.setenv(variable, "max_split_size_mb:64,expandable_segments:False")
+    grow_segments(f"{kind}:1")
+    assert os.environ[variable] == "max_split_size_mb:64,expandable_segments:False"
+    assert without_growing(device(kind)) == {variable: "max_split_size_mb:64"}
+    grow_segments("cpu")
 
 
 def test_memory_that_cannot_be_page_locked_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:

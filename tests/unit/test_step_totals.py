@@ -34,7 +34,7 @@ def totals_of(rows: list[int], tokens: int, passes: int = 1) -> StepTotals:
     totals = StepTotals()
     totals.add_batch(make_batch(rows), step=5, admitted_step=6)
     for _ in range(passes):
-        totals.add_loss(numbers(loss_stats(tokens)))
+        totals.add_loss(*numbers([loss_stats(tokens)]))
     return totals
 
 
@@ -70,7 +70,7 @@ def test_samples_of_later_and_earlier_steps_are_counted() -> None:
     totals = StepTotals()
     for rows, admitted_step in (([0], 4), ([1], 5), ([2], 6), ([0], 6)):
         totals.add_batch(make_batch(rows), step=5, admitted_step=admitted_step)
-    totals.add_loss(numbers(loss_stats(1)))
+    totals.add_loss(*numbers([loss_stats(1)]))
     metrics = totals.metrics()
     assert (metrics["late_fraction"], metrics["early_fraction"]) == (0.25, 0.5)
 

@@ -22,6 +22,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from asyncflow.device import to_device
 from tq.batch import Column, PackedBatch
 from workers.algorithms.config import PolicyConfig, PPOClipConfig
 from workers.algorithms.losses import PolicyLoss
@@ -127,15 +128,21 @@ class Algorithm(ABC, Generic[SettingsT]):
                 `loss_weights`, one per row.
             device: where the engine computes.
         """
+        names = ["rollout_log_probs"]
+        names += ["ref_log_probs"] if self._config.kl_coef > 0 else []
+        names += ["old_log_probs"] if "old_log_probs" in batch.columns else []
+        own = [drawn(batch), self._token_weights(batch), token_advantages(batch)]
+        length_N, weight_A, advantage_A, *rest = to_device([*own, *(batch[name].values for name in names)], device)
+        columns = dict(zip(names, rest, strict=True))
         return PolicyLoss(
             parts=self._parts,
             kl=self._config.kl_loss,
-            length_N=drawn(batch).to(device),
-            weight_A=self._token_weights(batch).to(device),
-            advantage_A=token_advantages(batch).to(device),
-            rollout_log_probs_A=batch["rollout_log_probs"].values.to(device),
-            ref_log_probs_A=batch["ref_log_probs"].values.to(device) if self._config.kl_coef > 0 else None,
-            old_log_probs_A=batch["old_log_probs"].values.to(device) if "old_log_probs" in batch.columns else None,
+            length_N=length_N,
+            weight_A=weight_A,
+            advantage_A=advantage_A,
+            rollout_log_probs_A=columns["rollout_log_probs"],
+            ref_log_probs_A=columns.get("ref_log_probs"),
+            old_log_probs_A=columns.get("old_log_probs"),
         )
 
     def scale(self, counts: LossCounts) -> float:

@@ -85,7 +85,7 @@ class PolicyParts:
         """Return floating [A], the policy in training over the base."""
         log_ratio_A = tokens.log_probs_A - self.base_log_probs(tokens)
         if self.whole_samples:
-            log_ratio_A = answer_means(log_ratio_A, tokens.length_N).repeat_interleave(tokens.length_N)
+            log_ratio_A = _of_tokens(answer_means(log_ratio_A, tokens.length_N), tokens)
         return bounded_ratio(log_ratio_A)
 
     def surrogate(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -263,7 +263,12 @@ class SampleMask:
         log_weight_A = tokens.old_log_probs_A - tokens.rollout_log_probs_A
         over_sample = answer_means if self.geometric else answer_sums
         whole_N = over_sample(log_weight_A, tokens.length_N)
-        return ((whole_N >= -self.bound) & (whole_N <= self.bound)).repeat_interleave(tokens.length_N)
+        return _of_tokens((whole_N >= -self.bound) & (whole_N <= self.bound), tokens)
+
+
+def _of_tokens(value_N: Tensor, tokens: Tokens) -> Tensor:
+    """Return [A]: each sample's value at all of its tokens."""
+    return value_N.repeat_interleave(tokens.length_N, output_size=len(tokens.log_probs_A))
 
 
 @dataclass(frozen=True)
@@ -320,7 +325,8 @@ def loss_scale(aggregate: Normalization, counts: LossCounts, *, max_response_tok
 
 def answer_sums(value_A: Tensor, length_N: Tensor) -> Tensor:
     """Return floating [N]: the sum over each sample's tokens; 0 for one without any."""
-    answer_A = torch.arange(len(length_N), device=value_A.device).repeat_interleave(length_N)
+    numbers_N = torch.arange(len(length_N), device=value_A.device)
+    answer_A = numbers_N.repeat_interleave(length_N, output_size=len(value_A))  # else the device is asked how many
     return torch.zeros(len(length_N), dtype=value_A.dtype, device=value_A.device).index_add(0, answer_A, value_A)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from asyncflow.device import to_device
 from tq.batch import Column, PackedBatch
 from workers.algorithms.advantages import generalized_advantages, token_penalties, token_rewards
 from workers.algorithms.algorithm import Algorithm, Moments
@@ -56,10 +57,7 @@ class PPO(Algorithm[PPOConfig]):
                 `loss_weights`.
             device: where the engine computes.
         """
-        return ValueLoss(
-            weight_A=self._token_weights(batch).to(device),
-            old_value_A=batch["values"].values.to(device),
-            return_A=batch["returns"].values.to(device),
-            clip=self._config.value_clip,
-            coef=self._config.value_loss_coef,
-        )
+        columns = [self._token_weights(batch), batch["values"].values, batch["returns"].values]
+        weight_A, old_value_A, return_A = to_device(columns, device)
+        config = self._config
+        return ValueLoss(weight_A, old_value_A, return_A, clip=config.value_clip, coef=config.value_loss_coef)

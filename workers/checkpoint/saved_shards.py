@@ -25,6 +25,9 @@ from asyncflow.device import CopiesDone, CopyStream
 from asyncflow.errors import CheckpointError
 from weightsync.boxes import Box
 
+_CHUNK_BYTES = 2**26
+_ALIGNED = 64
+
 
 class SavedEngine(Protocol):
     """What is saved: a `TrainEngine` or a `ValueEngine`."""
@@ -174,6 +177,7 @@ class HostCopy:
         self._pinned = device.type != "cpu"
         self._stream = CopyStream(device)
         self._buffers: dict[str, Tensor] = {}
+        self._chunks: list[tuple[Tensor, int]] = []  # page-locked memory that the buffers are of, and how much is taken
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
         self._done: CopiesDone | None = None
 
@@ -234,7 +238,21 @@ class HostCopy:
         known = self._buffers.get(path)
         if known is not None and known.shape == source.shape and known.dtype == source.dtype:
             return known
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=self._pinned)
+        if not self._pinned:
+            return torch.empty(source.shape, dtype=source.dtype)
+        return self._room(source.nbytes).view(source.dtype).view(source.shape)
+
+    def _room(self, num_bytes: int) -> Tensor:
+        """Return page-locked uint8 [num_bytes]. PyTorch makes each piece of it as large as the next power of two, so
+        tensors share pieces of such sizes: up to half the memory of one each would be lost."""
+        fitting = (k for k, (chunk, used) in enumerate(self._chunks) if used + num_bytes <= chunk.numel())
+        number = next(fitting, len(self._chunks))
+        if number == len(self._chunks):
+            size = max(_CHUNK_BYTES, 1 << max(0, num_bytes - 1).bit_length())
+            self._chunks.append((torch.empty(size, dtype=torch.uint8, pin_memory=True), 0))
+        chunk, used = self._chunks[number]
+        self._chunks[number] = chunk, used + -(-num_bytes // _ALIGNED) * _ALIGNED
+        return chunk[used : used + num_bytes]
 
     def _host_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """Return the same ranks as a mesh of hosts: a DTensor's local part lies where its mesh says."""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from asyncflow.device import to_device
 from asyncflow.errors import ConfigError
 from workers.engines.packed_layout import ALONE, Block, PackedLayout
 
@@ -216,14 +217,14 @@ def _gathered(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -
 @lru_cache(maxsize=4)
 def _key_index(layout: PackedLayout, device: torch.device) -> Tensor | None:
     index_K = layout.key_index()
-    return None if index_K is None else index_K.to(device)
+    return None if index_K is None else to_device([index_K], device)[0]
 
 
 @lru_cache(maxsize=4)
 def _boundaries(layout: PackedLayout, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return int32 [N + 1] twice: where each document's queries, and its keys, begin."""
     sums = (tuple(accumulate(lengths, initial=0)) for lengths in (layout.lengths, layout.key_lengths))
-    queries, keys = (torch.tensor(each, dtype=torch.int32).to(device) for each in sums)
+    queries, keys = to_device([torch.tensor(each, dtype=torch.int32) for each in sums], device)
     return queries, keys
 
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from asyncflow.device import to_device
 from workers.engines.base import Sequences, check_sequences
 from workers.engines.log_prob_head import HeadRequest, head_log_probs
 from workers.engines.packed_layout import ALONE, PackedLayout
@@ -49,35 +50,38 @@ class PackedInputs:
 
     @staticmethod
     def of(batch: Sequences, device: torch.device, *, shared_prompt: bool = False) -> "PackedInputs":
-        """Arrange the samples of a micro-batch and move the result to `device`.
+        """Arrange the samples of a micro-batch, and move the result to `device` in one copy, without a wait for it.
 
         Args:
-            batch: in host memory, or on the device.
+            batch: in host memory.
             device: of the model.
             shared_prompt: compute a prompt that several samples have in common once.
         """
         lengths, prompts = batch.lengths_N.tolist(), batch.prompt_lengths.tolist()
         starts = [0, *accumulate(lengths)][:-1]
-        documents = _documents(batch.tokens_T.cpu(), starts, lengths, prompts, shared_prompt=shared_prompt)
+        documents = _documents(batch.tokens_T, starts, lengths, prompts, shared_prompt=shared_prompt)
         layout = PackedLayout(tuple(one.length for one in documents), tuple(one.prompt for one in documents))
         # Where each sample would begin if all of it lay as its prompt does, and as its rest does.
         begins_2N = torch.zeros(2, len(lengths), dtype=torch.int64)
         for document, start in zip(documents, layout.starts, strict=True):
             for sample in document.samples:
                 begins_2N[int(document.position > 0) :, sample] = start - document.position
-        tokens_T = batch.tokens_T.to(device, torch.int64)
+        tokens_T = batch.tokens_T.to(torch.int64)
         source_T = _ranges([(one.source, one.length) for one in documents])
-        targets_A = batch.response_mask_T.cpu().nonzero()[:, 0]
+        targets_A = batch.response_mask_T.nonzero()[:, 0]
         sample_A = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[targets_A]
         before_A = targets_A - torch.tensor(starts)[sample_A] - 1
         continues_A = (before_A >= torch.tensor(prompts)[sample_A]).long()
-        return PackedInputs(
-            tokens_T=tokens_T[source_T.to(device)],
-            positions_T=_ranges([(one.position, one.length) for one in documents]).to(device),
-            layout=layout,
-            predictors_A=(begins_2N[continues_A, sample_A] + before_A).to(device),
-            targets_A=tokens_T[targets_A.to(device)],
+        fed_T, positions_T, predictors_A, drawn_A = to_device(
+            [
+                tokens_T[source_T],
+                _ranges([(one.position, one.length) for one in documents]),
+                begins_2N[continues_A, sample_A] + before_A,
+                tokens_T[targets_A],
+            ],
+            device,
         )
+        return PackedInputs(fed_T, positions_T, layout, predictors_A, drawn_A)
 
 
 class InputsOfBatch:

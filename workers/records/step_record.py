@@ -102,6 +102,7 @@ class StepRecord:
         stopped: a stop came instead of publishing; on this rank, later on any.
         save_wanted: the queue is full of trained rows that wait for a checkpoint; as for this rank, later for any.
         critic_report: figures of a critic in a role of its own.
+        on_device: what losses found and no number here counts yet; see `fetch`.
     """
 
     step: int
@@ -120,6 +121,7 @@ class StepRecord:
     stopped: bool = False
     save_wanted: bool = False
     critic_report: Mapping[str, float] = field(default_factory=dict)
+    on_device: list[tuple[Model, LossCounts, Mapping[str, Tensor], Mapping[str, Tensor]]] = field(default_factory=list)
 
     def arrived(self) -> None:
         """Note when the first round came."""
@@ -132,11 +134,25 @@ class StepRecord:
         self.ledger += lines
         self.totals.add_batch(batch, step=self.step, admitted_step=admitted_step)
 
-    def add_loss(self, model: Model, counts: LossCounts, stats: Mapping[str, Tensor]) -> None:
-        """Count a micro-batch that a model was trained on, in whichever pass."""
-        sums = numbers(stats)
-        self.log(model).next_update.add(counts, sums["loss"])
-        self.totals.add_loss(sums, "loss" if model is Model.POLICY else "critic")
+    def add_loss(
+        self, model: Model, counts: LossCounts, stats: Mapping[str, Tensor], gap: Mapping[str, Tensor]
+    ) -> None:
+        """Count a micro-batch that a model was trained on, in whichever pass; without a wait for the device.
+
+        Args:
+            stats: of the loss.
+            gap: of the comparison with the generating engine, or none.
+        """
+        self.on_device.append((model, counts, stats, gap))
+
+    def fetch(self) -> None:
+        """Wait for the losses of all micro-batches so far, and count what they found: one transfer an update."""
+        waiting, self.on_device = self.on_device, []
+        found = numbers([each for _, _, stats, gap in waiting for each in (stats, gap)])
+        for (model, counts, _, _), sums, gap in zip(waiting, found[::2], found[1::2], strict=True):
+            self.log(model).next_update.add(counts, sums["loss"])
+            self.totals.add_loss(sums, "loss" if model is Model.POLICY else "critic")
+            self.gap.add(LogProbGap.of(gap))
 
     def log(self, model: Model) -> UpdateLog:
         """Return the updates of a model."""

@@ -193,10 +193,13 @@ class StepTotals:
         }
 
 
-def numbers(stats: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return scalars of any device as numbers; they are fetched together, so the device waits once."""
-    values = torch.stack([value.to(exact_dtype(value.device)) for value in stats.values()]).tolist()
-    return dict(zip(stats, values, strict=True))
+def numbers(each: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
+    """Return scalars of one device as numbers; they are fetched together, so the host waits once."""
+    scalars = [value for stats in each for value in stats.values()]
+    if not scalars:
+        return [{} for _ in each]
+    found = iter(torch.stack([value.to(exact_dtype(value.device)) for value in scalars]).tolist())
+    return [{name: next(found) for name in stats} for stats in each]
 
 
 def effective_sample_size(total: float, squared: float, count: float) -> float:

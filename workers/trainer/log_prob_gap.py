@@ -7,17 +7,18 @@ age s - 1 - v, and its weights differ, too: how much off-policy data of each age
 Legend of shapes: A drawn tokens, packed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from asyncflow.device import to_device
 from tq.batch import PackedBatch
 from workers.algorithms.losses import kl_divergence
 from workers.algorithms.parts import bounded_ratio
 from workers.engines.base import LossFunction
-from workers.records.step_totals import effective_sample_size, numbers
+from workers.records.step_totals import effective_sample_size
 
 WRONG_MEAN = 0.5
 """Mean difference (nats) that no rounding explains: bfloat16 kernels of two engines are some hundredths apart."""
@@ -33,6 +34,15 @@ class LogProbGap:
     """
 
     ages: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(stats: Mapping[str, float]) -> "LogProbGap":
+        """Return the gap over one micro-batch, from the numbers of `Comparison.stats`."""
+        gap = LogProbGap()
+        for key, value in stats.items():
+            age, _, name = key.partition("/")
+            gap.ages.setdefault(age, {})[name] = value
+        return gap
 
     def add(self, other: "LogProbGap") -> None:
         """Add tokens."""
@@ -115,18 +125,10 @@ class Comparison:
 
         return compare_and_lose
 
-    def gap(self) -> LogProbGap:
-        """Return what was found, after the loss was called."""
-        gap = LogProbGap()
-        for key, value in numbers(self.stats).items() if self.stats else ():
-            age, _, name = key.partition("/")
-            gap.ages.setdefault(age, {})[name] = value
-        return gap
-
     @torch.no_grad()
     def _compare(self, log_probs_A: Tensor) -> None:
         log_probs_A = log_probs_A.float()
-        rollout_A = self.rollout_A.to(log_probs_A.device)
+        rollout_A, age_A = to_device([self.rollout_A, self.age_A], log_probs_A.device)
         gap_A = (log_probs_A - rollout_A).abs()
         ratio_A = bounded_ratio(log_probs_A - rollout_A)
         sums = {
@@ -137,7 +139,7 @@ class Comparison:
             "ratio_squared": ratio_A.square(),
         }
         for age in sorted(set(self.age_A.tolist())):
-            here_A = (self.age_A == age).to(gap_A.device)
+            here_A = age_A == age
             # Masked, not selected: how many there are is known to the device alone, and asking would wait for it.
             self.stats |= {f"{age}/{name}": torch.where(here_A, value_A, 0.0).sum() for name, value_A in sums.items()}
             self.stats[f"{age}/largest"] = torch.where(here_A, gap_A, 0.0).amax()

@@ -199,17 +199,20 @@ class Trainer:
             if learner.model is Model.POLICY:
                 updated = bool(record.policy.made)
                 if self._tri_model is not None:
-                    scored = self._tri_model.micro_step(batch, one.drawn_by, step=record.step, updated=updated)
+                    scored = self._tri_model.micro_step(
+                        batch, one.drawn_by, step=record.step, updated=updated, device=self._context.device
+                    )
                 if batch is not None and not updated:
                     comparison = Comparison.of(batch, step=record.step)
             stats = learner.train(batch, self._context.device, scored, comparison)
-            if comparison is not None and self._counts:
-                record.gap.add(comparison.gap())
             if batch is not None and self._counts:
-                record.add_loss(learner.model, self._algorithm.counts(batch), stats)
+                gap = {} if comparison is None else comparison.stats
+                record.add_loss(learner.model, self._algorithm.counts(batch), stats, gap)
 
     def _update(self, record: StepRecord) -> None:
         """Scale by what all ranks trained since the last update, and update."""
+        with self._context.timeline.span("wait for the device", step=record.step):
+            record.fetch()
         for learner in self._learning(record):
             log = record.log(learner.model)
             with self._context.timeline.span("wait for peers", step=record.step):

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor
 
+from asyncflow.device import to_device
 from tq.batch import Column, PackedBatch
 from workers.algorithms.losses import MicroLoss
 from workers.config import RunConfig
@@ -63,29 +64,29 @@ class TriModel:
             copy.take()
 
     def micro_step(
-        self, batch: PackedBatch | None, drawn_by: Collection[int], *, step: int, updated: bool
+        self, batch: PackedBatch | None, drawn_by: Collection[int], *, step: int, updated: bool, device: torch.device
     ) -> "MicroStep | None":
-        """Score a micro-batch with the reference and the older policies; collective.
+        """Score a micro-batch with the reference and the older policies; collective. The results stay on the device.
 
         Args:
             batch: N >= 1 samples; None: this rank has none, and gets None.
             drawn_by: the versions that drew tokens of this round, on any rank.
             step: that is trained.
             updated: the step's first update was made.
+            device: where the engine computes.
         """
         sequences = None if batch is None else sequences_of(batch)
-        reference_A = None if self._reference is None else self._reference.log_probs(sequences).cpu()
+        reference_A = None if self._reference is None else self._reference.log_probs(sequences)
         wanted = {version for version in drawn_by if updated or version != step - 1}
         wanted |= {step - 1} if updated and self._weighs else set()
-        scored = {v: self._held[v].log_probs(sequences).cpu() for v in sorted(wanted & self._held.keys())}
+        scored = {v: self._held[v].log_probs(sequences) for v in sorted(wanted & self._held.keys())}
         if batch is None or sequences is None:
             return None
         columns = {} if reference_A is None else {"ref_log_probs": _column(reference_A, batch)}
         if self._weighs:
             columns |= {"old_log_probs": _column(scored[step - 1], batch)} if updated else {}
             return MicroStep(batch.with_columns(columns), sequences)
-        version_A = batch["versions"].values
-        old_A = batch["rollout_log_probs"].values.clone()
+        version_A, old_A = to_device([batch["versions"].values, batch["rollout_log_probs"].values], device)
         for version, log_probs_A in scored.items():
             old_A = torch.where(version_A == version, log_probs_A, old_A)
         columns["rollout_log_probs"] = _column(old_A, batch)
@@ -117,7 +118,7 @@ class MicroStep:
         """
         if self._own_A is None:
             return self.batch
-        own_A = log_probs_A.detach().float().cpu()
+        own_A = log_probs_A.detach().float()
         old_A = torch.where(self._own_A, own_A, self.batch["rollout_log_probs"].values)
         return self.batch.with_columns({"rollout_log_probs": _column(old_A, self.batch)})
 

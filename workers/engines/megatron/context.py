@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from asyncflow.device import to_device
 from workers.engines.packed_attention import packed_attention
 from workers.engines.packed_forward import PackedInputs
 from workers.engines.packed_layout import ALONE, PackedLayout
@@ -49,8 +50,8 @@ class TokenShare:
     num_drawn: int
 
     @staticmethod
-    def of(inputs: PackedInputs, rank: int, size: int) -> "TokenShare":
-        """Return the share of one of `size` ranks."""
+    def of(inputs: PackedInputs, rank: int, size: int, device: torch.device) -> "TokenShare":
+        """Return the share of one of `size` ranks on its device, of inputs in host memory."""
         spare = -inputs.tokens_T.numel() % size
         layout = inputs.layout
         if spare:
@@ -63,15 +64,17 @@ class TokenShare:
         else:
             drawn_a = torch.nonzero((places_A >= 0) & (places_A < length))[:, 0]
         nothing_a = drawn_a.new_zeros(1)
-        return TokenShare(
-            pad(inputs.tokens_T, (0, spare))[tokens],
-            pad(inputs.positions_T, (0, spare))[tokens],
-            layout,
-            places_A[drawn_a] if drawn_a.numel() else nothing_a,
-            inputs.targets_A[drawn_a] if drawn_a.numel() else nothing_a,
-            drawn_a,
-            inputs.targets_A.numel(),
+        tokens_t, positions_t, predictors_a, targets_a, drawn_a = to_device(
+            [
+                pad(inputs.tokens_T, (0, spare))[tokens],
+                pad(inputs.positions_T, (0, spare))[tokens],
+                places_A[drawn_a] if drawn_a.numel() else nothing_a,
+                inputs.targets_A[drawn_a] if drawn_a.numel() else nothing_a,
+                drawn_a,
+            ],
+            device,
         )
+        return TokenShare(tokens_t, positions_t, layout, predictors_a, targets_a, drawn_a, inputs.targets_A.numel())
 
     def own(self, values_A: Tensor) -> Tensor:
         """Return [a] of values of all drawn tokens; 0 for one that does not count."""

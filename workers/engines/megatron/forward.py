@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncflow.device import to_device
 from workers.config import ActorConfig
 from workers.engines.base import Sequences
 from workers.engines.log_prob_head import HeadRequest, head_log_probs
@@ -119,10 +120,11 @@ class MegatronForward:
         return self._stage == len(self._stages) - 1
 
     def _share(self, piece: Sequences) -> TokenShare:
-        inputs = PackedInputs.of(piece, self._device, shared_prompt=self._shared_prompt)
+        inputs = PackedInputs.of(piece, torch.device("cpu"), shared_prompt=self._shared_prompt)
         if self._context is None:
-            return TokenShare.of(inputs, 0, 1)
-        return TokenShare.of(inputs, dist.get_rank(self._context), dist.get_world_size(self._context))
+            return TokenShare.of(inputs, 0, 1, self._device)
+        rank, size = dist.get_rank(self._context), dist.get_world_size(self._context)
+        return TokenShare.of(inputs, rank, size, self._device)
 
     def _forward_piece(self, share: TokenShare, entropy: bool) -> _Passed:
         received = None
@@ -204,7 +206,7 @@ def _packed(share: TokenShare, context: dist.ProcessGroup | None) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     # One sequence, as far as Megatron looks: `_at_positions` knows the positions, and our attention the documents.
-    ends = torch.tensor([0, share.tokens_t.numel()], dtype=torch.int32, device=share.tokens_t.device)
+    (ends,) = to_device([torch.tensor([0, share.tokens_t.numel()], dtype=torch.int32)], share.tokens_t.device)
     longest = share.layout.longest
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest

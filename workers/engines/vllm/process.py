@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncflow.device import visible_alone
+from asyncflow.device import visible_alone, without_growing
 from asyncflow.errors import ConfigError, EngineFailed
 from asyncflow.extras import pip_line
 from asyncflow.network import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE, NCCL_INTERFACE
@@ -142,6 +142,7 @@ def process_variables(config: VllmConfig, device: torch.device, *, sockets: str)
         GLOO_INTERFACE: LOOPBACK_INTERFACE,
         NCCL_INTERFACE: LOOPBACK_INTERFACE,
         **visible_alone(device, number=config.tensor_parallel_size),
+        **without_growing(device),  # vLLM's own allocator, which lets go of memory while it sleeps, refuses it
     }
     if device.type == "cpu":
         threads = str(max(1, torch.get_num_threads() // config.tensor_parallel_size))

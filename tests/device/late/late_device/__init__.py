@@ -67,8 +67,9 @@ for _name, _value in {
     "set_rng_state": lambda state, device=None: None,
     "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
     "get_device_capability": lambda device=None: (9, 0),
-    "memory_allocated": lambda device=None: 0,
-    "max_memory_allocated": lambda device=None: 0,
+    "memory_allocated": lambda device=None: extension.memory(_index(device))[0],
+    "max_memory_allocated": lambda device=None: extension.memory(_index(device))[1],
+    "reset_peak_memory_stats": lambda device=None: extension.reset_peak(_index(device)),
     "empty_cache": lambda: None,
 }.items():
     setattr(_module, _name, _value)

@@ -45,6 +45,7 @@ class LateGroup(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
         self._timeout = timeout
         self._stream: torch.Stream | None = None
+        self._sent: list[Any] = []  # what Gloo may still read
         self._names = {"name": "default_pg", "desc": ""}
 
     def name(self) -> str:
@@ -123,6 +124,23 @@ class LateGroup(dist.ProcessGroup):
 
         return self._run([source], [output], call)
 
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, output_sizes: list[int], source_sizes: list[int], opts: Any = None
+    ) -> LateWork:
+        def call(sent: Tensors, got: Tensors) -> None:
+            self._gloo.alltoall_base(got[0], sent[0], output_sizes, source_sizes).wait(self._timeout)
+
+        return self._run([source], [output], call)
+
+    def send(self, tensors: Tensors, target: int, tag: int) -> Any:
+        host = [tensors[0].detach().cpu().contiguous()]
+        work = self._gloo.send(host, target, tag)
+        self._sent.append((work, host))
+        return work
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> LateWork:
+        return self._run([], tensors, lambda _, got: self._gloo.recv(got, source, tag).wait(self._timeout))
+
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
 
@@ -133,7 +151,7 @@ class LateGroup(dist.ProcessGroup):
         self._gloo.allgather([outputs], inputs).wait(self._timeout)
 
     def _run(self, inputs: Tensors, outputs: Tensors, call: Callable[[Tensors, Tensors], None]) -> LateWork:
-        stream = self._stream = self._stream or torch.Stream(device=inputs[0].device)
+        stream = self._stream = self._stream or torch.Stream(device=outputs[0].device)
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
         with stream:
             sent = [each.detach().cpu() for each in inputs]  # forces what this stream waits for

@@ -12,6 +12,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/extension.h>
 
 #include <cstdlib>
@@ -49,10 +50,14 @@ std::map<StreamKey, Queue> queues;
 int64_t next_stream = 1;
 bool late_kernels = false;  // schedule B; otherwise schedule A, late copies
 uint64_t kernels = 0, late_copies = 0;
+std::map<std::string, uint64_t> waits;      // what makes the host wait for a device on real hardware -> how often
+std::map<std::string, uint64_t> transfers;  // between host and device
+std::map<int, int64_t> allocated, peak;     // bytes of each device
 std::set<int> contexts;  // devices that this process has touched: a context costs memory on real hardware
 
 thread_local int current_device = 0;  // as on CUDA: every thread begins at device 0
 thread_local int64_t current_stream[kDevices] = {0};
+thread_local bool in_kernel = false;  // what a kernel copies, as PyTorch's CPU kernels must, is no transfer
 
 int index_of(Device device) { return device.index() < 0 ? current_device : device.index(); }
 StreamKey key_of(const Stream& stream) { return {index_of(stream.device()), stream.id()}; }
@@ -129,10 +134,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const Stream& stream) const override {
     Lock lock(mutex);
+    waits["stream"]++;
     run_all(key_of(stream));
   }
   void synchronizeDevice(const DeviceIndex index) const override {
     Lock lock(mutex);
+    waits["device"]++;
     run_device(index < 0 ? current_device : index);
   }
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override;
@@ -153,12 +160,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return true;
     Lock lock(mutex);
     auto* known = static_cast<Event*>(event);
-    if (queues[known->key].done < known->count && ++known->polls >= kPollsUntilDone) synchronizeEvent(event);
+    if (queues[known->key].done < known->count && ++known->polls >= kPollsUntilDone)
+      run_until(known->key, known->count);
     return queues[known->key].done >= known->count;
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
     Lock lock(mutex);
+    waits["event"]++;
     run_until(static_cast<Event*>(event)->key, static_cast<Event*>(event)->count);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
@@ -181,6 +190,7 @@ std::map<std::pair<StreamKey, size_t>, std::vector<void*>> freed;
 void recycle(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
   Lock lock(mutex);
+  allocated[block->key.first] -= block->size;
   for (auto& key : block->used_on) run_all(key);
   auto reuse = [data = block->data, size = block->size, key = block->key] {
     memset(data, kPoison, size);
@@ -199,6 +209,8 @@ struct DeviceAllocator final : c10::Allocator {
     touch(current_device);
     size_t size = (std::max<size_t>(wanted, 1) + 511) / 512 * 512;
     auto key = current(current_device);
+    auto& held = allocated[current_device] += size;
+    peak[current_device] = std::max(peak[current_device], held);
     auto& spare = freed[{key, size}];
     void* data = nullptr;
     if (!spare.empty()) {
@@ -347,9 +359,13 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   }
   // As on CUDA: only page-locked host memory is copied beside the host, pageable memory is there when the call returns.
   const Tensor& host = out ? to : from;
-  bool late = non_blocking && out != in && !late_kernels && is_pinned(host.const_data_ptr()) &&
-              (in || host.is_contiguous());
-  if (late) {
+  bool beside = non_blocking && out != in && is_pinned(host.const_data_ptr()) && host.is_contiguous();
+  if (out != in && !in_kernel) {
+    const char* way = out ? "copy to the host" : "copy to the device";
+    transfers[way]++;
+    if (!beside) waits[way]++;
+  }
+  if (beside && !late_kernels) {
     late_copies++;
     issue(key, [from = raw(from), to = raw(to)] { copy_now(from, to); });
   } else {
@@ -364,6 +380,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 at::Scalar local_scalar(const Tensor& tensor) {
   Lock lock(mutex);
+  waits["item"]++;
   run_all(current(tensor.device().index()));
   return raw(tensor).item();
 }
@@ -435,6 +452,22 @@ bool issued_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack, St
   return true;
 }
 
+// Whether the host needs the values of a kernel to go on: they say how large its result is, or are its result.
+bool asks_for_sizes(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  static const std::set<std::string> always = {"aten::nonzero",          "aten::masked_select",      "aten::equal",
+                                               "aten::_unique2",         "aten::unique_dim",         "aten::_unique",
+                                               "aten::unique_consecutive"};
+  const auto& schema = op.schema();
+  const auto& name = schema.name();
+  if (always.count(name)) return true;
+  size_t base = stack.size() - schema.arguments().size();
+  if (name == "aten::repeat_interleave") return stack.back().isNone();  // output_size
+  if (name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_")
+    for (const auto& index : stack[base + 1].toOptionalTensorVector())
+      if (index.has_value() && index->defined() && index->scalar_type() == at::kBool) return true;
+  return false;
+}
+
 // Show `shown` (poison, or what was there before) until the stream gets to the kernel that has already run.
 void hide(const Tensor& tensor, const Tensor* before, StreamKey key) {
   if (!tensor.numel() || !tensor.is_non_overlapping_and_dense()) return;
@@ -444,6 +477,11 @@ void hide(const Tensor& tensor, const Tensor* before, StreamKey key) {
   else
     memset(visible.data_ptr(), kPoison, tensor.numel() * tensor.itemsize());
   issue(key, [visible, result] { copy_now(result, visible); });
+}
+
+void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto leave = c10::make_scope_exit([before = std::exchange(in_kernel, true)] { in_kernel = before; });
+  at::native::cpu_fallback(op, stack);
 }
 
 void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -458,12 +496,13 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (value.isTensorList() && value.toTensorVector().size() && is_late(value.toTensorVector()[0]))
       device = value.toTensorVector()[0].device().index();
   }
-  if (device < 0) return at::native::cpu_fallback(op, stack);
+  if (device < 0) return fall_back(op, stack);
   auto key = current(device);
   touch(device);
+  if (asks_for_sizes(op, *stack)) waits[op.schema().name()]++;
   if (late_kernels && issued_in_place(op, stack, key)) return;
   run_all(key);  // the kernel itself runs now, on the results of those before it in its stream
-  if (!late_kernels) return at::native::cpu_fallback(op, stack);
+  if (!late_kernels) return fall_back(op, stack);
   size_t targets = 0;
   std::vector<std::pair<Tensor, Tensor>> before;
   for (size_t i = 0; i < count; i++) {
@@ -473,7 +512,7 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (is_late(value) && value.toTensor().numel())
       before.emplace_back(value.toTensor(), raw(value.toTensor()).clone());
   }
-  at::native::cpu_fallback(op, stack);
+  fall_back(op, stack);
   run_all(key);
   if (targets > before.size()) return;  // lists of targets: seen at once
   at::AutoDispatchBelowADInplaceOrView below;
@@ -517,6 +556,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Lock lock(mutex);
     for (auto& [key, queue] : queues) run_all(key);
     late_kernels = on;
+  });
+  m.def("census", [] {
+    Lock lock(mutex);
+    return std::make_pair(waits, transfers);
+  });
+  m.def("memory", [](int device) {
+    Lock lock(mutex);
+    return std::make_pair(allocated[device], peak[device]);
+  });
+  m.def("reset_peak", [](int device) {
+    Lock lock(mutex);
+    peak[device] = allocated[device];
   });
   m.def("counts", [] {
     Lock lock(mutex);

@@ -1,0 +1,102 @@
+"""The project on `late`, the fake accelerator of `tests/device`: waits, planted mistakes, memory, whole runs."""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.device.plants import PLANTS, mistakes
+from tests.device.processes import build_late, environment, run_ranks
+from tests.device.whole_runs import CASES, run_of
+
+SCHEDULES = ("copies", "kernels")
+TOLERANCE = 1e-5
+
+
+def run(**_: int) -> dict[str, float]:
+    """Return the figures; what is wrong is printed to stderr."""
+    work = Path(tempfile.mkdtemp(prefix="late-"))
+    try:
+        env = environment(build_late(work))
+        return _waits(env, work) | _missed(env, work) | _memory_error(env, work) | _failed_runs(env, work)
+    finally:
+        shutil.rmtree(work)
+
+
+def _said(env: dict[str, str], work: Path, mode: str, schedule: str = "copies", **options: Any) -> list[Any] | None:
+    directory = Path(tempfile.mkdtemp(dir=work)) / mode
+    return run_ranks(env, directory, mode, schedule, **options)
+
+
+def _waits(env: dict[str, str], work: Path) -> dict[str, float]:
+    """Of the step of a single-update GRPO, but for the first micro-batch of an engine."""
+    found = (_said(env, work, "steps") or [{}])[0]["grpo"]
+    most = {name: max(sum(one.values()) for one in found[name]) for name in ("updates",)}
+    return {
+        "syncs_per_micro_batch": max(sum(one.values()) for one in found["micro_batches"][1:]),
+        "syncs_per_update": most["updates"],
+    }
+
+
+def _missed(env: dict[str, str], work: Path) -> dict[str, float]:
+    """Count mistakes that neither schedule shows, and those that the CPU shows, too, which are no such mistakes."""
+    right, missed = {}, []
+    for name, plant in PLANTS.items():
+        if plant.mode not in right:
+            right[plant.mode] = _said(env, work, plant.mode, num_ranks=plant.num_ranks, device="cpu")
+        on_cpu = _said(env, work, plant.mode, num_ranks=plant.num_ranks, device="cpu", plant=name)
+        if on_cpu is None or mistakes(right[plant.mode], on_cpu):
+            print(f"{name}: the CPU shows it, too", file=sys.stderr)
+            missed.append(name)
+            continue
+        shown = []
+        for schedule in SCHEDULES:
+            said = _said(env, work, plant.mode, schedule, num_ranks=plant.num_ranks, plant=name)
+            shown += [schedule] if said is None or mistakes(right[plant.mode], said) else []
+        print(f"{name}: shown by {' '.join(shown) or 'nothing'}", file=sys.stderr)
+        missed += [] if shown else [name]
+    for mode, num_ranks in {(plant.mode, plant.num_ranks) for plant in PLANTS.values()}:
+        for schedule in SCHEDULES:
+            said = _said(env, work, mode, schedule, num_ranks=num_ranks)
+            if said is None or mistakes(right[mode], said):
+                print(f"{mode} {schedule}: wrong without a planted mistake", file=sys.stderr)
+                missed.append(mode)
+    return {"planted_mistakes": len(PLANTS), "planted_mistakes_missed": len(missed)}
+
+
+def _memory_error(env: dict[str, str], work: Path) -> dict[str, float]:
+    errors = []
+    for num_ranks in (1, 2):
+        for name, found in (_said(env, work, "memory", num_ranks=num_ranks) or [{}])[0].items():
+            errors.append(abs(found["estimated"] / found["held"] - 1))
+            print(f"memory of {name}, {num_ranks} ranks: {errors[-1]:.3f} {found}", file=sys.stderr)
+    return {"memory_settings": len(errors), "memory_model_error_max": max(errors, default=float("inf"))}
+
+
+def _failed_runs(env: dict[str, str], work: Path) -> dict[str, float]:
+    """Count whole runs on `late` that do not end, or whose metrics are not those of the CPU."""
+    failed, os_env = 0, dict(os.environ)
+    for case in CASES:
+        directory = Path(tempfile.mkdtemp(dir=work))
+        expected = run_of(case, directory, device="cpu")
+        for schedule in SCHEDULES:
+            os.environ.update(env | {"LATE_DEVICE_SCHEDULE": schedule})
+            directory = Path(tempfile.mkdtemp(dir=work))
+            try:
+                found = run_of(case, directory, device="late")
+                wrong = [
+                    (step, name, one[name], other[name])
+                    for step, (one, other) in enumerate(zip(expected, found, strict=True), 1)
+                    for name in one
+                    if abs(one[name] - other[name]) > TOLERANCE * max(1.0, abs(one[name]))
+                ]
+            except (AssertionError, ValueError) as error:
+                wrong = [str(error)[-500:]]
+            finally:
+                os.environ.clear()
+                os.environ.update(os_env)
+            print(f"run {case} {schedule}: {wrong or 'as on the CPU'}", file=sys.stderr)
+            failed += bool(wrong)
+    return {"late_runs_failed": failed}

@@ -1,0 +1,387 @@
+"""`asyncflow doctor --device-check`: tries on the devices of this machine what the project's tests can only try on a
+fake one, in about a minute. What it prints is what its authors want to see of a machine that they do not have.
+
+Every check is a `Check` of the doctor, in its process. Several ranks are processes of `device_ranks`.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import mmap
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.network import LOOPBACK
+from asyncflow.size_text import size_text
+from launcher.doctor.child import Check
+from launcher.doctor.messages import Finding, Needs, reason
+from launcher.doctor.trained_model import train, write_model
+
+if TYPE_CHECKING:
+    import torch
+
+VERSIONS, CONTEXTS, COPIES, COLLECTIVES = "versions", "contexts", "host copies", "collectives"
+DEAD, UPDATE, SWAP, MEMORY = "dead receiver", "update", "swap", "memory"
+_PACKAGES = ("asyncflow", "torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed")
+_COPIED = 2**26
+_ROUNDS = 8
+_MOST_RANKS = 8
+_DEADLINE_S = 60
+_CLOSE = 2e-3
+"""Relative difference between the CPU and a device, in float32; TF32 is off."""
+_ESTIMATED = 0.15
+
+
+def check_versions(needs: Needs) -> list[Finding]:
+    """Say what is here; a report without that is worth little."""
+    import torch
+
+    found = [f"{name} {version}" for name in _PACKAGES if (version := _version(name))]
+    device = _open(needs)
+    count = torch.accelerator.device_count() if device.type != "cpu" else 0
+    names = [f"{count} x {_ask(device, 'get_device_name', 0) or device.type}"] if count else ["cpu"]
+    for what, value in (("CUDA", torch.version.cuda), ("NCCL", _ask_nccl(device)), ("driver", _driver(device.type))):
+        found += [f"{what} {value}"] if value else []
+    return [
+        Finding.ok(VERSIONS, "; ".join([*names, *found, f"Python {platform.python_version()}", platform.release()]))
+    ]
+
+
+def check_contexts(needs: Needs) -> list[Finding]:
+    """A process that uses the last device, also from threads, leaves the first one alone."""
+    import torch
+
+    device = _open(needs)
+    if device.type == "cpu" or torch.accelerator.device_count() < 2:
+        return [Finding.ok(CONTEXTS, "there is one device, and no other that a process could touch by mistake")]
+    last = f"{device.type}:{torch.accelerator.device_count() - 1}"
+    with _ranks(CONTEXTS, [last]) as (store, finish):
+        before = _free(device)
+        store.wait(["here"], _timeout())
+        taken = None if before is None else before - (_free(device) or 0)
+        store.set("looked", "1")
+        finish()
+    if taken is None:
+        return [Finding.ok(CONTEXTS, f"a process used {last} from threads; {device.type} does not tell free memory")]
+    if taken > 2**26:
+        text = f"a process that uses {last} took {size_text(taken)} of {device}"
+        return [Finding.error(CONTEXTS, text, "send us this report: a thread uses a device that is not its own")]
+    return [Finding.ok(CONTEXTS, f"a process that used {last} from threads took nothing of {device}")]
+
+
+def check_copies(needs: Needs) -> list[Finding]:
+    """Bandwidth between host and device, by kind of host memory; and whether what arrives is what was sent."""
+    import numpy as np
+    import torch
+
+    from asyncflow.device import pin
+
+    device = _open(needs)
+    if device.type == "cpu":
+        return [Finding.ok(COPIES, "none: models compute in the host's memory")]
+    registered = torch.from_numpy(np.frombuffer(mmap.mmap(-1, _COPIED), dtype=np.uint8))
+    release = pin(registered.data_ptr(), _COPIED, device, writable=True)
+    hosts = {"pageable": torch.empty(_COPIED, dtype=torch.uint8)}
+    hosts["page-locked by torch"] = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+    hosts |= {"page-locked where it lies": registered} if release is not None else {}
+    there = torch.arange(_COPIED, device=device).to(torch.uint8)
+    said, wrong = [], []
+    for name, host in hosts.items():
+        host.fill_(255)
+        out = _seconds(lambda host=host: host.copy_(there, non_blocking=True))  # type: ignore[misc]
+        back = torch.empty_like(there)
+        into = _seconds(lambda host=host, back=back: back.copy_(host, non_blocking=True))  # type: ignore[misc]
+        wrong += [] if torch.equal(back, there) else [name]
+        said.append(f"{name} {_COPIED / out / 1e9:.1f} out {_COPIED / into / 1e9:.1f} in")
+    if release is not None:
+        release()
+    if wrong:
+        return [Finding.error(COPIES, f"other bytes came back through memory that is {' and '.join(wrong)}", "send it")]
+    findings = [Finding.ok(COPIES, f"GB/s: {', '.join(said)}")]
+    if release is None and needs.device == "cuda":
+        findings.append(Finding.warning(COPIES, "shared memory cannot be page-locked", "ulimit -l unlimited"))
+    return findings
+
+
+def check_collectives(needs: Needs) -> list[Finding]:
+    """Each collective that training uses, over Gloo and the devices' backend in one default group."""
+    names = _rank_devices(needs)
+    with _ranks(COLLECTIVES, names) as (_, finish):
+        found = finish()
+    if len(found) < len(names):
+        return [Finding.error(COLLECTIVES, f"{len(names) - len(found)} of {len(names)} ranks died", "send this report")]
+    failed = {name: value for each in found for name, value in each.items() if isinstance(value, str)}
+    fine = [f"{name} {max(each[name] for each in found) * 1e3:.1f}" for name in found[0] if name not in failed]
+    text = f"{len(names)} ranks, ms of {size_text(2**24)}: {', '.join(fine)}"
+    findings = [Finding.ok(COLLECTIVES, text)] if fine else []
+    for name, error in failed.items():
+        users = "Megatron's context and pipeline parallelism use it" if "all_to" in name or "send" in name else "FSDP"
+        findings.append(Finding.error(COLLECTIVES, f"{name} ({users}): {error}", "send us this report"))
+    return findings
+
+
+def check_dead_receiver(needs: Needs) -> list[Finding]:
+    """A receiver dies between two broadcasts of weights: the sender gets an error in time, and lives."""
+    names = _rank_devices(needs)[:2]
+    if len(names) < 2:
+        return [Finding.ok(DEAD, "there is one device; this needs two")]
+    with _ranks(DEAD, names) as (_, finish):
+        found = finish()
+    if not found:
+        return [
+            Finding.error(DEAD, "the sender died with its receiver", "use weightsync.path=staged; send this report")
+        ]
+    one = found[0]
+    if not one["error"] or not one["computed"]:
+        what = "noticed nothing" if not one["error"] else "could not compute afterwards"
+        return [Finding.error(DEAD, f"the sender {what} ({one})", "use weightsync.path=staged; send this report")]
+    text = f"the sender knew after {one['seconds']:.1f} s ({one['error']}), and computes"
+    if one["aborted"]:
+        return [Finding.ok(DEAD, text)]
+    return [Finding.warning(DEAD, f"{text}; but its group cannot be aborted", "send this report")]
+
+
+def check_update(needs: Needs) -> list[Finding]:
+    """Two updates of the quickstart's model: the gradient norms are those of the CPU."""
+    import torch
+
+    device = _open(needs)
+    with _default_group(device):
+        _, expected, _ = _updates(torch.device("cpu"))
+        _, norms, seconds = _updates(device)
+    pairs = zip(expected, norms, strict=True)
+    apart = max(abs(one / other - 1) for one, other in pairs)
+    text = f"two updates in {seconds:.2f} s, gradient norms {apart:.1e} from the CPU's"
+    if apart > _CLOSE:
+        return [Finding.error(UPDATE, text, "the device computes something else; send this report")]
+    return [Finding.ok(UPDATE, text)]
+
+
+def check_swap(needs: Needs) -> list[Finding]:
+    """Weights go from a trainer's device through a slot in shared memory into a generating engine, which draws."""
+    import torch
+
+    from asyncflow.timeline import NoTimeline
+    from weightsync.plan import match_needs, plan_transfer
+    from weightsync.region import Region
+    from weightsync.shard_writer import ShardCopies, ShardWriter, describe
+    from weightsync.slot_memory import SlotMemory, map_slot
+    from weightsync.version import Version
+    from workers.config import ModelConfig
+    from workers.engines.base import GenerateRequest, Sequences, generate
+    from workers.engines.hf.engine import HfEngine
+    from workers.rollout.config import SamplingConfig
+
+    device, model = _open(needs), _quickstart()
+    with _default_group(device):
+        engine, _, _ = _updates(device)
+        plan = plan_transfer([describe(engine.shards())], bucket_bytes=2**20, dtype="float32")
+        slot = map_slot(SlotMemory(plan.region_bytes).offer, write=True, device=device)
+        writer = ShardWriter(plan, 0)
+        copies = ShardCopies(writer, device=device, timeline=NoTimeline())
+        began = time.monotonic()
+        copies.run(Version(0, 1), writer.target(slot), list(engine.shards()))
+        copies.wait()
+        sampling = SamplingConfig.model_validate({"max_response_tokens": 8, "batch_size": 8})
+        hf = HfEngine(model, ModelConfig(path=str(model)), sampling=sampling, device=device)
+        views = Region(slot, writer.layout).views(match_needs(plan, hf.weight_needs()))
+        hf.load_weights(views)
+        seconds = time.monotonic() - began
+        prompt = torch.arange(3, 8)
+        drawn = list(generate(hf, [GenerateRequest(row, prompt, seed=row, ticket=row) for row in range(8)]))
+        ours = engine.log_probs(Sequences.of([prompt] * 8, [one.response_R for one in drawn])).cpu()
+        apart = float((ours - torch.cat([one.log_probs_R for one in drawn])).abs().max())
+        copies.close()
+    text = f"a version in {seconds:.2f} s; the generating engine's log-probabilities are {apart:.1e} from the trainer's"
+    if not apart < _CLOSE:
+        return [Finding.error(SWAP, text, "weights are lost on their way; send this report")]
+    return [Finding.ok(SWAP, text)]
+
+
+def check_memory(needs: Needs) -> list[Finding]:
+    """What training a model takes at most, against the estimate that `--dry-run` refuses by."""
+    import torch
+
+    device = _open(needs)
+    if device.type == "cpu":
+        return [Finding.ok(MEMORY, "not measured on the CPU")]
+    module: Any = torch.get_device_module(device)
+    with tempfile.TemporaryDirectory() as place, _default_group(device):
+        sizes = write_model(Path(place), large=(_free(device) or 0) > 16e9)
+        before = module.memory_allocated()
+        module.reset_peak_memory_stats()
+        estimated = sum(train(Path(place), sizes, device, 1, autocast="bfloat16").values())
+        held = module.max_memory_allocated() - before
+    text = f"{size_text(held)} at most, {size_text(estimated)} estimated ({estimated / held - 1:+.0%})"
+    if abs(estimated / held - 1) > _ESTIMATED:
+        return [Finding.warning(MEMORY, text, "send us this report: --dry-run refuses by this estimate")]
+    return [Finding.ok(MEMORY, text)]
+
+
+def _updates(device: "torch.device") -> tuple[Any, list[float], float]:
+    """Return an engine after two updates, the norms of its gradients, and the seconds of both updates."""
+    import torch
+
+    from workers.config import ActorConfig
+    from workers.engines.base import Sequences
+    from workers.engines.fsdp.engine import FsdpEngine
+
+    actor = ActorConfig.model_validate({"lr": 1e-3, "autocast": "float32"})
+    engine = FsdpEngine(_quickstart(), actor=actor, temperature=1.0, device=device, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 12, (8, 24), generator=generator)
+    batch = Sequences.of(list(tokens[:, :8]), list(tokens[:, 8:]))
+    norms, began = [], time.monotonic()
+    for _ in range(2):
+        engine.forward_backward(batch, lambda log_probs, _: -log_probs.sum())
+        norms.append(engine.step(1 / 128).grad_norm)
+    return engine, norms, time.monotonic() - began
+
+
+def _quickstart() -> Path:
+    from launcher.config.paths import find_recipe
+
+    return Path(find_recipe("quickstart")).parent / "quickstart" / "model"
+
+
+def _open(needs: Needs) -> "torch.device":
+    from asyncflow.device import open_device
+
+    return open_device(needs.device if needs.device == "cpu" else f"{needs.device}:0")
+
+
+def _rank_devices(needs: Needs) -> list[str]:
+    """Return a device for each rank: one each, at most eight; two ranks on the CPU."""
+    import torch
+
+    if _open(needs).type == "cpu":
+        return ["cpu", "cpu"]
+    return [f"{needs.device}:{index}" for index in range(min(_MOST_RANKS, torch.accelerator.device_count()))]
+
+
+@contextlib.contextmanager
+def _ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
+    """Start a process per device; yields their store, and what waits for them and returns what the living ones said."""
+    from asyncflow.sealed_store import serve_store
+
+    store, port = serve_store(LOOPBACK, _timeout())
+    command = [sys.executable, "-P", "-m", "launcher.doctor.device_ranks", mode]
+    processes = [
+        subprocess.Popen([*command, device, str(rank), str(len(devices)), str(port)], stdout=subprocess.PIPE)
+        for rank, device in enumerate(devices)
+    ]
+
+    def finish() -> list[dict[str, Any]]:
+        texts = [process.communicate(timeout=_DEADLINE_S)[0] for process in processes]
+        return [
+            json.loads(text.splitlines()[-1])
+            for process, text in zip(processes, texts, strict=True)
+            if process.returncode == 0
+        ]
+
+    try:
+        yield store, finish
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _default_group(device: "torch.device") -> Iterator[None]:
+    import torch.distributed as dist
+
+    from asyncflow.device import group_backends
+
+    dist.init_process_group(group_backends(device), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _timeout() -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=_DEADLINE_S)
+
+
+def _seconds(copy: Any) -> float:
+    """Return the shortest time of a copy, with the wait for it."""
+    import torch
+
+    took = []
+    for _ in range(_ROUNDS):
+        torch.accelerator.synchronize()
+        began = time.monotonic()
+        copy()
+        torch.accelerator.synchronize()
+        took.append(time.monotonic() - began)
+    return min(took)
+
+
+def _free(device: "torch.device") -> int | None:
+    import torch
+
+    try:
+        return int(torch.accelerator.get_memory_info(device)[0])
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _ask(device: "torch.device", name: str, *given: Any) -> str:
+    import torch
+
+    try:
+        return str(getattr(torch.get_device_module(device), name)(*given))
+    except (AttributeError, RuntimeError):
+        return ""
+
+
+def _ask_nccl(device: "torch.device") -> str:
+    import torch
+
+    return ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""  # type: ignore[no-untyped-call]
+
+
+def _driver(kind: str) -> str:
+    """Return what the vendor's tool says first of the driver."""
+    command = {
+        "cuda": ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        "npu": ["npu-smi", "-v"],
+    }.get(kind)
+    if command is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        return " ".join(done.stdout.split())[:80]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown ({reason(error)})"
+
+
+REGISTRY = "launcher.doctor.device_check:CHECKS"
+_HANGS = "send us this report, with what `py-spy dump --pid` says of the process that hangs"
+CHECKS = (
+    Check(VERSIONS, check_versions, 60, _HANGS),
+    Check(CONTEXTS, check_contexts, 60, _HANGS),
+    Check(COPIES, check_copies, 60, _HANGS),
+    Check(COLLECTIVES, check_collectives, 90, _HANGS),
+    Check(DEAD, check_dead_receiver, 90, _HANGS),
+    Check(UPDATE, check_update, 60, _HANGS),
+    Check(SWAP, check_swap, 60, _HANGS),
+    Check(MEMORY, check_memory, 90, _HANGS),
+)
+"""In the order in which they run."""

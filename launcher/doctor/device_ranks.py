@@ -1,0 +1,151 @@
+"""One rank of what `launcher.doctor.device_check` tries with several processes; what it finds goes to stdout, as JSON.
+
+python -m launcher.doctor.device_ranks MODE DEVICE RANK NUM_RANKS PORT
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncflow.device import abort_group, connect_group, group_backends, on_device, open_device, pin
+from asyncflow.network import LOOPBACK
+from asyncflow.sealed_store import connect_store
+from launcher.doctor.messages import reason
+
+TIMEOUT = timedelta(seconds=10)
+"""Of each wait."""
+SIZE = 2**22
+"""Numbers of what travels (float32)."""
+
+
+def collectives(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
+    """Return, for each collective, the seconds of its second call, or what went wrong."""
+    dist.init_process_group(group_backends(device), store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    own, total = rank + 1.0, size * (size + 1) / 2
+    mine = torch.full((SIZE // size,), own, device=device)
+
+    def reduced() -> tuple[Tensor, float]:
+        values = mine.clone()
+        dist.all_reduce(values)
+        return values, total
+
+    def broadcast() -> tuple[Tensor, float]:
+        values = mine.clone()
+        dist.broadcast(values, src=0)
+        return values, 1.0
+
+    def gathered() -> tuple[Tensor, float]:
+        values = torch.empty(len(mine) * size, device=device)
+        dist.all_gather_into_tensor(values, mine)
+        return values[-len(mine) :], float(size)
+
+    def scattered() -> tuple[Tensor, float]:
+        values = torch.empty(len(mine), device=device)
+        dist.reduce_scatter_tensor(values, mine.repeat(size))
+        return values, total
+
+    def exchanged() -> tuple[Tensor, float]:
+        values = torch.empty(size, device=device)
+        dist.all_to_all_single(values, torch.full((size,), own, device=device))
+        return values.sum(), total
+
+    def passed_on() -> tuple[Tensor, float]:
+        values = torch.empty_like(mine)
+        sending = dist.isend(mine, (rank + 1) % size)
+        dist.recv(values, (rank - 1) % size)
+        if sending is not None:
+            sending.wait()
+        return values, float((rank - 1) % size + 1)
+
+    tried: dict[str, Callable[[], tuple[Tensor, float]]] = {
+        "all_reduce": reduced, "broadcast": broadcast, "all_gather": gathered, "reduce_scatter": scattered,
+        "all_to_all": exchanged,
+    }  # fmt: skip
+    if size > 1:
+        tried["send and recv"] = passed_on
+    return {name: _timed(one, device) for name, one in tried.items()}
+
+
+def _timed(collective: Callable[[], tuple[Tensor, float]], device: torch.device) -> float | str:
+    try:
+        for _ in range(2):  # the first one connects
+            dist.barrier()
+            began = time.monotonic()
+            values, expected = collective()
+            wrong = int((values != expected).sum())  # waits for the device
+            seconds = time.monotonic() - began
+    except Exception as error:  # noqa: BLE001 (each backend raises errors of its own)
+        return reason(error)
+    return f"{wrong} numbers came out wrong" if wrong else seconds
+
+
+def dead_receiver(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
+    """Rank 1 dies between two broadcasts; return how long rank 0 waits for it, and whether it computes afterwards."""
+    group = connect_group(dist.PrefixStore("dead", store), rank, size, device)
+    values = torch.ones(SIZE, device=device)
+    group.broadcast([values]).wait(TIMEOUT)
+    torch.accelerator.synchronize() if device.type != "cpu" else None
+    if rank:
+        store.set("leaves", "1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.wait(["leaves"], TIMEOUT)
+    began, error = time.monotonic(), ""
+    try:
+        while time.monotonic() < began + 3 * TIMEOUT.total_seconds():  # a root's buffers may take some in
+            group.broadcast([values]).wait(TIMEOUT)
+    except RuntimeError as raised:
+        error = reason(raised)
+    seconds = time.monotonic() - began
+    ending = threading.Thread(target=abort_group, args=(group,), daemon=True)
+    ending.start()
+    ending.join(TIMEOUT.total_seconds())
+    computed = float((torch.ones(64, device=device) * 2).sum()) == 128
+    return {"error": error, "seconds": seconds, "aborted": not ending.is_alive(), "computed": computed}
+
+
+def contexts(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
+    """Use the device from threads, as a trainer does, and stay until the others have looked at device 0."""
+    host = torch.zeros(2**20, dtype=torch.uint8)
+
+    def work() -> None:
+        release = pin(host.data_ptr(), host.numel(), device, writable=True)
+        with on_device(device):
+            host.to(device)
+        if release is not None:
+            release()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.set("here", "1")
+    store.wait(["looked"], TIMEOUT)
+    return {}
+
+
+MODES = {"collectives": collectives, "dead receiver": dead_receiver, "contexts": contexts}
+
+
+def main() -> None:
+    """Do what the arguments say."""
+    mode, name, rank, size, port = sys.argv[1:]
+    device = open_device(name)
+    found = MODES[mode](device, int(rank), int(size), connect_store(LOOPBACK, int(port), TIMEOUT))
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # a backend whose peer is gone may not let the interpreter end
+
+
+if __name__ == "__main__":
+    main()
