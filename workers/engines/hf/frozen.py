@@ -89,6 +89,7 @@ class FrozenModel:
     def save_weights(self, target: Path) -> None:
         parameters = dict(self._model.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        target.mkdir(parents=True, exist_ok=True)
         write_weights(target, shapes, lambda name: parameters[name].detach().cpu().contiguous())
 
     @torch.no_grad()
