@@ -344,6 +344,10 @@ class RunConfig(Settings):
         """Roles of which the run has no process: processes outside do their tasks, and nobody knows when."""
         return tuple(role for role, number in self.roles.items() if not number)
 
+    def ranks_per_copy(self, role: str) -> int:
+        """Return how many ranks of a role that computes with a model, and does not train it, have a copy together."""
+        return self.ref.ranks_per_copy if role in ("ref", "actor_fwd") else 1
+
     @property
     def needs_old_log_probs(self) -> bool:
         """Whether log-probabilities under the weights that a step found take a forward pass of their own.

@@ -60,6 +60,7 @@ def open_receiver(
     purpose: str = "",
     wanted: Callable[[Version], bool] | None = None,
     guest: bool = False,
+    whole: bool = True,
 ) -> WeightReceiver:
     """Return a receiver of what the trainer publishes.
 
@@ -70,18 +71,20 @@ def open_receiver(
         purpose: of a receiver beside the one of this rank's main engine.
         wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
         guest: the trainer does not wait for the memory that it reads.
+        whole: the engine takes the whole model; False: its ranks share it, and read the agent's copy, of which there is
+            one on the node. Such a receiver takes part in no broadcast.
     """
     config = context.config.weightsync
     name = f"{context.name}-{purpose}" if purpose else context.name
     member = None
-    if config.path == "broadcast" and wanted is None:
+    if config.path == "broadcast" and wanted is None and whole:
         store = context.new_store(min(config.timeout_s, STALL_S))
         member = BroadcastMember(store, name, context.device)
     return WeightReceiver(
         context.credentials(), _agent(context), name, needs,
         device=context.device, adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
         takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, best_effort=guest,
-        member=member, lead=_lead(context), timeout_s=config.timeout_s, timeline=context.timeline,
+        whole=whole, member=member, lead=_lead(context), timeout_s=config.timeout_s, timeline=context.timeline,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from workers.rewards.scorer import ScoredAnswer, Scorer
 from workers.tasks.dataflow import SAMPLE_COLUMNS, TASKS
 from workers.tasks.reference import Reference
 from workers.tasks.rollouts import drawn_per_row, responses_of
+from workers.trainer.gang_peers import all_ranks, max_over_ranks
 from workers.weight_path import HeldWeights, open_receiver
 
 _GROUPS = 8
@@ -183,7 +184,9 @@ class FollowerLogProbs(ColumnTask):
         self.cut = cut_of(config, config.actor.model_copy(update={"shared_prompt": config.ref.shared_prompt}))
         self._context = context
         self._model = load_forward_model(context.config, device=context.device)
-        receiver = open_receiver(context, self._model.weight_needs(), adopts=self._model.adopts_weights)
+        receiver = open_receiver(
+            context, self._model.weight_needs(), adopts=self._model.adopts_weights, whole=context.gang.num_ranks == 1
+        )
         load = partial(self._model.load_weights, adopt=receiver.adopts)
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
 
@@ -193,8 +196,16 @@ class FollowerLogProbs(ColumnTask):
         return {"old_log_probs": _column(self._model.log_probs(sequences_of(batch)), batch)}
 
     def take_weights(self, step: int) -> None:
-        """Wait for weights of `step` or later and compute with them from now on."""
-        self._weights.wait_for(Version(self._context.job.lineage, step))
+        """Wait for weights of `step` or later and compute with them from now on; all ranks that share the model end
+        with the same version."""
+        lineage, stopping = self._context.job.lineage, self._context.stopping
+        while True:
+            self._weights.wait_for(Version(lineage, step))
+            if self._context.gang.num_ranks == 1:
+                return
+            step = max_over_ranks(self._weights.step)  # a rank that came later may have got newer ones
+            if all_ranks(self._weights.step == step) or not all_ranks(not stopping.is_set()):
+                return
 
     def close(self) -> None:
         """Leave the weight agent."""

@@ -215,8 +215,8 @@ def check_division(model: DenseModel, config: MegatronConfig, *, section: str = 
     heads = model.num_heads // tensor
     if heads % config.context_parallel:
         raise ConfigError(
-            f"{section}.megatron.context_parallel: {config.context_parallel} does not divide the {heads} attention heads "
-            "of a tensor-parallel rank; choose a divisor"
+            f"{section}.megatron.context_parallel: {config.context_parallel} does not divide the {heads} attention "
+            f"heads of a tensor-parallel rank; choose a divisor"
         )
     if model.num_layers % stages:
         raise ConfigError(
