@@ -19,6 +19,12 @@ is `workers/engines/log_prob_head.py`:
     logits_time_x           forward and backward of a micro-batch of 1,024 drawn tokens (4 prompts of 64 tokens) by a
                             model of Qwen2.5-0.5B's shape with `--layers` of its 24 layers, now / before
     logits_head_time_x      of the head alone
+
+`sharded_ref`, a minute, Gloo on the CPU, tiny models; `megatron` where megatron-core is installed:
+
+    sharded_ref_max_abs     the reference over 2 and 4 ranks, `fsdp` and `megatron` (tensor, pipeline, context
+                            parallel): the largest difference of a log-probability from the whole model in one process,
+                            with the initial weights, with others that it received as boxes, and with those of files
 """
 
 import sys
