@@ -346,6 +346,8 @@ class RunConfig(Settings):
 
     def ranks_per_copy(self, role: str) -> int:
         """Return how many ranks of a role that computes with a model, and does not train it, have a copy together."""
+        if role == "reward":
+            return 1 if self.reward.model is None else self.reward.model.shards
         return self.ref.ranks_per_copy if role in ("ref", "actor_fwd") else 1
 
     @property

@@ -164,7 +164,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
                                                       rank: 18 x P, see `Bfloat16Twin`
         policy copies  4 x P (2 under bfloat16) for each that `actor.tri_model` keeps, all ranks together, on the CPU
         model copies   P x c per generating or evaluating instance and copy of the reference, on the CPU
-        reward models  R x c per reward rank, on the CPU: R parameters, c of its own
+        reward models  R x c per copy, on the CPU: R parameters, c of its own
         vllm mailboxes P x c per instance, shared memory; c of `vllm.dtype`
         broadcasts     P x w for each of them, only with `weightsync.path: broadcast`
         queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in the units and on their way
@@ -232,7 +232,8 @@ def _reward_model_bytes(checked: Preflight) -> int:
     model = checked.config.reward.model
     if model is None:
         return 0
-    return checked.config.roles["reward"] * checked.num_reward_parameters * DTYPE_BYTES[model.dtype]
+    copies = checked.config.roles["reward"] // model.shards
+    return copies * checked.num_reward_parameters * DTYPE_BYTES[model.dtype]
 
 
 def checkpoint_bytes(checked: Preflight, *, model_bytes: int) -> int:

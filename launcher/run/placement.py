@@ -63,7 +63,7 @@ def _gangs_of(role: str, config: RunConfig, size: int) -> list[GangSpec]:
         return [_gang(role, role, 0, num_ranks)]
     together = size * shared
     if num_ranks % together:
-        what, key = ("copies", _COPY_KEY[config.ref.engine]) if shared > 1 else ("instances", _INSTANCE_KEY)
+        what, key = ("copies", _copy_key(role)) if shared > 1 else ("instances", _INSTANCE_KEY)
         raise ConfigError(
             f"roles: {role}:{num_ranks} makes no whole {what} of {together} ranks ({key}); give a multiple of "
             f"{together}"
@@ -72,7 +72,11 @@ def _gangs_of(role: str, config: RunConfig, size: int) -> list[GangSpec]:
 
 
 _INSTANCE_KEY = "vllm.tensor_parallel_size"
-_COPY_KEY = {"fsdp": "ref.shards", "megatron": "ref.megatron"}
+
+
+def _copy_key(role: str) -> str:
+    """Return what says how many ranks have a copy together."""
+    return "reward.model.shards" if role == "reward" else "ref.shards, ref.megatron"
 
 
 def _gang(name: str, role: str, index: int, num_ranks: int = 1, num_devices: int | None = None) -> GangSpec:
@@ -153,7 +157,7 @@ def _no_room(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> Config
     free = ", ".join(f"{room.free} on node {room.node}" for room in rooms)
     spans = gang.role in ONE_GANG and gang.num_ranks > devices.count
     if not spans and len(gang.devices) > devices.count:
-        key = _INSTANCE_KEY if gang.num_ranks == 1 else "ref.shards, ref.megatron"
+        key = _INSTANCE_KEY if gang.num_ranks == 1 else _copy_key(gang.role)
         return ConfigError(
             f"{key}: {len(gang.devices)} ranks share a model on one node, but a node has {devices.count} "
             f"{devices.kind} devices; set it to {devices.count} or less"

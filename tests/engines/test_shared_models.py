@@ -21,19 +21,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_log_probs_are_those_of_the_whole_model_on_every_rank(root: Path, case: str) -> None:
+def test_ranks_find_what_one_with_the_whole_model_does(root: Path, case: str) -> None:
     if case not in shared_models.available():
         pytest.skip("needs megatron-core")
     wanted = shared_models.expected(root, case)
-    assert not torch.allclose(wanted["loaded"], wanted["initial"], atol=0.1), "the second model is another one"
     for found in shared_models.run_case(root, case):
-        for what, log_probs_A in wanted.items():
-            torch.testing.assert_close(found[what], log_probs_A, rtol=0, atol=1e-5, msg=what)
-    written = _weights(root / f"written-{case}")
-    expected = _weights(root / CASES[case][0] / "1")
-    assert written.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(written[name], value), name
+        for what, values in wanted.items():
+            torch.testing.assert_close(found[what], values, rtol=0, atol=1e-5, msg=what)
+    if "loaded" in wanted:
+        assert not torch.allclose(wanted["loaded"], wanted["initial"], atol=0.1), "the second model is another one"
+        written, expected = _weights(root / f"written-{case}"), _weights(root / CASES[case][0] / "1")
+        assert written.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(written[name], value), name
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

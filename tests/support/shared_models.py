@@ -28,9 +28,10 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
         4,
         ("ref.engine=megatron", "ref.megatron.tensor_parallel=2", "ref.megatron.pipeline_parallel=2"),
     ),
+    "reward-2": ("reward_model", 2, ()),
     "cp2": ("qwen2", 2, ("ref.engine=megatron", "ref.megatron.context_parallel=2")),
 }
-"""Case -> family, ranks, settings. Llama's embeddings are tied; 13 tokens do not divide by two."""
+"""Case -> family, ranks, settings of the reference. Llama's embeddings are tied; 13 tokens do not divide by two."""
 
 
 def available() -> list[str]:
@@ -73,6 +74,8 @@ def expected(root: Path, case: str) -> dict[str, Tensor]:
     from workers.engines.hf.frozen import FrozenModel
 
     family, _, _ = CASES[case]
+    if family == "reward_model":
+        return _scored(shared=False)
     first, second = (
         FrozenModel(path, ModelConfig(path=str(path)), temperature=TEMPERATURE, device=torch.device("cpu"))
         for path in (root / family / "0", root / family / "1")
@@ -112,12 +115,22 @@ def _views(files: Path, needs: Any) -> dict[str, Tensor]:
     return region.views(match_needs(plan, needs, whole=False))
 
 
+def _scored(*, shared: bool) -> dict[str, Tensor]:
+    from workers.engines.hf.frozen import RewardModel
+
+    path = ROOT / "configs" / "quickstart" / "reward_model"
+    model = RewardModel(path, dtype=torch.float32, device=torch.device("cpu"), shared=shared)
+    return {"scores": model.scores(_batch(8)), "score of one": model.scores(_batch(1))}
+
+
 def _run(root: Path, case: str) -> dict[str, Tensor]:
     from launcher.config.load import load_config
     from launcher.config.paths import find_recipe
     from workers.engines.load import load_frozen_model
 
     family, _, settings = CASES[case]
+    if family == "reward_model":
+        return _scored(shared=True)
     overrides = (*settings, f"model.path={root / family / '0'}", f"rollout.temperature={TEMPERATURE}")
     config = load_config(find_recipe("quickstart"), overrides=overrides)
     model = load_frozen_model(config, device=torch.device("cpu"), weights_dir=None)

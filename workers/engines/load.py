@@ -92,11 +92,15 @@ def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: P
 
 
 def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "RewardModel":
-    """Return the model that scores responses; raises ConfigError, see `RewardModel`."""
+    """Return the model that scores responses; collective over the ranks that share it.
+
+    Raises:
+        ConfigError: see `RewardModel`.
+    """
     from workers.engines.hf.frozen import RewardModel
     from workers.engines.hf.model import DTYPES
 
-    return RewardModel(Path(config.path), dtype=DTYPES[config.dtype], device=device)
+    return RewardModel(Path(config.path), dtype=DTYPES[config.dtype], device=device, shared=config.shards > 1)
 
 
 def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngine:

@@ -85,16 +85,21 @@ class Rewards(ColumnTask):
         if self._config is not None:
             self._model = load_reward_model(self._config, device=context.device)
             self.num_rows = self._config.micro_batch_size
-        tokenizer = load_tokenizer(Path(config.model.path))
-        self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
+        self._scorer: Scorer | None = None
+        if context.rank == 0:  # where ranks share the model, one calls the function
+            tokenizer = load_tokenizer(Path(config.model.path))
+            self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return `rewards` and `correct` from `prompts`, `ground_truth` and what was generated: the function gets the
-        drawn tokens as text, the model the row's last sample.
+        drawn tokens as text, the model the row's last sample. Nothing but on the first rank.
 
         Raises:
             UserCodeFailed: the reward model gave a response no finite number.
         """
+        if self._scorer is None:
+            self._model.scores(sequences_of(batch))
+            return {}
         prompts, responses = list(batch["prompts"].rows()), responses_of(batch)
         answers = batch["ground_truth"].texts()
         tasks = batch[TASKS].texts() if TASKS in batch.columns else [NO_FIELDS] * len(answers)
@@ -109,7 +114,8 @@ class Rewards(ColumnTask):
 
     def close(self) -> None:
         """End scoring threads and children."""
-        self._scorer.close()
+        if self._scorer is not None:
+            self._scorer.close()
 
 
 class ReferenceLogProbs(ColumnTask):
