@@ -165,7 +165,7 @@ class _Scorer:
         temperature: divides the logits.
         device: this rank's.
         """
-        self._network = parts.network.requires_grad_(False)
+        self._network = parts.network
         self._device = device
         self._vocab_size = parts.geometry.vocab_size
         self._forward = MegatronForward(parts, actor, temperature=temperature, device=device)
