@@ -38,6 +38,12 @@ is `workers/engines/log_prob_head.py`:
     memory_settings         engines' settings whose peak of memory is compared with the estimate
     memory_model_error_max  the largest |estimate / peak of the device's allocator - 1|
     late_runs_failed        runs of the quickstart (staged, broadcast, resumed, PPO) whose metrics are not the CPU's
+
+`sharded_ref`, a minute, Gloo on the CPU, tiny models; `megatron` where megatron-core is installed:
+
+    sharded_ref_max_abs     the reference over 2 and 4 ranks, `fsdp` and `megatron` (tensor, pipeline, context
+                            parallel): the largest difference of a log-probability from the whole model in one process,
+                            with the initial weights, with others that it received as boxes, and with those of files
 """
 
 import sys

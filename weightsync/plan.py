@@ -241,6 +241,18 @@ def match_needs(plan: TransferPlan, needs: Mapping[str, Need], *, whole: bool = 
     return matched
 
 
+def buckets_of(plan: TransferPlan, pieces: Iterable[Piece]) -> frozenset[int]:
+    """Return the numbers of the buckets that have anything of these pieces."""
+    wanted: dict[int, list[Box]] = {}
+    for piece in pieces:
+        wanted.setdefault(piece.tensor, []).append(piece.box)
+    return frozenset(
+        bucket.index
+        for bucket in plan.buckets
+        if any(box.overlaps(part.box) for part in bucket.pieces for box in wanted.get(part.tensor, ()))
+    )
+
+
 def _check_shard(spec: ShardSpec, tensors: dict[str, TensorSpec], dtype: str) -> None:
     if spec.dtype not in DTYPE_BYTES:
         raise PlanError(f"{spec.name}: element type {spec.dtype} cannot travel; use one of {' '.join(DTYPE_BYTES)}")

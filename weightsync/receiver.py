@@ -256,7 +256,7 @@ class WeightReceiver:
         return checked
 
     def _check(self, connection: Connection, offered: Offered, slot: Region, region: Region) -> bool:
-        """Compare all buckets with their checksums, where the engine will read them; a damaged one is asked for once.
+        """Compare buckets with their checksums, where the engine will read them; a damaged one is asked for once.
 
         Args:
             connection: to the agent.
@@ -278,7 +278,7 @@ class WeightReceiver:
         for bucket, expected in zip(slot.layout.plan.buckets, offered.checksums, strict=True):
             if self._closing.is_set():
                 return False
-            if fits(bucket, expected):
+            if not self._views.reads(bucket, slot.layout) or fits(bucket, expected):
                 continue
             logger.warning("%s: bucket %d of %s is damaged; reported", self._name, bucket.index, offered.version)
             try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncflow.errors import PlanError, TransportError, WeightsLate
 from asyncflow.transport.connection import Connection
 from weightsync.connections import fetch_plan
-from weightsync.plan import Need, Piece, match_needs
+from weightsync.plan import Bucket, Need, Piece, buckets_of, match_needs
 from weightsync.region import Region, RegionLayout
 from weightsync.slot_memory import private_memory
 from weightsync.version import Version
@@ -240,7 +240,7 @@ class EngineViews:
         """
         self._needs = needs
         self._whole = whole
-        self._known: dict[str, tuple[RegionLayout, dict[str, Piece]]] = {}
+        self._known: dict[str, tuple[RegionLayout, dict[str, Piece], frozenset[int]]] = {}
 
     def layout(self, digest: str, connection: Connection) -> RegionLayout:
         """Return a plan's layout, the same object every time.
@@ -257,8 +257,13 @@ class EngineViews:
             plan, needs = fetch_plan(connection, digest), self._needs
             if needs is None:
                 needs = {name: Need(tensor.shape) for name, tensor in plan.tensors.items()}
-            self._known.setdefault(digest, (RegionLayout(plan), match_needs(plan, needs, whole=self._whole)))
+            matched = match_needs(plan, needs, whole=self._whole)
+            self._known.setdefault(digest, (RegionLayout(plan), matched, buckets_of(plan, matched.values())))
         return self._known[digest][0]
+
+    def reads(self, bucket: Bucket, layout: RegionLayout) -> bool:
+        """Return whether the engine reads anything of a bucket; `layout` is from here."""
+        return bucket.index in self._known[layout.plan.digest()][2]
 
     def of(self, region: Region) -> dict[str, Tensor]:
         """Return the engine's views of a region whose layout is from here."""

@@ -148,15 +148,30 @@ class CriticConfig(TrainingConfig):
 
 
 class RefConfig(Settings):
-    """The frozen reference."""
+    """The frozen reference; all of it holds for `actor_fwd`, too."""
 
-    engine: Literal["hf", "sim"] = "hf"
-    """`hf`: transformers; `sim`: sleeps, see `sim`."""
+    engine: Literal["hf", "fsdp", "megatron", "sim"] = "hf"
+    """`hf`: transformers, each rank has a copy. `fsdp`: FSDP2, `shards` ranks have a copy and divide its rows;
+    `megatron`: the ranks of `ref.megatron` have a copy. `sim`: sleeps, see `sim`."""
+    shards: int = Field(1, ge=1)
+    """With `fsdp`: ranks that have a copy together."""
+    megatron: MegatronConfig = MegatronConfig()
+    """With `megatron`, as `actor.megatron`."""
     micro_batch_size: int = Field(32, ge=1)
-    """Responses per forward, of `actor_fwd` too, and of what actor and critic compute of them before they train by
-    tokens. Rollouts of several turns are cut as the model's that is trained (`max_tokens_per_micro_batch`)."""
+    """Responses per forward of a copy, and of what actor and critic compute of them before they train by tokens.
+    Rollouts of several turns are cut as the model's that is trained (`max_tokens_per_micro_batch`)."""
     shared_prompt: bool = True
-    """As `actor.shared_prompt`; of `actor_fwd` too."""
+    """As `actor.shared_prompt`."""
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """Ranks that have one copy of the model together."""
+        return {"fsdp": self.shards, "megatron": self.megatron.ranks_per_copy}.get(self.engine, 1)
+
+    def computation(self, dtype: Literal["float32", "bfloat16"]) -> ActorConfig:
+        """Return how an engine of the trainer's computes this model, in the element type of its weights."""
+        megatron, shared_prompt = self.megatron, self.shared_prompt
+        return ActorConfig(autocast=dtype, megatron=megatron, shared_prompt=shared_prompt)
 
 
 class EvaluateConfig(HubPart):
@@ -328,6 +343,12 @@ class RunConfig(Settings):
     def outside_roles(self) -> tuple[str, ...]:
         """Roles of which the run has no process: processes outside do their tasks, and nobody knows when."""
         return tuple(role for role, number in self.roles.items() if not number)
+
+    def ranks_per_copy(self, role: str) -> int:
+        """Return how many ranks of a role that computes with a model, and does not train it, have a copy together."""
+        if role == "reward":
+            return 1 if self.reward.model is None else self.reward.model.shards
+        return self.ref.ranks_per_copy if role in ("ref", "actor_fwd") else 1
 
     @property
     def waits_for_others(self) -> bool:

@@ -62,6 +62,7 @@ def open_receiver(
     wanted: Callable[[Version], bool] | None = None,
     guest: bool = False,
     keeps_on_host: bool = False,
+    whole: bool = True,
 ) -> WeightReceiver:
     """Return a receiver of what the trainer publishes.
 
@@ -73,11 +74,13 @@ def open_receiver(
         wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
         guest: the trainer does not wait for the memory that it reads.
         keeps_on_host: see `WeightReceiver`.
+        whole: the engine takes the whole model; False: its ranks share it, and read the agent's copy, of which there is
+            one on the node. Such a receiver takes part in no broadcast.
     """
     config = context.config.weightsync
     name = f"{context.name}-{purpose}" if purpose else context.name
     member = None
-    if config.path == "broadcast" and wanted is None:
+    if config.path == "broadcast" and wanted is None and whole:
         store = context.new_store(min(config.timeout_s, STALL_S))
         member = BroadcastMember(store, name, context.device)
     return WeightReceiver(
@@ -85,7 +88,7 @@ def open_receiver(
         device=context.reading_device,
         adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
         takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, best_effort=guest,
-        member=member, lead=_lead(context), keeps_on_host=keeps_on_host, timeout_s=config.timeout_s,
+        whole=whole, member=member, lead=_lead(context), keeps_on_host=keeps_on_host, timeout_s=config.timeout_s,
         timeline=context.timeline,
     )  # fmt: skip
 

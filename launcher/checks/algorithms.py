@@ -20,10 +20,13 @@ def _check_critic(config: RunConfig) -> None:
     """Refuse engines and schedules that have no critic."""
     if not config.algorithm.has_critic:
         return
-    if config.actor.engine != "fsdp":
+    name, engine = config.algorithm.name, config.actor.engine
+    if engine == "sim":
+        raise ConfigError(f"actor.engine: sim cannot be with algorithm.name {name}, whose critic is trained; use fsdp")
+    if engine == "megatron" and "critic" not in config.roles:
         raise ConfigError(
-            f"actor.engine: {config.actor.engine} cannot be with algorithm.name {config.algorithm.name}, whose critic "
-            f"is trained by fsdp; set actor.engine to fsdp"
+            f"actor.engine: megatron trains no critic, which algorithm.name {name} has; add role critic (--roles "
+            f"...,critic:N), where fsdp trains it, or set actor.engine to fsdp"
         )
     if config.schedule.lateness and "critic" in config.roles:
         raise ConfigError(

@@ -31,6 +31,8 @@ def check_libraries(config: RunConfig, *, device: str) -> None:
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if "evaluate" in config.roles:
         engines["evaluate"] = config.evaluate.engine
+    if config.roles.keys() & {"ref", "actor_fwd"}:
+        engines["ref"] = config.ref.engine
     for role, engine in engines.items():
         instead = f"set {role}.engine to {_OTHERWISE.get(role, 'hf')}"
         if device == "cpu" and engine in ACCELERATED:

@@ -31,6 +31,27 @@ def check_generating(config: RunConfig) -> None:
     _check_vllm(config)
 
 
+def check_reference(config: RunConfig) -> None:
+    """Refuse a reference, or role actor_fwd, that ranks share where there are none that could.
+
+    Raises:
+        ConfigError: the first thing that does not hold.
+    """
+    engine, shared = config.ref.engine, config.ref.ranks_per_copy
+    if engine not in ("fsdp", "megatron"):
+        return
+    if shared == 1 and config.roles.keys() & {"ref", "actor_fwd"}:
+        key = "ref.shards" if engine == "fsdp" else "ref.megatron.tensor_parallel"
+        raise ConfigError(
+            f"ref.engine: {engine} divides a copy over ranks; set {key} to 2 or more, or ref.engine to hf"
+        )
+    if config.algorithm.kl_coef > 0 and "ref" not in config.roles and not config.actor.tri_model:
+        raise ConfigError(
+            f"ref.engine: {engine} needs role ref, whose ranks have the reference together; add it (--roles "
+            f"...,ref:{shared}), or set actor.tri_model, with which the actor's ranks have it, or ref.engine to hf"
+        )
+
+
 def check_positions(config: RunConfig) -> None:
     """Refuse sequences that are longer than the model's positions: its answers there would be noise, or an error.
 

@@ -15,6 +15,7 @@ from launcher.checks.devices import Devices, find_devices
 from launcher.checks.models import (
     check_generating,
     check_positions,
+    check_reference,
     check_reward_model,
     check_reward_role,
     check_tensor_parallel,
@@ -132,11 +133,16 @@ def check_megatron(config: RunConfig) -> None:
     Raises:
         ConfigError: the first thing that does not hold.
     """
-    actor = config.actor
+    actor, roles = config.actor, config.roles
+    of_ref = config.ref.engine == "megatron" and roles.keys() & {"ref", "actor_fwd"}
+    if actor.engine != "megatron" and not of_ref:
+        return
+    model = DenseModel.of(read_model_config(Path(config.model.path)))
+    if of_ref:
+        check_division(model, config.ref.megatron, section="ref")
     if actor.engine != "megatron":
         return
-    actor.megatron.layout(config.roles["actor"])
-    model = DenseModel.of(read_model_config(Path(config.model.path)))
+    actor.megatron.layout(roles["actor"])
     check_division(model, actor.megatron)
     if actor.compile:
         raise ConfigError("actor.compile: megatron's layers are not compiled; set it to false, or actor.engine to fsdp")
@@ -154,6 +160,7 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     _check_sim(config)
     _check_outside(config)
     check_generating(config)
+    check_reference(config)
     check_algorithm(config)
     _check_answers(config)
     check_reward_role(config)

@@ -163,11 +163,11 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
                                                       critic counts as another policy. `autocast: bfloat16` on one
                                                       rank: 18 x P, see `Bfloat16Twin`
         policy copies  4 x P (2 under bfloat16) for each that `actor.tri_model` keeps, all ranks together, on the CPU
-        model copies   P x c per generating, reference, evaluating rank, on the CPU
-        reward models  R x c per reward rank, on the CPU: R parameters, c of its own
+        model copies   P x c per generating or evaluating instance and copy of the reference, on the CPU
+        reward models  R x c per copy, on the CPU: R parameters, c of its own
         vllm mailboxes P x c per instance, shared memory; c of `vllm.dtype`
-        broadcasts     P x w per generating, reference, evaluating rank, on the CPU, and per instance of vLLM; only
-                       with `weightsync.path: broadcast`
+        broadcasts     P x w for each of them on the CPU, and per instance of vLLM; only with `weightsync.path:
+                       broadcast`
         queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in the units and on their way
         processes      400 MB (launcher, preloaded libraries) + 40 MB per service + 80 MB per rank (2 GB with a device,
                        and for each process of vLLM)
@@ -178,7 +178,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     parameters = _parameters(checked)
     copy = DTYPE_BYTES[config.model.dtype]
     wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
-    holders = sum(gang.num_ranks for gang in gangs if gang.role in _HOLDERS)
+    holders = sum(1 for gang in gangs if gang.role in _HOLDERS)
     on_cpu = checked.devices.kind == "cpu"
     services = sum(1 for gang in gangs if gang.role in SERVICES)
     ranks = sum(gang.num_ranks for gang in gangs) - services
@@ -235,7 +235,8 @@ def _reward_model_bytes(checked: Preflight) -> int:
     model = checked.config.reward.model
     if model is None:
         return 0
-    return checked.config.roles["reward"] * checked.num_reward_parameters * DTYPE_BYTES[model.dtype]
+    copies = checked.config.roles["reward"] // model.shards
+    return copies * checked.num_reward_parameters * DTYPE_BYTES[model.dtype]
 
 
 def checkpoint_bytes(checked: Preflight, *, model_bytes: int) -> int:

@@ -1,11 +1,11 @@
 """Decide which gangs a run has, and which node and device every rank gets. Pure: roles and settings in, gangs out.
 
-One ref rank is one copy; the actor's ranks are one gang. A rollout rank is an instance, unless several make one: one
-process drives all of their devices. Advantages processes take no device, reward processes only with a reward model.
-Services come first, because all others need them.
+The actor's ranks are one gang. One ref rank is one copy, unless several share one: these are a gang. A rollout rank is
+an instance, unless several make one: one process drives all of their devices. Advantages processes take no device,
+reward processes only with a reward model. Services come first, because all others need them.
 
-    devices    node after node in the order of `roles_on_device`; an instance stays on one node, and leaves devices to
-               smaller ones where it does not fit; a gang that needs more than one node begins on an empty one
+    devices    node after node in the order of `roles_on_device`; an instance or a copy stays on one node, and leaves
+               devices to smaller ones where it does not fit; a trainer that needs more than one begins on an empty one
     cpu        as many ranks on every node, in the same order
     others     storage units and ranks without a device in turn, controllers on node 0, a weight agent on each node
 """
@@ -45,8 +45,8 @@ def place_gangs(
     sizes = ranks_per_instance or {}
     roles = config.roles
     takers = roles_on_device(reward_model=config.reward.model is not None)
-    on_device = [gang for role in takers if role in roles for gang in _gangs_of(role, roles[role], sizes.get(role))]
-    without = [gang for role in roles if role not in takers for gang in _gangs_of(role, roles[role], None)]
+    on_device = [gang for role in takers if role in roles for gang in _gangs_of(role, config, sizes.get(role, 1))]
+    without = [gang for role in roles if role not in takers for gang in _gangs_of(role, config, 1)]
     services = [_gang(name, CONTROLLER, index) for index, name in enumerate(config.tq.controllers)]
     units = [_gang(f"{STORAGE}-{unit}", STORAGE, unit) for unit in range(config.tq.num_storage_units)]
     agents = [replace(_gang(f"{WEIGHTS}-{node}", WEIGHTS, node), nodes=(node,)) for node in range(num_nodes)]
@@ -56,16 +56,27 @@ def place_gangs(
     return gangs
 
 
-def _gangs_of(role: str, num_ranks: int, size: int | None) -> list[GangSpec]:
+def _gangs_of(role: str, config: RunConfig, size: int) -> list[GangSpec]:
+    """Return a role's gangs; `size`: devices that one process drives."""
+    num_ranks, shared = config.roles[role], config.ranks_per_copy(role)
     if role in ONE_GANG:
         return [_gang(role, role, 0, num_ranks)]
-    size = size or 1
-    if num_ranks % size:
+    together = size * shared
+    if num_ranks % together:
+        what, key = ("copies", _copy_key(role)) if shared > 1 else ("instances", _INSTANCE_KEY)
         raise ConfigError(
-            f"roles: {role}:{num_ranks} makes no whole instances of {size} ranks (vllm.tensor_parallel_size); give a "
-            f"multiple of {size}"
+            f"roles: {role}:{num_ranks} makes no whole {what} of {together} ranks ({key}); give a multiple of "
+            f"{together}"
         )
-    return [_gang(f"{role}-{index}", role, index, num_devices=size) for index in range(num_ranks // size)]
+    return [_gang(f"{role}-{k}", role, k, shared, num_devices=together) for k in range(num_ranks // together)]
+
+
+_INSTANCE_KEY = "vllm.tensor_parallel_size"
+
+
+def _copy_key(role: str) -> str:
+    """Return what says how many ranks have a copy together."""
+    return "reward.model.shards" if role == "reward" else "ref.shards, ref.megatron"
 
 
 def _gang(name: str, role: str, index: int, num_ranks: int = 1, num_devices: int | None = None) -> GangSpec:
@@ -146,9 +157,10 @@ def _no_room(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> Config
     free = ", ".join(f"{room.free} on node {room.node}" for room in rooms)
     spans = gang.role in ONE_GANG and gang.num_ranks > devices.count
     if not spans and len(gang.devices) > devices.count:
+        key = _INSTANCE_KEY if gang.num_ranks == 1 else _copy_key(gang.role)
         return ConfigError(
-            f"vllm.tensor_parallel_size: {len(gang.devices)} ranks share a model on one node, but a node has "
-            f"{devices.count} {devices.kind} devices; set it to {devices.count} or less"
+            f"{key}: {len(gang.devices)} ranks share a model on one node, but a node has {devices.count} "
+            f"{devices.kind} devices; set it to {devices.count} or less"
         )
     needs = "begins on an empty node" if spans else "stays on one node"
     return ConfigError(

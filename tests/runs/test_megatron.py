@@ -13,7 +13,14 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
 ]
 DEADLINE_S = 800
-ROLES = ("--roles", "rollout:1,actor:4,ref:1")
+ROLES = (
+    "--roles",
+    "rollout:1,actor:4,ref:2",
+    "--set",
+    "ref.engine=megatron",
+    "--set",
+    "ref.megatron.tensor_parallel=2",
+)
 SMALL = (
     "--set", "actor.engine=megatron", "--set", "actor.megatron.tensor_parallel=2", "--set", "actor.micro_batch_size=8",
     "--set", "schedule.rollout_batch_size=4", "--set", "schedule.n_samples_per_prompt=4",
@@ -36,7 +43,26 @@ def test_replicas_of_two_ranks_train_every_group_once_and_fewer_go_on(tmp_path: 
     assert all(abs(line["old_policy_kl"]) < 1e-3 for line in metrics)  # generator and trainer hold the same weights
     meta = json.loads((run_dir / "checkpoints" / "step_000002" / "meta.json").read_text())
     assert meta["num_ranks"] == 4
-    fewer = ("--roles", "rollout:1,actor:2,ref:1")
+    assert (metrics[0]["kl"], metrics[1]["kl"] > 0) == (pytest.approx(0, abs=1e-6), True), "two ranks are the reference"
+    fewer = ("--roles", "rollout:1,actor:2,ref:2")
     second = command.run("--resume", "run", *fewer, "--steps", "3", cwd=tmp_path, deadline_s=DEADLINE_S)
     assert second.returncode == 0, second.stderr
     command.check_ledger(run_dir, groups_per_step=4, last=3)
+
+
+def test_reference_in_the_actors_layout_and_a_critic_of_fsdp(tmp_path: Path) -> None:
+    two = ("--run-dir", "run", "--roles", "rollout:1,actor:2,critic:2", "--steps", "2")
+    ppo = (
+        "--set",
+        "actor.tri_model=true",
+        "--set",
+        "critic.num_critic_only_steps=0",
+        "--set",
+        "critic.micro_batch_size=8",
+    )
+    finished = command.run("quickstart-ppo-cpu", *two, *SMALL, *ppo, cwd=tmp_path, deadline_s=DEADLINE_S)
+    assert finished.returncode == 0, finished.stderr
+    first, second = command.lines(tmp_path / "run" / "metrics.jsonl")
+    assert first["kl"] == 0.0 < second["kl"], "equal weights give equal log-probabilities to the last bit"
+    assert [line["critic_num_updates"] for line in (first, second)] == [1, 1]
+    command.check_ledger(tmp_path / "run", groups_per_step=4, last=2)

@@ -14,10 +14,14 @@ DETERMINISTIC = (
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("roles", ["rollout:1,actor:1,ref:1", "rollout:1,actor:1"])
-def test_refreshed_reference_survives_a_resume(tmp_path: Path, roles: str) -> None:
+@pytest.mark.parametrize(
+    ("roles", "shards"), [("rollout:1,actor:1,ref:1", 1), ("rollout:1,actor:1,ref:2", 2), ("rollout:1,actor:1", 1)]
+)
+def test_refreshed_reference_survives_a_resume(tmp_path: Path, roles: str, shards: int) -> None:
+    shared = ("--set", "ref.engine=fsdp", "--set", f"ref.shards={shards}") if shards > 1 else ()
     every_3 = (
         *DETERMINISTIC,
+        *shared,
         "--roles",
         roles,
         "--set",

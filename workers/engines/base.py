@@ -284,7 +284,7 @@ class LocalShard:
 
 
 class FrozenEngine(Protocol):
-    """A model that is not trained."""
+    """A model that is not trained. Where several ranks share it, all of them call alike, and with the same batch."""
 
     @property
     def adopts_weights(self) -> bool:
@@ -303,7 +303,7 @@ class FrozenEngine(Protocol):
         """Return what `load_weights` needs, by HF name; tied weights once."""
 
     def save_weights(self, target: Path) -> None:
-        """Write the weights as safetensors, in their element type, into an existing directory."""
+        """Write the weights as safetensors, in their element type, into a directory, which is made."""
 
 
 class TrainedEngine(Protocol):

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workers.config import ActorConfig, RunConfig, TrainingConfig
+from workers.config import ActorConfig, RefConfig, RunConfig, TrainingConfig
+from workers.engines.megatron.config import MegatronLayout
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_TILE = 2**25
@@ -75,14 +76,15 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
     roles: dict[str, Parts] = {}
     copy = DTYPE_BYTES[config.model.dtype]
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    scored = config.ref.micro_batch_size * longest
+    divided = config.ref.shards if config.ref.engine == "fsdp" else 1
+    scored = -(-config.ref.micro_batch_size // divided) * longest
     for role, ranks in config.roles.items():
         if role == "actor" and config.actor.engine != "sim":
             roles[role] = _actor(config, model, ranks, longest)
         elif role == "critic":
             roles[role] = fsdp_memory(model, config.critic, ranks, _tokens(config.critic, longest))
         elif role in ("ref", "actor_fwd") and config.ref.engine != "sim":
-            roles[role] = frozen_memory(model, copy, scored)
+            roles[role] = frozen_memory(model, copy, scored, config.ref)
         elif role in ("rollout", "evaluate"):
             sampling = config.rollout if role == "rollout" else config.evaluate.sampling(config.rollout)
             tokens = config.data.max_prompt_tokens + sampling.max_response_tokens
@@ -113,7 +115,7 @@ def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens:
     """
     number, size = DTYPE_BYTES[training.autocast], model.num_parameters
     parts = {"weights": 4 * size // ranks, "gradients": 4 * size // ranks, "moments": 8 * size // ranks}
-    root = size - model.num_layers * model.layer_parameters
+    root = _outside_of_layers(model)
     if ranks > 1:
         parts["gathered"] = number * (root + 2 * model.layer_parameters)
         parts["reduced"] = (number + 4) * max(root, model.layer_parameters)
@@ -132,9 +134,7 @@ def megatron_memory(model: ModelSizes, actor: ActorConfig, ranks: int, tokens: i
     Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`; Rajbhandari et al. 2020, arXiv 1910.02054.
     """
     layout, number = actor.megatron.layout(ranks), DTYPE_BYTES[actor.autocast]
-    outside = model.num_parameters - model.num_layers * model.layer_parameters
-    held = outside if layout.stages == 1 else model.embedding_parameters
-    size = (model.num_layers // layout.stages * model.layer_parameters + held) // layout.tensor
+    size = _megatron_parameters(model, layout)
     divided = layout.context * layout.replicas
     parts = {"weights": number * size, "gradients": 4 * size, "moments": 8 * size // divided}
     if number == 2:
@@ -149,13 +149,27 @@ def megatron_memory(model: ModelSizes, actor: ActorConfig, ranks: int, tokens: i
     )
 
 
-def frozen_memory(model: ModelSizes, number: int, tokens: int) -> Parts:
-    """Return what a model has that only scores: weights, one layer of a pass without gradients, the head's tiles."""
-    return {
-        "weights": number * model.num_parameters,
-        "activations": tokens * number * (4 * model.hidden_size + 3 * model.ffn_size),
+def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig) -> Parts:
+    """Return what a rank has of a model that only scores `tokens` on it: weights, one layer of a pass without
+    gradients, the head's tiles.
+
+        fsdp        weights c P / ranks; gathered: the root and two layers, c each
+        megatron    weights c p, p as in `megatron_memory`; the MLP's width / TP; tokens / CP
+    """
+    size, gathered, tensor = model.num_parameters, 0, 1
+    if ref.engine == "fsdp":
+        gathered = number * (_outside_of_layers(model) + 2 * model.layer_parameters)
+        size = size // ref.shards
+    elif ref.engine == "megatron":
+        layout = ref.megatron.layout(ref.megatron.ranks_per_copy)
+        size, tensor, tokens = _megatron_parameters(model, layout), layout.tensor, -(-tokens // layout.context)
+    parts = {
+        "weights": number * size,
+        "gathered": gathered,
+        "activations": tokens * number * (4 * model.hidden_size + 3 * model.ffn_size // tensor),
         "logits": _logits_bytes(model, number, tokens=0),
     }
+    return {name: size for name, size in parts.items() if size}
 
 
 def hf_memory(model: ModelSizes, number: int, responses: int, tokens: int) -> Parts:
@@ -186,10 +200,24 @@ def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int) -> Pa
         critic = fsdp_memory(model, config.critic, ranks, tokens)
         parts["critic"] = sum(critic[name] for name in ("weights", "gradients", "moments"))
     if actor.tri_model:
-        parts["policy copies"] = config.num_policy_copies * DTYPE_BYTES[actor.autocast] * model.num_parameters // ranks
+        own = model.num_parameters // ranks
+        if actor.engine == "megatron":
+            own = _megatron_parameters(model, actor.megatron.layout(ranks))
+        parts["policy copies"] = config.num_policy_copies * DTYPE_BYTES[actor.autocast] * own
     elif config.algorithm.kl_coef > 0 and "ref" not in config.roles:
         parts["reference"] = DTYPE_BYTES[config.model.dtype] * model.num_parameters
     return {name: size for name, size in parts.items() if size}
+
+
+def _outside_of_layers(model: ModelSizes) -> int:
+    """Return the parameters of embeddings and last norm."""
+    return model.num_parameters - model.num_layers * model.layer_parameters
+
+
+def _megatron_parameters(model: ModelSizes, layout: MegatronLayout) -> int:
+    """Return the parameters of a rank of Megatron's first or last stage, whichever has more."""
+    held = _outside_of_layers(model) if layout.stages == 1 else model.embedding_parameters
+    return (model.num_layers // layout.stages * model.layer_parameters + held) // layout.tensor
 
 
 def _tokens(training: TrainingConfig, longest: int) -> int:

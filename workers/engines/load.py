@@ -78,43 +78,45 @@ def _longest_prompt(config: RunConfig, sampling: SamplingConfig) -> int:
 
 
 def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None) -> FrozenEngine:
-    """Return the reference `ref.engine` with the initial weights, or those in `weights_dir`.
+    """Return the reference `ref.engine` with the initial weights, or those in `weights_dir`; collective over the ranks
+    that share a copy.
 
     Raises:
         ConfigError: see the engine.
     """
-    match config.ref.engine:
-        case "hf":
-            return _frozen_model(config, device=device, weights_dir=weights_dir)
-        case "sim":
-            from workers.engines.sim.engine import SimFrozenModel
+    if config.ref.engine == "sim":
+        from workers.engines.sim.engine import SimFrozenModel
 
-            return SimFrozenModel(config.sim, s_per_token=config.sim.ref_s_per_token)
+        return SimFrozenModel(config.sim, s_per_token=config.sim.ref_s_per_token)
+    return _frozen_model(config, device=device, weights_dir=weights_dir)
 
 
 def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "RewardModel":
-    """Return the model that scores responses; raises ConfigError, see `RewardModel`."""
+    """Return the model that scores responses; collective over the ranks that share it.
+
+    Raises:
+        ConfigError: see `RewardModel`.
+    """
     from workers.engines.hf.frozen import RewardModel
     from workers.engines.hf.model import DTYPES
 
-    return RewardModel(Path(config.path), dtype=DTYPES[config.dtype], device=device)
+    return RewardModel(Path(config.path), dtype=DTYPES[config.dtype], device=device, shared=config.shards > 1)
 
 
 def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngine:
-    """Return a copy of the policy that only computes log-probabilities, with the initial weights.
+    """Return a copy of the policy that only computes log-probabilities, with the initial weights; collective over the
+    ranks that share it.
 
-    Its kind follows `actor.engine`, so both hold the same parameters.
+    It is simulated where `actor.engine` is, so both hold the same parameters.
 
     Raises:
         ConfigError: see the engine.
     """
-    match config.actor.engine:
-        case "fsdp" | "megatron":
-            return _frozen_model(config, device=device)
-        case "sim":
-            from workers.engines.sim.engine import SimFrozenModel
+    if config.actor.engine == "sim":
+        from workers.engines.sim.engine import SimFrozenModel
 
-            return SimFrozenModel(config.sim, s_per_token=config.sim.policy_forward_s_per_token)
+        return SimFrozenModel(config.sim, s_per_token=config.sim.policy_forward_s_per_token)
+    return _frozen_model(config, device=device)
 
 
 def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine:
@@ -170,12 +172,32 @@ def _prepare(device: torch.device) -> None:
 
 
 def _frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None = None) -> FrozenEngine:
+    model_dir, temperature = Path(config.model.path), config.rollout.temperature
+    computation = config.ref.computation(config.model.dtype)
+    match config.ref.engine:
+        case "fsdp":
+            from workers.engines.fsdp.engine import FsdpFrozenModel
+
+            return FsdpFrozenModel(
+                model_dir, computation, temperature=temperature, device=device, weights_dir=weights_dir or model_dir
+            )
+        case "megatron":
+            from workers.engines.megatron.engine import MegatronFrozenModel
+
+            return MegatronFrozenModel(
+                model_dir,
+                computation,
+                temperature=temperature,
+                device=device,
+                weights_dir=weights_dir or model_dir,
+                timeout_s=config.launcher.operation_timeout_s,
+            )
     from workers.engines.hf.frozen import FrozenModel
 
     return FrozenModel(
-        Path(config.model.path),
+        model_dir,
         config.model,
-        temperature=config.rollout.temperature,
+        temperature=temperature,
         device=device,
         weights_dir=weights_dir,
         shared_prompt=config.ref.shared_prompt,

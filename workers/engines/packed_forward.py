@@ -3,6 +3,7 @@
 Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, V vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -109,6 +110,20 @@ class InputsOfBatch:
             check_sequences(batch, vocab_size=self._vocab_size)
             self._last = batch, PackedInputs.of(batch, self._device, shared_prompt=self._shared_prompt)
         return self._last[1]
+
+
+def cut(batch: Sequences, num_pieces: int) -> Iterator[Sequences]:
+    """Yield a micro-batch in at most `num_pieces` pieces of about equal tokens, whole samples each, in order."""
+    lengths = batch.lengths_N.tolist()
+    total, first, rows = sum(lengths), 0, 0
+    while rows < len(lengths):
+        begin, start = rows, first
+        share = -(-(total - first) // num_pieces)
+        while rows < len(lengths) and (rows == begin or first - start + lengths[rows] // 2 < share):
+            first += lengths[rows]
+            rows += 1
+        num_pieces = max(1, num_pieces - 1)
+        yield Sequences(batch.tokens_T[start:first], batch.lengths_N[begin:rows], batch.response_mask_T[start:first])
 
 
 def response_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:

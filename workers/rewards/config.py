@@ -21,8 +21,10 @@ class RewardModelConfig(Settings):
     """As `model.revision`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of its weights."""
+    shards: int = Field(1, ge=1)
+    """Ranks that have the model together (FSDP2), and divide what is scored; they are on one node."""
     micro_batch_size: int = Field(32, ge=1)
-    """Responses per forward."""
+    """Responses per forward of a copy."""
     weight: float = 1.0
     """Factor on the model's score."""
     function_weight: float = 0.0

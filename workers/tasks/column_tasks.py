@@ -30,6 +30,7 @@ from workers.rewards.scorer import ScoredAnswer, Scorer
 from workers.tasks.dataflow import SAMPLE_COLUMNS, TASKS
 from workers.tasks.reference import Reference
 from workers.tasks.rollouts import drawn_per_row, responses_of
+from workers.trainer.gang_peers import all_ranks, max_over_ranks
 from workers.weight_path import HeldWeights, open_receiver
 
 _GROUPS = 8
@@ -84,16 +85,21 @@ class Rewards(ColumnTask):
         if self._config is not None:
             self._model = load_reward_model(self._config, device=context.device)
             self.num_rows = self._config.micro_batch_size
-        tokenizer = load_tokenizer(Path(config.model.path))
-        self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
+        self._scorer: Scorer | None = None
+        if context.rank == 0:  # where ranks share the model, one calls the function
+            tokenizer = load_tokenizer(Path(config.model.path))
+            self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return `rewards` and `correct` from `prompts`, `ground_truth` and what was generated: the function gets the
-        drawn tokens as text, the model the row's last sample.
+        drawn tokens as text, the model the row's last sample. Nothing but on the first rank.
 
         Raises:
             UserCodeFailed: the reward model gave a response no finite number.
         """
+        if self._scorer is None:
+            self._model.scores(sequences_of(batch))
+            return {}
         prompts, responses = list(batch["prompts"].rows()), responses_of(batch)
         answers = batch["ground_truth"].texts()
         tasks = batch[TASKS].texts() if TASKS in batch.columns else [NO_FIELDS] * len(answers)
@@ -108,7 +114,8 @@ class Rewards(ColumnTask):
 
     def close(self) -> None:
         """End scoring threads and children."""
-        self._scorer.close()
+        if self._scorer is not None:
+            self._scorer.close()
 
 
 class ReferenceLogProbs(ColumnTask):
@@ -183,7 +190,9 @@ class FollowerLogProbs(ColumnTask):
         self.cut = cut_of(config, config.actor.model_copy(update={"shared_prompt": config.ref.shared_prompt}))
         self._context = context
         self._model = load_forward_model(context.config, device=context.device)
-        receiver = open_receiver(context, self._model.weight_needs(), adopts=self._model.adopts_weights)
+        receiver = open_receiver(
+            context, self._model.weight_needs(), adopts=self._model.adopts_weights, whole=context.gang.num_ranks == 1
+        )
         load = partial(self._model.load_weights, adopt=receiver.adopts)
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
 
@@ -193,8 +202,16 @@ class FollowerLogProbs(ColumnTask):
         return {"old_log_probs": _column(self._model.log_probs(sequences_of(batch)), batch)}
 
     def take_weights(self, step: int) -> None:
-        """Wait for weights of `step` or later and compute with them from now on."""
-        self._weights.wait_for(Version(self._context.job.lineage, step))
+        """Wait for weights of `step` or later and compute with them from now on; all ranks that share the model end
+        with the same version."""
+        lineage, stopping = self._context.job.lineage, self._context.stopping
+        while True:
+            self._weights.wait_for(Version(lineage, step))
+            if self._context.gang.num_ranks == 1:
+                return
+            step = max_over_ranks(self._weights.step)  # a rank that came later may have got newer ones
+            if all_ranks(self._weights.step == step) or not all_ranks(not stopping.is_set()):
+                return
 
     def close(self) -> None:
         """Leave the weight agent."""

@@ -22,6 +22,7 @@ from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.engines.base import Sequences
 from workers.engines.load import load_frozen_model
+from workers.trainer.gang_peers import all_ranks
 from workers.weight_path import open_receiver
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,10 @@ def saved_reference(context: WorkerContext, completed: int) -> Path | None:
 
 
 class Reference:
-    """Computes log-probabilities under the reference of each step. Steps may only go on."""
+    """Computes log-probabilities under the reference of each step. Steps may only go on.
+
+    Where several ranks share it they call alike, and change together.
+    """
 
     def __init__(self, context: WorkerContext) -> None:
         """Load the reference of the step that comes next.
@@ -68,7 +72,8 @@ class Reference:
         self._interval = config.algorithm.ref_update_interval
         self._timeout_s = config.weightsync.timeout_s
         self._context = context
-        self._writes = context.gang.role == "ref" or context.rank == 0
+        self._leads = context.rank == 0
+        self._shared = config.ref.ranks_per_copy > 1
         first = reference_step(context.start_step + 1, self._interval)
         restored = 0 < first < context.start_step
         self._step = first if restored else 0
@@ -78,7 +83,12 @@ class Reference:
         if self._interval:
             needs = self._model.weight_needs()
             self._receiver = open_receiver(
-                context, needs, adopts=self._model.adopts_weights, purpose="reference", wanted=self._wants
+                context,
+                needs,
+                adopts=self._model.adopts_weights,
+                purpose="reference",
+                wanted=self._wants,
+                whole=not self._shared,
             )
 
     def log_probs(self, batch: Sequences, *, step: int) -> Tensor:
@@ -102,7 +112,8 @@ class Reference:
     def _refresh(self, receiver: WeightReceiver, needed: int) -> None:
         with self._context.timeline.span("wait for weights", step=needed):
             lineage, stop = self._context.job.lineage, self._context.stopping
-            if not receiver.wait_for(needed, lineage=lineage, timeout_s=self._timeout_s, stop=stop):
+            came = receiver.wait_for(needed, lineage=lineage, timeout_s=self._timeout_s, stop=stop)
+            if not self._all(came):
                 return
         with self._context.timeline.span("load weights", step=needed):
             loaded = None
@@ -112,8 +123,13 @@ class Reference:
             if loaded is None or loaded.step != needed:
                 self._read(needed)  # the trainer is ahead: another reference has served it
         self._step = needed
-        if self._writes:
-            self._write(_kept_as(self._context, needed))
+        target = _kept_as(self._context, needed)
+        if (self._leads or self._shared) and self._all(not target.exists()):
+            self._write(target)
+
+    def _all(self, value: bool) -> bool:
+        """Return whether it is true on all ranks that share the model."""
+        return all_ranks(value) if self._shared else value
 
     def _read(self, needed: int) -> None:
         """Take what another reference wrote; nothing else is the reference of these steps.
@@ -137,12 +153,11 @@ class Reference:
         return version.step // self._interval > last // self._interval
 
     def _write(self, target: Path) -> None:
-        if target.exists():
-            return
         beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            beside.mkdir(parents=True)
             self._model.save_weights(beside)
+            if not self._leads:
+                return
             beside.rename(target)
         except OSError as error:
             shutil.rmtree(beside, ignore_errors=True)

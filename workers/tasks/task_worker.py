@@ -3,70 +3,121 @@
     fetch -> get inputs -> add_columns -> put outputs -> fetch ...
                                            newer weights are needed -> take_weights -> fetch ...
 
+Where several ranks share a model, the first one, the lead, fetches and puts. The others get the same rows by broadcast
+(`tq.client.replica`), so all compute together.
+
 Called by `workers.main`. What is computed is in `workers.tasks`.
 """
 
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
 from tq.batch import PackedBatch
 from tq.client.lease import Lease, read_or_release
+from tq.client.replica import Round
 from tq.client.stall_monitor import StallMonitor
-from tq.messages import NoRowsReason
-from workers.algorithms.group_filter import GroupFilter, load_group_filter
+from tq.messages import NoRows, NoRowsReason
+from workers.algorithms.group_filter import load_group_filter
 from workers.context import WorkerContext
 from workers.tasks.chain import TaskChain
 from workers.tasks.dataflow import PlacedTask
 from workers.tasks.graph import task_of
+from workers.trainer.gang_peers import meet_peers
+from workers.trainer.replicas import ReplicaPlace, open_replica
 
 
 def run_task(context: WorkerContext) -> None:
     """Serve this role's task until the queue stops."""
     task = task_of(context.gang.role, context.config, context.job)
+    ranks = tuple(range(context.gang.num_ranks))
+    if len(ranks) > 1:
+        meet_peers(context)
+    replica = open_replica(context, ReplicaPlace(0, 1, (ranks,), context.rank))
     chain = TaskChain((*task.fused, task.name), context)
-    scores, size = "rewards" in task.outputs, context.config.schedule.n_samples_per_prompt
-    group_filter = load_group_filter(context.config.algorithm, group_size=size) if scores else None
-    client = context.queue_client()
-    monitor = StallMonitor(producers_timeout_s=0.0)
-    while not context.stopping.is_set():
+    lead = _Lead(context, task, chain) if context.rank == 0 else None
+    rounds = None if lead is None else lead.rounds()
+    items = rounds if replica is None else replica.relay(rounds)
+    assert items is not None, "a rank that is alone leads"
+    while True:
         context.report("waiting for rows")
         with context.timeline.span(f"wait for rows of {task.name}"):
-            answer = client.fetch(
+            item = next(items, None)
+        if item is None:
+            break
+        if isinstance(item, NoRows):
+            if item.reason is NoRowsReason.NEWER_VERSION:
+                context.report("waiting for weights")
+                chain.take_weights(item.newest_version)
+            continue
+        grant, batch = item
+        context.report(task.name, f"{len(batch)} answers", step=grant.partition)
+        batch = chain.add_columns(batch, step=grant.partition)
+        if lead is not None:
+            lead.put(batch)
+    if lead is not None:
+        lead.close()
+    chain.close()
+    if replica is not None:
+        dist.destroy_process_group()
+
+
+class _Lead:
+    """The queue's side of the loop; one lease at a time."""
+
+    def __init__(self, context: WorkerContext, task: PlacedTask, chain: TaskChain) -> None:
+        """Args:
+        context: of this rank.
+        task: that is served.
+        chain: says how many rows it takes at a time, and which weights it has.
+        """
+        self._context = context
+        self._task = task
+        self._chain = chain
+        algorithm, size = context.config.algorithm, context.config.schedule.n_samples_per_prompt
+        self._group_filter = load_group_filter(algorithm, group_size=size) if "rewards" in task.outputs else None
+        self._client = context.queue_client()
+        self._lease: Lease | None = None
+
+    def rounds(self) -> Iterator[Round | NoRows]:
+        """Yield rows, and answers without rows, until the queue stops."""
+        context, task, chain = self._context, self._task, self._chain
+        monitor = StallMonitor(producers_timeout_s=0.0)
+        while not context.stopping.is_set():
+            answer = self._client.fetch(
                 task.name, num_rows=chain.num_rows, version=chain.version, lineage=context.job.lineage
             )
-        if isinstance(answer, Lease):
-            context.report(task.name, f"{len(answer)} answers", step=answer.partition)
-            batch = read_or_release(answer, task.inputs, monitor=monitor, closing=context.stopping)
-            if batch is not None:
-                _serve(answer, batch, task, chain, context=context, group_filter=group_filter)
-        elif answer.reason is NoRowsReason.NEWER_VERSION:
-            context.report("waiting for weights")
-            chain.take_weights(answer.newest_version)
-        elif answer.reason is NoRowsReason.STOP:
-            break
-    client.close()
-    chain.close()
-    if group_filter is not None:
-        group_filter.close()
+            if isinstance(answer, Lease):
+                batch = read_or_release(answer, task.inputs, monitor=monitor, closing=context.stopping)
+                if batch is not None:
+                    self._lease = answer
+                    yield answer.grant, batch
+            elif answer.reason is NoRowsReason.STOP:
+                return
+            else:
+                yield answer
 
+    def put(self, batch: PackedBatch) -> None:
+        """Put the outputs of the rows that were given last."""
+        lease = self._lease
+        assert lease is not None, "rounds() gave no rows"
+        with self._context.timeline.span("put", step=lease.partition, rows=len(batch)):
+            batch = self._filtered(lease, batch)
+            if len(batch):
+                lease.put({name: batch[name] for name in self._task.outputs})
 
-def _serve(
-    lease: Lease,
-    batch: PackedBatch,
-    task: PlacedTask,
-    chain: TaskChain,
-    *,
-    context: WorkerContext,
-    group_filter: GroupFilter | None,
-) -> None:
-    batch = chain.add_columns(batch, step=lease.partition)
-    with context.timeline.span("put", step=lease.partition, rows=len(batch)):
-        batch = batch if group_filter is None else _filtered(lease, batch, group_filter)
-        if len(batch):
-            lease.put({name: batch[name] for name in task.outputs})
+    def close(self) -> None:
+        """Leave the queue."""
+        self._client.close()
+        if self._group_filter is not None:
+            self._group_filter.close()
 
-
-def _filtered(lease: Lease, batch: PackedBatch, group_filter: GroupFilter) -> PackedBatch:
-    """Have groups that are not to be trained taken out where this role scores; returns the others."""
-    refused = group_filter.refused(lease.groups, batch["rewards"].values.tolist())
-    if not refused:
-        return batch
-    lease.filter([row for row, group in zip(lease.rows, lease.groups, strict=True) if group in refused])
-    return batch.select([k for k, group in enumerate(lease.groups) if group not in refused])
+    def _filtered(self, lease: Lease, batch: PackedBatch) -> PackedBatch:
+        """Have groups that are not to be trained taken out where this role scores; returns the others."""
+        if self._group_filter is None:
+            return batch
+        refused = self._group_filter.refused(lease.groups, batch["rewards"].values.tolist())
+        if not refused:
+            return batch
+        lease.filter([row for row, group in zip(lease.rows, lease.groups, strict=True) if group in refused])
+        return batch.select([k for k, group in enumerate(lease.groups) if group not in refused])

@@ -115,6 +115,11 @@ def max_over_ranks(value: int) -> int:
     return _reduced(value, dist.ReduceOp.MAX, "in the largest of all ranks' counts")
 
 
+def all_ranks(value: bool) -> bool:
+    """Return whether the value is true on every rank. Collective over the default group."""
+    return not sum_over_ranks(int(not value))
+
+
 def _reduced(value: int, operation: dist.ReduceOp.RedOpType, where: str) -> int:
     if dist.get_world_size() == 1:
         return value

@@ -31,7 +31,7 @@ def configure(*settings: str) -> RunConfig:
 
 def open_task(config: RunConfig, failures: list[str] | None = None) -> Rewards:
     failures = [] if failures is None else failures
-    context: Any = SimpleNamespace(config=config, device=CPU, reward_failed=failures.append)
+    context: Any = SimpleNamespace(config=config, device=CPU, rank=0, reward_failed=failures.append)
     return Rewards(context)
 
 

@@ -20,6 +20,7 @@ from weightsync.plan import (
     ShardSpec,
     TensorSpec,
     TransferPlan,
+    buckets_of,
     match_needs,
     plan_digest,
     plan_transfer,
@@ -227,6 +228,23 @@ def test_tied_weights_are_found_by_any_of_their_names() -> None:
 def test_receiver_that_shares_the_model_gets_its_boxes() -> None:
     half = Box.rows((6, 4), 3, 6)
     assert match_needs(make_plan(), {"embed": Need((6, 4), box=half)}, whole=False) == {"embed": Piece(0, half)}
+
+
+@given(held=held_shards(), bucket_bytes=st.integers(1, 200), data=st.data())
+def test_buckets_of_a_box_are_those_with_its_elements(held: Held, bucket_bytes: int, data: st.DataObject) -> None:
+    plan = plan_transfer(held, bucket_bytes=bucket_bytes, dtype="bfloat16")
+    number = data.draw(st.integers(0, len(plan.names) - 1))
+    shape = plan.tensors[plan.names[number]].shape
+    offset = tuple(data.draw(st.integers(0, length)) for length in shape)
+    size = tuple(data.draw(st.integers(0, length - start)) for start, length in zip(offset, shape, strict=True))
+    wanted = np.zeros(shape, dtype=bool)
+    wanted[Box(offset, size).slices] = True
+    expected = {
+        bucket.index
+        for bucket in plan.buckets
+        if any(piece.tensor == number and wanted[piece.box.slices].any() for piece in bucket.pieces)
+    }
+    assert buckets_of(plan, [Piece(number, Box(offset, size))]) == expected
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,26 @@ Waits: every method except `shards` and `zero_grad` is collective; a rank that d
 Legend of shapes: A drawn tokens of the micro-batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 
-from workers.config import ActorConfig
-from workers.engines.base import LocalShard, LossFunction, Sequences, ValueLossFunction
+from weightsync.plan import Need
+from workers.config import ActorConfig, TrainingConfig
+from workers.engines.base import LocalShard, LossFunction, Sequences, ValueLossFunction, check_sequences
 from workers.engines.fsdp.dtensor_shards import local_shards
-from workers.engines.fsdp.sharding import ShardedModel, reshard, shard
-from workers.engines.hf.model import DTYPES, empty_causal_lm, materialize, parameter_aliases
+from workers.engines.fsdp.sharding import ShardedModel, over_ranks, reshard, shard
+from workers.engines.hf.model import DTYPES, empty_causal_lm, materialize, parameter_aliases, vocab_size
 from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
 from workers.engines.model_files import SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import InputsOfBatch, response_log_probs, response_logits
+from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs, response_logits
+from workers.engines.shared_weights import SharedWeights
 
 
 class FsdpEngine(ShardedModel):
@@ -82,52 +85,63 @@ class FsdpEngine(ShardedModel):
 
     def open_copy(self, *, initial: bool = False) -> "FsdpCopy":
         copy = FsdpCopy(
-            self._model_dir,
-            self._model,
-            mesh=self._mesh,
-            actor=self._training,
-            temperature=self._temperature,
-            inputs=self._inputs,
+            self._model_dir, self._training, self._model, temperature=self._temperature, inputs=self._inputs
         )
         if initial:
-            copy.read(HfWeights(self._model_dir))
+            copy.read_weights(self._model_dir)
         return copy
 
 
-class FsdpCopy:
-    """Other weights of the policy: the reference, or the policy as an earlier step left it; implements `PolicyCopy`.
+class _Scorer:
+    """A causal language model without an optimizer, sharded over all ranks of the default group as the policy is.
 
-    It is sharded as the policy is, computes in the same element type and kernels, and gets the same packed inputs, so
-    equal weights give equal log-probabilities to the last bit. It begins without weights. Its shards are kept in the
-    type of the computation: bfloat16 under `autocast: bfloat16`, to which the policy's are cast anyway.
+    It computes in the same element type and kernels, so equal weights and inputs give equal log-probabilities to the
+    last bit. It begins without weights. Its shards are kept in the type of the computation: bfloat16 under
+    `autocast: bfloat16`, to which the policy's are cast anyway.
     """
 
-    def __init__(
-        self,
-        model_dir: Path,
-        policy: nn.Module,
-        *,
-        mesh: DeviceMesh,
-        actor: ActorConfig,
-        temperature: float,
-        inputs: InputsOfBatch,
-    ) -> None:
+    def __init__(self, model_dir: Path, training: TrainingConfig, *, temperature: float, device: torch.device) -> None:
         """Args:
         model_dir: Hugging Face directory; only config.json is read.
-        policy: the sharded model whose weights `take` copies.
-        mesh: what it is sharded over.
-        actor: as for the policy.
+        training: how it is computed.
         temperature: divides the logits.
+        device: this rank's.
+        """
+        self._temperature = temperature
+        self._model = empty_causal_lm(model_dir, dtype=DTYPES[training.autocast], attention=PACKED_ATTENTION)
+        self._weights = SharedWeights(
+            lambda: local_shards(self._model.named_parameters()), parameter_aliases(self._model)
+        )
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        shard(self._model, mesh, training.model_copy(update={"gradient_checkpointing": False}))
+        materialize(self._model, device)
+        self._model.requires_grad_(False)
+
+    def read_weights(self, weights_dir: Path) -> None:
+        """Take the weights in files; each rank reads its own rows."""
+        self._weights.read(HfWeights(weights_dir))
+
+    @torch.no_grad()
+    def _score(self, inputs: PackedInputs) -> Tensor:
+        log_probs_A, _ = response_log_probs(self._model, inputs, self._temperature)
+        reshard(self._model)
+        return log_probs_A
+
+
+class FsdpCopy(_Scorer):
+    """Other weights of the policy: the reference, or the policy as an earlier step left it; implements `PolicyCopy`."""
+
+    def __init__(
+        self, model_dir: Path, training: TrainingConfig, policy: nn.Module, *, temperature: float, inputs: InputsOfBatch
+    ) -> None:
+        """Args:
+        model_dir, training, temperature: see `_Scorer`.
+        policy: the sharded model whose weights `take` copies.
         inputs: packs each micro-batch once, for the policy and its copies.
         """
+        super().__init__(model_dir, training, temperature=temperature, device=next(policy.parameters()).device)
         self._policy = policy
-        self._temperature = temperature
         self._inputs = inputs
-        self._model = empty_causal_lm(model_dir, dtype=DTYPES[actor.autocast], attention=PACKED_ATTENTION)
-        self._aliases = parameter_aliases(self._model)
-        shard(self._model, mesh, actor.model_copy(update={"gradient_checkpointing": False}))
-        materialize(self._model, next(iter(policy.parameters())).device)
-        self._model.requires_grad_(False)
 
     @torch.no_grad()
     def take(self) -> None:
@@ -136,17 +150,51 @@ class FsdpCopy:
         for target, source in zip(local_shards(self._model.named_parameters()), sources, strict=True):
             target.values.copy_(source.values)
 
-    @torch.no_grad()
-    def read(self, weights: HfWeights) -> None:
-        """Take the weights in files; each rank reads its own rows."""
-        for part in local_shards(self._model.named_parameters()):
-            part.values.copy_(weights.read_shard(part, self._aliases[part.name]))
-
-    @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        log_probs_A, _ = response_log_probs(self._model, self._inputs(batch), self._temperature)
-        reshard(self._model)
+        log_probs_A = self._score(self._inputs(batch))
         return log_probs_A[:0] if batch is None else log_probs_A
+
+
+class FsdpFrozenModel(_Scorer):
+    """A model that is not trained over several ranks, which divide each batch; implements `FrozenEngine`."""
+
+    adopts_weights = False
+
+    def __init__(
+        self, model_dir: Path, training: TrainingConfig, *, temperature: float, device: torch.device, weights_dir: Path
+    ) -> None:
+        """Build the model, and read the weights in `weights_dir`; collective. The others: see `_Scorer`.
+
+        Raises:
+            ConfigError: the directory does not hold the model that its config.json describes.
+        """
+        super().__init__(model_dir, training, temperature=temperature, device=device)
+        self._vocab_size = vocab_size(self._model)
+        self._inputs = InputsOfBatch(device, vocab_size=self._vocab_size, shared_prompt=training.shared_prompt)
+        self.read_weights(weights_dir)
+
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """Return float32 [A]: every rank computes for some of the samples, and gets the results of all.
+
+        Raises:
+            BadRequest: see `check_sequences`; before any collective.
+        """
+        check_sequences(batch, vocab_size=self._vocab_size)
+        return over_ranks(batch, lambda part: self._score(self._inputs(part)), count=_num_drawn)
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        self._weights.load(weights)
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        return self._weights.needs()
+
+    def save_weights(self, target: Path) -> None:
+        """Write them as safetensors; collective, the first rank writes."""
+        self._weights.save(target)
+
+
+def _num_drawn(batch: Sequences) -> int:
+    return int(batch.response_mask_T.sum())
 
 
 _STORED_HEAD = f"{SCORE_HEAD}.weight"

@@ -5,6 +5,7 @@ weight before each pass and every gradient after it (a third of a pass of a smal
 is, in the element type in which it was built; under `autocast: bfloat16` it computes through a `Bfloat16Twin`.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from workers.config import ActorConfig, TrainingConfig
-from workers.engines.base import LocalShard, StepStats
+from workers.engines.base import LocalShard, Sequences, StepStats
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.hf.model import decoder_layers, empty_causal_lm, materialize, parameter_aliases, vocab_size
 from workers.engines.hf.weights import HfWeights
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import InputsOfBatch
+from workers.engines.packed_forward import InputsOfBatch, cut
 from workers.engines.updates import Updates
 
 COMPILER = "inductor"
@@ -185,6 +186,30 @@ def reshard(model: nn.Module) -> None:
     """
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+def over_ranks(
+    batch: Sequences, compute: Callable[[Sequences | None], Tensor], *, count: Callable[[Sequences], int]
+) -> Tensor:
+    """Return what the ranks compute of a batch together, on every rank; collective over the default group.
+
+    Args:
+        batch: on all ranks the same; each gets samples of about as many tokens.
+        compute: a vector of some samples, in their order; collective. None: this rank has none, and what it returns
+            does not matter.
+        count: how many numbers that is.
+    """
+    parts, rank = list(cut(batch, dist.get_world_size())), dist.get_rank()
+    own = compute(parts[rank] if rank < len(parts) else None)
+    if dist.get_world_size() == 1:
+        return own
+    counts = [count(part) for part in parts]
+    whole = own.new_zeros(sum(counts))
+    if rank < len(parts):
+        start = sum(counts[:rank])
+        whole[start : start + counts[rank]] = own
+    dist.all_reduce(whole)  # the others add zeros: exact
+    return whole
 
 
 class Bfloat16Twin:

@@ -9,17 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from asyncflow.errors import ConfigError
 from weightsync.plan import Need
-from workers.config import ModelConfig
+from workers.config import ModelConfig, TrainingConfig
 from workers.engines.base import Sequences, check_sequences
+from workers.engines.fsdp.dtensor_shards import local_shards
+from workers.engines.fsdp.sharding import over_ranks, reshard, shard
 from workers.engines.hf.model import (
     DTYPES,
     empty_causal_lm,
     empty_reward_model,
     materialize,
+    parameter_aliases,
     read_weights,
     replace_weights,
     vocab_size,
@@ -29,6 +34,7 @@ from workers.engines.hf.weights import HfWeights, write_weights
 from workers.engines.model_files import SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
+from workers.engines.shared_weights import SharedWeights
 
 
 class FrozenModel:
@@ -89,6 +95,7 @@ class FrozenModel:
     def save_weights(self, target: Path) -> None:
         parameters = dict(self._model.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        target.mkdir(parents=True, exist_ok=True)
         write_weights(target, shapes, lambda name: parameters[name].detach().cpu().contiguous())
 
     @torch.no_grad()
@@ -100,16 +107,17 @@ class RewardModel:
     """Scores responses: a language model's backbone with a head of one number, read at the last token.
 
     They are packed, and a shared prompt is computed once. `workers.tasks.column_tasks` decides what becomes of the
-    scores.
+    scores. Ranks that share the model call alike, and with the same batch.
     """
 
-    def __init__(self, model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model_dir: Path, *, dtype: torch.dtype, device: torch.device, shared: bool = False) -> None:
         """Load the weights.
 
         Args:
             model_dir: Hugging Face directory of a model for sequence classification with one label.
             dtype: of the weights; the head computes in float32 at least.
             device: where it computes.
+            shared: the ranks of the default group have the model together (FSDP2), each with its rows.
 
         Raises:
             ConfigError: the directory does not hold such a model on the backbone of a language model.
@@ -122,13 +130,16 @@ class RewardModel:
                 f"reward.model.path: {model_dir} is of a {type(model).__name__}, which has no head {SCORE_HEAD!r} on a "
                 f"language model; use a reward model of the policy's family"
             )
+        self._shared = shared
+        if shared:  # all but the head
+            shard(model.base_model, init_device_mesh(device.type, (dist.get_world_size(),)), TrainingConfig())
         materialize(model, device)
         self._exact = torch.promote_types(dtype, torch.float32)
         model.score.to(self._exact)
         self._model = model.requires_grad_(False)
         self._vocab_size = vocab_size(model)
         self._padding = model.config.get_text_config().pad_token_id
-        read_weights(self._model, weights)
+        SharedWeights(lambda: local_shards(model.named_parameters()), parameter_aliases(model)).read(weights)
 
     @torch.no_grad()
     def scores(self, batch: Sequences) -> Tensor:
@@ -143,6 +154,12 @@ class RewardModel:
         tokens_T = batch.tokens_T.clamp(max=self._vocab_size - 1)
         read = _with_one_more(Sequences(tokens_T, batch.lengths_N, batch.response_mask_T))
         check_sequences(read, vocab_size=self._vocab_size)
+        if not self._shared:
+            return self._scores(read)
+        # A rank that has no part does what is not needed: it takes part in the gathers.
+        return over_ranks(read, lambda part: self._scores(part or read), count=lambda part: len(part.lengths_N))
+
+    def _scores(self, read: Sequences) -> Tensor:
         inputs = PackedInputs.of(read, self._device, shared_prompt=True)
         hidden_TD = self._model.base_model(
             input_ids=inputs.tokens_T.unsqueeze(0),
@@ -151,6 +168,7 @@ class RewardModel:
             use_cache=False,
         ).last_hidden_state[0]
         hidden_ND = hidden_TD[inputs.predictors_A[self._last(inputs, read)]]
+        reshard(self._model.base_model)
         score_N1: Tensor = self._model.score(hidden_ND.to(self._exact))
         return score_N1.squeeze(-1)
 

@@ -16,7 +16,7 @@ LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max
 
 
 class MegatronConfig(Settings):
-    """How `actor.engine: megatron` divides the model; the remaining factor is data-parallel replicas."""
+    """How an engine `megatron` divides the model; the actor's remaining factor is data-parallel replicas."""
 
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that share every layer."""
@@ -27,13 +27,18 @@ class MegatronConfig(Settings):
     pipeline_pieces: int = Field(4, ge=1)
     """Pieces into which a micro-batch is cut, whole samples each, so that stages work at the same time."""
 
+    @property
+    def ranks_per_copy(self) -> int:
+        """Ranks that have one copy of the model together."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
     def layout(self, num_ranks: int) -> "MegatronLayout":
         """Return which rank has what.
 
         Raises:
             ConfigError: the number of ranks is not a whole number of replicas.
         """
-        size = self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+        size = self.ranks_per_copy
         if num_ranks % size:
             raise ConfigError(
                 f"roles: actor:{num_ranks} makes no whole replicas of actor.megatron.tensor_parallel "
@@ -185,8 +190,13 @@ class DenseModel:
         )
 
 
-def check_division(model: DenseModel, config: MegatronConfig) -> None:
+def check_division(model: DenseModel, config: MegatronConfig, *, section: str = "actor") -> None:
     """Refuse what cannot be divided as configured.
+
+    Args:
+        model: sizes.
+        config: of the section that is named in errors.
+        section: `actor` or `ref`.
 
     Raises:
         ConfigError: which number does not divide which.
@@ -199,17 +209,18 @@ def check_division(model: DenseModel, config: MegatronConfig) -> None:
     ):
         if value % tensor:
             raise ConfigError(
-                f"actor.megatron.tensor_parallel: {tensor} does not divide the model's {name} {value}; choose a divisor"
+                f"{section}.megatron.tensor_parallel: {tensor} does not divide the model's {name} {value}; choose a "
+                f"divisor"
             )
     heads = model.num_heads // tensor
     if heads % config.context_parallel:
         raise ConfigError(
-            f"actor.megatron.context_parallel: {config.context_parallel} does not divide the {heads} attention heads "
-            "of a tensor-parallel rank; choose a divisor"
+            f"{section}.megatron.context_parallel: {config.context_parallel} does not divide the {heads} attention "
+            f"heads of a tensor-parallel rank; choose a divisor"
         )
     if model.num_layers % stages:
         raise ConfigError(
-            f"actor.megatron.pipeline_parallel: {stages} does not divide the model's {model.num_layers} layers; "
+            f"{section}.megatron.pipeline_parallel: {stages} does not divide the model's {model.num_layers} layers; "
             "choose a divisor"
         )
 

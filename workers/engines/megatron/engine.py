@@ -15,7 +15,7 @@ Legend of shapes: A drawn tokens of the micro-batch.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,20 +25,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weightsync.plan import Need
 from workers.checkpoint.saved_shards import BoxedTensor, BoxPart
 from workers.config import ActorConfig
 from workers.engines.base import LocalShard, LossFunction, Sequences, StepStats, check_sequences
 from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
 from workers.engines.megatron.config import DenseModel
 from workers.engines.megatron.forward import MegatronForward
-from workers.engines.megatron.model import MegatronParts, build_megatron, join_groups, prepare_megatron
+from workers.engines.megatron.model import MegatronParts, build_megatron, build_network, join_groups, prepare_megatron
 from workers.engines.megatron.names import FlatBox, flat_boxes, megatron_shards
 from workers.engines.model_files import read_model_config
+from workers.engines.shared_weights import SharedWeights
 from workers.engines.updates import Updates
 
 
 class MegatronEngine:
-    """Trains a dense Llama, Qwen2 or Qwen3 model; implements `TrainEngine`."""
+    """Trains a dense Llama, Qwen2 or Qwen3 model; implements `CopyingEngine`."""
 
     def __init__(
         self,
@@ -68,9 +70,9 @@ class MegatronEngine:
         self._model_dir = model_dir
         self._device = device
         context = join_groups(layout, timeout_s=timeout_s, seed=seed)
-        model = DenseModel.of(read_model_config(model_dir))
-        self._vocab_size = model.vocab_size
-        self._parts = build_megatron(model, actor, layout, context)
+        self._actor, self._temperature = actor, temperature
+        self._model = DenseModel.of(read_model_config(model_dir))
+        self._parts = build_megatron(self._model, actor, layout, context)
         self._state = MegatronState(self._parts)
         self._forward = MegatronForward(self._parts, actor, temperature=temperature, device=device)
         self._updates = Updates(actor)
@@ -86,14 +88,14 @@ class MegatronEngine:
         """Return float32 [A] on every rank of the replica; [0] for a replica without rows. Raises BadRequest."""
         if batch is None:
             return torch.empty(0, device=self._device)
-        check_sequences(batch, vocab_size=self._vocab_size)
+        check_sequences(batch, vocab_size=self._model.vocab_size)
         return self._forward.forward(batch, entropy=False)[0]
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
         """Accumulate gradients of `loss`, which every rank of the replica evaluates on the same values."""
         if batch is None:
             return
-        check_sequences(batch, vocab_size=self._vocab_size)
+        check_sequences(batch, vocab_size=self._model.vocab_size)
         log_probs_A, entropy_A = self._forward.forward(batch, entropy=True)
         log_probs_A = log_probs_A.clone().requires_grad_()
         (gradient_A,) = torch.autograd.grad(loss(log_probs_A, entropy_A), log_probs_A, materialize_grads=True)
@@ -124,9 +126,8 @@ class MegatronEngine:
         self._parts.optimizer.zero_grad()
 
     def shards(self) -> Iterator[LocalShard]:
-        """Yield this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
-        for name, parameter in self._parts.network.named_parameters():
-            yield from megatron_shards(name, parameter, self._parts.geometry)
+        """Return this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
+        return _shards(self._parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and numbers of steps and updates for torch.distributed.checkpoint."""
@@ -144,6 +145,115 @@ class MegatronEngine:
         copy_without_weights(self._model_dir, target)
         shapes = tensors.shapes("model.")
         write_weights(target, shapes, lambda name: tensors.read(f"model.{name}").to(source.dtype(name)))
+
+    def open_copy(self, *, initial: bool = False) -> "MegatronCopy":
+        actor = self._actor.model_copy(update={"gradient_checkpointing": False})
+        parts = build_network(self._model, actor, self._parts.layout, self._parts.context)
+        copy = MegatronCopy(self._parts, parts, actor, temperature=self._temperature, device=self._device)
+        if initial:
+            copy.read_weights(self._model_dir)
+        return copy
+
+
+class _Scorer:
+    """A model without an optimizer, divided as configured: the same layers and kernels as the engine's."""
+
+    def __init__(self, parts: MegatronParts, actor: ActorConfig, *, temperature: float, device: torch.device) -> None:
+        """Args:
+        parts: without weights.
+        actor: computation.
+        temperature: divides the logits.
+        device: this rank's.
+        """
+        self._network = parts.network
+        self._device = device
+        self._vocab_size = parts.geometry.vocab_size
+        self._forward = MegatronForward(parts, actor, temperature=temperature, device=device)
+        with torch.no_grad():
+            for parameter in self._network.parameters():
+                parameter.zero_()  # the vocabulary's padding is defined
+        self._weights = SharedWeights(lambda: _shards(parts))
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        """Return float32 [A] on every rank of the replica; [0] for a replica without rows. Raises BadRequest."""
+        if batch is None:
+            return torch.empty(0, device=self._device)
+        check_sequences(batch, vocab_size=self._vocab_size)
+        return self._forward.forward(batch, entropy=False)[0]
+
+    def read_weights(self, weights_dir: Path) -> None:
+        """Take the weights in files; each rank reads its own rows."""
+        self._weights.read(HfWeights(weights_dir))
+
+
+class MegatronCopy(_Scorer):
+    """Other weights of the policy; implements `PolicyCopy`."""
+
+    def __init__(
+        self,
+        policy: MegatronParts,
+        parts: MegatronParts,
+        actor: ActorConfig,
+        *,
+        temperature: float,
+        device: torch.device,
+    ) -> None:
+        """Args:
+        policy: whose weights `take` copies.
+        parts, actor, temperature, device: see `_Scorer`.
+        """
+        super().__init__(parts, actor, temperature=temperature, device=device)
+        self._policy = policy
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the policy's current weights; each rank its own."""
+        for own, source in zip(self._network.parameters(), self._policy.network.parameters(), strict=True):
+            own.copy_(source)
+
+
+class MegatronFrozenModel(_Scorer):
+    """A model that is not trained, over all ranks of the default group; implements `FrozenEngine`."""
+
+    adopts_weights = False
+
+    def __init__(
+        self,
+        model_dir: Path,
+        actor: ActorConfig,
+        *,
+        temperature: float,
+        device: torch.device,
+        weights_dir: Path,
+        timeout_s: float,
+    ) -> None:
+        """Build the model, and read the weights in `weights_dir`; collective. The others: see `MegatronEngine`.
+
+        Raises:
+            ConfigError: the model is of another family, or the directory does not hold what its config.json says.
+        """
+        prepare_megatron(device)
+        layout = actor.megatron.layout(dist.get_world_size())
+        context = join_groups(layout, timeout_s=timeout_s, seed=0)
+        parts = build_network(DenseModel.of(read_model_config(model_dir)), actor, layout, context)
+        super().__init__(parts, actor, temperature=temperature, device=device)
+        self.read_weights(weights_dir)
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        self._weights.load(weights)
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        return self._weights.needs()
+
+    def save_weights(self, target: Path) -> None:
+        """Write them as safetensors; collective, the first rank writes."""
+        self._weights.save(target)
+
+
+def _shards(parts: MegatronParts) -> Iterator[LocalShard]:
+    for name, parameter in parts.network.named_parameters():
+        yield from megatron_shards(name, parameter, parts.geometry)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -13,7 +13,7 @@ Legend of shapes: t tokens of a piece that this rank has, W width of the residua
 that this rank's tokens predict.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from workers.engines.base import Sequences
 from workers.engines.log_prob_head import HeadRequest, head_log_probs
 from workers.engines.megatron.context import TokenShare
 from workers.engines.megatron.model import MegatronParts
-from workers.engines.packed_forward import PackedInputs
+from workers.engines.packed_forward import PackedInputs, cut
 
 
 @dataclass
@@ -186,20 +186,6 @@ class MegatronForward:
         tensor = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
         dist.recv(tensor, src=self._stages[stage], group=self._pipeline_group)
         return tensor
-
-
-def cut(batch: Sequences, num_pieces: int) -> Iterator[Sequences]:
-    """Yield a micro-batch in at most `num_pieces` pieces of about equal tokens, whole samples each, in order."""
-    lengths = batch.lengths_N.tolist()
-    total, first, rows = sum(lengths), 0, 0
-    while rows < len(lengths):
-        begin, start = rows, first
-        share = -(-(total - first) // num_pieces)
-        while rows < len(lengths) and (rows == begin or first - start + lengths[rows] // 2 < share):
-            first += lengths[rows]
-            rows += 1
-        num_pieces = max(1, num_pieces - 1)
-        yield Sequences(batch.tokens_T[start:first], batch.lengths_N[begin:rows], batch.response_mask_T[start:first])
 
 
 def _packed(share: TokenShare, context: dist.ProcessGroup | None) -> Any:

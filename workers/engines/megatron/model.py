@@ -6,7 +6,7 @@ Megatron's local one knows no packed sequences.
 Source: megatron-core 0.16.1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,19 +28,20 @@ class MegatronParts:
 
     Attributes:
         network: the bare GPTModel of this rank's stage.
-        wrapped: the same under Megatron's DistributedDataParallel, whose buffers hold parameters and gradients.
-        optimizer: the one DistributedOptimizer.
         geometry: of the model and the rank.
         layout: of all ranks.
         context: the ranks that share tokens with this one; None: it has all.
+        wrapped: the network under Megatron's DistributedDataParallel, whose buffers hold parameters and gradients; None
+            of a model that is not trained.
+        optimizer: the one DistributedOptimizer, or None.
     """
 
     network: Any
-    wrapped: Any
-    optimizer: Any
     geometry: MegatronGeometry
     layout: MegatronLayout
     context: dist.ProcessGroup | None
+    wrapped: Any = None
+    optimizer: Any = None
 
 
 def prepare_megatron(device: torch.device) -> None:
@@ -86,10 +87,41 @@ def join_groups(layout: MegatronLayout, *, timeout_s: float, seed: int) -> dist.
     return own
 
 
+def build_network(
+    model: DenseModel, actor: ActorConfig, layout: MegatronLayout, context: dist.ProcessGroup | None
+) -> MegatronParts:
+    """Return this rank's part of a model without weights and without an optimizer.
+
+    Args:
+        model: sizes.
+        actor: computation.
+        layout, context: see `join_groups`, which was called.
+    """
+    place = layout.place(dist.get_rank())
+    padded = -(-model.vocab_size // layout.tensor) * layout.tensor
+    network = _network(model, _transformer_config(model, actor, layout), place.stage, layout.stages, padded)
+    if actor.autocast == "bfloat16":
+        network.bfloat16()  # Megatron builds norms in float32
+    geometry = MegatronGeometry(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        ffn_hidden_size=model.ffn_hidden_size,
+        vocab_size=model.vocab_size,
+        tp_size=layout.tensor,
+        tp_rank=place.tensor,
+        layer_offset=place.stage * (model.num_layers // layout.stages),
+        tied=model.tied,
+    )
+    return MegatronParts(network, geometry, layout, context)
+
+
 def build_megatron(
     model: DenseModel, actor: ActorConfig, layout: MegatronLayout, context: dist.ProcessGroup | None
 ) -> MegatronParts:
-    """Return this rank's part of a model without weights; collective over the default group.
+    """Return this rank's part of a model that is trained, without weights; collective over the default group.
 
     Args:
         model: sizes.
@@ -99,15 +131,10 @@ def build_megatron(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    place = layout.place(dist.get_rank())
     half = actor.autocast == "bfloat16"
-    config = _transformer_config(model, actor, layout)
-    padded = -(-model.vocab_size // layout.tensor) * layout.tensor
-    network = _network(model, config, place.stage, layout.stages, padded)
-    if half:
-        network.bfloat16()  # Megatron builds norms in float32
+    parts = build_network(model, actor, layout, context)
     sharded = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    wrapped = DistributedDataParallel(config, sharded, network)
+    wrapped = DistributedDataParallel(parts.network.config, sharded, parts.network)
     settings = OptimizerConfig(
         optimizer="adam",
         lr=actor.lr,
@@ -122,20 +149,7 @@ def build_megatron(
     )
     # No overrides: every parameter decays, as in the other engines.
     chained = get_megatron_optimizer(settings, [wrapped], config_overrides={}, use_gloo_process_groups=False)
-    geometry = MegatronGeometry(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        ffn_hidden_size=model.ffn_hidden_size,
-        vocab_size=model.vocab_size,
-        tp_size=layout.tensor,
-        tp_rank=place.tensor,
-        layer_offset=place.stage * (model.num_layers // layout.stages),
-        tied=model.tied,
-    )
-    return MegatronParts(network, wrapped, chained.chained_optimizers[0], geometry, layout, context)
+    return replace(parts, wrapped=wrapped, optimizer=chained.chained_optimizers[0])
 
 
 def _leave(weight: Tensor) -> Tensor:

@@ -218,7 +218,8 @@ class SimFrozenModel:
         self._weights = load_file(weights_dir / "model.safetensors")
 
     def save_weights(self, target: Path) -> None:
-        """Write them as safetensors, into an existing directory."""
+        """Write them as safetensors, into a directory, which is made."""
+        target.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in self._weights.items()}, target / "model.safetensors")
 
     def log_probs(self, batch: Sequences) -> Tensor:
