@@ -1,11 +1,16 @@
 """Settings of the data. Torch-free."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from asyncflow.registry import Registry
 from asyncflow.settings import Settings
+
+SOURCES = Registry("asyncflow.data_sources", {})
+"""What `data.source` and `evaluate.source` may say."""
+Source = Annotated[str, AfterValidator(SOURCES.resolve)]
 
 BLOCK = 1000
 """Groups in which a mixture has its weights exactly."""
@@ -48,7 +53,7 @@ class DataConfig(HubPart):
     directory of such files (extra `data`). Relative: beside the config file, else in the working directory."""
     mixture: tuple[MixtureSource, ...] = ()
     """Instead of `path`: several, with weights."""
-    source: str | None = None
+    source: Source | None = None
     """Instead of `path`: `module:Class` with `task(seed, index) -> dict`, a row like a line of the file; the same
     arguments must give the same row. `len()` of it is an epoch; without one the tasks never end."""
     options: dict[str, Any] = Field({})

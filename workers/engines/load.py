@@ -3,21 +3,36 @@
 Called by rollout, actor, reference, rewards and evaluation. An engine is imported only when it is chosen.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asyncflow.errors import ConfigError
 from asyncflow.process import keep_freed_memory
-from workers.config import RunConfig
+from asyncflow.registry import Registry
+from asyncflow.settings import Settings
+from workers.calls.user_class import load_class, own_settings
+from workers.calls.user_function import load_function
+from workers.config import REF_ENGINES, TRAIN_ENGINES, RunConfig
 from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
-from workers.engines.model_files import max_positions
+from workers.engines.setup import EngineSetup
 from workers.rewards.config import RewardModelConfig
-from workers.rollout.config import SamplingConfig
+from workers.rollout.config import ENGINES, SamplingConfig
 
 if TYPE_CHECKING:
     from workers.engines.hf.frozen import RewardModel
+
+METHODS: Mapping[str, tuple[str, ...]] = {
+    ENGINES.group: ("submit", "step", "cancel", "abort", "load_weights", "weight_needs", "close"),
+    TRAIN_ENGINES.group: (
+        *("forward_backward", "step", "zero_grad", "state_dict", "load_state_dict"),
+        *("log_probs", "shards", "export_hf"),
+    ),
+    REF_ENGINES.group: ("log_probs", "load_weights", "read_weights", "weight_needs", "save_weights"),
+}
+"""Group of entry points -> what a class of it must have: the methods of its protocol in `base`."""
 
 
 def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device: torch.device) -> GenerateEngine:
@@ -31,50 +46,9 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
     Raises:
         ConfigError: see the engine.
     """
-    model_dir = Path(config.model.path)
-    match sampling.engine:
-        case "hf":
-            from workers.engines.hf.engine import HfEngine
-
-            return HfEngine(model_dir, config.model, sampling=sampling, device=device)
-        case "vllm":
-            from workers.engines.vllm.engine import VllmEngine
-
-            return VllmEngine(
-                model_dir,
-                config.model,
-                config.vllm,
-                sampling=sampling,
-                max_prompt_tokens=_longest_prompt(config, sampling),
-                device=device,
-            )
-        case "openai":
-            from workers.engines.openai.engine import OpenAIEngine
-
-            return OpenAIEngine(model_dir, config.model, config.openai, sampling=sampling)
-        case "sim":
-            from workers.engines.sim.engine import SimGenerateEngine, SimLengths
-
-            per_step = config.schedule.rollout_batch_size * config.schedule.n_samples_per_prompt
-            lengths = SimLengths(config.sim, samples_per_step=per_step, seed=config.seed)
-            return SimGenerateEngine(
-                config.sim,
-                lengths,
-                num_slots=sampling.batch_size,
-                max_response_tokens=sampling.max_response_tokens,
-            )
-
-
-def _longest_prompt(config: RunConfig, sampling: SamplingConfig) -> int:
-    """Return the longest prompt of a call (tokens); those of later turns hold what came before."""
-    if not config.rollout.is_own:
-        return config.data.max_prompt_tokens
-    context = config.rollout.max_context_tokens or max_positions(Path(config.model.path))
-    if context is None:
-        raise ConfigError(
-            "rollout.max_context_tokens: is 0, and the model's config.json names no number of positions; set it"
-        )
-    return context - sampling.max_response_tokens
+    setup = EngineSetup(config, device, sampling.engine_options, sampling)
+    engine: GenerateEngine = _made(ENGINES, "rollout", sampling.engine, setup)
+    return engine
 
 
 def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None) -> FrozenEngine:
@@ -83,13 +57,9 @@ def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: P
     Raises:
         ConfigError: see the engine.
     """
-    match config.ref.engine:
-        case "hf":
-            return _frozen_model(config, device=device, weights_dir=weights_dir)
-        case "sim":
-            from workers.engines.sim.engine import SimFrozenModel
-
-            return SimFrozenModel(config.sim, s_per_token=config.sim.ref_s_per_token)
+    setup = EngineSetup(config, device, config.ref.engine_options, config.rollout, weights_dir)
+    engine: FrozenEngine = _made(REF_ENGINES, "ref", config.ref.engine, setup)
+    return engine
 
 
 def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "RewardModel":
@@ -103,18 +73,18 @@ def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "Re
 def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngine:
     """Return a copy of the policy that only computes log-probabilities, with the initial weights.
 
-    Its kind follows `actor.engine`, so both hold the same parameters.
+    It is simulated where `actor.engine` is, so both hold the same parameters; else it is transformers'.
 
     Raises:
         ConfigError: see the engine.
     """
-    match config.actor.engine:
-        case "fsdp" | "megatron":
-            return _frozen_model(config, device=device)
-        case "sim":
-            from workers.engines.sim.engine import SimFrozenModel
+    if config.actor.engine == "sim":
+        from workers.engines.sim.engine import SimFrozenModel
 
-            return SimFrozenModel(config.sim, s_per_token=config.sim.policy_forward_s_per_token)
+        return SimFrozenModel(config.sim, s_per_token=config.sim.policy_forward_s_per_token)
+    from workers.engines.hf.frozen import FrozenModel
+
+    return FrozenModel.of_run(EngineSetup(config, device, {}, config.rollout))
 
 
 def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine:
@@ -124,29 +94,9 @@ def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine
         ConfigError: see the engine.
     """
     _prepare(device)
-    model_dir = Path(config.model.path)
-    temperature = config.rollout.temperature
-    actor = config.actor.for_run(config.steps, begins_after=config.critic_only_steps)
-    match actor.engine:
-        case "fsdp":
-            from workers.engines.fsdp.engine import FsdpEngine
-
-            return FsdpEngine(model_dir, actor=actor, temperature=temperature, device=device, seed=config.seed)
-        case "megatron":
-            from workers.engines.megatron.engine import MegatronEngine
-
-            return MegatronEngine(
-                model_dir,
-                actor=actor,
-                temperature=temperature,
-                device=device,
-                seed=config.seed,
-                timeout_s=config.launcher.operation_timeout_s,
-            )
-        case "sim":
-            from workers.engines.sim.engine import SimTrainEngine
-
-            return SimTrainEngine(config.sim, lr=config.actor.lr)
+    setup = EngineSetup(config, device, config.actor.engine_options, config.rollout)
+    engine: TrainEngine = _made(TRAIN_ENGINES, "actor", config.actor.engine, setup)
+    return engine
 
 
 def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine:
@@ -163,20 +113,30 @@ def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine
     return FsdpValueEngine(model_dir, training, device=device, seed=config.seed)
 
 
+def outside_engine(registry: Registry, section: str, name: str, options: Mapping[str, Any]) -> tuple[Any, Settings]:
+    """Import an engine outside of the package; return its class, and the options as its own `Config` has them.
+
+    Args:
+        registry: of its kind.
+        section: of the configuration that names it.
+        name: `module:Class`.
+        options: as the configuration has them.
+
+    Raises:
+        ConfigError: there is no such class, it lacks a method, or refuses an option.
+    """
+    kind = load_class(name, field=f"{section}.engine", methods=METHODS[registry.group])
+    return kind, own_settings(kind, options, name=name, section=f"{section}.engine_options", base=Settings)
+
+
+def _made(registry: Registry, section: str, name: str, setup: EngineSetup) -> Any:
+    if name in registry.built_in:
+        return load_function(registry.locate(name), field=f"{section}.engine", arguments=None)(setup)
+    kind, options = outside_engine(registry, section, name, setup.options)
+    return kind(replace(setup, options=options))
+
+
 def _prepare(device: torch.device) -> None:
     """Have this process keep freed memory, which every pass allocates again; accelerators' allocators do so anyway."""
     if device.type == "cpu":
         keep_freed_memory()
-
-
-def _frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None = None) -> FrozenEngine:
-    from workers.engines.hf.frozen import FrozenModel
-
-    return FrozenModel(
-        Path(config.model.path),
-        config.model,
-        temperature=config.rollout.temperature,
-        device=device,
-        weights_dir=weights_dir,
-        shared_prompt=config.ref.shared_prompt,
-    )

@@ -29,6 +29,7 @@ from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_wei
 from workers.engines.model_files import SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, response_log_probs, response_logits
+from workers.engines.setup import EngineSetup
 
 
 class FsdpEngine(ShardedModel):
@@ -49,6 +50,14 @@ class FsdpEngine(ShardedModel):
         super().__init__(model_dir, actor, device=device, seed=seed)
         self._temperature = temperature
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "FsdpEngine":
+        """Return the engine of a run."""
+        run, temperature = setup.run, setup.run.rollout.temperature
+        return FsdpEngine(
+            setup.model_dir, actor=setup.actor, temperature=temperature, device=setup.device, seed=run.seed
+        )
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:

@@ -34,6 +34,7 @@ from workers.engines.megatron.forward import MegatronForward
 from workers.engines.megatron.model import MegatronParts, build_megatron, join_groups, prepare_megatron
 from workers.engines.megatron.names import FlatBox, flat_boxes, megatron_shards
 from workers.engines.model_files import read_model_config
+from workers.engines.setup import EngineSetup
 from workers.engines.updates import Updates
 
 
@@ -76,6 +77,19 @@ class MegatronEngine:
         self._updates = Updates(actor)
         self._state.read_weights(HfWeights(model_dir))
         self.zero_grad()
+
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "MegatronEngine":
+        """Return the engine of a run."""
+        run = setup.run
+        return MegatronEngine(
+            setup.model_dir,
+            actor=setup.actor,
+            temperature=run.rollout.temperature,
+            device=setup.device,
+            seed=run.seed,
+            timeout_s=run.launcher.operation_timeout_s,
+        )
 
     @property
     def optimizer_updates(self) -> int:
