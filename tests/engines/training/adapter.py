@@ -15,7 +15,7 @@ class Adapter:
 
     name: ClassVar[str]
     families: ClassVar[tuple[str, ...]] = ("llama", "qwen2", "qwen3")
-    """Of tiny models (`tests/engines/generating/tiny_model.py`)."""
+    """Of tiny models (`asyncflow.testing.tiny_model`)."""
     model: ClassVar[dict[str, Any]] = {}
     """Changes of the tiny models' configurations, such as a head size that the engine's kernels have."""
     layouts: ClassVar[tuple[str, ...]] = ("1", "2")

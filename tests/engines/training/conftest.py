@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ..generating.tiny_model import save_tiny_model
+from asyncflow.testing.tiny_model import save_tiny_model
+
 from .adapter import Adapter
 from .adapters import ADAPTERS
 from .plain import Plain

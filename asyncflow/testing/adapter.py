@@ -1,25 +1,37 @@
-"""What the suite has to know about an engine."""
+"""What the suite has to know about a generating engine."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tq.config import ScheduleConfig
+from workers.config import ModelConfig, RunConfig
+from workers.data.config import DataConfig
 from workers.engines.base import GenerateEngine
-from workers.rollout.config import SamplingConfig
+from workers.engines.load import load_generate_engine
+from workers.rollout.config import RolloutConfig, SamplingConfig
 
 
 class Adapter:
     """Opens one kind of engine and says what it promises; the defaults are those of an engine with a real model."""
 
-    name: ClassVar[str]
+    engine: ClassVar[str]
+    """`module:Class`, as `rollout.engine` names it; not needed where `open` is overridden."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """`rollout.engine_options`."""
+    marks: ClassVar[Sequence[pytest.MarkDecorator]] = ()
+    """Of the tests with the first of `families`."""
     families: ClassVar[tuple[str, ...]] = ("llama",)
     """Of tiny models (tiny_model.py) to run; none: it computes nothing, and is left out of tests of what is drawn."""
-    model: ClassVar[dict[str, Any]] = {}
+    model: ClassVar[Mapping[str, Any]] = {}
     """Changes of the tiny models' configurations, such as a head size that the engine's kernels have."""
-    sampling: ClassVar[dict[str, Any]] = {}
+    sampling: ClassVar[Mapping[str, Any]] = {}
     """Changes of how answers are drawn, where the engine cannot do it as the suite would."""
     draws_ignore_batch: ClassVar[bool] = True
     """The same seed gives the same draws whatever else is in the batch."""
@@ -31,14 +43,31 @@ class Adapter:
     tolerance: ClassVar[float] = 2e-5
     """Largest error of a log-probability in float32."""
 
-    def open(self, model_dir: Path, sampling: SamplingConfig) -> AbstractContextManager[GenerateEngine]:
+    @property
+    def name(self) -> str:
+        """Of its tests."""
+        return self.engine.rpartition(":")[2]
+
+    @contextmanager
+    def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[GenerateEngine]:
         """Open an engine, which all tests of a family share; it is closed on leaving, at the end.
 
         Args:
             model_dir: a Hugging Face directory with weights (of a tiny model; of the first of `families`, if none).
             sampling: what it draws; `batch_size` answers at a time.
         """
-        raise NotImplementedError
+        own = sampling.model_copy(update={"engine": self.engine, "engine_options": self.options})
+        run = RunConfig(
+            steps=1,
+            roles={"rollout": 1, "actor": 1},
+            model=ModelConfig(path=str(model_dir)),
+            data=DataConfig(path="prompts.jsonl"),
+            schedule=ScheduleConfig(rollout_batch_size=8, n_samples_per_prompt=2),
+            rollout=RolloutConfig.model_validate(own.model_dump()),
+        )
+        engine = load_generate_engine(run, run.rollout, device=torch.device("cpu"))
+        yield engine
+        engine.close()
 
     def weights(self, model_dir: Path) -> dict[str, Tensor]:
         """Return what `load_weights` gets for the model in a directory."""
