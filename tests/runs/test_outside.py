@@ -73,3 +73,14 @@ def test_generators_outside_make_every_sample_though_they_are_killed(tmp_path: P
         assert line["staleness_max"] <= line["staleness_bound"]
         difference = line["rollout_log_prob_diff_mean"]  # its tokens are as likely as it says; null: none is on-policy
         assert difference is None or difference < 1e-4
+
+
+def test_an_engine_outside_of_the_package_generates_what_is_trained(tmp_path: Path) -> None:
+    own = ("--set", "rollout.engine=custom_engine:PlainEngine", "--set", f"code_directory={EXAMPLES}")
+    roles = ("--roles", "rollout:1,actor:1", "--set", "rollout.engine_options.tokens_per_step=2")
+    finished = command.run("--run-dir", "run", *SMALL, *roles, *own, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    command.check_ledger(tmp_path / "run", groups_per_step=8, last=3)
+    for line in command.lines(tmp_path / "run" / "metrics.jsonl"):
+        difference = line["rollout_log_prob_diff_mean"]  # null: none is on-policy
+        assert difference is None or difference < 1e-4
