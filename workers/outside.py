@@ -31,6 +31,12 @@ def resolve(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: there is no such class, it cannot be used, or refuses a setting.
     """
+    for section, registry in _ENGINES.items():
+        own = getattr(config, section)
+        if own.engine_options and own.engine in registry.built_in:
+            raise ConfigError(
+                f"{section}.engine_options: are for an engine of yours, and {section}.engine is {own.engine}; remove them"
+            )
     outside = _outside(config)
     if not outside:
         return config
@@ -53,8 +59,8 @@ def resolve(config: RunConfig) -> RunConfig:
         pool.close()
     if "algorithm" in found:
         config = config.model_copy(update={"algorithm": OutsideConfig.model_validate(found.pop("algorithm"))})
-    own = {name: getattr(config, name).model_copy(update={"engine_options": each}) for name, each in found.items()}
-    return config.model_copy(update=own)
+    update = {name: getattr(config, name).model_copy(update={"engine_options": each}) for name, each in found.items()}
+    return config.model_copy(update=update)
 
 
 def resolving(run: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Callee:
