@@ -35,7 +35,7 @@ def resolve(config: RunConfig) -> RunConfig:
         own = getattr(config, section)
         if own.engine_options and own.engine in registry.built_in:
             raise ConfigError(
-                f"{section}.engine_options: are for an engine of yours, and {section}.engine is {own.engine}; remove them"
+                f"{section}.engine_options: are for an engine of yours, {section}.engine is {own.engine}; remove them"
             )
     outside = _outside(config)
     if not outside:
