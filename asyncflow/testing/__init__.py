@@ -14,4 +14,4 @@ What an engine cannot do is said by its adapter's flags, where the protocol allo
 
 import pytest
 
-pytest.register_assert_rewrite("asyncflow.testing.generating", "asyncflow.testing.lab", "asyncflow.testing.backends")
+pytest.register_assert_rewrite(*(f"asyncflow.testing.{name}" for name in ("generating", "lab", "training", "backends")))

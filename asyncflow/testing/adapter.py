@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tq.config import ScheduleConfig
-from workers.config import ModelConfig, RunConfig
+from workers.config import ActorConfig, ModelConfig, RunConfig
 from workers.data.config import DataConfig
 from workers.engines.base import GenerateEngine
 from workers.engines.load import load_generate_engine
@@ -56,15 +56,8 @@ class Adapter:
             model_dir: a Hugging Face directory with weights (of a tiny model; of the first of `families`, if none).
             sampling: what it draws; `batch_size` answers at a time.
         """
-        own = sampling.model_copy(update={"engine": self.engine, "engine_options": self.options})
-        run = RunConfig(
-            steps=1,
-            roles={"rollout": 1, "actor": 1},
-            model=ModelConfig(path=str(model_dir)),
-            data=DataConfig(path="prompts.jsonl"),
-            schedule=ScheduleConfig(rollout_batch_size=8, n_samples_per_prompt=2),
-            rollout=RolloutConfig.model_validate(own.model_dump()),
-        )
+        own = sampling.model_copy(update={"engine": self.engine, "engine_options": dict(self.options)})
+        run = run_config(model_dir, own.model_dump())
         engine = load_generate_engine(run, run.rollout, device=torch.device("cpu"))
         yield engine
         engine.close()
@@ -72,3 +65,16 @@ class Adapter:
     def weights(self, model_dir: Path) -> dict[str, Tensor]:
         """Return what `load_weights` gets for the model in a directory."""
         return load_file(model_dir / "model.safetensors")
+
+
+def run_config(model_dir: Path, rollout: Mapping[str, Any], *, actor: ActorConfig | None = None) -> RunConfig:
+    """Return the configuration of a run with a model and an engine."""
+    return RunConfig(
+        steps=1,
+        roles={"rollout": 1, "actor": 1},
+        model=ModelConfig(path=str(model_dir)),
+        data=DataConfig(path="prompts.jsonl"),
+        schedule=ScheduleConfig(rollout_batch_size=8, n_samples_per_prompt=2),
+        rollout=RolloutConfig.model_validate(rollout),
+        actor=actor or ActorConfig(),
+    )
