@@ -24,15 +24,12 @@ from workers.rollout.config import ENGINES, SamplingConfig
 if TYPE_CHECKING:
     from workers.engines.hf.frozen import RewardModel
 
-METHODS: Mapping[str, tuple[str, ...]] = {
-    ENGINES.group: ("submit", "step", "cancel", "abort", "load_weights", "weight_needs", "close"),
-    TRAIN_ENGINES.group: (
-        *("forward_backward", "step", "zero_grad", "state_dict", "load_state_dict"),
-        *("log_probs", "shards", "export_hf"),
-    ),
-    REF_ENGINES.group: ("log_probs", "load_weights", "read_weights", "weight_needs", "save_weights"),
+_PROTOCOLS: Mapping[str, Any] = {
+    ENGINES.group: GenerateEngine,
+    TRAIN_ENGINES.group: TrainEngine,
+    REF_ENGINES.group: FrozenEngine,
 }
-"""Group of entry points -> what a class of it must have: the methods of its protocol in `base`."""
+"""Group of entry points -> what a class of it fulfils."""
 
 
 def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device: torch.device) -> GenerateEngine:
@@ -125,7 +122,9 @@ def outside_engine(registry: Registry, section: str, name: str, options: Mapping
     Raises:
         ConfigError: there is no such class, it lacks a method, or refuses an option.
     """
-    kind = load_class(name, field=f"{section}.engine", methods=METHODS[registry.group])
+    protocol = _PROTOCOLS[registry.group]
+    methods = [each for each in dir(protocol) if not each.startswith("_") and callable(getattr(protocol, each))]
+    kind = load_class(name, field=f"{section}.engine", methods=methods)
     return kind, own_settings(kind, options, name=name, section=f"{section}.engine_options", base=Settings)
 
 
