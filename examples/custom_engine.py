@@ -1,10 +1,12 @@
-"""A generating engine of your own in one file: transformers, with a forward pass over the whole sequence per token.
+"""A generating engine of your own in one file: transformers, with a forward pass over whole sequences per token.
 
     cd examples && asyncflow-launch quickstart --set rollout.engine=custom_engine:PlainEngine \\
         --set rollout.engine_options.tokens_per_step=2
 
-No cache and no batch, so it is slow, and its log-probabilities are those of the newest weights without more ado. It
-passes the suite that the package's engines pass: `from asyncflow.testing.generating import *`, see docs/engines.md.
+It keeps no keys and values, so it is slow, and every token is one of the newest weights without more ado. It passes the
+suite that the package's engines pass: `from asyncflow.testing.generating import *`, see docs/engines.md.
+
+Legend of shapes: B running responses, V tokens of the vocabulary.
 """
 
 import threading
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.errors import ConfigError
@@ -90,9 +93,11 @@ class PlainEngine:
     def step(self, wake: threading.Event) -> list[Generation]:
         finished: list[Generation] = []
         for _ in range(self._options.tokens_per_step):
-            finished += [done for each in list(self._running.values()) if (done := self._draw(each)) is not None]
-            if finished or wake.is_set():
+            if finished or not self._running or wake.is_set():
                 break
+            running = list(self._running.values())
+            drawn = zip(running, self._next_logits(running), strict=True)
+            finished = [done for one, logits_V in drawn if (done := self._draw(one, logits_V)) is not None]
         return finished
 
     def cancel(self, ticket: int) -> None:
@@ -113,11 +118,15 @@ class PlainEngine:
         self.abort()
 
     @torch.inference_mode()
-    def _draw(self, one: Running) -> Generation | None:
+    def _next_logits(self, running: Sequence[Running]) -> Tensor:
+        """Return float32 [B, V]; what is behind a sequence's end is seen by no token of it, so any padding will do."""
+        sequences = [torch.cat([one.request.prompt_P, torch.tensor(one.tokens, dtype=torch.int64)]) for one in running]
+        logits = self._model(pad_sequence(sequences, batch_first=True).to(self._model.device)).logits
+        return torch.stack([each[len(sequence) - 1] for each, sequence in zip(logits, sequences, strict=True)]).cpu()
+
+    def _draw(self, one: Running, logits_V: Tensor) -> Generation | None:
         """Draw a token; return the response if it was the last one."""
         request, sampling = one.request, self._sampling
-        sequence = [*request.prompt_P.tolist(), *one.tokens]
-        logits_V = self._model(torch.tensor([sequence], device=self._model.device)).logits[0, -1].float().cpu()
         log_prob_V = (logits_V / (sampling.temperature or 1.0)).log_softmax(-1)
         token = int(logits_V.argmax())
         if sampling.temperature:

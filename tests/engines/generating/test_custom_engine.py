@@ -14,7 +14,6 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 class Plain(Adapter):
     engine = "custom_engine:PlainEngine"
     options = {"tokens_per_step": 3}  # noqa: RUF012
-    marks = (pytest.mark.gate,)
 
 
 ADAPTERS = [Plain()]
