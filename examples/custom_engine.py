@@ -93,11 +93,13 @@ class PlainEngine:
     def step(self, wake: threading.Event) -> list[Generation]:
         finished: list[Generation] = []
         for _ in range(self._options.tokens_per_step):
-            if finished or not self._running or wake.is_set():
-                break
             running = list(self._running.values())
+            if finished or not running:
+                break
             drawn = zip(running, self._next_logits(running), strict=True)
             finished = [done for one, logits_V in drawn if (done := self._draw(one, logits_V)) is not None]
+            if wake.is_set():
+                break
         return finished
 
     def cancel(self, ticket: int) -> None:
