@@ -1,6 +1,6 @@
 """What the doors of a run cost, and what goes through them.
 
-    python benchmarks/doors.py [--json [FILE]] [--only loggers,outside,feed] [--steps 60]
+    python benchmarks/doors.py [--json [FILE]] [--only loggers,outside,feed,dry_run] [--steps 60]
 
 `loggers`, some two minutes: a run of `sim` engines with steps of a second, with tensorboard and wandb (offline) and
 beside it one without, from the tenth step on:
@@ -18,6 +18,11 @@ beside it one without, from the tenth step on:
     feed_rows_per_s        rows a second of a process that joined with `connect`, one put after the other
     feed_rows_per_s_local  of the process that keeps the feed, which does the same without a client
     feed_rows_share        the first by the second
+
+`dry_run`, some twenty seconds on an idle machine; needs git and the repository's history:
+
+    dry_run_s      median time of the quickstart's `--dry-run` (s); dry_run_before_s: of the first edition's
+    dry_run_ratio  the first / the second
 """
 
 import sys
@@ -25,13 +30,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
-from doors_parts import feed, loggers, outside
+from doors_parts import dry_run, feed, loggers, outside
 from json_option import report
 from package_path import find_packages
 
 Part = Callable[[int], Mapping[str, float]]
 """Takes the number of steps of a run; returns figures by name."""
-PARTS: Mapping[str, Part] = {"loggers": loggers.measure, "outside": outside.measure, "feed": feed.measure}
+PARTS: Mapping[str, Part] = {
+    "loggers": loggers.measure,
+    "outside": outside.measure,
+    "feed": feed.measure,
+    "dry_run": dry_run.measure,
+}
 
 
 def _chosen(_: click.Context, __: click.Parameter, text: str) -> list[str]:

@@ -1,12 +1,13 @@
 """Settings of the queue and of the schedule that its admission enforces."""
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from asyncflow.settings import Settings
 from tq.backends.config import BackendConfig
+from tq.policies import load_policy, resolve_policy
 
 if TYPE_CHECKING:
     from tq.task_spec import TaskSpec
@@ -103,7 +104,7 @@ class QueueConfig(Settings):
     """Rows that some task is not done with; new ones wait beyond. 0: as many as the schedule admits."""
     max_live_bytes: int = Field(0, ge=0)
     """The same in bytes; 0: no limit."""
-    policy: str = "fifo"
+    policy: Annotated[str, AfterValidator(resolve_policy)] = "fifo"
     """How rounds of a training gang are made and shared among its ranks: a name of `tq.policies.POLICIES` or
     `module:Class`. In a run `token-budget` fills `actor.max_tokens_per_micro_batch` (in role critic: the critic's)."""
     replica_fetch: ReplicaFetch = ReplicaFetch.BROADCAST
@@ -157,7 +158,6 @@ class TaskConfig(Settings):
 
     def spec(self, queue: QueueConfig) -> "TaskSpec":
         """Return it as a controller wants it."""
-        from tq.policies import load_policy
         from tq.task_spec import TaskSpec
 
         deliveries = 0 if self.keeps_leases else queue.max_deliveries

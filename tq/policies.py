@@ -12,16 +12,15 @@ it looks at is what it costs. Every pick takes the front item, so no item waits 
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from asyncflow.errors import ConfigError
+from asyncflow.registry import Registry
 from tq.balance import split_evenly
 
 
@@ -212,10 +211,31 @@ class GroupAffinity:
         return rank_slices if self.sticky else _evened_out(rank_slices, assigned)
 
 
-POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
-    {"fifo": Fifo, "token-budget": TokenBudget, "token-balanced": TokenBalanced, "group-affinity": GroupAffinity}
+POLICIES = Registry(
+    "asyncflow.policies",
+    {
+        "fifo": "tq.policies:Fifo",
+        "token-budget": "tq.policies:TokenBudget",
+        "token-balanced": "tq.policies:TokenBalanced",
+        "group-affinity": "tq.policies:GroupAffinity",
+    },
 )
-"""Policies that a configuration can name without saying where they are."""
+"""What `tq.policy` may say, before its settings."""
+
+
+def resolve_policy(text: str) -> str:
+    """Return what a configuration says of a policy, with `module:Class` for an installed package's. Pydantic calls it.
+
+    Raises:
+        ValueError: it is malformed, or there is no such name.
+    """
+    name, settings = _parts(text)
+    return POLICIES.resolve(name) + settings
+
+
+def policy_name(text: str) -> str:
+    """Return the name in it, without settings."""
+    return text.partition("(")[0].strip()
 
 
 def load_policy(text: str) -> Policy:
@@ -228,32 +248,30 @@ def load_policy(text: str) -> Policy:
     Raises:
         ConfigError: no such policy, or it cannot be made with these settings.
     """
-    match = re.fullmatch(r"([\w.:-]+)\s*(?:\((.*)\))?", text.strip())
-    if match is None:
-        raise ConfigError(f"policy {text!r}: write a name, or name(setting=value, ...); names: {' '.join(POLICIES)}")
-    name, settings = match[1], match[2] or ""
-    found = _find_policy(name)
+    try:
+        name, settings = _parts(text)
+        module, _, attribute = POLICIES.locate(name).partition(":")
+    except ValueError as error:
+        raise ConfigError(f"policy {text!r}: {error}") from error
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"policy {name!r} cannot be imported: {error}") from error
     if not all(callable(getattr(found, method, None)) for method in ("pick", "assign")):
         raise ConfigError(f"policy {name!r}: {found!r} has no methods pick and assign (see tq.policies.Policy)")
     try:
-        policy: Policy = found(**_settings(settings))
+        policy: Policy = found(**_settings(settings[1:-1]))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"policy {text!r}: {error}") from error
     return policy
 
 
-def _find_policy(name: str) -> Any:
-    if name in POLICIES:
-        return POLICIES[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        near = get_close_matches(name, POLICIES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"unknown policy {name!r}: use one of {' '.join(POLICIES)}, or module:Class{hint}")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"policy {name!r} cannot be imported: {error}") from error
+def _parts(text: str) -> tuple[str, str]:
+    """Return the name, and its settings in their parentheses, if there are any; raises ValueError."""
+    match = re.fullmatch(r"([\w.:-]+)\s*(\(.*\))?", text.strip())
+    if match is None:
+        raise ValueError("write a name, or name(setting=value, ...)")
+    return match[1], match[2] or ""
 
 
 def _settings(text: str) -> dict[str, Any]:

@@ -7,23 +7,57 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from asyncflow.registry import Registry
 from asyncflow.run_files import CONFIG_FILE
 from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
+from tq.policies import policy_name
 from weightsync.config import WeightSyncConfig
 from workers.algorithms.config import AlgorithmConfig, GRPOConfig
-from workers.data.config import DataConfig, HubPart
+from workers.data.config import HELD_OUT_SOURCES, DataConfig, HubPart
 from workers.engines.megatron.config import MegatronConfig
 from workers.engines.openai.config import OpenAIConfig
 from workers.engines.sim.config import SimConfig
 from workers.engines.vllm.config import VllmConfig
 from workers.rewards.config import RewardConfig
-from workers.rollout.config import RolloutConfig, SamplingConfig, Temperature
+from workers.rollout.config import ENGINES, RolloutConfig, SamplingConfig, Temperature
 from workers.tasks.config import UserTaskConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+TRAIN_ENGINES = Registry(
+    "asyncflow.actor_engines",
+    {
+        "fsdp": "workers.engines.fsdp.engine:FsdpEngine.of_run",
+        "megatron": "workers.engines.megatron.engine:MegatronEngine.of_run",
+        "sim": "workers.engines.sim.engine:SimTrainEngine.of_run",
+    },
+)
+"""What `actor.engine` may say."""
+EVALUATE_ENGINES = Registry(ENGINES.group, {name: at for name, at in ENGINES.built_in.items() if name != "openai"})
+"""What `evaluate.engine` may say: servers hold the weights of one version, the rollout's."""
+REF_ENGINES = Registry(
+    "asyncflow.ref_engines",
+    {
+        "hf": "workers.engines.hf.frozen:FrozenModel.of_run",
+        "fsdp": "workers.engines.fsdp.engine:FsdpFrozenModel.of_run",
+        "megatron": "workers.engines.megatron.engine:MegatronFrozenModel.of_run",
+        "sim": "workers.engines.sim.engine:SimFrozenModel.of_run",
+    },
+)
+"""What `ref.engine` may say."""
+LOGGERS = Registry(
+    "asyncflow.loggers",
+    {
+        "tensorboard": "launcher.loggers.backends:TensorBoard",
+        "wandb": "launcher.loggers.backends:Wandb",
+        "swanlab": "launcher.loggers.backends:SwanLab",
+        "mlflow": "launcher.loggers.backends:MLflow",
+        "trackio": "launcher.loggers.backends:Trackio",
+    },
+)
+"""What `loggers[].name` may say; a built-in one has the name of its library, and of its extra."""
 
 
 class ModelConfig(Settings):
@@ -93,9 +127,11 @@ class TrainingConfig(Settings):
 class ActorConfig(TrainingConfig):
     """Training."""
 
-    engine: Literal["fsdp", "megatron", "sim"] = "fsdp"
+    engine: Annotated[str, AfterValidator(TRAIN_ENGINES.resolve)] = "fsdp"
     """Training engine; `fsdp`: FSDP2 over all actor ranks; `megatron`: tensor, pipeline and data parallelism, see
-    `actor.megatron`; `sim`: sleeps, see `sim`."""
+    `actor.megatron`; `sim`: sleeps, see `sim`; a class of yours, `module:Class` (docs/engines.md)."""
+    engine_options: dict[str, Any] = Field({})
+    """Settings of an engine of yours, checked by its `Config`."""
     megatron: MegatronConfig = MegatronConfig()
     num_mini_batches: int = Field(1, ge=1)
     """Optimizer updates per pass over a step's batch: it is cut into so many mini-batches of whole groups. A step makes
@@ -150,9 +186,12 @@ class CriticConfig(TrainingConfig):
 class RefConfig(Settings):
     """The frozen reference; all of it holds for `actor_fwd`, too."""
 
-    engine: Literal["hf", "fsdp", "megatron", "sim"] = "hf"
+    engine: Annotated[str, AfterValidator(REF_ENGINES.resolve)] = "hf"
     """`hf`: transformers, each rank has a copy. `fsdp`: FSDP2, `shards` ranks have a copy and divide its rows;
-    `megatron`: the ranks of `ref.megatron` have a copy. `sim`: sleeps, see `sim`."""
+    `megatron`: the ranks of `ref.megatron` have a copy. `sim`: sleeps, see `sim`. A class of yours, `module:Class`
+    (docs/engines.md), has a copy a rank, and `actor_fwd` is transformers' beside it."""
+    engine_options: dict[str, Any] = Field({})
+    """Settings of an engine of yours, checked by its `Config`."""
     shards: int = Field(1, ge=1)
     """With `fsdp`: ranks that have a copy together."""
     megatron: MegatronConfig = MegatronConfig()
@@ -179,7 +218,7 @@ class EvaluateConfig(HubPart):
 
     path: str | None = None
     """Held-out prompts, as `data.path`, with the fields and templates of `data`; the role needs it, or `source`."""
-    source: str | None = None
+    source: Annotated[str, AfterValidator(HELD_OUT_SOURCES.resolve)] | None = None
     """Instead of `path`: `module:Class`, as `data.source`; its seeds are none that training sees."""
     options: dict[str, Any] = Field({})
     """Arguments by name that `source` is made with."""
@@ -189,8 +228,10 @@ class EvaluateConfig(HubPart):
     """Take the first so many prompts; 0: all. A source without `len()` needs it."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Responses per prompt."""
-    engine: Literal["hf", "vllm", "sim"] = "hf"
+    engine: Annotated[str, AfterValidator(EVALUATE_ENGINES.resolve)] = "hf"
     """Generating engine; see `rollout.engine`."""
+    engine_options: dict[str, Any] = Field({})
+    """As `rollout.engine_options`."""
     temperature: Temperature = Field(0.0, ge=0)
     """Sampling temperature; 0: greedy, every token is the likeliest."""
     top_p: float | None = Field(None, gt=0, le=1)
@@ -230,7 +271,8 @@ class EvaluateConfig(HubPart):
 
     def sampling(self, rollout: RolloutConfig) -> SamplingConfig:
         """Return how held-out prompts are answered; what is null here is as in the rollout."""
-        own = {name: getattr(self, name) for name in ("engine", "temperature", "top_p", "top_k", "max_response_tokens")}
+        names = ("engine", "engine_options", "temperature", "top_p", "top_k", "max_response_tokens")
+        own = {name: getattr(self, name) for name in names}
         given = {name: value for name, value in own.items() if value is not None}
         inherited = {name: getattr(rollout, name) for name in SamplingConfig.model_fields}
         return SamplingConfig.model_validate(inherited | given)
@@ -290,7 +332,7 @@ class LauncherConfig(Settings):
 class LoggerConfig(Settings):
     """A place where people look at runs (docs/loggers.md). A name alone will do: `loggers: [tensorboard]`."""
 
-    name: str
+    name: Annotated[str, AfterValidator(LOGGERS.resolve)]
     """`tensorboard`, `wandb`, `swanlab`, `mlflow`, `trackio`, or a class of yours, `module:Class`."""
     options: dict[str, Any] = Field({})
     """Arguments by name, e.g. `{mode: offline, project: sums}` for wandb."""
@@ -393,10 +435,7 @@ class RunConfig(Settings):
         Args:
             training: of the model that the rank trains.
         """
-        from tq.policies import TokenBudget, load_policy
-
-        fills_budgets = isinstance(load_policy(self.tq.policy), TokenBudget)
-        return training.max_tokens_per_micro_batch if fills_budgets else 0
+        return training.max_tokens_per_micro_batch if policy_name(self.tq.policy) == "token-budget" else 0
 
     @property
     def critic_only_steps(self) -> int:

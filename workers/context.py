@@ -26,7 +26,7 @@ from asyncflow.sealed_store import SealedStore, connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client.queue_client import QueueClient
-from workers.calls.user_function import search_beside
+from workers.calls.user_function import extend_path, search_beside
 from workers.checkpoint.files import CheckpointMeta
 from workers.config import RunConfig
 from workers.data.task_source import data_identity
@@ -62,6 +62,7 @@ class WorkerContext:
         self.run_dir = run_dir
         self.config = RunConfig.load(run_dir)
         search_beside(self.config.code_directory)
+        extend_path()  # for a policy of the user's, which the queue imports
         self.job = Job.load(run_dir)
         self.gang: GangSpec = self.job.gang(gang)
         self.rank = int(os.environ.get("RANK", "0"))

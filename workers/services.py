@@ -52,7 +52,12 @@ _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
         *(config.rollout.model_dump(include=_OWN), config.model.renderer),
     ),
     "rewards": lambda config: config.reward,
-    _REFERENCE: lambda config: (config.ref.engine, config.model.dtype, config.algorithm.ref_update_interval),
+    _REFERENCE: lambda config: (
+        config.ref.engine,
+        config.ref.engine_options,
+        config.model.dtype,
+        config.algorithm.ref_update_interval,
+    ),
     "compute_advantages_and_returns": lambda config: config.algorithm,
 }
 """Task -> what its outputs depend on beside its inputs. Tasks that are not here, nor users', are done again."""

@@ -1,7 +1,7 @@
 """How a step's samples divide over actor ranks and micro-batches, and which numbers would fit if they do not. Pure."""
 
 from asyncflow.errors import ConfigError
-from tq.policies import TokenBudget, load_policy
+from tq.policies import policy_name
 from workers.config import RunConfig
 
 
@@ -71,13 +71,7 @@ def check_token_budget(config: RunConfig) -> None:
     Raises:
         ConfigError: they have none, or the schedule wants rounds of rows.
     """
-    policy = load_policy(config.tq.policy)
-    if config.deterministic and getattr(policy, "window", 1) > 1:
-        raise ConfigError(
-            f"tq.policy: {config.tq.policy} cannot be with deterministic: true, since it chooses among the rows that "
-            f"are ready; add window=1 to it, or set deterministic to false"
-        )
-    if not isinstance(policy, TokenBudget):
+    if policy_name(config.tq.policy) != "token-budget":
         return
     for role in sorted({"actor", "critic"} & config.roles.keys()):
         if not getattr(config, role).max_tokens_per_micro_batch:

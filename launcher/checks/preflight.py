@@ -25,7 +25,7 @@ from launcher.checks.rollouts import check_own_rollouts, check_rollout_code
 from launcher.config.paths import check_makeable
 from launcher.run.placement import place_gangs
 from launcher.run.rundir import OWN_NAMES
-from tq.policies import load_policy
+from tq.policies import policy_name
 from workers.admission.task_sampler import try_sampler
 from workers.algorithms.group_filter import check_group_filter
 from workers.calls.user_function import check_function, search_beside
@@ -44,6 +44,7 @@ from workers.engines.model_files import (
     read_model_config,
     tensor_shapes,
 )
+from workers.outside import check_policy
 from workers.rewards.load import check_reward
 from workers.tasks.dataflow import PlacedTask, place_tasks
 from workers.tasks.graph import graph_of
@@ -265,10 +266,8 @@ def _check_evaluate(config: RunConfig) -> None:
 
 def _check_queue(config: RunConfig) -> None:
     """Refuse limits under which a step could never be completed, and a policy that does not exist."""
-    try:
-        load_policy(config.tq.policy)
-    except ConfigError as error:
-        raise ConfigError(f"tq.policy: {error}") from error
+    if ":" not in policy_name(config.tq.policy):  # else `workers.outside` did
+        check_policy(config)
     check_token_budget(config)
     schedule, limit = config.schedule, config.tq.max_live_rows
     if 0 < limit < schedule.live_rows:

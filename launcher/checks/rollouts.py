@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
-from workers.agents.worker import BUILT_IN
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import check_function
 from workers.config import RunConfig
+from workers.rollout.config import FUNCTIONS
 from workers.tasks.dataflow import TRAINERS
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def check_rollout_code(config: RunConfig) -> None:
     if not own.is_own:
         return
     for field, name in (("rollout.function", own.function), ("rollout.agent", own.agent)):
-        if name is not None and name not in BUILT_IN:
+        if name is not None and name not in FUNCTIONS.built_in:
             check_function(name, field=field)
     for name in own.tools:
         check_function(name, field="rollout.tools")

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from asyncflow.settings import as_advice
 from launcher.config.reference import key_paths
 from launcher.config.yaml_file import YamlFile
-from workers.algorithms.config import ALGORITHMS, PolicyConfig
+from workers.algorithms.config import ALGORITHMS, NAMES, PolicyConfig
 from workers.config import RunConfig
 
 _ADVICE = {
@@ -167,18 +167,14 @@ def _leaf(name: str) -> str:
 
 
 def _unknown_algorithm(section: Any, origins: Origins) -> str:
-    names = list(ALGORITHMS)
     if not isinstance(section, Mapping):
         where = origins.of((_ALGORITHM,))
         return (
             f"algorithm: {reprlib.repr(section)} cannot be used{where}; give a section of `key: value` lines, whose "
-            f"name is one of {' '.join(names)} or module:Class"
+            f"name is one of {' '.join(ALGORITHMS)} or module:Class"
         )
-    given = section["name"]
-    near = difflib.get_close_matches(str(given), names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    where = origins.of((_ALGORITHM, "name"))
-    return f"algorithm.name: {given!r} cannot be used{where}; it must be one of {' '.join(names)} or module:Class{hint}"
+    given, where = section["name"], origins.of((_ALGORITHM, "name"))
+    return f"algorithm.name: {given!r} cannot be used{where}; {NAMES.refusal(str(given))}"
 
 
 def _algorithm_hint(algorithm: str, key: str) -> str:

@@ -21,11 +21,9 @@ from launcher.config.hub import is_hub_name, located_data, located_model, snapsh
 from launcher.config.paths import packaged_recipes, user_path
 from launcher.config.yaml_file import parse_value, read_yaml
 from tq.config import ScheduleMode
-from workers.algorithms.config import OutsideConfig
-from workers.algorithms.outside import resolve
-from workers.calls.user_function import search_beside
 from workers.config import RunConfig
 from workers.data.config import DataConfig, HubPart
+from workers.outside import resolve
 from workers.tasks.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
 
 _PATHS = ("model", "critic", "data", "evaluate")
@@ -72,7 +70,9 @@ def load_config(
     if model is not None:
         located = _located(model, "reward.model", source, options)
         resolved["reward"] = config.reward.model_copy(update={"model": located})
-    return config.model_copy(update=resolved)
+    config = resolve(config.model_copy(update=resolved))
+    _refuse_surprises(values, config.model_dump(mode="python"), origins, ())  # now in outside classes' settings, too
+    return config
 
 
 def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
@@ -178,9 +178,6 @@ def _validate(values: Mapping[Any, Any], origins: Origins, *, beside: Path) -> R
         raise ConfigError(explain(error, origins)) from error
     resolved = {"code_directory": str(user_path(config.code_directory or ".", "code_directory", beside=beside))}
     config = config.model_copy(update=resolved)
-    if isinstance(config.algorithm, OutsideConfig):
-        search_beside(config.code_directory)
-        config = config.model_copy(update={"algorithm": resolve(config.algorithm)})
     _refuse_surprises(values, config.model_dump(mode="python"), origins, ())
     schedule = config.schedule
     if schedule.staleness_bound < schedule.max_staleness:

@@ -7,7 +7,6 @@ import html
 import os
 import time
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from asyncflow.errors import ConfigError
@@ -16,6 +15,7 @@ from asyncflow.run_files import LOGGERS
 from launcher.checks.engine_libraries import is_installed
 from launcher.loggers.base import COLUMNS, Histogram, LoggedRun, Logger
 from workers.calls.user_function import check_function, load_function
+from workers.config import LOGGERS as NAMES
 from workers.config import LoggerConfig
 
 TABLE = "shown_samples"
@@ -168,12 +168,8 @@ class MLflow(Logger):
         self._client.set_terminated(self.id)
 
 
-BUILT_IN = {"tensorboard": TensorBoard, "wandb": Wandb, "swanlab": SwanLab, "mlflow": MLflow, "trackio": Trackio}
-"""Name, which is that of its library and of its extra, too -> class."""
-
-
 def check_loggers(loggers: Sequence[LoggerConfig]) -> None:
-    """Raise ConfigError for an unknown name, one that is given twice, or a library or module that is not here."""
+    """Raise ConfigError for a name that is given twice, or a library or module that is not here."""
     names = [logger.name for logger in loggers]
     for number, name in enumerate(names):
         field = f"loggers.{number}.name"
@@ -181,18 +177,14 @@ def check_loggers(loggers: Sequence[LoggerConfig]) -> None:
             raise ConfigError(f"{field}: {name} is given twice; give it once")
         if ":" in name:
             check_function(name, field=field)
-        elif name not in BUILT_IN:
-            near = get_close_matches(name, BUILT_IN, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(BUILT_IN)}, or module:Class"
-            raise ConfigError(f"{field}: unknown logger {name!r}; {hint}")
         elif not is_installed(name):
             raise ConfigError(f"{field}: {name} is not installed here; {pip_line(name)}, or leave it out")
 
 
 def make_logger(config: LoggerConfig, run: LoggedRun) -> Logger:
     """Return a logger; in its own process, since this imports its library, or the user's module."""
-    made = BUILT_IN.get(config.name) or load_function(config.name, field="loggers", arguments=None)
-    logger: Logger = made(run, **config.options)
+    kind = load_function(NAMES.locate(config.name), field="loggers", arguments=None)
+    logger: Logger = kind(run, **config.options)
     return logger
 
 

@@ -105,3 +105,14 @@ def test_every_fed_row_is_trained_once_though_the_feeder_and_the_lead_controller
     assert "the feed ended: its last 2 rows fill no step" in out + err
     command.check_ledger(run_dir, groups_per_step=4, last=5)
     assert [line["row"] for line in command.lines(run_dir / "feed.jsonl") if "row" in line] == rows
+
+
+def test_an_engine_outside_of_the_package_generates_what_is_trained(tmp_path: Path) -> None:
+    own = ("--set", "rollout.engine=custom_engine:PlainEngine", "--set", f"code_directory={EXAMPLES}")
+    roles = ("--roles", "rollout:1,actor:1", "--set", "rollout.engine_options.tokens_per_step=2")
+    finished = command.run("--run-dir", "run", *SMALL, *roles, *own, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    command.check_ledger(tmp_path / "run", groups_per_step=8, last=3)
+    for line in command.lines(tmp_path / "run" / "metrics.jsonl"):
+        difference = line["rollout_log_prob_diff_mean"]  # null: none is on-policy
+        assert difference is None or difference < 1e-4

@@ -12,7 +12,7 @@ ROWS = [row for row in TABLE.read_text().splitlines() if row.startswith("| ") an
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.split(" | ")[0].removeprefix("| ") for row in ROWS])
 def test_a_promise_names_tests_that_exist(row: str) -> None:
-    found = re.findall(r"`([\w/]+\.py)::(\w+)`", row)
+    found = re.findall(r"`([\w/.]+\.py)::(\w+)`", row)
     assert len(found) == row.count("::")
     for path, name in found:
         assert re.search(rf"^(def {name}\(|{name} = )", (TESTS / path).read_text(), re.MULTILINE), f"{path}::{name}"

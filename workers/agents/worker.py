@@ -50,13 +50,13 @@ from workers.agents.wire import (
 from workers.calls.child import outlive_stop_signals
 from workers.calls.user_function import load_function
 from workers.rewards.base import finite
+from workers.rollout.config import FUNCTIONS
 
 NOBODY = -1
 """In the shared page: no rollout's code runs."""
 MARK = struct.Struct("q")
 OUT_OF_MEMORY = 77
 """Exit code."""
-BUILT_IN = {"tools": "workers.agents.tools:rollout"}
 """Rollout functions of ours, by name."""
 
 _run: contextvars.ContextVar[int] = contextvars.ContextVar("run", default=NOBODY)
@@ -253,7 +253,7 @@ def load_rollout(function: str | None, agent: str | None) -> Callable[..., Any]:
         field, name, arguments = "rollout.agent", agent, ("task", "base_url", "api_key")
     else:
         assert function is not None, "an agent's program is not called from here"
-        field, name, arguments = "rollout.function", BUILT_IN.get(function, function), ("task", "model", "context")
+        field, name, arguments = "rollout.function", FUNCTIONS.locate(function), ("task", "model", "context")
     if agent is None and isinstance(load_function(name, field=field, arguments=None), type):
         name += ".rollout"  # an environment
     found = load_function(name, field=field, arguments=arguments)

@@ -8,12 +8,14 @@ PolicyConfig            what every policy loss has
 PPOClipConfig           PPO's clip and the dual one, of all but CISPO and DPPO
 """
 
+import contextlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator
 
+from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 
 
@@ -331,12 +333,11 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
 class OutsideConfig(KlLossConfig):
     """An algorithm of your own: a class outside the package, with settings of its own beside those of every algorithm.
 
-    The launcher has a child import it and check its settings (`workers.algorithms.outside`); here they are as it
-    resolved them.
+    The launcher has a child import it and check its settings (`workers.outside`); here they are as it resolved them.
     """
 
     model_config = ConfigDict(extra="allow")
-    name: str = "module:Class"
+    name: Annotated[str, AfterValidator(lambda name: NAMES.resolve(name))] = "module:Class"
     """`module:Class`, a `workers.algorithms.algorithm.Algorithm`."""
     reads: tuple[str, ...] = ("rewards",)
     """Columns that its advantages are computed from; leave it out: its `Config` says so."""
@@ -366,11 +367,16 @@ ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
 )
 """Name -> settings, which name the class."""
 
+NAMES = Registry("asyncflow.algorithms", {name: kind.implementation for name, kind in ALGORITHMS.items()})
+"""What `algorithm.name` may say."""
+
 
 def _name_of(section: Any) -> Any:
     """Return the algorithm that a section is of; without a name it is GRPO."""
     name = section.get("name", "grpo") if isinstance(section, Mapping) else getattr(section, "name", None)
-    return "outside" if isinstance(name, str) and ":" in name else name
+    with contextlib.suppress(ValueError):  # a name that does not exist has no settings, either
+        return "outside" if isinstance(name, str) and ":" in NAMES.resolve(name) else name
+    return name
 
 
 AlgorithmConfig = Annotated[

@@ -1,16 +1,22 @@
 """Settings of the data. Torch-free."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from asyncflow.registry import Registry
 from asyncflow.settings import Settings
+
+FEED = "feed"
+"""`data.source` of a run whose rows come from processes outside."""
+SOURCES = Registry("asyncflow.data_sources", {FEED: "workers.data.feed_file:FeedFile"})
+"""What `data.source` may say."""
+HELD_OUT_SOURCES = Registry(SOURCES.group, {})
+"""What `evaluate.source` may say."""
 
 BLOCK = 1000
 """Groups in which a mixture has its weights exactly."""
-FEED = "feed"
-"""`data.source` of a run whose rows come from processes outside."""
 
 
 class HubPart(Settings):
@@ -50,7 +56,7 @@ class DataConfig(HubPart):
     directory of such files (extra `data`). Relative: beside the config file, else in the working directory."""
     mixture: tuple[MixtureSource, ...] = ()
     """Instead of `path`: several, with weights."""
-    source: str | None = None
+    source: Annotated[str, AfterValidator(SOURCES.resolve)] | None = None
     """Instead of `path`: `module:Class` with `task(seed, index) -> dict`, a row like a line of the file; the same
     arguments must give the same row. `len()` of it is an epoch; without one the tasks never end. `feed`: processes
     outside put the rows while the run goes on (docs/outside.md)."""

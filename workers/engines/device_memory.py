@@ -72,18 +72,19 @@ class ModelSizes:
 
 
 def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
-    """Return what each rank (the fullest one) of a role with a model has on its device; simulated ones are left out."""
+    """Return what each rank (the fullest one) of a role with a model has on its device; of simulated ones, and
+    users' own, nothing is known."""
     roles: dict[str, Parts] = {}
     copy = DTYPE_BYTES[config.model.dtype]
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     divided = config.ref.shards if config.ref.engine == "fsdp" else 1
     scored = -(-config.ref.micro_batch_size // divided) * longest
     for role, ranks in config.roles.items():
-        if role == "actor" and config.actor.engine != "sim":
+        if role == "actor" and config.actor.engine in ("fsdp", "megatron"):
             roles[role] = _actor(config, model, ranks, longest)
         elif role == "critic":
             roles[role] = fsdp_memory(model, config.critic, ranks, _tokens(config.critic, longest))
-        elif role in ("ref", "actor_fwd") and config.ref.engine != "sim":
+        elif role in ("ref", "actor_fwd") and config.ref.engine in ("hf", "fsdp", "megatron"):
             roles[role] = frozen_memory(model, copy, scored, config.ref)
         elif role in ("rollout", "evaluate"):
             sampling = config.rollout if role == "rollout" else config.evaluate.sampling(config.rollout)

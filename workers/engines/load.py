@@ -3,21 +3,33 @@
 Called by rollout, actor, reference, rewards and evaluation. An engine is imported only when it is chosen.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asyncflow.errors import ConfigError
 from asyncflow.process import keep_freed_memory
-from workers.config import RunConfig
+from asyncflow.registry import Registry
+from asyncflow.settings import Settings
+from workers.calls.user_class import load_class, own_settings
+from workers.calls.user_function import load_function
+from workers.config import REF_ENGINES, TRAIN_ENGINES, RunConfig
 from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
-from workers.engines.model_files import max_positions
+from workers.engines.setup import EngineSetup
 from workers.rewards.config import RewardModelConfig
-from workers.rollout.config import SamplingConfig
+from workers.rollout.config import ENGINES, SamplingConfig
 
 if TYPE_CHECKING:
     from workers.engines.hf.frozen import RewardModel
+
+_PROTOCOLS: Mapping[str, Any] = {
+    ENGINES.group: GenerateEngine,
+    TRAIN_ENGINES.group: TrainEngine,
+    REF_ENGINES.group: FrozenEngine,
+}
+"""Group of entry points -> what a class of it fulfils."""
 
 
 def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device: torch.device) -> GenerateEngine:
@@ -31,50 +43,9 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
     Raises:
         ConfigError: see the engine.
     """
-    model_dir = Path(config.model.path)
-    match sampling.engine:
-        case "hf":
-            from workers.engines.hf.engine import HfEngine
-
-            return HfEngine(model_dir, config.model, sampling=sampling, device=device)
-        case "vllm":
-            from workers.engines.vllm.engine import VllmEngine
-
-            return VllmEngine(
-                model_dir,
-                config.model,
-                config.vllm,
-                sampling=sampling,
-                max_prompt_tokens=_longest_prompt(config, sampling),
-                device=device,
-            )
-        case "openai":
-            from workers.engines.openai.engine import OpenAIEngine
-
-            return OpenAIEngine(model_dir, config.model, config.openai, sampling=sampling)
-        case "sim":
-            from workers.engines.sim.engine import SimGenerateEngine, SimLengths
-
-            per_step = config.schedule.rollout_batch_size * config.schedule.n_samples_per_prompt
-            lengths = SimLengths(config.sim, samples_per_step=per_step, seed=config.seed)
-            return SimGenerateEngine(
-                config.sim,
-                lengths,
-                num_slots=sampling.batch_size,
-                max_response_tokens=sampling.max_response_tokens,
-            )
-
-
-def _longest_prompt(config: RunConfig, sampling: SamplingConfig) -> int:
-    """Return the longest prompt of a call (tokens); those of later turns hold what came before."""
-    if not config.rollout.is_own:
-        return config.data.max_prompt_tokens
-    context = config.rollout.max_context_tokens or max_positions(Path(config.model.path))
-    if context is None:
-        raise ConfigError(
-            "rollout.max_context_tokens: is 0, and the model's config.json names no number of positions; set it"
-        )
-    return context - sampling.max_response_tokens
+    setup = EngineSetup(config, device, sampling.engine_options, sampling)
+    engine: GenerateEngine = _made(ENGINES, "rollout", sampling.engine, setup)
+    return engine
 
 
 def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None) -> FrozenEngine:
@@ -84,11 +55,9 @@ def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: P
     Raises:
         ConfigError: see the engine.
     """
-    if config.ref.engine == "sim":
-        from workers.engines.sim.engine import SimFrozenModel
-
-        return SimFrozenModel(config.sim, s_per_token=config.sim.ref_s_per_token)
-    return _frozen_model(config, device=device, weights_dir=weights_dir)
+    setup = EngineSetup(config, device, config.ref.engine_options, config.rollout, weights_dir)
+    engine: FrozenEngine = _made(REF_ENGINES, "ref", config.ref.engine, setup)
+    return engine
 
 
 def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "RewardModel":
@@ -107,7 +76,8 @@ def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngi
     """Return a copy of the policy that only computes log-probabilities, with the initial weights; collective over the
     ranks that share it.
 
-    It is simulated where `actor.engine` is, so both hold the same parameters.
+    It is simulated where `actor.engine` is, so both hold the same parameters; else it is the reference's, but for an
+    engine outside of the package, beside which it is transformers'.
 
     Raises:
         ConfigError: see the engine.
@@ -116,7 +86,9 @@ def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngi
         from workers.engines.sim.engine import SimFrozenModel
 
         return SimFrozenModel(config.sim, s_per_token=config.sim.policy_forward_s_per_token)
-    return _frozen_model(config, device=device)
+    name = config.ref.engine if config.ref.engine in ("fsdp", "megatron") else "hf"
+    engine: FrozenEngine = _made(REF_ENGINES, "ref", name, EngineSetup(config, device, {}, config.rollout))
+    return engine
 
 
 def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine:
@@ -126,29 +98,9 @@ def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine
         ConfigError: see the engine.
     """
     _prepare(device)
-    model_dir = Path(config.model.path)
-    temperature = config.rollout.temperature
-    actor = config.actor.for_run(config.steps, begins_after=config.critic_only_steps)
-    match actor.engine:
-        case "fsdp":
-            from workers.engines.fsdp.engine import FsdpEngine
-
-            return FsdpEngine(model_dir, actor=actor, temperature=temperature, device=device, seed=config.seed)
-        case "megatron":
-            from workers.engines.megatron.engine import MegatronEngine
-
-            return MegatronEngine(
-                model_dir,
-                actor=actor,
-                temperature=temperature,
-                device=device,
-                seed=config.seed,
-                timeout_s=config.launcher.operation_timeout_s,
-            )
-        case "sim":
-            from workers.engines.sim.engine import SimTrainEngine
-
-            return SimTrainEngine(config.sim, lr=config.actor.lr)
+    setup = EngineSetup(config, device, config.actor.engine_options, config.rollout)
+    engine: TrainEngine = _made(TRAIN_ENGINES, "actor", config.actor.engine, setup)
+    return engine
 
 
 def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine:
@@ -165,40 +117,32 @@ def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine
     return FsdpValueEngine(model_dir, training, device=device, seed=config.seed)
 
 
+def outside_engine(registry: Registry, section: str, name: str, options: Mapping[str, Any]) -> tuple[Any, Settings]:
+    """Import an engine outside of the package; return its class, and the options as its own `Config` has them.
+
+    Args:
+        registry: of its kind.
+        section: of the configuration that names it.
+        name: `module:Class`.
+        options: as the configuration has them.
+
+    Raises:
+        ConfigError: there is no such class, it lacks a method, or refuses an option.
+    """
+    protocol = _PROTOCOLS[registry.group]
+    methods = [each for each in dir(protocol) if not each.startswith("_") and callable(getattr(protocol, each))]
+    kind = load_class(name, field=f"{section}.engine", methods=methods)
+    return kind, own_settings(kind, options, name=name, section=f"{section}.engine_options", base=Settings)
+
+
+def _made(registry: Registry, section: str, name: str, setup: EngineSetup) -> Any:
+    if name in registry.built_in:
+        return load_function(registry.locate(name), field=f"{section}.engine", arguments=None)(setup)
+    kind, options = outside_engine(registry, section, name, setup.options)
+    return kind(replace(setup, options=options))
+
+
 def _prepare(device: torch.device) -> None:
     """Have this process keep freed memory, which every pass allocates again; accelerators' allocators do so anyway."""
     if device.type == "cpu":
         keep_freed_memory()
-
-
-def _frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None = None) -> FrozenEngine:
-    model_dir, temperature = Path(config.model.path), config.rollout.temperature
-    computation = config.ref.computation(config.model.dtype)
-    match config.ref.engine:
-        case "fsdp":
-            from workers.engines.fsdp.engine import FsdpFrozenModel
-
-            return FsdpFrozenModel(
-                model_dir, computation, temperature=temperature, device=device, weights_dir=weights_dir or model_dir
-            )
-        case "megatron":
-            from workers.engines.megatron.engine import MegatronFrozenModel
-
-            return MegatronFrozenModel(
-                model_dir,
-                computation,
-                temperature=temperature,
-                device=device,
-                weights_dir=weights_dir or model_dir,
-                timeout_s=config.launcher.operation_timeout_s,
-            )
-    from workers.engines.hf.frozen import FrozenModel
-
-    return FrozenModel(
-        model_dir,
-        config.model,
-        temperature=temperature,
-        device=device,
-        weights_dir=weights_dir,
-        shared_prompt=config.ref.shared_prompt,
-    )

@@ -1,10 +1,25 @@
 """Settings of rewards: functions, scorers, reward models. Torch-free."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
+from asyncflow.registry import Registry
 from asyncflow.settings import Settings
+
+REWARDS = Registry(
+    "asyncflow.rewards",
+    {
+        "exact": "workers.rewards.load:exact_reward",
+        "digits": "workers.rewards.load:digits_reward",
+        "math": "workers.rewards.math:math_reward",
+        "math_verify": "workers.rewards.in_child:verified_math",
+        "regex": "workers.rewards.in_child:last_match",
+    },
+    "module:function or a URL",
+)
+"""What `reward.function` may say; the last two run in child processes, as users' functions do."""
+ISOLATED = ("math_verify", "regex")
 
 
 class RewardModelConfig(Settings):
@@ -42,7 +57,7 @@ class RewardModelConfig(Settings):
 class RewardConfig(Settings):
     """How a response is scored."""
 
-    function: str = "exact"
+    function: Annotated[str, AfterValidator(REWARDS.resolve)] = "exact"
     """`exact`; `digits`; `math`: final numbers; `math_verify`: final formulas, by the library of that name; `regex`:
     what `pattern` finds; any Python callable, also `async def`, as `module:function`; a remote scorer,
     `http://HOST:PORT/PATH` (docs/rewards.md)."""

@@ -1,15 +1,10 @@
 """Finds the reward function that the config names, and has the simplest ones. Torch-free."""
 
-from collections.abc import Mapping
-from difflib import get_close_matches
-from types import MappingProxyType
-
 from asyncflow.errors import ConfigError
-from workers.calls.user_function import check_function
+from workers.calls.user_function import check_function, load_function
 from workers.rewards.base import Score, ScoreFunction
-from workers.rewards.config import RewardConfig
+from workers.rewards.config import ISOLATED, REWARDS, RewardConfig
 from workers.rewards.in_child import FIELD, GROUP_FIELD, compile_pattern
-from workers.rewards.math import math_reward
 from workers.rewards.math_verify import check_installed
 from workers.rewards.pooled import PooledReward
 from workers.rewards.remote import RemoteReward, check_url, is_url
@@ -34,22 +29,15 @@ def digits_reward(prompt: str, response: str, answer: str) -> Score:
     return Score(0.5 * float(correct) + 0.5 * (1.0 if correct else share), correct)
 
 
-BUILT_IN: Mapping[str, ScoreFunction] = MappingProxyType(
-    {"exact": exact_reward, "digits": digits_reward, "math": math_reward}
-)
-ISOLATED = ("math_verify", "regex")
-"""Built-in ones that run in child processes, as users' functions do."""
-
-
 def load_reward(config: RewardConfig) -> ScoreFunction:
     """Return the function that scores a response: (prompt, response, answer) -> Score.
 
     Raises:
-        ConfigError: unknown name, or a user's module or function that cannot be imported.
+        ConfigError: a user's module or function that cannot be imported.
     """
     check_reward(config)
-    if config.function in BUILT_IN:
-        return BUILT_IN[config.function]
+    if config.function in REWARDS.built_in and config.function not in ISOLATED:
+        return load_function(REWARDS.locate(config.function), field=FIELD, arguments=None)
     if is_url(config.function):
         return RemoteReward(config)
     reward = PooledReward(config)
@@ -62,7 +50,7 @@ def check_reward(config: RewardConfig) -> None:
     """Check that `load_reward` will find the function, without running a user's module.
 
     Raises:
-        ConfigError: unknown name, or no such module.
+        ConfigError: no such module, or another setting does not fit it.
     """
     name = config.function
     if config.group_function is not None:
@@ -77,8 +65,3 @@ def check_reward(config: RewardConfig) -> None:
         check_url(name)
     elif ":" in name:
         check_function(name, field=FIELD)
-    elif name not in BUILT_IN:
-        known = (*BUILT_IN, *ISOLATED)
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}, module:function, or a URL"
-        raise ConfigError(f"reward.function: unknown reward {name!r}; {hint}")

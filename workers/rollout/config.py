@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 from workers.engines.openai.config import check_address
 
@@ -18,13 +19,28 @@ def _is_drawable(temperature: float) -> float:
 
 Temperature = Annotated[float, AfterValidator(_is_drawable)]
 
+ENGINES = Registry(
+    "asyncflow.rollout_engines",
+    {
+        "hf": "workers.engines.hf.engine:HfEngine.of_run",
+        "vllm": "workers.engines.vllm.engine:VllmEngine.of_run",
+        "openai": "workers.engines.openai.engine:OpenAIEngine.of_run",
+        "sim": "workers.engines.sim.engine:SimGenerateEngine.of_run",
+    },
+)
+"""What `rollout.engine` and `evaluate.engine` may say."""
+FUNCTIONS = Registry("asyncflow.rollouts", {"tools": "workers.agents.tools:rollout"}, "module:function")
+"""What `rollout.function` may say."""
+
 
 class SamplingConfig(Settings):
     """What a generating engine needs to know."""
 
-    engine: Literal["hf", "vllm", "openai", "sim"] = "hf"
+    engine: Annotated[str, AfterValidator(ENGINES.resolve)] = "hf"
     """Generating engine; `hf`: transformers; `vllm`: see `vllm`; `openai`: servers of yours, see `openai`; `sim`:
-    sleeps, see `sim`."""
+    sleeps, see `sim`; a class of yours, `module:Class` (docs/engines.md)."""
+    engine_options: dict[str, Any] = Field({})
+    """Settings of an engine of yours, checked by its `Config`."""
     batch_size: int = Field(64, ge=1)
     """Responses generated at the same time by one instance; rounded down to whole groups, at least one."""
     max_response_tokens: int = Field(ge=1)
@@ -73,7 +89,7 @@ class RolloutConfig(SamplingConfig):
     """Responses cut at `max_response_tokens`: `train` on them, or `mask` their loss."""
     samples_per_step: int = Field(8, ge=0)
     """Prompts with their responses written to `samples/` per step."""
-    function: str | None = None
+    function: Annotated[str, AfterValidator(FUNCTIONS.resolve)] | None = None
     """A rollout of yours, of any turns and samples: `async def` as `module:function`, an environment as
     `module:Class`, or `tools`, which calls `rollout.tools` until a reply calls none; null: one response to each prompt
     (docs/agents.md)."""

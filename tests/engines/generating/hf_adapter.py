@@ -4,19 +4,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
+from asyncflow.testing.adapter import Adapter
 from workers.config import ModelConfig
 from workers.engines.hf.engine import HfEngine
 from workers.rollout.config import SamplingConfig
-
-from .adapter import Adapter
 
 
 class HfAdapter(Adapter):
     """Runs in this process, on the CPU."""
 
     name = "hf"
+    marks = (pytest.mark.gate,)
     families = ("llama", "qwen2", "qwen3")
     on_swap = "recompute"
 
@@ -32,6 +33,7 @@ class HfKeepAdapter(HfAdapter):
     """`rollout.on_swap: keep`."""
 
     name = "hf-keep"
+    marks = ()
     families = ("llama",)
     on_swap = "keep"
     keeps_cache = True
@@ -41,5 +43,6 @@ class HfFinishAdapter(HfAdapter):
     """`rollout.on_swap: finish`."""
 
     name = "hf-finish"
+    marks = ()
     families = ("llama",)
     on_swap = "finish"

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+from asyncflow.testing.adapter import Adapter
 from workers.engines.sim.config import SimConfig
 from workers.engines.sim.engine import SimGenerateEngine, SimLengths, sim_shapes
 from workers.rollout.config import SamplingConfig
-
-from .adapter import Adapter
 
 _CONFIG = SimConfig(mean_tokens=12, sigma=0.8, decode_s_per_token=0.0005, parameters=64)
 
@@ -27,6 +27,7 @@ class SimAdapter(Adapter):
     """Runs in this process; its answers take milliseconds."""
 
     name = "sim"
+    marks = (pytest.mark.gate,)
     families = ()
 
     @contextmanager

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncflow.testing.adapter import Adapter
+from asyncflow.testing.tiny_model import MAX_POSITIONS
 from workers.config import ModelConfig
 from workers.engines.vllm.config import VllmConfig
 from workers.engines.vllm.engine import VllmEngine
 from workers.rollout.config import SamplingConfig
-
-from .adapter import Adapter
-from .tiny_model import MAX_POSITIONS
 
 
 class VllmAdapter(Adapter):

@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 import configs
+from asyncflow.testing.adapter import Adapter
+from asyncflow.testing.tiny_model import MAX_POSITIONS
 from workers.config import ModelConfig
 from workers.engines.openai.config import OpenAIConfig
 from workers.engines.openai.engine import OpenAIEngine
 from workers.rollout.config import SamplingConfig
 
-from .adapter import Adapter
-from .tiny_model import MAX_POSITIONS
 from .vllm_adapter import VllmAdapter
 
 _START_S = 900.0

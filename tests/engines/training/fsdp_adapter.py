@@ -1,20 +1,24 @@
 """`actor.engine: fsdp`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
+from asyncflow.testing.train_adapter import TrainAdapter
 from workers.config import ActorConfig
 from workers.engines.base import TrainEngine
 from workers.engines.fsdp.engine import FsdpEngine
 
-from .adapter import Adapter
 
-
-class FsdpAdapter(Adapter):
+class FsdpAdapter(TrainAdapter):
     """FSDP2 over Gloo; all ranks are data-parallel."""
 
     name = "fsdp"
+
+    def marks(self, layout: str) -> Sequence[pytest.MarkDecorator]:
+        return (pytest.mark.gate,) if layout == "2" else ()
 
     def open(self, model_dir: Path, actor: ActorConfig, *, temperature: float, layout: str) -> TrainEngine:
         return FsdpEngine(model_dir, actor=actor, temperature=temperature, device=torch.device("cpu"), seed=0)

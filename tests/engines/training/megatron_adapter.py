@@ -7,17 +7,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from asyncflow.testing.train_adapter import TrainAdapter
 from workers.config import ActorConfig
 from workers.engines.base import TrainEngine
 from workers.engines.megatron.config import MegatronConfig
-
-from .adapter import Adapter
 
 LAYOUTS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "cp2": (1, 1, 2), "dp2": (1, 1, 1)}
 """Tensor parallelism, stages, context parallelism; two ranks each."""
 
 
-class MegatronAdapter(Adapter):
+class MegatronAdapter(TrainAdapter):
     """Tensor parallelism, two stages, ranks that share tokens, two replicas over which the optimizer is distributed."""
 
     name = "megatron"

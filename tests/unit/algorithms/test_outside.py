@@ -15,8 +15,7 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.batch import Column, PackedBatch
 from workers.algorithms.config import OutsideConfig
-from workers.algorithms.load import load_algorithm
-from workers.algorithms.outside import resolving
+from workers.algorithms.load import load_algorithm, outside_algorithm
 from workers.config import RunConfig
 from workers.tasks.graph import graph_of
 from workers.tasks.rollouts import sample_columns, samples_of
@@ -106,15 +105,15 @@ def test_the_launcher_imports_no_torch_for_it(code: Path) -> None:
         ("custom_algorithm:SoftGate", {}, "algorithm.name: custom_algorithm:SoftGate is no algorithm; derive it"),
         ("custom_algorithm:Nothing", {}, "defines no 'Nothing'"),
         ("no_such_module:Class", {}, "algorithm.name: no module 'no_such_module'"),
-        ("refused_algorithms:function", {}, "is no algorithm"),
-        ("refused_algorithms:Bare", {}, "has no Config; give it one"),
+        ("refused_algorithms:function", {}, "is no class"),
+        ("refused_algorithms:Bare", {}, "has no Config derived from workers.algorithms.config.KlLossConfig"),
         ("refused_algorithms:WithCritic", {}, "has a critic, or its KL penalty in the reward"),
-        ("refused_algorithms:InReward", {}, "has no Config; give it one"),
+        ("refused_algorithms:InReward", {}, "has no Config derived from workers.algorithms.config.KlLossConfig"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(code: Path, name: str, section: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        resolving(name, {"name": name, **section})
+        outside_algorithm(name, {"name": name, **section})
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 

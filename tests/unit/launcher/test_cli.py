@@ -183,7 +183,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
             ],
             "schedule.fill: first_ready cannot be with algorithm.ref_update_interval 4: the step that trains a group",
         ),
-        (["--set", "tq.policy=shortest"], "tq.policy: unknown policy 'shortest'"),
+        (["--set", "tq.policy=shortest"], "tq.policy: 'shortest' cannot be used"),
         (
             ["--set", "tq.policy=token-budget"],
             "tq.policy: token-budget fills actor.max_tokens_per_micro_batch, which is 0; set that, or",

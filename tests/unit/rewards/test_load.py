@@ -85,8 +85,6 @@ def test_checking_does_not_run_the_module(module: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("exat", "unknown reward 'exat'; did you mean 'exact'"),
-        ("nothing", "use one of exact, digits, math, math_verify, regex, module:function, or a URL"),
         ("my_rewards:", "is not of the form module:function"),
         ("my rewards:f", "is not of the form module:function"),
         ("my_missing:f", "no module 'my_missing'; install it, or put my_missing.py into"),

@@ -202,7 +202,7 @@ def test_policies_are_loaded_by_name_and_by_import_path() -> None:
     assert load_policy("token-balanced(window=2, equal_counts=false)") == TokenBalanced(2, equal_counts=False)
     assert load_policy("group-affinity(group_size=8)") == GroupAffinity(8)
     assert load_policy("tq.policies:TokenBudget(window=4.5)") == TokenBudget(4.5)
-    assert {type(policy) for policy in EVERY_POLICY} == set(POLICIES.values())
+    assert {f"tq.policies:{type(policy).__name__}" for policy in EVERY_POLICY} == set(POLICIES.built_in.values())
 
 
 def test_policy_of_a_user_is_found_by_its_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +214,8 @@ def test_policy_of_a_user_is_found_by_its_import_path(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("token-balance", "did you mean token-balanced"),
-        ("lifo", "use one of fifo token-budget"),
+        ("token-balance", "did you mean 'token-balanced'"),
+        ("lifo", "must be one of fifo token-budget"),
         ("no_such_module_x:Policy", "cannot be imported"),
         ("tq.policies:NoSuch", "cannot be imported"),
         ("tq.policies:Item", "no methods pick and assign"),

@@ -31,6 +31,7 @@ from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_wei
 from workers.engines.model_files import SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs, response_logits
+from workers.engines.setup import EngineSetup
 from workers.engines.shared_weights import SharedWeights
 
 
@@ -52,6 +53,14 @@ class FsdpEngine(ShardedModel):
         super().__init__(model_dir, actor, device=device, seed=seed)
         self._temperature = temperature
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "FsdpEngine":
+        """Return the engine of a run."""
+        run, temperature = setup.run, setup.run.rollout.temperature
+        return FsdpEngine(
+            setup.model_dir, actor=setup.actor, temperature=temperature, device=setup.device, seed=run.seed
+        )
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
@@ -172,6 +181,17 @@ class FsdpFrozenModel(_Scorer):
         self._vocab_size = vocab_size(self._model)
         self._inputs = InputsOfBatch(device, vocab_size=self._vocab_size, shared_prompt=training.shared_prompt)
         self.read_weights(weights_dir)
+
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "FsdpFrozenModel":
+        """Return the engine of a run."""
+        return FsdpFrozenModel(
+            setup.model_dir,
+            setup.run.ref.computation(setup.run.model.dtype),
+            temperature=setup.run.rollout.temperature,
+            device=setup.device,
+            weights_dir=setup.weights_dir or setup.model_dir,
+        )
 
     def log_probs(self, batch: Sequences) -> Tensor:
         """Return float32 [A]: every rank computes for some of the samples, and gets the results of all.

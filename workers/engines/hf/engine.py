@@ -36,6 +36,7 @@ from workers.engines.hf.model import (
     weight_needs,
 )
 from workers.engines.model_files import eos_token_ids, max_positions
+from workers.engines.setup import EngineSetup
 from workers.rollout.config import SamplingConfig
 
 
@@ -71,6 +72,11 @@ class HfEngine:
         self._batch = RunningBatch(_key_shape(self._model, device), max_new_tokens=sampling.max_response_tokens)
         self._free = list(reversed(range(sampling.batch_size)))
         self.version = 0
+
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "HfEngine":
+        """Return the engine of a run."""
+        return HfEngine(setup.model_dir, setup.run.model, sampling=setup.sampling, device=setup.device)
 
     @property
     def adopts_weights(self) -> bool:

@@ -34,6 +34,7 @@ from workers.engines.hf.weights import HfWeights, write_weights
 from workers.engines.model_files import SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
+from workers.engines.setup import EngineSetup
 from workers.engines.shared_weights import SharedWeights
 
 
@@ -71,6 +72,18 @@ class FrozenModel:
         self._inputs = InputsOfBatch(device, vocab_size=vocab_size(self._model), shared_prompt=shared_prompt)
         self._model.requires_grad_(False)
         read_weights(self._model, weights)
+
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "FrozenModel":
+        """Return the engine of a run."""
+        return FrozenModel(
+            setup.model_dir,
+            setup.run.model,
+            temperature=setup.run.rollout.temperature,
+            device=setup.device,
+            weights_dir=setup.weights_dir,
+            shared_prompt=setup.run.ref.shared_prompt,
+        )
 
     @property
     def adopts_weights(self) -> bool:

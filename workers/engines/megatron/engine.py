@@ -35,6 +35,7 @@ from workers.engines.megatron.forward import MegatronForward
 from workers.engines.megatron.model import MegatronParts, build_megatron, build_network, join_groups, prepare_megatron
 from workers.engines.megatron.names import FlatBox, flat_boxes, megatron_shards
 from workers.engines.model_files import read_model_config
+from workers.engines.setup import EngineSetup
 from workers.engines.shared_weights import SharedWeights
 from workers.engines.updates import Updates
 
@@ -78,6 +79,19 @@ class MegatronEngine:
         self._updates = Updates(actor)
         self._state.read_weights(HfWeights(model_dir))
         self.zero_grad()
+
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "MegatronEngine":
+        """Return the engine of a run."""
+        run = setup.run
+        return MegatronEngine(
+            setup.model_dir,
+            actor=setup.actor,
+            temperature=run.rollout.temperature,
+            device=setup.device,
+            seed=run.seed,
+            timeout_s=run.launcher.operation_timeout_s,
+        )
 
     @property
     def optimizer_updates(self) -> int:
@@ -239,6 +253,19 @@ class MegatronFrozenModel(_Scorer):
         parts = build_network(DenseModel.of(read_model_config(model_dir)), actor, layout, context)
         super().__init__(parts, actor, temperature=temperature, device=device)
         self.read_weights(weights_dir)
+
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "MegatronFrozenModel":
+        """Return the engine of a run."""
+        run = setup.run
+        return MegatronFrozenModel(
+            setup.model_dir,
+            run.ref.computation(run.model.dtype),
+            temperature=run.rollout.temperature,
+            device=setup.device,
+            weights_dir=setup.weights_dir or setup.model_dir,
+            timeout_s=run.launcher.operation_timeout_s,
+        )
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         self._weights.load(weights)

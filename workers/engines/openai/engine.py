@@ -31,6 +31,7 @@ from workers.engines.openai.config import OpenAIConfig, read_api_key
 from workers.engines.openai.server import Completion, OpenAIServer, pauses
 from workers.engines.openai.weights import ServedWeights, open_updates
 from workers.engines.response_tasks import ResponseTasks
+from workers.engines.setup import EngineSetup
 from workers.rollout.config import SamplingConfig
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,11 @@ class OpenAIEngine:
         self._served = config.model or self._run(
             first.first_model(), "the servers' models", timeout_s=(config.retries + 1) * config.timeout_s
         )
+
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "OpenAIEngine":
+        """Return the engine of a run."""
+        return OpenAIEngine(setup.model_dir, setup.run.model, setup.run.openai, sampling=setup.sampling)
 
     @property
     def num_running(self) -> int:

@@ -29,6 +29,7 @@ from weightsync.boxes import Box
 from weightsync.plan import Need
 from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFunction, Sequences, StepStats
 from workers.engines.hf.weights import SavedTensors
+from workers.engines.setup import EngineSetup
 from workers.engines.sim.config import SimConfig
 
 _TOKEN = 2
@@ -123,6 +124,18 @@ class SimGenerateEngine:
         self._weights: Mapping[str, Tensor] = {}
         self._version = 0
 
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "SimGenerateEngine":
+        """Return the engine of a run."""
+        run, sampling = setup.run, setup.sampling
+        per_step = run.schedule.rollout_batch_size * run.schedule.n_samples_per_prompt
+        return SimGenerateEngine(
+            run.sim,
+            SimLengths(run.sim, samples_per_step=per_step, seed=run.seed),
+            num_slots=sampling.batch_size,
+            max_response_tokens=sampling.max_response_tokens,
+        )
+
     @property
     def version(self) -> int:
         return self._version
@@ -207,6 +220,11 @@ class SimFrozenModel:
         self._s_per_token = s_per_token
         self._weights: Mapping[str, Tensor] = {}
 
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "SimFrozenModel":
+        """Return the engine of a run."""
+        return SimFrozenModel(setup.run.sim, s_per_token=setup.run.sim.ref_s_per_token)
+
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         self._weights = weights if adopt else {name: tensor.clone() for name, tensor in weights.items()}
 
@@ -246,6 +264,11 @@ class SimTrainEngine:
             start, stop = (shape[0] * k // num_ranks for k in (rank, rank + 1))
             values = torch.zeros(stop - start, shape[1])
             self._shards.append(LocalShard(name, shape, Box.rows(shape, start, stop), values))
+
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "SimTrainEngine":
+        """Return the engine of a run."""
+        return SimTrainEngine(setup.run.sim, lr=setup.run.actor.lr)
 
     @property
     def optimizer_updates(self) -> int:

@@ -26,6 +26,7 @@ from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.model_files import eos_token_ids, max_positions
 from workers.engines.response_tasks import ResponseTasks
+from workers.engines.setup import EngineSetup
 from workers.engines.vllm.config import VllmConfig
 from workers.engines.vllm.mailbox import WeightMailbox
 from workers.engines.vllm.process import VllmProcess, engine_arguments, max_length, plan_log_probs
@@ -101,6 +102,18 @@ class VllmEngine:
         self._tasks: ResponseTasks[_Response] = ResponseTasks("vllm")
         self._tasks.run(self._prepare(), what="vLLM to take settings", timeout_s=config.swap_timeout_s)
         process.connected()
+
+    @staticmethod
+    def of_run(setup: EngineSetup) -> "VllmEngine":
+        """Return the engine of a run."""
+        return VllmEngine(
+            setup.model_dir,
+            setup.run.model,
+            setup.run.vllm,
+            sampling=setup.sampling,
+            max_prompt_tokens=setup.max_prompt_tokens,
+            device=setup.device,
+        )
 
     @property
     def version(self) -> int:

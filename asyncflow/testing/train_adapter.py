@@ -1,22 +1,29 @@
 """What the suite has to know about a training engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
+import torch
 import torch.distributed as dist
 
+from asyncflow.testing.adapter import run_config
 from workers.config import ActorConfig
 from workers.engines.base import TrainEngine
+from workers.engines.load import load_train_engine
 
 
-class Adapter:
+class TrainAdapter:
     """Opens one kind of engine, in a process that is a rank; the defaults are those of a data-parallel engine."""
 
-    name: ClassVar[str]
+    engine: ClassVar[str]
+    """`module:Class`, as `actor.engine` names it; not needed where `open` is overridden."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """`actor.engine_options`."""
     families: ClassVar[tuple[str, ...]] = ("llama", "qwen2", "qwen3")
-    """Of tiny models (`tests/engines/generating/tiny_model.py`)."""
-    model: ClassVar[dict[str, Any]] = {}
+    """Of tiny models (`asyncflow.testing.tiny_model`)."""
+    model: ClassVar[Mapping[str, Any]] = {}
     """Changes of the tiny models' configurations, such as a head size that the engine's kernels have."""
     layouts: ClassVar[tuple[str, ...]] = ("1", "2")
     """Ways of sharding to test, each a set of processes; a name that `open` understands."""
@@ -27,6 +34,15 @@ class Adapter:
     tolerance: ClassVar[float] = 2e-5
     """Largest error of a log-probability in float32."""
 
+    @property
+    def name(self) -> str:
+        """Of its tests."""
+        return self.engine.rpartition(":")[2]
+
+    def marks(self, layout: str) -> Sequence[pytest.MarkDecorator]:
+        """Return pytest's marks of the tests of a layout."""
+        return ()
+
     def num_ranks(self, layout: str) -> int:
         """Return the processes of a layout."""
         return int(layout)
@@ -36,7 +52,9 @@ class Adapter:
 
     def open(self, model_dir: Path, actor: ActorConfig, *, temperature: float, layout: str) -> TrainEngine:
         """Open the engine with the weights in a Hugging Face directory; the default process group exists."""
-        raise NotImplementedError
+        own = actor.model_copy(update={"engine": self.engine, "engine_options": dict(self.options)})
+        run = run_config(model_dir, {"max_response_tokens": 8, "temperature": temperature}, actor=own)
+        return load_train_engine(run, device=torch.device("cpu"))
 
     def replica(self, layout: str) -> tuple[int, int]:
         """Return which data-parallel replica this rank belongs to, and how many there are."""

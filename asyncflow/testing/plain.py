@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from . import samples
+from asyncflow.testing import samples
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import torch
 
+from asyncflow.testing.adapter import Adapter
+from asyncflow.testing.tiny_model import Reference
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 from workers.rollout.config import SamplingConfig
-
-from .adapter import Adapter
-from .tiny_model import Reference
 
 DEADLINE_S = 120.0
 

@@ -1,10 +1,11 @@
 """One rank of a training engine: does what the suite asks for, and writes what came out.
 
-python -m engines.training.rank ADAPTER LAYOUT RANK ROOT         (with tests/ on the path)
+python -m asyncflow.testing.rank MODULE:ADAPTER LAYOUT RANK ROOT
 
 ROOT holds a model per family; results are ROOT/LAYOUT/FAMILY-RANK.pt.
 """
 
+import importlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,16 +19,14 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from asyncflow.errors import BadRequest
+from asyncflow.testing import samples
+from asyncflow.testing.train_adapter import TrainAdapter
 from workers.engines.base import Sequences, TrainEngine
-
-from . import samples
-from .adapter import Adapter
-from .adapters import ADAPTERS
 
 Open = Callable[[], TrainEngine]
 
 
-def run(adapter: Adapter, layout: str, model_dir: Path, out: Path) -> dict[str, Any]:
+def run(adapter: TrainAdapter, layout: str, model_dir: Path, out: Path) -> dict[str, Any]:
     """Everything, with one family."""
 
     def open_engine() -> TrainEngine:
@@ -129,7 +128,8 @@ def main() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     name, layout, rank, root = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
-    adapter = ADAPTERS[name]
+    module, _, kind = name.partition(":")
+    adapter: TrainAdapter = getattr(importlib.import_module(module), kind)()
     adapter.prepare()
     store = dist.FileStore(str(root / layout / "store"), adapter.num_ranks(layout))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=adapter.num_ranks(layout))

@@ -1,0 +1,59 @@
+"""Plug-ins by name: what a setting that names a class or a function may say. Torch-free; imports none of them.
+
+A setting has a built-in's name, `module:Class`, or a name that an installed package registered as an entry point:
+
+    [project.entry-points."asyncflow.rollout_engines"]
+    mine = "my_package.engine:MyEngine"
+
+Each kind of thing has one registry, beside its code; docs/outside.md has the table. A configuration that was checked
+holds built-ins' names and `module:Class` only.
+"""
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The names of one kind of thing.
+
+    Attributes:
+        group: of entry points.
+        built_in: name -> `module:Class`, what a worker imports.
+        form: how one of the user's is named.
+    """
+
+    group: str
+    built_in: Mapping[str, str]
+    form: str = "module:Class"
+
+    def resolve(self, name: str) -> str:
+        """Return `module:Class` of an entry point, and any other name as it is. Pydantic calls it.
+
+        Raises:
+            ValueError: there is no such name, or two packages registered it; says which there are.
+        """
+        if name in self.built_in or ":" in name:
+            return name
+        entries = importlib.metadata.entry_points(group=self.group)
+        found = sorted({entry.value for entry in entries if entry.name == name})
+        if not found:
+            raise ValueError(self.refusal(name))
+        if len(found) > 1:
+            raise ValueError(f"two packages registered it; name one of {' '.join(found)}")
+        return found[0]
+
+    def refusal(self, name: str) -> str:
+        """Say what a name must be, and which one was probably meant."""
+        known = [*self.built_in, *sorted(importlib.metadata.entry_points(group=self.group).names)]
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        names = f"one of {' '.join(known)} or " if known else ""
+        return f"it must be {names}{self.form}{hint}"
+
+    def locate(self, name: str) -> str:
+        """Return `module:Class` of any name; raises ValueError, see `resolve`."""
+        name = self.resolve(name)
+        return self.built_in.get(name, name)

@@ -1,0 +1,199 @@
+"""What every training engine must do: `from asyncflow.testing.training import *` in a test module that has `ADAPTERS`.
+
+An engine may need several processes, or what no other engine can live with, so the suite is in two halves: `rank` is a
+process of its own that opens the engine, does everything and writes down what came out; the tests compare that with
+plain PyTorch, for each adapter, layout and family of models.
+"""
+
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from asyncflow.testing.plain import Plain
+from asyncflow.testing.tiny_model import save_tiny_model
+from asyncflow.testing.train_adapter import TrainAdapter
+
+DEADLINE_S = 800
+"""All families of a layout, on a busy machine."""
+pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
+
+
+@dataclass
+class Trained:
+    """What the ranks of one layout did with one family.
+
+    Attributes:
+        adapter: of the engine.
+        model_dir: the initial model.
+        out: holds `export`.
+        ranks: results of each rank, see rank.py.
+        plain: plain PyTorch, with the same model.
+    """
+
+    adapter: TrainAdapter
+    model_dir: Path
+    out: Path
+    ranks: list[dict[str, Any]]
+    plain: Plain
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test every adapter, layout and family."""
+    if "trained" in metafunc.fixturenames:
+        adapters: list[TrainAdapter] = metafunc.module.ADAPTERS
+        cases = [
+            pytest.param((each, layout, family), id=f"{each.name}-{layout}-{family}", marks=each.marks(layout))
+            for each in adapters
+            for layout in each.layouts
+            for family in each.families
+        ]
+        metafunc.parametrize("trained", cases, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TrainAdapter, str], Path]:
+    """Return a function that runs a layout once, and gives its directory."""
+    roots: dict[str, Path] = {}
+    done: set[tuple[str, str]] = set()
+
+    def run(adapter: TrainAdapter, layout: str) -> Path:
+        if adapter.name not in roots:
+            roots[adapter.name] = root = tmp_path_factory.mktemp(adapter.name)
+            for family in adapter.families:
+                save_tiny_model(root / "models" / family, family, seed=0, changes=adapter.model)
+        root = roots[adapter.name]
+        if (adapter.name, layout) not in done:
+            done.add((adapter.name, layout))
+            for family in adapter.families:
+                (root / layout / family).mkdir(parents=True)
+            _run(adapter, layout, root)
+        return root
+
+    return run
+
+
+@pytest.fixture
+def trained(request: pytest.FixtureRequest, run_ranks: Callable[[TrainAdapter, str], Path]) -> Trained:
+    """What one layout did with one family."""
+    adapter, layout, family = request.param
+    for package in adapter.packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    root = run_ranks(adapter, layout)
+    out, model_dir = root / layout / family, root / "models" / family
+    files = [out / f"rank-{rank}.pt" for rank in range(adapter.num_ranks(layout))]
+    ranks = [torch.load(file, weights_only=False) for file in files if file.exists()]
+    assert len(ranks) == len(files), f"ranks of {adapter.name} failed: see the first test of this layout"
+    return Trained(adapter, model_dir, out, ranks, Plain.of(model_dir))
+
+
+def _run(adapter: TrainAdapter, layout: str, root: Path) -> None:
+    kind = type(adapter)
+    found = Path(inspect.getfile(kind)).parents[kind.__module__.count(".")]
+    paths = [str(found), *filter(None, sys.path)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)}
+    module = [sys.executable, "-m", "asyncflow.testing.rank", f"{kind.__module__}:{kind.__name__}", layout]
+    processes = [
+        subprocess.Popen([*module, str(rank), str(root)], env=environment) for rank in range(adapter.num_ranks(layout))
+    ]
+    try:
+        assert [process.wait(DEADLINE_S) for process in processes] == [0] * len(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def whole(trained: Trained, key: str) -> dict[str, Tensor]:
+    """Put the ranks' shards together; every element must come from some rank, and alike from all that hold it."""
+    tensors: dict[str, Tensor] = {}
+    for rank in trained.ranks:
+        for name, shape, slices, values in rank[key]:
+            tensor = tensors.setdefault(name, torch.full(shape, float("nan")))
+            known = tensor[slices]
+            assert bool((known.isnan() | (known == values)).all()), f"{name}: ranks hold different values"
+            tensor[slices] = values
+    return tensors
+
+
+def test_log_probs_are_those_of_a_float64_model(trained: Trained) -> None:
+    for rank in trained.ranks:
+        for rows, actual in rank["log_probs"]:
+            expected = torch.cat([trained.plain.log_probs[row] for row in rows] or [torch.zeros(0)])
+            assert actual.dtype == torch.float32 and not actual.requires_grad
+            torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=trained.adapter.tolerance)
+
+
+def test_updates_are_those_of_one_plain_process(trained: Trained) -> None:
+    for rank in trained.ranks:
+        assert rank["counted"] == len(rank["updates"])
+        for (norm, lr), (expected_norm, expected_lr) in zip(rank["updates"], trained.plain.updates, strict=True):
+            assert abs(norm / expected_norm - 1) < 1e-4
+            assert lr == expected_lr
+    actual = whole(trained, "trained")
+    assert actual.keys() == trained.plain.weights.keys()
+    for name, expected in trained.plain.weights.items():
+        torch.testing.assert_close(actual[name], expected, rtol=1e-4, atol=2e-6, msg=name)
+
+
+def test_log_probs_follow_the_weights(trained: Trained) -> None:
+    """A forward without a backward must not leave anything behind that an update does not change."""
+    for rank in trained.ranks:
+        for rows, actual in rank["trained_log_probs"]:
+            expected = torch.cat([trained.plain.trained_log_probs[row] for row in rows] or [torch.zeros(0)])
+            torch.testing.assert_close(
+                actual.double(), expected.double(), rtol=1e-3, atol=20 * trained.adapter.tolerance
+            )
+
+
+def test_shards_make_up_all_parameters(trained: Trained) -> None:
+    stored = dict(AutoModelForCausalLM.from_pretrained(trained.model_dir).named_parameters())
+    initial = whole(trained, "initial")
+    assert initial.keys() == stored.keys()
+    for name, value in initial.items():
+        assert value.equal(stored[name]), name
+    replicas = {rank["replica"] for rank in trained.ranks}
+    if len(replicas) == len(trained.ranks) and trained.adapter.shards_over_replicas:
+        elements = sum(values.numel() for rank in trained.ranks for *_, values in rank["initial"])
+        assert elements == sum(value.numel() for value in stored.values()), "an element is held twice"
+
+
+def test_a_rank_without_rows_takes_part(trained: Trained) -> None:
+    for rank in trained.ranks:
+        rows, actual = rank["log_probs"][1]
+        assert (len(actual) == 0) == (rank["replica"][0] > 0) == (not rows)
+
+
+def test_an_abandoned_step_leaves_nothing(trained: Trained) -> None:
+    """The first update's norm (compared above) would have the abandoned gradients in it."""
+    assert [rank["abandoned"] for rank in trained.ranks] == [0.0] * len(trained.ranks)
+
+
+def test_a_loaded_state_goes_on_exactly(trained: Trained) -> None:
+    assert [rank["resumed"] for rank in trained.ranks] == [True] * len(trained.ranks)
+
+
+def test_export_is_loaded_by_transformers(trained: Trained) -> None:
+    loaded, info = AutoModelForCausalLM.from_pretrained(trained.out / "export", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    expected = whole(trained, "trained")
+    for name, parameter in loaded.named_parameters():
+        assert parameter.equal(expected[name]), name
+
+
+def test_bad_requests_are_refused_with_a_reason(trained: Trained) -> None:
+    for rank in trained.ranks:
+        silent = [name for name, said in rank["refused"].items() if not said]
+        assert not silent, f"accepted: {silent}"
+        assert "token 13" in rank["refused"]["unknown token"]

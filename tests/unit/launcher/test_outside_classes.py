@@ -1,0 +1,102 @@
+"""Engines, policies and loggers outside of the package: what a run refuses of them, before anything starts."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe
+from workers.outside import resolving
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_engine.py"
+PLAIN = {"engine": "custom_engine:PlainEngine"}
+CLASSES = """
+class Half:
+    def submit(self): ...
+
+def function():
+    pass
+
+class Wide:
+    window = 2.0
+    def pick(self, ready, want): ...
+    def assign(self, items, assigned): ...
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with the example and other classes."""
+    shutil.copy(EXAMPLE, tmp_path)
+    (tmp_path / "outside_classes.py").write_text(CLASSES)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("ASYNCFLOW_CODE_DIRECTORY", str(tmp_path))
+    yield tmp_path
+    for name in ("custom_engine", "outside_classes"):
+        sys.modules.pop(name, None)
+
+
+def test_an_engine_s_settings_are_checked_without_torch_in_the_launcher(code: Path) -> None:
+    named = "'rollout.engine=custom_engine:PlainEngine'"
+    program = (
+        "import sys; from launcher.config.load import load_config; from launcher.config.paths import find_recipe\n"
+        f"config = load_config(find_recipe('quickstart'), overrides=[{named}, 'code_directory={code}'])\n"
+        "assert config.rollout.engine_options == {'tokens_per_step': 4}, config.rollout\n"
+        "assert 'torch' not in sys.modules and 'custom_engine' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        (
+            "rollout",
+            {**PLAIN, "engine_options": {"token_per_step": 2}},
+            "rollout.engine_options.token_per_step: unknown key; did you mean 'tokens_per_step'?",
+        ),
+        (
+            "rollout",
+            {**PLAIN, "engine_options": {"tokens_per_step": 0}},
+            "rollout.engine_options.tokens_per_step: 0 cannot be used; it must be greater than or equal to 1",
+        ),
+        ("rollout", {**PLAIN, "on_swap": "keep"}, "rollout.on_swap: keep needs an engine that keeps keys"),
+        ("evaluate", {"engine": "custom_engine:Plain"}, "defines no 'Plain'"),
+        (
+            "rollout",
+            {"engine": "outside_classes:Half"},
+            "rollout.engine: outside_classes:Half lacks abort cancel close",
+        ),
+        ("actor", PLAIN, "actor.engine: custom_engine:PlainEngine lacks export_hf forward_backward"),
+        (
+            "ref",
+            {"engine": "outside_classes:function"},
+            "ref.engine: outside_classes:function lacks load_weights log_probs",
+        ),
+        ("tq", {"policy": "outside_classes:Half"}, "tq.policy: policy 'outside_classes:Half'"),
+        ("tq", {"policy": "no_such_module:Policy"}, "tq.policy: no module 'no_such_module'"),
+        ("loggers", ({"name": "outside_classes:Half"},), "loggers.0.name: outside_classes:Half lacks log"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(code: Path, section: str, changes: Any, message: str) -> None:
+    run = load_config(find_recipe("quickstart")).model_dump(mode="json")
+    run[section] = changes if section == "loggers" else {**run[section], **changes}
+    with pytest.raises(ConfigError) as refused:
+        resolving(run, {})
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_policy_that_chooses_rows_is_refused_where_timing_must_not_matter(code: Path) -> None:
+    settings = {"tq.policy": "outside_classes:Wide", "schedule.mode": "sync", "deterministic": "true"}
+    with pytest.raises(ConfigError, match=r"^tq\.policy: outside_classes:Wide cannot be with deterministic: true"):
+        load_config(
+            find_recipe("quickstart"),
+            overrides=[*(f"{name}={value}" for name, value in settings.items()), f"code_directory={code}"],
+        )

@@ -1,0 +1,105 @@
+"""Names in settings: built-in ones, those of installed packages, `module:Class`."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from asyncflow.registry import Registry
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe
+from workers.config import RunConfig
+
+ENGINES = Registry("asyncflow.rollout_engines", {"hf": "a.b:Hf", "sim": "a.c:Sim"})
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Return a function that installs a package of nothing but entry points: name, `group=name:value`."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+
+    def made(package: str, **groups: str) -> None:
+        directory = tmp_path / f"{package}-1.0.dist-info"
+        directory.mkdir()
+        (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [f"[asyncflow.{group}]\n{entry}\n" for group, entry in groups.items()]
+        (directory / "entry_points.txt").write_text("\n".join(lines))
+
+    return made
+
+
+def test_built_in_names_and_import_paths_stay_as_they_are() -> None:
+    assert [ENGINES.resolve(name) for name in ("hf", "mine:Engine")] == ["hf", "mine:Engine"]
+    assert [ENGINES.locate(name) for name in ("hf", "mine:Engine")] == ["a.b:Hf", "mine:Engine"]
+
+
+def test_a_name_of_an_installed_package_is_its_import_path(install: Install) -> None:
+    install("theirs", rollout_engines="fast = theirs.engine:Fast\nhf = theirs.engine:Hf")
+    assert (ENGINES.resolve("fast"), ENGINES.locate("fast")) == ("theirs.engine:Fast",) * 2
+    assert ENGINES.resolve("hf") == "hf", "a built-in one comes first"
+
+
+def test_an_unknown_name_is_told_which_there_are(install: Install) -> None:
+    install("theirs", rollout_engines="fast = theirs.engine:Fast")
+    with pytest.raises(ValueError, match=r"^it must be one of hf sim fast or module:Class; did you mean 'fast'\?$"):
+        ENGINES.resolve("fats")
+    with pytest.raises(ValueError, match="^it must be module:Class$"):
+        Registry("asyncflow.nothing", {}).resolve("x")
+
+
+def test_a_name_that_two_packages_have_is_refused(install: Install) -> None:
+    install("theirs", rollout_engines="fast = theirs:Fast")
+    install("others", rollout_engines="fast = others:Fast")
+    with pytest.raises(ValueError, match="name one of others:Fast theirs:Fast"):
+        ENGINES.resolve("fast")
+
+
+def configured(*settings: str) -> RunConfig:
+    return load_config(find_recipe("quickstart"), overrides=settings)
+
+
+def test_names_of_installed_packages_are_import_paths_in_a_run(install: Install, tmp_path: Path) -> None:
+    install(
+        "theirs",
+        policies="oldest = their_code:Oldest",
+        loggers="paper = their_code:Paper",
+        rewards="kind = their_code:kind",
+        rollouts="walk = their_code:walk",
+    )
+    (tmp_path / "their_code.py").write_text(
+        "from tq.policies import Fifo\nfrom launcher.loggers.base import Logger\n"
+        "class Oldest(Fifo): pass\nclass Paper(Logger): pass\n"
+    )
+    named = ("tq.policy=oldest", "loggers=[paper]", "reward.function=kind", "rollout.function=walk")
+    config = configured(*named, f"code_directory={tmp_path}")
+    assert config.tq.policy == "their_code:Oldest" and config.loggers[0].name == "their_code:Paper"
+    assert (config.reward.function, config.rollout.function) == ("their_code:kind", "their_code:walk")
+    assert "their_code" not in sys.modules, "the launcher imports no class of a user's"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rollout.engine=vlm", r"rollout.engine: 'vlm' .*one of hf vllm openai sim or module:Class; did .* 'vllm'\?"),
+        ("evaluate.engine=openai", "evaluate.engine: 'openai' .*one of hf vllm sim or"),
+        (
+            "ref={engine_options: {a: 1}}",
+            "ref.engine_options: are for an engine of yours, ref.engine is hf; remove",
+        ),
+        ("actor.engine=deepspeed", "actor.engine: 'deepspeed' .*one of fsdp megatron sim or"),
+        ("ref.engine=vllm", "ref.engine: 'vllm' .*one of hf sim or"),
+        ("reward.function=exat", "reward.function: 'exat' .*regex or module:function or a URL; did you mean 'exact'"),
+        ("rollout.function=tool", "rollout.function: 'tool' .*one of tools or module:function"),
+        ("data={source: sums}", r"data.source: 'sums' .*it must be module:Class"),
+        ("loggers=[wand]", r"loggers.0.name: 'wand' .*one of tensorboard wandb .*; did you mean 'wandb'\?"),
+        ("tq.policy=lifo(window=2)", r"tq.policy: 'lifo\(window=2\)' .*one of fifo token-budget "),
+        ("algorithm.name=grop", r"algorithm.name: 'grop' .*one of grpo dapo .* or module:Class; did you mean 'grpo'\?"),
+    ],
+)
+def test_a_name_that_nothing_has_is_one_line(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}") as refused:
+        configured(setting)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,130 @@
+"""Classes outside of the package that a configuration names: imported, and their settings checked, before a run starts.
+
+The launcher imports neither torch nor a user's module. `resolve` has one child do so for all of them, which answers
+with the settings as each class's `Config` has them; a worker then imports its class itself. Rewards, rollout functions
+and sources of data are tried in children of their own. Torch-free.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncflow.errors import ConfigError, UserCodeFailed
+from asyncflow.registry import Registry
+from asyncflow.settings import Settings
+from tq.policies import POLICIES, load_policy, policy_name
+from workers.algorithms.config import NAMES as ALGORITHMS
+from workers.algorithms.config import OutsideConfig
+from workers.calls.pool import CallPool, Entry
+from workers.calls.user_class import load_class
+from workers.calls.user_function import Callee, check_function, search_beside
+from workers.config import LOGGERS, REF_ENGINES, TRAIN_ENGINES, RunConfig
+from workers.rollout.config import ENGINES
+
+_ENGINES = {"rollout": ENGINES, "evaluate": ENGINES, "actor": TRAIN_ENGINES, "ref": REF_ENGINES}
+"""Section -> what its `engine` may say."""
+_TIMEOUT_S = 60.0
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Return the configuration with the defaults of outside classes, checked by them.
+
+    Raises:
+        ConfigError: there is no such class, it cannot be used, or refuses a setting.
+    """
+    for section, registry in _ENGINES.items():
+        own = getattr(config, section)
+        if own.engine_options and own.engine in registry.built_in:
+            raise ConfigError(
+                f"{section}.engine_options: are for an engine of yours, {section}.engine is {own.engine}; remove them"
+            )
+    outside = _outside(config)
+    if not outside:
+        return config
+    search_beside(config.code_directory)
+    # What was given alone: a default of the class's own may be another.
+    algorithm = config.algorithm.model_dump(mode="json", exclude_unset=True)
+    pool = CallPool(
+        Entry("workers.outside:resolving", {"run": config.model_dump(mode="json"), "algorithm": algorithm}),
+        what=", ".join(f"{field}: {name}" for field, _, name in outside),
+        limit="the deadline",
+        timeout_s=_TIMEOUT_S,
+        concurrency=1,
+    )
+    try:
+        pool.until_ready()
+        found = pool.call(on="its settings")
+    except UserCodeFailed as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        pool.close()
+    if "algorithm" in found:
+        config = config.model_copy(update={"algorithm": OutsideConfig.model_validate(found.pop("algorithm"))})
+    update = {name: getattr(config, name).model_copy(update={"engine_options": each}) for name, each in found.items()}
+    return config.model_copy(update=update)
+
+
+def resolving(run: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Callee:
+    """Import the classes and check their settings, in the child.
+
+    Returns what returns section -> the algorithm's settings, or the options of its engine.
+
+    Raises:
+        ConfigError: see `resolve`.
+    """
+    config = RunConfig.model_validate(run)
+    found: dict[str, Any] = {}
+    for field, registry, name in _outside(config):
+        section = field.partition(".")[0]
+        if section == "algorithm":
+            from workers.algorithms.load import outside_algorithm
+
+            _, own = outside_algorithm(name, algorithm)
+            found[section] = {**own.model_dump(mode="json"), "name": name, "reads": list(own.advantage_inputs)}
+            _check_run(own, config)
+        elif section == "tq":
+            check_function(name, field=field)
+            check_policy(config)
+        elif section == "loggers":
+            load_class(name, field=field, methods=("log", "show", "rewind", "close"))
+        else:
+            from workers.engines.load import outside_engine
+
+            _, options = outside_engine(registry, section, name, getattr(config, section).engine_options)
+            found[section] = options.model_dump(mode="json")
+            _check_run(options, config)
+    return Callee(lambda: found)
+
+
+def check_policy(config: RunConfig) -> None:
+    """Refuse a policy that cannot be made, or that chooses rows in a run that must not depend on timing.
+
+    Raises:
+        ConfigError: see above.
+    """
+    try:
+        policy = load_policy(config.tq.policy)
+    except ConfigError as error:
+        raise ConfigError(f"tq.policy: {error}") from error
+    if config.deterministic and getattr(policy, "window", 1) > 1:
+        raise ConfigError(
+            f"tq.policy: {config.tq.policy} cannot be with deterministic: true, since it chooses among the rows that "
+            f"are ready; add window=1 to it, or set deterministic to false"
+        )
+
+
+def _outside(config: RunConfig) -> list[tuple[str, Registry, str]]:
+    """Return setting, registry and `module:Class` of every outside class that a run imports."""
+    named = [
+        ("algorithm.name", ALGORITHMS, config.algorithm.name),
+        *((f"{section}.engine", registry, getattr(config, section).engine) for section, registry in _ENGINES.items()),
+        ("tq.policy", POLICIES, policy_name(config.tq.policy)),
+        *((f"loggers.{number}.name", LOGGERS, logger.name) for number, logger in enumerate(config.loggers)),
+    ]
+    return [(field, registry, name) for field, registry, name in named if name not in registry.built_in]
+
+
+def _check_run(settings: Settings, config: RunConfig) -> None:
+    """Have a class's own settings check the run's, if they do."""
+    check = getattr(settings, "check", None)
+    if check is not None:
+        check(config)
