@@ -53,7 +53,8 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
 
             return OpenAIEngine(model_dir, config.model, config.openai, sampling=sampling)
         case "sim":
-            from workers.engines.sim.engine import SimGenerateEngine, SimLengths
+            from workers.engines.sim.engine import SimGenerateEngine
+            from workers.engines.sim.lengths import SimLengths
 
             per_step = config.schedule.rollout_batch_size * config.schedule.n_samples_per_prompt
             lengths = SimLengths(config.sim, samples_per_step=per_step, seed=config.seed)

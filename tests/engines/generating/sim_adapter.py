@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from workers.engines.sim.config import SimConfig
-from workers.engines.sim.engine import SimGenerateEngine, SimLengths, sim_shapes
+from workers.engines.sim.engine import SimGenerateEngine, sim_shapes
+from workers.engines.sim.lengths import SimLengths
 from workers.rollout.config import SamplingConfig
 
 from .adapter import Adapter
