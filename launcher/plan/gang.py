@@ -110,7 +110,7 @@ class Gang:
 
     def _trains_now(self, walker: int, formed: Formed) -> bool:
         """Whether a round is of the first mini-batch; the others are kept."""
-        if world_updates(self._world) == 1:
+        if self._world.scenario.actor.num_updates == 1:
             return True
         total = sum(len(item.rows) for part in formed.slices for item in part)
         number = self._arriving.assign(total)
@@ -193,11 +193,6 @@ class Gang:
         number = scenario.actor.num_mini_batches
         seed = f"{scenario.seed}/{self._step}/{pass_number}"
         return RoundAssigner(num_mini_batches=number, size=scenario.schedule.step_rows // number, seed=seed)
-
-
-def world_updates(world: "World") -> int:
-    """Return the updates of a step."""
-    return world.scenario.actor.num_updates
 
 
 def _rows(items: Sequence[Item]) -> list[int]:
