@@ -17,11 +17,13 @@ from workers.tasks.graph import graph_of, task_specs
 
 @dataclass(frozen=True)
 class Work:
-    """How long one forward (or forward and backward) takes: a + b x tokens + c x the sum of squares of lengths (s)."""
+    """How long one forward (or forward and backward) takes: a + b x tokens + c x the sum of squares of lengths (s), and
+    at least `floor_s`."""
 
     call_s: float = 0.0
     token_s: float = 0.0
     squared_s: float = 0.0
+    floor_s: float = 0.0
 
     def seconds(self, tokens: int, squares: float) -> float:
         """Return the time of one call.
@@ -30,7 +32,7 @@ class Work:
             tokens: of all samples.
             squares: sum of the squares of the samples' tokens.
         """
-        return self.call_s + self.token_s * tokens + self.squared_s * squares
+        return max(self.floor_s, self.call_s + self.token_s * tokens + self.squared_s * squares)
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,12 @@ class Scenario:
 
     @staticmethod
     def of(
-        config: RunConfig, times: Times, *, tokens: Callable[[int], int] | None = None, latency: Latency | None = None
+        config: RunConfig,
+        times: Times,
+        *,
+        tokens: Callable[[int], int] | None = None,
+        latency: Latency | None = None,
+        slots: int = 0,
     ) -> "Scenario":
         """Return the run that a configuration describes.
 
@@ -149,6 +156,7 @@ class Scenario:
             times: of its engines.
             tokens: length of each row's response; None: as `sim` draws them.
             latency: of the house; None: the measured one.
+            slots: responses that fit an instance at the same time; 0: `rollout.batch_size`.
 
         Raises:
             ConfigError: the run has what is not simulated.
@@ -173,7 +181,7 @@ class Scenario:
             tasks=tasks,
             specs=task_specs(tasks, config),
             workers=workers_of(config),
-            slots=config.rollout.batch_size,
+            slots=slots or config.rollout.batch_size,
             rows_per_fetch={task.role: rows_per_fetch.get(task.role, size) for task in tasks},
             rows_per_call=hosted,
             round_tokens=config.round_tokens(actor),
