@@ -1,10 +1,10 @@
 """Runs with `sim` engines, drawn by a seed from stated ranges: what the plan says of each, and what it took.
 
-    roles       rollout 2 to 6, actor 1 to 3, ref none to 2
-    schedule    every mode, staleness 1 to 2, 8 to 16 groups of 2 to 4 responses
-    lengths     log-normal, sigma 0.3 to 1.0, at most 6 means
-    times       a step's work of the busiest role is 2 to 4 s; the others have 0.4 to 1 of it; decoding is up to twice as
-                slow with all places taken
+roles       rollout 2 to 6, actor 1 to 3, ref none to 2
+schedule    every mode, staleness 1 to 2, 8 to 16 groups a rank of the actor, of 2 or 4 responses
+lengths     log-normal, sigma 0.3 to 1.0, at most 6 means
+times       a step's work of the busiest role is 2 to 4 s; the others have 0.4 to 1 of it; decoding is up to twice as
+            slow with all places taken
 """
 
 import random
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from ablation_parts.launched import Ran, read_run
+
 from launcher.config.paths import find_recipe
 from launcher.plan.scenario import Scenario, Times
 from launcher.plan.simulation import simulate
@@ -35,7 +35,7 @@ def draw(seed: int, number: int, *, steps: int) -> dict[str, Any]:
     schedule = {
         "mode": mode,
         "max_staleness": chance.randint(1, 2) if overlapped else 0,
-        "rollout_batch_size": chance.randint(8, 16) * roles["actor"],
+        "rollout_batch_size": 2 * chance.randint(4, 8) * roles["actor"],
         "n_samples_per_prompt": chance.choice([2, 4]),
     }
     slots = chance.choice([4, 8, 16])

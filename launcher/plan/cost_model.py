@@ -14,7 +14,7 @@ as matrix products, and communication of tensor parallelism is not hidden. docs/
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from launcher.plan.devices import Device
@@ -66,7 +66,7 @@ class CostModel:
         prompt = self.workload.prompt_tokens
         forward = self._forward(self._frozen_number)
         return Times(
-            decode_s=lambda responses: self.decode_s(responses, tensor),
+            decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
             prefill_s=2 * self.model.num_parameters * prompt / peak / shared,
             tasks={"ref_log_probs": forward, "actor_log_probs": forward},
             train=self.train(),

@@ -35,7 +35,10 @@ class Instance:
         self.name = f"rollout-{number}-0"
         self._world = world
         self._task = task
-        self._decoding = Decoding(world.scenario.times.decode_s)
+        times = world.scenario.times
+        self._decoding = Decoding(times.decode_s)
+        self._alone_s = times.decode_s(1)
+        self._prefill_s = times.prefill_s
         self._waiting: deque[tuple[_Lease, int]] = deque()
         self._running: dict[int, _Lease] = {}
         self._at_hand = self._version = -1
@@ -80,7 +83,6 @@ class Instance:
     def _end(self, row: int) -> None:
         world = self._world
         lease = self._running.pop(row)
-        world.tokens[row] = world.scenario.tokens(row)
         lease.finished.append(row)
         if len(lease.finished) >= min(world.scenario.rows_per_put, lease.left):
             rows, lease.finished = lease.finished, []
@@ -93,7 +95,8 @@ class Instance:
             return
         world = self._world
         scenario = world.scenario
-        boundary = any(lease.partition > self._step for lease, _ in self._waiting) or self._needed > self._version
+        newest = self._waiting[-1][0].partition if self._waiting else 0
+        boundary = newest > self._step or self._needed > self._version
         mode, running = scenario.schedule.mode, len(self._running)
         due = mode.may_swap(interruptible=scenario.interruptible, num_running=running, boundary=boundary)
         self._draining = not due and mode.may_swap(interruptible=True, num_running=running, boundary=boundary)
@@ -113,7 +116,6 @@ class Instance:
 
     def _fill(self) -> None:
         world = self._world
-        scenario = world.scenario
         begun = min(self._room(), len(self._waiting))
         for _ in range(begun):
             lease, row = self._waiting.popleft()
@@ -121,8 +123,8 @@ class Instance:
             if lease.partition > self._step:
                 self.note_idle()
                 self._step = lease.partition
-            work_s = scenario.times.prefill_s + scenario.times.decode_s(1) * scenario.tokens(row)
-            self._decoding.begin(row, work_s, world.now)
+            tokens = world.tokens[row] = world.scenario.tokens(row)
+            self._decoding.begin(row, self._prefill_s + self._alone_s * tokens, world.now)
         if begun and self._busy_since is None:
             self._busy_since = world.now
         want = self._room() - len(self._waiting)

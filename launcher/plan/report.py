@@ -71,9 +71,7 @@ def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
         for length, count in json.loads(line).get("histograms", {}).get("response_tokens", {}).items():
             counts[round(float(length))] = counts.get(round(float(length)), 0) + count
     if not counts:
-        raise ConfigError(
-            f"--lengths {run_dir}: has no metrics.jsonl with lengths of responses; name a run's directory"
-        )
+        raise ConfigError(f"--lengths {run_dir}: has no lengths of responses in metrics.jsonl; name a run")
     values, weights = [max(1, value) for value in counts], list(accumulate(counts.values()))
     return lambda row: random.Random(f"{seed}/{row}").choices(values, cum_weights=weights)[0]
 

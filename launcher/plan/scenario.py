@@ -5,6 +5,7 @@ Made from a run's configuration (`Scenario.of`), with times of its `sim` engines
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from asyncflow.errors import ConfigError
 from tq.config import ScheduleConfig
@@ -89,7 +90,7 @@ class Times:
         """
         sim = config.sim
         return Times(
-            decode_s=sim.decode_s,
+            decode_s=lru_cache(maxsize=None)(sim.decode_s),
             prefill_s=sim.prefill_s_per_token * prompt_tokens,
             tasks={
                 "ref_log_probs": Work(token_s=sim.ref_s_per_token),

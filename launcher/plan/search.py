@@ -28,11 +28,14 @@ from workers.tasks.graph import graph_of
 
 Objective = Literal["time", "cost"]
 _DIVISIONS = (1, 2, 4, 8)
-_SIMULATED = 6
-"""Runs that are simulated at most, beside those that say what one more device would give."""
-_ROWS = 6000
-"""Rows of a simulated run, about; at least so many steps as `_STEPS`."""
-_STEPS, _SKIP = 4, 1
+_SIMULATED = ((512, 8), (4096, 4), (math.inf, 3))
+"""(rows of a step, plans): so many are simulated at most where a step has at most so many rows."""
+_ROWS = 4000
+"""Rows of a simulated run, about."""
+_OTHERS = 2
+"""So many others are tried before what is like one that was."""
+_STEPS, _SKIP = (3, 12), 1
+"""Of a simulated run: at least and at most; the first ones, which do not count."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,10 @@ class _Candidate:
     changes: tuple[str, ...]
     bound_s: float
 
+    def is_like(self, other: "_Candidate") -> bool:
+        """Whether layouts and the actor's size are the same."""
+        return self.changes == other.changes and self.config.roles["actor"] == other.config.roles["actor"]
+
 
 @dataclass(frozen=True)
 class Planner:
@@ -106,7 +113,7 @@ class Planner:
     tokens: Callable[[int], int]
     objective: Objective = "time"
 
-    def plans(self, *, most: int = _SIMULATED) -> list[Plan]:
+    def plans(self) -> list[Plan]:
         """Return the best plans, the best first.
 
         Raises:
@@ -114,9 +121,12 @@ class Planner:
         """
         found: list[Plan] = []
         refused: ConfigError | None = None
-        for candidate in self._candidates():
+        candidates = self._candidates()
+        most = next(number for rows, number in _SIMULATED if self.config.schedule.step_rows <= rows)
+        while candidates and len(found) < most:
+            candidate = candidates.pop(0)
             best_s = min((plan.step_s for plan in found), default=math.inf)
-            if len(found) >= most or (self.objective == "time" and candidate.bound_s >= best_s):
+            if self.objective == "time" and candidate.bound_s >= best_s:
                 break
             try:
                 check_batch_sizes(candidate.config)
@@ -125,6 +135,10 @@ class Planner:
                 refused = refused or error
                 continue
             found.append(self._plan(candidate, headroom))
+            # What differs in the copies of the reference alone comes behind other layouts and sizes of the actor.
+            like = [each for each in candidates if each.is_like(candidate)]
+            candidates = [each for each in candidates if not each.is_like(candidate)]
+            candidates[_OTHERS:_OTHERS] = like
         if not found:
             problem = f"--devices {self.num_devices}: no plan fits"
             raise ConfigError(f"{problem}; {refused}" if refused else f"{problem}: every role needs at least one")
@@ -162,7 +176,7 @@ class Planner:
         )  # fmt: skip
 
     def _simulated(self, config: RunConfig) -> Simulated:
-        return simulate(self.scenario(config), steps=max(_STEPS, min(12, _ROWS // config.schedule.step_rows)))
+        return simulate(self.scenario(config), steps=_steps(config))
 
     def _candidates(self) -> list[_Candidate]:
         """Return what may be simulated, the lowest bound first."""
@@ -308,3 +322,8 @@ class Planner:
     @cached_property
     def _sizes(self) -> ModelSizes | None:
         return None if self.device is None else ModelSizes.of(self.model_config, self.parameters)
+
+
+def _steps(config: RunConfig) -> int:
+    least, most = _STEPS
+    return max(least, min(most, _ROWS // config.schedule.step_rows))

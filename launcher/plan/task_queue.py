@@ -66,15 +66,18 @@ class TaskQueue:
     def offer(self, partition: int, row: int) -> None:
         """A row has all inputs."""
         part = self._parts[partition]
-        rows: tuple[int, ...] = (row,)
         if self.spec.whole_groups:
             group = row // self._group_size
             members = part.waiting.setdefault(group, [])
             members.append(row)
             if len(members) < self._group_size:
                 return
-            rows = tuple(sorted(part.waiting.pop(group)))
-        item = Item(rows, sum(self._tokens.get(number, 0) for number in rows))
+            del part.waiting[group]
+            rows = tuple(sorted(members))
+            item = Item(rows, sum([self._tokens.get(number, 0) for number in rows]))
+        else:
+            rows = (row,)
+            item = Item(rows, self._tokens.get(row, 0))
         insort(part.ready, item)
         part.num_ready += len(rows)
         part.num_tokens += item.tokens

@@ -28,18 +28,15 @@ class Decoding:
         self._ends: list[tuple[float, int]] = []
         self._cancelled: set[int] = set()
         self._over: list[int] = []
-        self._slowdown = {0: 1.0}
+        self._alone_s = decode_s(1)
+        self._rate = 1.0
+        """Seconds that pass for one of work."""
         self._num_running = 0
 
     @property
     def next_end(self) -> float | None:
         """When the next response ends, if none begins before (s); None: nothing runs."""
-        if self._over:
-            return self._now
-        self._drop_cancelled()
-        if not self._ends:
-            return None
-        return self._now + (self._ends[0][0] - self._clock) * self._rate()
+        return self._now if self._over else self._first_end()
 
     def clock(self, now: float) -> float:
         """Return how much work each response could have done by now (s)."""
@@ -56,7 +53,7 @@ class Decoding:
         """
         self._advance(now)
         heapq.heappush(self._ends, (self._clock + work_s, number))
-        self._num_running += 1
+        self._count(1)
         return self._clock
 
     def cancel(self, number: int, now: float) -> None:
@@ -66,7 +63,7 @@ class Decoding:
             self._over.remove(number)
             return
         self._cancelled.add(number)
-        self._num_running -= 1
+        self._count(-1)
 
     def ended(self, now: float) -> list[int]:
         """Return the responses that ended since the last call, in order."""
@@ -77,25 +74,19 @@ class Decoding:
     def _advance(self, now: float) -> None:
         while (end := self._first_end()) is not None and end <= now:
             self._clock, number = heapq.heappop(self._ends)
-            self._num_running -= 1
+            self._count(-1)
             self._over.append(number)
             self._now = max(self._now, end)
         if now > self._now:
-            self._clock += (now - self._now) / self._rate()
+            self._clock += (now - self._now) / self._rate
             self._now = now
 
     def _first_end(self) -> float | None:
-        self._drop_cancelled()
-        return self._now + (self._ends[0][0] - self._clock) * self._rate() if self._ends else None
-
-    def _drop_cancelled(self) -> None:
         while self._ends and self._ends[0][1] in self._cancelled:
             self._cancelled.discard(heapq.heappop(self._ends)[1])
+        return self._now + (self._ends[0][0] - self._clock) * self._rate if self._ends else None
 
-    def _rate(self) -> float:
-        """Return the seconds that pass for one of work."""
-        number = self._num_running
-        if number not in self._slowdown:
-            alone = self._decode_s(1)
-            self._slowdown[number] = self._decode_s(number) / alone if alone else 1.0
-        return self._slowdown[number]
+    def _count(self, more: int) -> None:
+        self._num_running += more
+        if self._num_running and self._alone_s:
+            self._rate = self._decode_s(self._num_running) / self._alone_s
