@@ -4,8 +4,8 @@
 
     sim       sim_error_median, sim_error_max   |predicted / measured - 1| of the step time, of configurations that the
                                                 seed draws (ranges in planner_parts/drawn.py)
-    choice    choice_gap                        throughput that the plan for 14 devices misses: the best of random splits
-                                                and of the plan's neighbours, and the plan, again in pairs
+    choice    choice_gap                        throughput that the plan for 14 devices misses: the best of random
+                                                splits and of the plan's neighbours, and the plan, again in pairs
     speed     plan_64_s, plan_1024_s            processor time of a plan for 64 and 1,024 devices with what one more
                                                 device would give: Qwen2.5-7B, 128 and 1,024 prompts of 8 responses
 

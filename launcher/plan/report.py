@@ -59,6 +59,26 @@ def open_planner(
     )
 
 
+def auto_roles(text: str, config: RunConfig) -> tuple[str, tuple[str, ...]] | None:
+    """Return `--roles` and `--set` of the best plan for `auto:DEVICES[@DEVICE]`; None: the text is something else.
+
+    Raises:
+        ConfigError: the number or the device is not one, or no plan fits.
+    """
+    word, _, rest = text.strip().partition(":")
+    if word != "auto":
+        return None
+    number, _, device = rest.partition("@")
+    if not number.isdecimal() or int(number) < 2:
+        raise ConfigError(f"--roles {text}: give a number of devices, at least 2, e.g. --roles auto:14")
+    if not device and config.rollout.engine != "sim":
+        if config.launcher.device != "cpu":
+            raise ConfigError(f"--roles {text}: say of which device, e.g. --roles auto:{number}@h100")
+        device = "cpu"
+    best = open_planner(config, devices=int(number), device=device or None).plans()[0]
+    return best.roles_text, best.changes
+
+
 def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
     """Return row -> length, drawn from the histograms of a run's `metrics.jsonl`.
 

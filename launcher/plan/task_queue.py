@@ -8,8 +8,8 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tq import policies, task_spec
-from tq.policies import Fifo, Item, Want
+from tq import task_spec
+from tq.policies import Fifo, Item, Policy, Want
 from tq.task_spec import Offer, TaskSpec
 
 
@@ -140,7 +140,7 @@ class TaskQueue:
         return slices
 
     def _pick(self, part: _Partition, want: Want) -> list[Item]:
-        policy: policies.Policy = Fifo() if self.spec.in_order else self.spec.policy
+        policy: Policy = Fifo() if self.spec.in_order else self.spec.policy
         chosen = policy.pick(_each(part.ready), want)
         names = {item.rows[0] for item in chosen}
         part.ready = [item for item in part.ready if item.rows[0] not in names]
