@@ -38,8 +38,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Latency:
-    """What the house takes beside computing (s), on two cores: docs/performance.md has six hops after a pause at 2.4 ms, and
-    1.5 % of steps of 4 s with eight rounds each in Python between micro-batches; what it does not say is assumed.
+    """What the house takes beside computing (s), on two cores. docs/performance.md has six hops after a pause at 2.4 ms,
+    and Python between micro-batches at 1.5 % of steps of 4 s with eight rounds; what it does not say is assumed.
 
     Attributes:
         put_s: from an output in hand until its rows can be leased by others.
