@@ -38,7 +38,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Latency:
-    """What the house takes beside computing (s), on two cores. docs/performance.md has six hops after a pause at 2.4 ms,
+    """What the house takes beside computing (s). docs/performance.md has six hops after a pause at 2.4 ms on two cores,
     and Python between micro-batches at 1.5 % of steps of 4 s with eight rounds; what it does not say is assumed.
 
     Attributes:
