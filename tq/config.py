@@ -21,6 +21,16 @@ class ScheduleMode(StrEnum):
     ASYNC = "async"
     SUBSTEP = "substep"
 
+    def may_swap(self, *, interruptible: bool, num_running: int, boundary: bool) -> bool:
+        """Return whether a generating instance takes newer weights now.
+
+        Args:
+            interruptible: the engine goes on with responses that run.
+            num_running: responses that run.
+            boundary: the next responses are of a later step than those that run, or need newer weights.
+        """
+        return num_running == 0 or (interruptible and (boundary or self is ScheduleMode.SUBSTEP))
+
 
 class Fill(StrEnum):
     """Which groups a step is made of; see docs/architecture.md."""

@@ -60,7 +60,7 @@ def launch(workload: Workload, schedule: str, directory: Path, *, steps: int, se
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{schedule}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return _read(directory / "run")
+    return read_run(directory / "run")
 
 
 def _config(workload: Workload, schedule: str, steps: int, seed: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _config(workload: Workload, schedule: str, steps: int, seed: int) -> dict[st
     }  # fmt: skip
 
 
-def _read(run: Path) -> Ran:
+def read_run(run: Path) -> Ran:
     staleness = [line.staleness for _, line in read_ledger(run).trained for _ in line.indices]
     timeline = RunTimeline.read(run)
     return Ran(list(timeline.step_ends.values()), staleness, timeline)

@@ -33,8 +33,7 @@ from tq.messages import (
 from tq.task_spec import StepSpec, TaskSpec
 from workers.admission.state import AdmissionState
 from workers.engines.sim.config import SimConfig
-from workers.engines.sim.engine import SimLengths
-from workers.rollout.loop import may_swap
+from workers.engines.sim.lengths import SimLengths
 
 _INSTANCES, _SLOTS, _BATCH, _GROUP, _ROUND = 8, 8, 64, 4, 32
 _UNIT, _ROLLOUT, _TRAIN = "storage-0", "actor_rollout", "actor_train"
@@ -209,7 +208,7 @@ class _Life:
     def _swap_if_due(self, instance: _Instance, *, boundary: bool = False) -> None:
         boundary = boundary or instance.needs > instance.version
         num_running = len(instance.running)
-        if may_swap(self._schedule.mode, interruptible=True, num_running=num_running, boundary=boundary):
+        if self._schedule.mode.may_swap(interruptible=True, num_running=num_running, boundary=boundary):
             instance.version = instance.newest
 
     def _arrived(self, instance: _Instance, life: int, version: int) -> None:

@@ -146,6 +146,43 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
         click.echo(recording_text(timeline, measure_span_cost()))
 
 
+@main.command("plan", cls=OneLineCommand)
+@click.argument("config", required=False)
+@click.option("--devices", type=click.IntRange(2), required=True, metavar="N", help="At most so many are used.")
+@click.option("--device", metavar="NAME", help="Of configs/devices, or a YAML file; not for `sim` engines.")
+@click.option(
+    "--objective", type=click.Choice(["time", "cost"]), default="time", help="Fastest step, or most a device."
+)
+@click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
+@click.option("--lengths", metavar="RUN_DIR", type=click.Path(path_type=Path), help="Lengths of that run's responses.")
+@click.option("--timeline", metavar="FILE", type=click.Path(path_type=Path), help="Draw the best plan's run as HTML.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+def plan_command(
+    config: str | None,
+    *,
+    devices: int,
+    device: str | None,
+    objective: Literal["time", "cost"],
+    overrides: tuple[str, ...],
+    lengths: Path | None,
+    timeline: Path | None,
+    as_json: bool,
+) -> None:
+    """Find role sizes and layouts for CONFIG on N devices: predicts the run of each by simulation (docs/planner.md)."""
+    with errors_as_exits():
+        from launcher.config.load import load_config
+        from launcher.config.paths import find_recipe
+        from launcher.plan.report import open_planner, plan_json, plan_text, write_timeline
+
+        loaded = load_config(find_recipe(config), overrides=overrides)
+        planner = open_planner(loaded, devices=devices, device=device, objective=objective, lengths=lengths)
+        plans = planner.plans()
+        more = planner.one_more(plans[0])
+        if timeline is not None:
+            write_timeline(plans[0], timeline, title=f"{loaded.name}, planned: {plans[0].roles_text}")
+        click.echo((plan_json if as_json else plan_text)(planner, plans, more))
+
+
 @main.command("plot", cls=OneLineCommand)
 @click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--metric", "metrics", multiple=True, default=("reward_mean",), show_default=True, help="Repeatable.")

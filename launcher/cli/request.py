@@ -255,7 +255,21 @@ class Request:
             source = run_dir / CONFIG_FILE
             if not source.is_file():
                 raise ConfigError(f"--resume: {run_dir} has no {CONFIG_FILE}; give CONFIG")
-        return source, load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)
+        roles, overrides = self.roles, self.overrides
+        if roles is not None and roles.lstrip().startswith("auto:"):
+            roles, overrides = self._planned(source, roles)
+        return source, load_config(source, overrides=overrides, roles=roles, steps=self.steps)
+
+    def _planned(self, source: Path, roles: str) -> tuple[str, tuple[str, ...]]:
+        """Return the options of the best plan, and say them."""
+        from launcher.plan.report import auto_roles
+        from launcher.run.progress import print_line
+
+        planned = auto_roles(roles, load_config(source, overrides=self.overrides))
+        assert planned is not None, "the caller looked for the word"
+        chosen, changes = planned
+        print_line(" ".join([f"{roles}: --roles {chosen}", *(f"--set {change}" for change in changes)]))
+        return chosen, (*self.overrides, *changes)
 
 
 def try_functions(config: RunConfig) -> None:

@@ -14,7 +14,6 @@ from tq.config import ScheduleMode
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 from weightsync.version import Version
 from workers.rollout.feeder import Feeder
-from workers.rollout.loop import may_swap
 
 DEADLINE_S = 20
 
@@ -168,5 +167,5 @@ def test_what_goes_wrong_is_raised() -> None:
 def test_when_weights_are_swapped(
     mode: str, interruptible: bool, num_running: int, boundary: bool, expected: bool
 ) -> None:
-    swaps = may_swap(ScheduleMode(mode), interruptible=interruptible, num_running=num_running, boundary=boundary)
+    swaps = ScheduleMode(mode).may_swap(interruptible=interruptible, num_running=num_running, boundary=boundary)
     assert swaps == expected

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from tq.batch import PackedBatch
 from workers.config import ActorConfig
-from workers.trainer.batching import Round, RoundAssigner, StepRounds
+from workers.trainer.batching import Round, StepRounds
+from workers.trainer.micro_batches import RoundAssigner
 
 
 def make_rounds(totals: list[int]) -> list[Round]:

@@ -9,8 +9,8 @@ from collections.abc import Container, Mapping, Sequence
 from weightsync.agent.instructions import Answer, Grant, Instruction, LacksPlan, Offer, Pull, Refuse, Renew
 from weightsync.agent.peer_catalog import PeerCatalog
 from weightsync.agent.slots import Slot, Slots
+from weightsync.agent.swap_turns import SwapTurns
 from weightsync.agent.trainer_ranks import Ranks, Repairs, Taker
-from weightsync.agent.turns import SwapTurns
 from weightsync.messages import Done, Held, NoRoom, PeerHas, Repair, SwapTurn, Unneeded
 from weightsync.plan import Bucket, TransferPlan
 from weightsync.version import Version

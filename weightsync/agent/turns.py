@@ -1,4 +1,4 @@
-"""Turns that receivers take: to be in the next broadcast, and to swap their weights. Pure.
+"""Turns that receivers take to be in the next broadcast. Pure.
 
 A broadcast starts once all the receivers that joined are ready.
 
@@ -10,7 +10,6 @@ and with the trainer.
 """
 
 import secrets
-from collections import deque
 from dataclasses import dataclass, field
 
 from weightsync.messages import Transfer
@@ -101,42 +100,3 @@ class Rounds:
         ready, self._ready = self._ready, {}
         transfer = Transfer(self._epoch, begin.version, sorted(self._members.values()), begin.plan)
         return [(call, transfer) for call in (begin.call, *ready.values())]
-
-
-class SwapTurns:
-    """At most so many receivers swap their weights at the same time; turns are given in the order of asking."""
-
-    def __init__(self, most: int | None) -> None:
-        """Args:
-        most: receivers that may swap at once; None: any number.
-        """
-        self._most = most
-        self._swapping: set[object] = set()
-        self._waiting: deque[tuple[object, object, float]] = deque()
-
-    def ask(self, call: object, session: object, deadline: float | None) -> bool | None:
-        """Return whether the session may swap now; None: its call waits until `deadline`."""
-        if session in self._swapping or self._most is None or len(self._swapping) < self._most:
-            self._swapping.add(session)
-            return True
-        if deadline is None:
-            return False
-        self._waiting.append((call, session, deadline))
-        return None
-
-    def end(self, session: object) -> list[object]:
-        """The session has swapped, or is gone; returns the calls whose turn has come."""
-        self._swapping.discard(session)
-        self._waiting = deque(each for each in self._waiting if each[1] != session)
-        turns = []
-        while self._waiting and (self._most is None or len(self._swapping) < self._most):
-            call, following, _ = self._waiting.popleft()
-            self._swapping.add(following)
-            turns.append(call)
-        return turns
-
-    def overdue(self, now: float) -> list[object]:
-        """Return the calls that waited long enough, and forget them."""
-        late = [call for call, _, deadline in self._waiting if deadline <= now]
-        self._waiting = deque(each for each in self._waiting if each[2] > now)
-        return late

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from asyncflow.errors import TrainingDiverged
-from tq.config import ScheduleMode
 from weightsync.version import Version
 from workers.algorithms.group_filter import load_group_filter
 from workers.context import WorkerContext
@@ -48,17 +47,6 @@ def run_rollout(context: WorkerContext) -> None:
     rollout = Rollout(context)
     rollout.generate_until_stopped()
     rollout.close()
-
-
-def may_swap(mode: ScheduleMode, *, interruptible: bool, num_running: int, boundary: bool) -> bool:
-    """Return whether an instance takes newer weights now.
-
-    Args:
-        interruptible: the engine goes on with responses that run.
-        num_running: responses that run.
-        boundary: the next responses are of a later step than those that run, or need newer weights.
-    """
-    return num_running == 0 or (interruptible and (boundary or mode is ScheduleMode.SUBSTEP))
 
 
 class Rollout:
@@ -155,8 +143,7 @@ class Rollout:
             self._abandon()
         boundary = any(lease.partition > self._step for lease, _ in self._waiting)
         may = partial(
-            may_swap,
-            self._config.schedule.mode,
+            self._config.schedule.mode.may_swap,
             num_running=self._rollouts.num_drawing,
             boundary=boundary or self._feeder.needed_version() is not None,
         )

@@ -22,8 +22,6 @@ Under `tq.policy: token-budget` a round has no more tokens than a micro-batch ma
 Neither changes the gradient: the loss is a sum over tokens, and scaled once for the whole update.
 """
 
-import itertools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +30,7 @@ from tq.batch import PackedBatch
 from workers.config import ActorConfig, TrainingConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import ROW_BEGINS
+from workers.trainer.micro_batches import RoundAssigner, cut_by_rows, cut_by_tokens
 
 
 @dataclass(frozen=True)
@@ -49,37 +48,6 @@ class Round:
     micro_batches: Sequence[Sequence[int]]
     total_rows: int
     drawn_by: Sequence[int] = ()
-
-
-class RoundAssigner:
-    """Assigns the rounds of one pass to mini-batches; the same on all ranks, since all see the same rounds.
-
-    With rounds of one size every order is equally likely. Others go where there is room, so a mini-batch differs from
-    `size` by less than the largest round; if that is no larger than `size`, none stays empty.
-    """
-
-    def __init__(self, *, num_mini_batches: int, size: int, seed: str) -> None:
-        """Args:
-        num_mini_batches: of the pass.
-        size: rows of a mini-batch.
-        seed: gives the order.
-        """
-        self._room = [size] * num_mini_batches
-        self._chance = random.Random(seed)
-
-    def assign(self, num_rows: int) -> int:
-        """Return the number of the next round's mini-batch.
-
-        Args:
-            num_rows: of the round, on all ranks.
-        """
-        fitting = [room if room >= num_rows else 0 for room in self._room]
-        if any(fitting):
-            (number,) = self._chance.choices(range(len(fitting)), fitting)
-        else:
-            number = self._room.index(max(self._room))
-        self._room[number] -= num_rows
-        return number
 
 
 class StepRounds:
@@ -144,29 +112,11 @@ def micro_batches(batch: PackedBatch, config: TrainingConfig) -> list[Sequence[i
         return []
     if not config.max_tokens_per_micro_batch:
         begins = batch[ROW_BEGINS].values.nonzero()[:, 0].tolist()
-        borders = [*begins[:: config.micro_batch_size], len(batch)]
-        return [range(start, end) for start, end in itertools.pairwise(borders)]
+        return cut_by_rows(begins, len(batch), config.micro_batch_size)
     tokens, budget = batch["tokens"].lengths.tolist(), config.max_tokens_per_micro_batch
     if not config.shared_prompt:
         return [*split_by_tokens(tokens, budget)]
     before = sequences_of(batch).prompt_lengths.tolist()
     prompts = [row[:size].numpy().tobytes() for row, size in zip(batch["tokens"].rows(), before, strict=True)]
     lengths = [(size, total - size) for size, total in zip(before, tokens, strict=True)]
-    return [*_with_shared_prompts(prompts, lengths, budget)]
-
-
-def _with_shared_prompts(prompts: Sequence[bytes], lengths: Sequence[tuple[int, int]], budget: int) -> list[list[int]]:
-    """Put whole groups, or parts of those that do not fit, into micro-batches."""
-    groups: dict[bytes, list[int]] = {}
-    for position, prompt in enumerate(prompts):
-        groups.setdefault(prompt, []).append(position)
-    parts, tokens = [], []
-    for rows in groups.values():
-        prompt_tokens = lengths[rows[0]][0]
-        answers = [lengths[row][1] for row in rows]
-        whole = prompt_tokens + sum(answers) <= budget
-        cuts = [list(range(len(rows)))] if whole else split_by_tokens(answers, max(1, budget - prompt_tokens))
-        for cut in cuts:
-            parts.append([rows[place] for place in cut])
-            tokens.append(prompt_tokens + sum(answers[place] for place in cut))
-    return [sorted(row for part in together for row in parts[part]) for together in split_by_tokens(tokens, budget)]
+    return [*cut_by_tokens(prompts, lengths, budget)]

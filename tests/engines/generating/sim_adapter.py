@@ -11,7 +11,8 @@ from torch import Tensor
 
 from asyncflow.testing.adapter import Adapter
 from workers.engines.sim.config import SimConfig
-from workers.engines.sim.engine import SimGenerateEngine, SimLengths, sim_shapes
+from workers.engines.sim.engine import SimGenerateEngine, sim_shapes
+from workers.engines.sim.lengths import SimLengths
 from workers.rollout.config import SamplingConfig
 
 _CONFIG = SimConfig(mean_tokens=12, sigma=0.8, decode_s_per_token=0.0005, parameters=64)

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from workers.engines.base import GenerateRequest
 from workers.engines.sim.config import SimConfig
-from workers.engines.sim.engine import SimGenerateEngine, SimLengths, sim_shapes
+from workers.engines.sim.engine import SimGenerateEngine, sim_shapes
+from workers.engines.sim.lengths import SimLengths
 
 
 class Clock:
@@ -60,6 +61,26 @@ def test_long_answers_are_clipped() -> None:
     free = lengths_of(4096, sigma=1.0, clip=1000.0, mean_tokens=1000)
     clipped = lengths_of(4096, sigma=1.0, clip=3.0, mean_tokens=1000)
     assert max(map(clipped.tokens, range(4096))) < 4500 < max(map(free.tokens, range(4096)))
+
+
+def test_responses_slow_each_other_down_by_how_many_run() -> None:
+    config = SimConfig(decode_s_by_batch={1: 0.1, 3: 0.2})
+    assert [config.decode_s(number) for number in (1, 2, 3, 9)] == pytest.approx([0.1, 0.15, 0.2, 0.2])
+    clock = Clock()
+    lengths = lengths_of(lengths="constant", mean_tokens=10)
+    engine = SimGenerateEngine(config, lengths, num_slots=2, max_response_tokens=99, clock=clock)
+    engine.version = 3
+    engine.submit(requests(0))
+    clock.now += 0.5  # half of its tokens alone, the others beside another response
+    engine.submit(requests(1))
+    engine.version = 7
+    clock.now += 0.74
+    assert engine.step(woken()) == []
+    clock.now += 0.02
+    (first,) = engine.step(woken())
+    assert (first.index, first.versions_R.tolist()) == (0, [3] * 5 + [7] * 5)
+    clock.now += 0.5  # the other one, alone again
+    assert [answer.index for answer in engine.step(woken())] == [1]
 
 
 def test_answers_end_when_their_tokens_are_drawn() -> None:

@@ -24,7 +24,7 @@ from workers.tasks.chain import TaskChain
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.dataflow import SAMPLE_COLUMNS
 from workers.tasks.rollouts import sample_columns, samples_of
-from workers.trainer.batching import RoundAssigner
+from workers.trainer.micro_batches import RoundAssigner
 from workers.trainer.trainer import Trainer, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
 

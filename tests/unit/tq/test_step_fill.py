@@ -5,8 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tq.control.assigner import Offer, choose
-from tq.task_spec import StepSpec
+from tq.task_spec import Offer, StepSpec, choose
 
 SPEC = StepSpec(num_rows=16, lateness=1)
 

@@ -1,6 +1,6 @@
 """Swap turns: at most so many at once, in the order of asking; nobody waits for the dead."""
 
-from weightsync.agent.turns import SwapTurns
+from weightsync.agent.swap_turns import SwapTurns
 
 
 def test_without_a_limit_everybody_swaps_at_once() -> None:

@@ -1,5 +1,6 @@
 """Settings of the `sim` engines. Torch-free, and read by every command."""
 
+from bisect import bisect_left
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -25,6 +26,9 @@ class SimConfig(Settings):
     """Of the prompt (s)."""
     decode_s_per_token: float = Field(0.005, ge=0)
     """Of a response (s); responses that run at the same time do not slow each other down."""
+    decode_s_by_batch: dict[int, float] = Field({})
+    """Instead: seconds of a token of each response by how many an instance generates at the same time, e.g.
+    `{1: 0.01, 64: 0.02}`; linear in between, constant outside. Empty: `decode_s_per_token`."""
     ref_s_per_token: float = Field(0.0001, ge=0)
     """Reference, of a response, on one rank (s)."""
     train_s_per_token: float = Field(0.0001, ge=0)
@@ -41,6 +45,26 @@ class SimConfig(Settings):
     def policy_forward_s_per_token(self) -> float:
         """`forward_s_per_token`, or what it is by default."""
         return self.train_s_per_token / 3 if self.forward_s_per_token is None else self.forward_s_per_token
+
+    def decode_s(self, num_running: int) -> float:
+        """Return the time of a token of each of so many responses that run (s)."""
+        table = sorted(self.decode_s_by_batch.items())
+        if not table:
+            return self.decode_s_per_token
+        above = bisect_left(table, (num_running, 0.0))
+        if above in (0, len(table)):
+            return table[min(above, len(table) - 1)][1]
+        (low, fast), (high, slow) = table[above - 1 : above + 1]
+        return fast + (slow - fast) * (num_running - low) / (high - low)
+
+    @model_validator(mode="after")
+    def _decoding_takes_time(self) -> Self:
+        for number, seconds in self.decode_s_by_batch.items():
+            if number < 1 or seconds <= 0:
+                raise ValueError(
+                    f"decode_s_by_batch {{{number}: {seconds:g}}}: give 1 or more responses, and times above 0"
+                )
+        return self
 
     @model_validator(mode="after")
     def _lengths_can_be_drawn(self) -> Self:

@@ -8,20 +8,16 @@ compared sample by sample.
 Legend of shapes: R response tokens, A drawn tokens of a packed micro-batch.
 """
 
-import heapq
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,6 +27,8 @@ from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFu
 from workers.engines.hf.weights import SavedTensors
 from workers.engines.setup import EngineSetup
 from workers.engines.sim.config import SimConfig
+from workers.engines.sim.decoding import Decoding
+from workers.engines.sim.lengths import SimLengths
 
 _TOKEN = 2
 _ROWS = 64
@@ -42,53 +40,13 @@ def sim_shapes(config: SimConfig) -> dict[str, tuple[int, int]]:
     return {f"sim.layers.{k}.weight": (_ROWS, -(-config.parameters // (8 * _ROWS))) for k in range(8)}
 
 
-class SimLengths:
-    """How many tokens the responses of a run have."""
-
-    def __init__(self, config: SimConfig, *, samples_per_step: int, seed: int) -> None:
-        """Args:
-        config: distribution.
-        samples_per_step: rows of a step.
-        seed: of the run.
-        """
-        self._config = config
-        self._samples = samples_per_step
-        self._seed = seed
-        self._of_step = lru_cache(maxsize=8)(self._draw)
-
-    def tokens(self, index: int) -> int:
-        """Return the length of the response of row `index` (tokens, at least 1)."""
-        step, place = divmod(index, self._samples)
-        return max(1, round(self._config.mean_tokens * float(self._of_step(step + 1)[place])))
-
-    def _draw(self, step: int) -> NDArray[np.float64]:
-        """Return the relative lengths, float64 [samples per step], mean 1, of a step, in data order."""
-        config, size = self._config, self._samples
-        chance = np.random.default_rng([self._seed, step])
-        drawn: NDArray[np.float64]
-        match config.lengths:
-            case "constant":
-                drawn = np.ones(size)
-            case "lognormal":
-                drawn = np.minimum(chance.lognormal(0.0, config.sigma, size), config.clip * np.exp(config.sigma**2 / 2))
-            case "pareto":
-                mean = 1 / (1 - config.sigma)  # of shape 1 / sigma
-                drawn = np.minimum(1.0 + chance.pareto(1 / config.sigma, size), config.clip * mean)
-            case "file":
-                numbers = _recorded(config.lengths_file)
-                drawn = numbers[(np.arange(size) + (step - 1) * size) % len(numbers)]
-        relative: NDArray[np.float64] = drawn / drawn.mean()
-        return relative
-
-
-@dataclass(order=True)
+@dataclass
 class _Running:
-    """A response. `started` is when its first token began (s, monotonic)."""
+    """A response. `first` is the decoding's clock when its first token began."""
 
-    ends: float
-    request: GenerateRequest = field(compare=False)
-    num_tokens: int = field(compare=False)
-    started: float = field(compare=False)
+    request: GenerateRequest
+    num_tokens: int
+    first: float
 
 
 class SimGenerateEngine:
@@ -119,7 +77,9 @@ class SimGenerateEngine:
         self._lengths = lengths
         self._num_slots = num_slots
         self._longest = max_response_tokens
-        self._running: list[_Running] = []
+        self._decoding = Decoding(config.decode_s, now=clock())
+        self._running: dict[int, _Running] = {}
+        self._numbers = itertools.count()
         self._swaps: list[tuple[float, int]] = []
         self._weights: Mapping[str, Tensor] = {}
         self._version = 0
@@ -143,10 +103,11 @@ class SimGenerateEngine:
     @version.setter
     def version(self, version: int) -> None:
         self._version = version
-        oldest = min((one.started for one in self._running), default=self._clock())
+        moment = self._decoding.clock(self._clock())
+        oldest = min((one.first for one in self._running.values()), default=moment)
         kept = [swap for swap in self._swaps if swap[0] > oldest]
         before = [swap for swap in self._swaps if swap[0] <= oldest][-1:]
-        self._swaps = [*before, *kept, (self._clock(), version)]
+        self._swaps = [*before, *kept, (moment, version)]
 
     @property
     def num_running(self) -> int:
@@ -158,27 +119,29 @@ class SimGenerateEngine:
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         assert len(requests) <= self.free_slots
+        now = self._clock()
         for request in requests:
-            started = self._clock() + self._config.prefill_s_per_token * request.prompt_P.numel()
+            prefill_s = self._config.prefill_s_per_token * request.prompt_P.numel()
             num_tokens = min(request.limit(self._longest), self._lengths.tokens(request.index))
-            ends = started + self._config.decode_s_per_token * num_tokens
-            heapq.heappush(self._running, _Running(ends, request, num_tokens, started))
+            number = next(self._numbers)
+            began = self._decoding.begin(number, prefill_s + self._config.decode_s(1) * num_tokens, now)
+            self._running[number] = _Running(request, num_tokens, began + prefill_s)
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Sleep until a response ends or `wake` is set; returns those that ended."""
-        if self._running:
-            wake.wait(max(0.0, self._running[0].ends - self._clock()))
-        finished, now = [], self._clock()
-        while self._running and self._running[0].ends <= now:
-            finished.append(self._generation(heapq.heappop(self._running)))
-        return finished
+        if (end := self._decoding.next_end) is not None:
+            wake.wait(max(0.0, end - self._clock()))
+        return [self._generation(self._running.pop(number)) for number in self._decoding.ended(self._clock())]
 
     def cancel(self, ticket: int) -> None:
-        self._running = [one for one in self._running if one.request.ticket != ticket]
-        heapq.heapify(self._running)
+        for number in [number for number, one in self._running.items() if one.request.ticket == ticket]:
+            del self._running[number]
+            self._decoding.cancel(number, self._clock())
 
     def abort(self) -> None:
-        self._running = []
+        self._running.clear()
+        self._decoding = Decoding(self._config.decode_s, now=self._clock())
+        self._swaps.clear()
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         """Take them; responses that run go on."""
@@ -198,7 +161,7 @@ class SimGenerateEngine:
             response_R[-1] = stop_ids[0]
         versions_R = torch.full((size,), self._swaps[0][1] if self._swaps else self._version, dtype=torch.int32)
         for moment, version in self._swaps:
-            drawn = (moment - one.started) / max(1e-9, self._config.decode_s_per_token)
+            drawn = (moment - one.first) / max(1e-9, self._config.decode_s(1))
             versions_R[min(size, max(0, int(drawn))) :] = version
         return Generation(
             index=one.request.index,
@@ -336,8 +299,3 @@ def _log_probs(s_per_token: float, batch: Sequences) -> Tensor:
 
 def _needs(config: SimConfig) -> dict[str, Need]:
     return {name: Need(shape) for name, shape in sim_shapes(config).items()}
-
-
-@lru_cache(maxsize=1)
-def _recorded(path: str) -> NDArray[np.float64]:
-    return np.array([float(word) for word in Path(path).read_text().split()])

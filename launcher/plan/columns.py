@@ -1,0 +1,71 @@
+"""A simulated worker of a role that only computes columns (`workers.tasks.task_worker`), in simulated time. Pure."""
+
+from typing import TYPE_CHECKING
+
+from tq.policies import Item
+from workers.tasks.dataflow import NeededWeights, PlacedTask
+
+if TYPE_CHECKING:
+    from launcher.plan.simulation import World
+
+
+class ColumnWorker:
+    """Fetch, compute, put."""
+
+    def __init__(self, world: "World", task: PlacedTask, number: int) -> None:
+        """Args:
+        world: it is in.
+        task: that it serves.
+        number: of the copy.
+        """
+        self._name = f"{task.role}-{number}-0"
+        self._world = world
+        self._task = task
+        self._follows = task.weights is not NeededWeights.ANY
+        self._version = 0
+        self._at_hand = 0
+        self._needed = 0
+
+    def start(self) -> None:
+        """Ask for rows."""
+        self._ask()
+
+    def weights_arrived(self, version: int) -> None:
+        """A version is at hand."""
+        self._at_hand = version
+        if self._needed > self._version and version >= self._needed:
+            self._version = version
+            self._ask()
+
+    def _ask(self) -> None:
+        want = self._world.scenario.rows_per_fetch[self._task.role]
+        self._world.fetch(self._task.name, want, self._version, self._granted, self._outdated)
+
+    def _outdated(self, version: int) -> None:
+        self._needed = version
+        if self._at_hand >= version:
+            self._version = self._at_hand
+            self._world.after(0.0, self._ask)
+
+    def _granted(self, partition: int, items: list[Item]) -> None:
+        world = self._world
+        rows = [row for item in items for row in item.rows]
+        start = world.now + world.scenario.latency.fetch_s
+        seconds = sum(work_s(world, name, rows) for name in (*self._task.fused, self._task.name))
+        world.span(self._name, self._task.name, start, start + seconds, step=partition, rows=len(rows))
+
+        def done() -> None:
+            world.put(self._task.name, rows)
+            self._ask()
+
+        world.at(start + seconds + world.scenario.latency.put_s, done)
+
+
+def work_s(world: "World", task: str, rows: list[int]) -> float:
+    """Return the time of a task for rows, in one call (s)."""
+    times = world.scenario.times
+    work = times.tasks.get(task)
+    if work is None or not rows:
+        return 0.0
+    lengths = [world.tokens[row] + times.prompt_tokens for row in rows]
+    return work.seconds(sum(lengths), sum(length * length for length in lengths))

@@ -1,0 +1,193 @@
+"""How long each task takes on a device of the catalogue: FLOPs, bytes and traffic from config.json. Pure.
+
+    matrix products    2 FLOPs a parameter and token; attention 2 L H d n^2 for a sample of n tokens (causal)
+    training           3 forwards, 4 with recomputed activations
+    a decode step      the larger of: reading weights and keys and values, and computing; and a fixed overhead
+    tensor parallel    2 all-reduces a layer and forward: 2 (TP - 1) / TP x D c bytes a token each
+    pipeline           (stages - 1) / (pieces + stages - 1) of the time is the bubble
+    FSDP2              a micro-batch lasts at least as long as gathering weights twice and reducing gradients once
+    AdamW              28 bytes a parameter of a rank; Megatron also reduces gradients and gathers weights
+
+Letters as in `workers.engines.device_memory`. Shares of peaks that are reached are `Achievable`; attention runs as fast
+as matrix products, and communication of tensor parallelism is not hidden. docs/planner.md lists all assumptions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from launcher.plan.devices import Device
+from launcher.plan.scenario import Latency, Times, Work
+from workers.config import RunConfig
+from workers.engines.device_memory import DTYPE_BYTES, ModelSizes
+
+
+def parameters_of(config: Mapping[str, Any]) -> int:
+    """Return the parameters of a decoder of Llama's kind, from config.json; 0: it names other sizes."""
+    sizes = ModelSizes.of(config, 0)
+    if sizes is None:
+        return 0
+    width = sizes.hidden_size
+    attention = 2 * width * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_dim
+    layer = attention + 3 * width * sizes.ffn_size + 2 * width
+    return sizes.num_layers * layer + width + sizes.embedding_parameters * (1 if sizes.tied else 2)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run's tokens look like, on average.
+
+    Attributes:
+        prompt_tokens: of a prompt.
+        mean_tokens: of a response; `mean_square`: mean of the squares.
+    """
+
+    prompt_tokens: int
+    mean_tokens: float
+    mean_square: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Times of one configuration on one kind of device."""
+
+    config: RunConfig
+    model: ModelSizes
+    device: Device
+    workload: Workload
+
+    def times(self) -> Times:
+        """Return how long computing takes."""
+        config, number = self.config, self._rollout_number
+        tensor = config.vllm.tensor_parallel_size if config.rollout.engine == "vllm" else 1
+        peak = tensor * self._peak(number) * self.device.achievable.forward
+        shared = config.schedule.n_samples_per_prompt if config.vllm.prefix_caching else 1
+        prompt = self.workload.prompt_tokens
+        forward = self._forward(self._frozen_number)
+        return Times(
+            decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
+            prefill_s=2 * self.model.num_parameters * prompt / peak / shared,
+            tasks={"ref_log_probs": forward, "actor_log_probs": forward},
+            train=self.train(),
+            update_s=self._update_s(),
+            prompt_tokens=prompt,
+            in_step=config.actor.engine == "fsdp" and config.roles["actor"] > 1,
+        )
+
+    def latency(self) -> Latency:
+        """Return the house's latencies, with what weights take on their way."""
+        size, achievable = self._weight_bytes, self.device.achievable
+        host = self.device.host_gb_s * 1e9 * achievable.link
+        tensor = self.config.vllm.tensor_parallel_size if self.config.rollout.engine == "vllm" else 1
+        several_nodes = sum(self.config.roles.values()) > self.device.devices_per_node
+        network = self.device.network_gb_s * self.device.devices_per_node * 1e9 * achievable.link
+        house = Latency()
+        return replace(
+            house,
+            publish_s=house.publish_s + size / self.config.roles["actor"] / host,
+            transfer_s=house.transfer_s + (size / network if several_nodes else 0.0),
+            swap_s=house.swap_s + size / tensor / host,
+        )
+
+    def decode_s(self, responses: int, tensor: int) -> float:
+        """Return the seconds of a decode step: a token of each of so many responses."""
+        model, device, number = self.model, self.device, self._rollout_number
+        read = number * model.num_parameters + responses * self._context * self._cache_bytes(tensor) * tensor
+        memory_s = read / tensor / (device.memory_gb_s * 1e9 * device.achievable.memory * self._share)
+        compute_s = 2 * model.num_parameters * responses / tensor / (self._peak(number) * device.achievable.forward)
+        reduce_s = 0.0
+        if tensor > 1:
+            moved = 2 * (tensor - 1) / tensor * responses * model.hidden_size * number
+            hop_s = device.hop_s + moved / (device.link_gb_s * 1e9 * device.achievable.link)
+            reduce_s = 2 * model.num_layers * hop_s
+        return max(memory_s, compute_s) + reduce_s + device.step_overhead_s / self._share
+
+    def slots(self) -> int:
+        """Return how many responses fit beside each other at their mean length, at most `rollout.batch_size`."""
+        config = self.config
+        if config.rollout.engine != "vllm":
+            return config.rollout.batch_size
+        tensor = config.vllm.tensor_parallel_size
+        room = config.vllm.gpu_memory_utilization * self.device.memory_gb * 1e9
+        room -= self._rollout_number * self.model.num_parameters / tensor
+        return max(1, min(config.rollout.batch_size, int(room / (self._context * self._cache_bytes(tensor)))))
+
+    def train(self) -> Work:
+        """Return the work of a micro-batch on one replica of the actor."""
+        config, device, model = self.config, self.device, self.model
+        actor, number = config.actor, DTYPE_BYTES[config.actor.autocast]
+        passes = 4 if actor.gradient_checkpointing else 3
+        ranks = config.roles["actor"]
+        tensor, parts, bubble, floor_s = 1, 1, 0.0, 0.0
+        if actor.engine == "megatron":
+            layout = actor.megatron.layout(ranks)
+            tensor, parts = layout.tensor, layout.tensor * layout.context * layout.stages
+            bubble = (layout.stages - 1) / (actor.megatron.pipeline_pieces + layout.stages - 1)
+        elif ranks > 1:
+            moved = (2 * number + 4) * model.num_parameters * (ranks - 1) / ranks
+            floor_s = moved / (self._between(ranks) * 1e9 * device.achievable.link)
+        rate = parts * self._peak(number) * device.achievable.train * (1 - bubble)
+        token_s = passes * 2 * model.num_parameters / rate
+        if tensor > 1:
+            moved = 2 * passes * model.num_layers * 2 * (tensor - 1) / tensor * model.hidden_size * number
+            token_s += moved / (self._between(tensor) * 1e9 * device.achievable.link) * tensor / parts
+        return Work(token_s=token_s, squared_s=passes * self._attention / rate, floor_s=floor_s)
+
+    def _forward(self, number: int) -> Work:
+        rate = self._peak(number) * self.device.achievable.forward
+        return Work(token_s=2 * self.model.num_parameters / rate, squared_s=self._attention / rate)
+
+    def _update_s(self) -> float:
+        config, device, model = self.config, self.device, self.model
+        ranks = config.roles["actor"]
+        update_s = (
+            28 * model.num_parameters / ranks / (device.memory_gb_s * 1e9 * device.achievable.memory * self._share)
+        )
+        if config.actor.engine == "megatron":
+            layout = config.actor.megatron.layout(ranks)
+            number = DTYPE_BYTES[config.actor.autocast]
+            moved = (4 + number) * model.num_parameters / (layout.tensor * layout.stages)
+            copies = layout.replicas * layout.context
+            update_s += moved * (copies - 1) / copies / (self._between(ranks) * 1e9 * device.achievable.link)
+        return update_s
+
+    @property
+    def _attention(self) -> float:
+        return 2 * self.model.num_layers * self.model.num_heads * self.model.head_dim
+
+    @cached_property
+    def _context(self) -> float:
+        """Mean tokens that a decoded token looks at: long responses are decoded for longer."""
+        return self.workload.prompt_tokens + self.workload.mean_square / self.workload.mean_tokens / 2
+
+    def _cache_bytes(self, tensor: int) -> float:
+        """Return bytes of keys and values of a token on one of the ranks."""
+        heads = max(1.0, self.model.num_kv_heads / tensor)
+        return 2 * self.model.num_layers * heads * self.model.head_dim * self._rollout_number
+
+    def _between(self, ranks: int) -> float:
+        device = self.device
+        return device.link_gb_s if ranks <= device.devices_per_node else device.network_gb_s
+
+    def _peak(self, number: int) -> float:
+        kind = "float32" if number == 4 else "bfloat16"
+        return self.device.peak_tflops[kind] * 1e12 * self._share  # type: ignore[index]
+
+    @cached_property
+    def _share(self) -> float:
+        """Share of the device that a rank has."""
+        cores = self.device.shared_by
+        return 1.0 if not cores else min(1 / cores, 1 / sum(self.config.roles.values()))
+
+    @property
+    def _frozen_number(self) -> int:
+        return DTYPE_BYTES[self.config.model.dtype]
+
+    @property
+    def _rollout_number(self) -> int:
+        return DTYPE_BYTES[self.config.vllm.dtype or self.config.model.dtype]
+
+    @property
+    def _weight_bytes(self) -> int:
+        return self._rollout_number * self.model.num_parameters

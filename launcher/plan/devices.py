@@ -1,0 +1,78 @@
+"""The device catalogue: `configs/devices/*.yaml`, or a file of yours. Peaks and bandwidths, each with its source."""
+
+import importlib.resources
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from asyncflow.errors import ConfigError
+from asyncflow.settings import Settings
+from launcher.config.yaml_file import read_yaml
+
+
+class Achievable(Settings):
+    """Shares of peaks and bandwidths that are reached. Assumptions, the same for every device: none is fitted to a
+    result. A measured device has numbers of its own in its file."""
+
+    train: float = Field(0.4, gt=0, le=1)
+    """Of the peak, forward and backward of packed micro-batches."""
+    forward: float = Field(0.5, gt=0, le=1)
+    """Of the peak, without gradients; prefill."""
+    memory: float = Field(0.7, gt=0, le=1)
+    """Of the memory's bandwidth, weights and keys and values of a decode step."""
+    link: float = Field(0.7, gt=0, le=1)
+    """Of links, network and host transfers."""
+
+
+class Device(Settings):
+    """One kind of accelerator, in nodes. Bandwidths are of one device in one direction."""
+
+    name: str
+    """As `--device` has it."""
+    peak_tflops: dict[Literal["bfloat16", "float32"], float]
+    """Dense matrix products by element type (TFLOP/s)."""
+    memory_gb: float = Field(gt=0)
+    """Memory (GB)."""
+    memory_gb_s: float = Field(gt=0)
+    """Memory bandwidth (GB/s)."""
+    devices_per_node: int = Field(ge=1)
+    """Devices of a node."""
+    link_gb_s: float = Field(gt=0)
+    """To the others of its node (GB/s)."""
+    network_gb_s: float = Field(gt=0)
+    """To other nodes (GB/s)."""
+    host_gb_s: float = Field(gt=0)
+    """To host memory (GB/s)."""
+    shared_by: int = Field(0, ge=0)
+    """Cores of a CPU that all ranks share: with more ranks than cores each has its share; 0: a rank has the device."""
+    step_overhead_s: float = Field(0.002, ge=0)
+    """Of a decode step, beside reading memory (s); assumed where no source is given."""
+    hop_s: float = Field(1e-5, ge=0)
+    """Of a collective of a node's devices, beside its bytes (s); assumed where no source is given."""
+    achievable: Achievable = Achievable()
+    sources: dict[str, str]
+    """Where each number is from."""
+
+
+def find_device(name: str) -> Device:
+    """Return a device of the catalogue, or of a YAML file.
+
+    Raises:
+        ConfigError: there is none of that name, or the file says something else.
+    """
+    known = {path.name.removesuffix(".yaml"): path for path in _catalogue()}
+    path = Path(name) if name.endswith((".yaml", ".yml")) else known.get(name)
+    if path is None:
+        raise ConfigError(f"--device {name}: is not known; give one of {' '.join(sorted(known))}, or a YAML file")
+    try:
+        return Device.model_validate(read_yaml(path).values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"--device {path}: {where}: {first['msg']}; see configs/devices/h100.yaml") from error
+
+
+def _catalogue() -> list[Path]:
+    directory = importlib.resources.files("configs") / "devices"
+    return [Path(str(each)) for each in directory.iterdir() if each.name.endswith(".yaml")]

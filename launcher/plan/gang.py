@@ -1,0 +1,199 @@
+"""The simulated actor: rounds, micro-batches, mini-batches and versions of `workers.trainer`, in simulated time. Pure.
+
+ask for rounds (two ahead of the one in work) -> columns, micro-batches -> the last round -> updates -> publish
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from launcher.plan.columns import work_s
+from launcher.plan.task_queue import Formed
+from tq.policies import Item, Want
+from workers.tasks.dataflow import CRITIC_TRAIN, PlacedTask
+from workers.trainer import micro_batches
+from workers.trainer.micro_batches import RoundAssigner
+
+if TYPE_CHECKING:
+    from launcher.plan.simulation import World
+
+_AHEAD = 2
+"""Rounds that a rank asks for beyond those that it took: one that is read, one that waits (`ReadAhead`)."""
+
+
+class Gang:
+    """All replicas of the actor. Replicas that wait for each other at every micro-batch go as one."""
+
+    def __init__(self, world: "World", task: PlacedTask) -> None:
+        """Args:
+        world: it is in.
+        task: that it serves.
+        """
+        self.task = task
+        self._world = world
+        scenario = world.scenario
+        self._replicas = scenario.workers["actor"]
+        several = scenario.actor.num_updates > 1
+        self._together = scenario.times.in_step or several
+        self._fused = [name for name in task.fused if name != CRITIC_TRAIN]
+        rows = max(scenario.actor.micro_batch_size, scenario.schedule.n_samples_per_prompt)
+        self._want = Want(rows * self._replicas, scenario.round_tokens * self._replicas, self._replicas)
+        self._formed: list[Formed] = []
+        self._asking_for = 1
+        num_walkers = 1 if self._together else self._replicas
+        self._walkers = [list(range(self._replicas))] if self._together else [[rank] for rank in range(self._replicas)]
+        self._taken = [0] * num_walkers
+        self._idle = [False] * num_walkers
+        self._at_end = 0
+        self._step = 0
+        self._free_at = 0.0
+        self._arriving = self._assigner(0)
+        self._kept: list[tuple[Formed, int]] = []
+
+    def start(self) -> None:
+        """Begin the first step."""
+        self._begin()
+
+    def look(self) -> None:
+        """Rows came: form the rounds that are asked for."""
+        world = self._world
+        queue = world.queues[self.task.name]
+        while self._asking_for <= world.steps and len(self._formed) < max(self._taken) + _AHEAD:
+            formed = queue.form(self._asking_for, self._want, world.now)
+            if formed is None:
+                return
+            self._formed.append(formed)
+            if formed.last:
+                self._asking_for += 1
+            for walker, idle in enumerate(self._idle):
+                if idle and self._taken[walker] == len(self._formed) - 1:
+                    self._idle[walker] = False
+                    world.after(world.scenario.latency.fetch_s, lambda walker=walker: self._take(walker))
+
+    def _begin(self) -> None:
+        self._step += 1
+        if self._step > self._world.steps:
+            return
+        self._at_end = 0
+        self._kept = []
+        self._arriving = self._assigner(0)
+        for walker in range(len(self._walkers)):
+            self._next(walker)
+
+    def _next(self, walker: int) -> None:
+        if self._taken[walker] < len(self._formed):
+            formed = self._formed[self._taken[walker]]
+            ready = formed.time + self._world.scenario.latency.fetch_s
+            self._world.at(ready, lambda: self._take(walker))
+        else:
+            self._idle[walker] = True
+
+    def _take(self, walker: int) -> None:
+        """Compute a round."""
+        world = self._world
+        formed = self._formed[self._taken[walker]]
+        self._taken[walker] += 1
+        self.look()
+        ranks = self._walkers[walker]
+        slices = [_rows(formed.slices[rank]) for rank in ranks]
+        begin = world.now + world.scenario.latency.round_s
+        columns_s = max(sum(self._column_s(name, rows) for name in self._fused) for rows in slices)
+        train_s = 0.0
+        if self._trains_now(walker, formed):
+            train_s = self._train_s(slices)
+        middle, end = begin + columns_s, begin + columns_s + train_s
+        for rank in ranks:
+            if columns_s:
+                world.span(f"actor-{rank}", self._fused[0], begin, middle, step=self._step)
+            if train_s:
+                world.span(f"actor-{rank}", "forward_backward", middle, end, step=self._step)
+        world.at(end, lambda: self._after_round(walker, formed.last))
+
+    def _trains_now(self, walker: int, formed: Formed) -> bool:
+        """Whether a round is of the first mini-batch; the others are kept."""
+        if self._world.scenario.actor.num_updates == 1:
+            return True
+        total = sum(len(item.rows) for part in formed.slices for item in part)
+        number = self._arriving.assign(total)
+        self._kept.append((formed, total))
+        return number == 0
+
+    def _after_round(self, walker: int, last: bool) -> None:
+        if not last:
+            self._next(walker)
+            return
+        self._at_end += 1
+        if self._at_end == len(self._walkers):
+            self._update()
+
+    def _update(self) -> None:
+        """All rounds are there: the updates of the step, one after the other."""
+        world, scenario = self._world, self._world.scenario
+        begin = world.now
+        num_mini_batches = scenario.actor.num_mini_batches
+        end = begin
+        for number in range(scenario.actor.ppo_epochs if self._kept else 1):
+            assigner = self._assigner(number)
+            seconds = [0.0] * num_mini_batches
+            for formed, total in self._kept:
+                place = assigner.assign(total)
+                if (number, place) != (0, 0):
+                    seconds[place] += self._train_s([_rows(part) for part in formed.slices])
+            end += sum(seconds) + num_mini_batches * scenario.times.update_s
+        for rank in range(self._replicas):
+            if end > begin:
+                world.span(f"actor-{rank}", "optimizer", begin, end, step=self._step)
+        published = end + scenario.latency.publish_s
+        world.span("actor-0", "publish weights", end, published, step=self._step)
+        world.at(published, self._published)
+
+    def _published(self) -> None:
+        world = self._world
+        rows = [row for formed in self._formed[: self._taken[0]] for part in formed.slices for row in _rows(part)]
+        world.trained.append(sum(world.tokens[row] for row in rows))
+        self._formed = self._formed[self._taken[0] :]
+        self._taken = [0] * len(self._taken)
+        world.publish(self._step)
+        self._begin()
+
+    def _column_s(self, task: str, rows: list[int]) -> float:
+        size = self._world.scenario.rows_per_call
+        return sum(work_s(self._world, task, rows[start : start + size]) for start in range(0, len(rows), size))
+
+    def _train_s(self, slices: Sequence[list[int]]) -> float:
+        """Return how long the micro-batches of a round take, each as long as its slowest replica (s)."""
+        cuts = [self._micro_batches(rows) for rows in slices]
+        return sum(
+            max((part[number] for part in cuts if number < len(part)), default=0.0)
+            for number in range(max(map(len, cuts)))
+        )
+
+    def _micro_batches(self, rows: list[int]) -> list[float]:
+        """Return how long each micro-batch of a replica takes (s)."""
+        world = self._world
+        actor, times = world.scenario.actor, world.scenario.times
+        size, prompt = world.scenario.schedule.n_samples_per_prompt, times.prompt_tokens
+        if not actor.max_tokens_per_micro_batch:
+            cuts = micro_batches.cut_by_rows(range(len(rows)), len(rows), actor.micro_batch_size) if rows else []
+        else:
+            shared = actor.shared_prompt
+            prompts = [row // size if shared else row for row in rows]
+            lengths = [(max(1, prompt), world.tokens[row]) for row in rows]
+            cuts = list(micro_batches.cut_by_tokens(prompts, lengths, actor.max_tokens_per_micro_batch))
+        seconds = []
+        for cut in cuts:
+            lengths = [(prompt, world.tokens[rows[position]]) for position in cut]
+            groups = {rows[position] // size for position in cut} if actor.shared_prompt else cut
+            tokens = prompt * len(groups) + sum(length for _, length in lengths)
+            squares = sum((prompt + length) ** 2 for _, length in lengths)
+            seconds.append(times.train.seconds(tokens, squares))
+        return seconds
+
+    def _assigner(self, pass_number: int) -> RoundAssigner:
+        scenario = self._world.scenario
+        number = scenario.actor.num_mini_batches
+        seed = f"{scenario.seed}/{self._step}/{pass_number}"
+        return RoundAssigner(num_mini_batches=number, size=scenario.schedule.step_rows // number, seed=seed)
+
+
+def _rows(items: Sequence[Item]) -> list[int]:
+    return [row for item in items for row in item.rows]

@@ -1,0 +1,154 @@
+"""A simulated generating instance: what `workers.rollout.loop` does, in simulated time. Pure."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tq.policies import Item
+from workers.engines.sim.decoding import Decoding
+
+if TYPE_CHECKING:
+    from launcher.plan.simulation import World
+
+_RETRY_S = 0.05
+"""As `workers.rollout.loop`: after a refused turn."""
+
+
+@dataclass
+class _Lease:
+    """Rows that came together; their responses are put so many at a time."""
+
+    partition: int
+    left: int
+    finished: list[int]
+
+
+class Instance:
+    """One of them."""
+
+    def __init__(self, world: "World", task: str, number: int) -> None:
+        """Args:
+        world: it is in.
+        task: that it fetches.
+        number: of the instance.
+        """
+        self.name = f"rollout-{number}-0"
+        self._world = world
+        self._task = task
+        times = world.scenario.times
+        self._decoding = Decoding(times.decode_s)
+        self._alone_s = times.decode_s(1)
+        self._prefill_s = times.prefill_s
+        self._waiting: deque[tuple[_Lease, int]] = deque()
+        self._running: dict[int, _Lease] = {}
+        self._at_hand = self._version = -1
+        self._needed = -1
+        self._step = 0
+        self._asked = self._draining = self._swapping = False
+        self._looks = 0
+        self._busy_since: float | None = None
+
+    def weights_arrived(self, version: int) -> None:
+        """A version is at hand."""
+        self._at_hand = max(self._at_hand, version)
+        self.look()
+
+    def look(self) -> None:
+        """Go on: responses that ended, newer weights, free places."""
+        world = self._world
+        if self._swapping:
+            return
+        ended = self._decoding.ended(world.now)
+        for row in ended:
+            self._end(row)
+        self._swap_if_due()
+        if self._swapping:
+            return
+        self._fill()
+        if ended and not self._running:
+            self.note_idle()
+        self._looks += 1
+        end = self._decoding.next_end
+        if end is not None:
+            look = self._looks
+            world.at(end, lambda: self.look() if look == self._looks else None)
+
+    def note_idle(self) -> None:
+        """Nothing runs: the span of the timeline ends."""
+        if self._busy_since is not None:
+            if self._world.now > self._busy_since:
+                self._world.span(self.name, "generate", self._busy_since, self._world.now, step=self._step)
+            self._busy_since = None
+
+    def _end(self, row: int) -> None:
+        world = self._world
+        lease = self._running.pop(row)
+        lease.finished.append(row)
+        if len(lease.finished) >= min(world.scenario.rows_per_put, lease.left):
+            rows, lease.finished = lease.finished, []
+            lease.left -= len(rows)
+            world.after(world.scenario.latency.put_s, lambda: world.put(self._task, rows))
+
+    def _swap_if_due(self) -> None:
+        self._draining = False
+        if self._at_hand <= self._version:
+            return
+        world = self._world
+        scenario = world.scenario
+        newest = self._waiting[-1][0].partition if self._waiting else 0
+        boundary = newest > self._step or self._needed > self._version
+        mode, running = scenario.schedule.mode, len(self._running)
+        due = mode.may_swap(interruptible=scenario.interruptible, num_running=running, boundary=boundary)
+        self._draining = not due and mode.may_swap(interruptible=True, num_running=running, boundary=boundary)
+        if not due:
+            return
+        if world.turns.ask(self, self, None):
+            self._swapping = True
+            world.after(scenario.latency.swap_s, self._swapped)
+        else:
+            world.after(_RETRY_S, self.look)
+
+    def _swapped(self) -> None:
+        self._swapping = False
+        self._version = self._at_hand
+        self._world.turns.end(self)
+        self.look()
+
+    def _fill(self) -> None:
+        world = self._world
+        begun = min(self._room(), len(self._waiting))
+        for _ in range(begun):
+            lease, row = self._waiting.popleft()
+            self._running[row] = lease
+            if lease.partition > self._step:
+                self.note_idle()
+                self._step = lease.partition
+            tokens = world.tokens[row] = world.scenario.tokens(row)
+            self._decoding.begin(row, self._prefill_s + self._alone_s * tokens, world.now)
+        if begun and self._busy_since is None:
+            self._busy_since = world.now
+        want = self._room() - len(self._waiting)
+        if want > 0 and not self._asked and self._version >= 0 and self._needed <= self._version:
+            self._asked = True
+            world.fetch(self._task, want, self._version, self._granted, self._outdated)
+
+    def _room(self) -> int:
+        if self._running and (self._world.scenario.deterministic or self._draining):
+            return 0
+        return self._world.scenario.slots - len(self._running)
+
+    def _granted(self, partition: int, items: list[Item]) -> None:
+        rows = [row for item in items for row in item.rows]
+        lease = _Lease(partition, len(rows), [])
+
+        def came() -> None:
+            self._asked = False
+            self._waiting.extend((lease, row) for row in rows)
+            self.look()
+
+        self._world.after(self._world.scenario.latency.fetch_s, came)
+
+    def _outdated(self, version: int) -> None:
+        self._asked = False
+        self._needed = version
+        self._world.after(0.0, self.look)

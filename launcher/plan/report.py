@@ -1,0 +1,175 @@
+"""`asyncflow plan`: from a configuration and a number of devices to plans, in words and as JSON."""
+
+import json
+import random
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from asyncflow.errors import ConfigError
+from launcher.checks.preflight import count_parameters
+from launcher.plan.cost_model import parameters_of
+from launcher.plan.devices import find_device
+from launcher.plan.search import Objective, Plan, Planner
+from launcher.timeline.gantt_chart import GanttChart, gantt_html
+from workers.config import RunConfig
+from workers.engines.model_files import read_model_config
+from workers.engines.sim.lengths import SimLengths
+
+
+def open_planner(
+    config: RunConfig, *, devices: int, device: str | None, objective: Objective = "time", lengths: Path | None = None
+) -> Planner:
+    """Return what plans a run.
+
+    Args:
+        config: of the run.
+        devices: at most so many.
+        device: of the catalogue, or a YAML file; `sim` engines need none.
+        objective: see `Planner`.
+        lengths: a run's directory, whose responses' lengths are drawn from; None: as section `sim` says.
+
+    Raises:
+        ConfigError: the device or the model's sizes are not known, or the run has no lengths.
+    """
+    simulated = config.rollout.engine == "sim"
+    if device is None and not simulated:
+        raise ConfigError("--device: is missing; name one of configs/devices, e.g. --device h100")
+    directory = Path(config.model.path)
+    model = {} if simulated else read_model_config(directory)
+    parameters = 0 if simulated else count_parameters(directory) or parameters_of(model)
+    if not simulated and not parameters:
+        raise ConfigError(
+            f"model.path: the sizes in {directory / 'config.json'} are not those of a model that is known"
+        )
+    step_rows = config.schedule.step_rows
+    drawn = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).tokens
+    tokens = drawn if lengths is None else recorded_lengths(lengths, seed=config.seed)
+    longest = config.rollout.max_response_tokens
+    return Planner(
+        config=config,
+        num_devices=devices,
+        device=None if simulated or device is None else find_device(device),
+        parameters=parameters,
+        model_config=model,
+        prompt_tokens=0 if simulated else config.data.max_prompt_tokens // 2,
+        tokens=lambda row: min(longest, tokens(row)),
+        objective=objective,
+    )
+
+
+def auto_roles(text: str, config: RunConfig) -> tuple[str, tuple[str, ...]] | None:
+    """Return `--roles` and `--set` of the best plan for `auto:DEVICES[@DEVICE]`; None: the text is something else.
+
+    Raises:
+        ConfigError: the number or the device is not one, or no plan fits.
+    """
+    word, _, rest = text.strip().partition(":")
+    if word != "auto":
+        return None
+    number, _, device = rest.partition("@")
+    if not number.isdecimal() or int(number) < 2:
+        raise ConfigError(f"--roles {text}: give a number of devices, at least 2, e.g. --roles auto:14")
+    if not device and config.rollout.engine != "sim":
+        if config.launcher.device != "cpu":
+            raise ConfigError(f"--roles {text}: say of which device, e.g. --roles auto:{number}@h100")
+        device = "cpu"
+    best = open_planner(config, devices=int(number), device=device or None).plans()[0]
+    return best.roles_text, best.changes
+
+
+def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
+    """Return row -> length, drawn from the histograms of a run's `metrics.jsonl`.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    counts: dict[int, int] = {}
+    path = run_dir / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        for length, count in json.loads(line).get("histograms", {}).get("response_tokens", {}).items():
+            counts[round(float(length))] = counts.get(round(float(length)), 0) + count
+    if not counts:
+        raise ConfigError(f"--lengths {run_dir}: has no lengths of responses in metrics.jsonl; name a run")
+    values, weights = [max(1, value) for value in counts], list(accumulate(counts.values()))
+    return lambda row: random.Random(f"{seed}/{row}").choices(values, cum_weights=weights)[0]
+
+
+def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float]) -> str:
+    """Return plans for people: a table, the line to paste, and why.
+
+    Args:
+        planner: that made them.
+        plans: the best first.
+        more: `planner.one_more` of the best.
+    """
+    config, best = planner.config, plans[0]
+    schedule = config.schedule
+    kind = "simulated devices" if planner.device is None else planner.device.name
+    lines = [
+        f"{config.name} on {planner.num_devices} {kind}: {schedule.rollout_batch_size} x "
+        f"{schedule.n_samples_per_prompt} responses a step, {schedule.mode}, staleness {schedule.staleness_bound}, "
+        f"{planner.workload.mean_tokens:.0f} tokens a response",
+        f"{'step':>10} {'tokens/s':>10} {'a device':>9} {'memory left':>12}   roles (idle)",
+    ]
+    for plan in plans:
+        left = "-" if plan.headroom_gb is None else f"{plan.headroom_gb:.1f} GB"
+        roles = " ".join(
+            f"{role}:{number}" + (f" ({100 * plan.idle[role]:.0f} %)" if role in plan.idle else "")
+            for role, number in plan.config.roles.items()
+        )
+        lines.append(
+            f"{plan.step_s:>8.3g} s {plan.tokens_per_s:>10.0f} {plan.tokens_per_s_per_device:>9.1f} {left:>12}   "
+            + " ".join([roles, *plan.changes])
+        )
+    busiest = min(best.idle, key=lambda role: best.idle[role])
+    lines += ["", " ".join([f"--roles {best.roles_text}", *(f"--set {change}" for change in best.changes)]), ""]
+    lines.append(
+        f"why: {busiest} limits (idle {100 * best.idle[busiest]:.0f} %); no step of these devices is shorter than "
+        f"{best.bound_s:.3g} s with this layout"
+    )
+    for role, step_s in more.items():
+        lines.append(f"  with {role} a step takes {step_s:.3g} s ({100 * (step_s / best.step_s - 1):+.1f} %)")
+    if planner.device is not None:
+        share = planner.device.achievable
+        lines.append(
+            f"assumed: {share.train:g} of the peak in training, {share.forward:g} without gradients, {share.memory:g} "
+            f"of the memory's bandwidth, {share.link:g} of links; see docs/planner.md"
+        )
+    return "\n".join(lines)
+
+
+def plan_json(planner: Planner, plans: list[Plan], more: dict[str, float]) -> str:
+    """Return the same as one JSON object."""
+
+    def told(plan: Plan) -> dict[str, Any]:
+        return {
+            "roles": plan.config.roles,
+            "set": list(plan.changes),
+            "devices": plan.num_devices,
+            "step_s": plan.step_s,
+            "bound_s": plan.bound_s,
+            "tokens_per_s": plan.tokens_per_s,
+            "tokens_per_s_per_device": plan.tokens_per_s_per_device,
+            "idle_fraction": dict(plan.idle),
+            "memory_headroom_gb": plan.headroom_gb,
+        }
+
+    device = None if planner.device is None else planner.device.name
+    values = {"device": device, "plans": [told(plan) for plan in plans], "one_more_step_s": more}
+    return json.dumps(values, indent=1)
+
+
+def write_timeline(plan: Plan, path: Path, *, title: str) -> None:
+    """Draw the simulated run as `asyncflow timeline` draws a real one.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    timeline = plan.simulated.timeline
+    chart = GanttChart.of(timeline, timeline.account(), title=title)
+    try:
+        path.write_text(gantt_html(chart, width=2400))
+    except OSError as error:
+        raise ConfigError(f"--timeline {path}: {error.strerror}; name a file that can be written") from error

@@ -1,0 +1,219 @@
+"""What a simulated run is made of: the tasks as the queue knows them, workers of each role, times and lengths. Pure.
+
+Made from a run's configuration (`Scenario.of`), with times of its `sim` engines or of a cost model. Torch-free.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from asyncflow.errors import ConfigError
+from tq.config import ScheduleConfig
+from tq.task_spec import TaskSpec
+from workers.config import ActorConfig, RunConfig
+from workers.engines.sim.lengths import SimLengths
+from workers.tasks.dataflow import OBSERVERS, TRAINERS, PlacedTask, place_tasks
+from workers.tasks.graph import graph_of, task_specs
+
+
+@dataclass(frozen=True)
+class Work:
+    """How long one forward (or forward and backward) takes: a + b x tokens + c x the sum of squares of lengths (s), and
+    at least `floor_s`."""
+
+    call_s: float = 0.0
+    token_s: float = 0.0
+    squared_s: float = 0.0
+    floor_s: float = 0.0
+
+    def seconds(self, tokens: int, squares: float) -> float:
+        """Return the time of one call.
+
+        Args:
+            tokens: of all samples.
+            squares: sum of the squares of the samples' tokens.
+        """
+        return max(self.floor_s, self.call_s + self.token_s * tokens + self.squared_s * squares)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What the house takes beside computing (s). docs/performance.md has six hops after a pause at 2.4 ms on two cores,
+    and Python between micro-batches at 1.5 % of steps of 4 s with eight rounds; what it does not say is assumed.
+
+    Attributes:
+        put_s: from an output in hand until its rows can be leased by others.
+        fetch_s: from a lease's grant until its rows are in hand.
+        admit_s: from a published version until the prompts that it admits can be leased.
+        transfer_s: from there until instances can take it.
+        swap_s: of an instance.
+        publish_s: how long publishing holds the trainer up; records and peers of a step's end are in it.
+        round_s: of the trainer for each round.
+    """
+
+    put_s: float = 0.004
+    fetch_s: float = 0.004
+    admit_s: float = 0.01
+    transfer_s: float = 0.01
+    swap_s: float = 0.003
+    publish_s: float = 0.015
+    round_s: float = 0.0075
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long computing takes.
+
+    Attributes:
+        decode_s: number of responses that an instance generates -> seconds of a token of each.
+        prefill_s: of a prompt.
+        tasks: task -> work of one call on a worker of its role, or on a replica of the actor that hosts it.
+        train: of a micro-batch on a replica.
+        update_s: of the optimizer.
+        prompt_tokens: tokens of a prompt, where tasks and training compute it, too; `sim` engines do not.
+        in_step: replicas of the actor wait for each other at every micro-batch (FSDP2's collectives).
+    """
+
+    decode_s: Callable[[int], float]
+    prefill_s: float
+    tasks: Mapping[str, Work]
+    train: Work
+    update_s: float
+    prompt_tokens: int = 0
+    in_step: bool = False
+
+    @staticmethod
+    def of_sim(config: RunConfig, *, prompt_tokens: float) -> "Times":
+        """Return those of the run's `sim` engines; tasks that are not simulated take no time.
+
+        Args:
+            prompt_tokens: mean of the prompts.
+        """
+        sim = config.sim
+        return Times(
+            decode_s=lru_cache(maxsize=None)(sim.decode_s),
+            prefill_s=sim.prefill_s_per_token * prompt_tokens,
+            tasks={
+                "ref_log_probs": Work(token_s=sim.ref_s_per_token),
+                "actor_log_probs": Work(token_s=sim.policy_forward_s_per_token),
+            },
+            train=Work(token_s=sim.train_s_per_token),
+            update_s=sim.optimizer_s,
+        )
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run to simulate.
+
+    Attributes:
+        schedule: batch, group size, mode and staleness.
+        actor: how rounds are cut.
+        tasks: as placed; `specs` are the same as the queue knows them.
+        workers: role -> consumers that work side by side: instances, copies, replicas of the actor.
+        slots: responses that an instance generates at the same time.
+        rows_per_fetch: role -> rows that a worker takes at a time, of those that only compute columns.
+        rows_per_call: the same for tasks inside the actor.
+        round_tokens: token budget of a rank's round; 0: none.
+        interruptible: engines take newer weights while responses run.
+        max_updating: instances that may swap at once.
+        rows_per_put: responses of a lease that an instance puts together.
+        deterministic: responses that began together end their batch together.
+        seed: of the run.
+        tokens: row -> length of its response.
+        times, latency: see there.
+    """
+
+    schedule: ScheduleConfig
+    actor: ActorConfig
+    tasks: Sequence[PlacedTask]
+    specs: Sequence[TaskSpec]
+    workers: Mapping[str, int]
+    slots: int
+    rows_per_fetch: Mapping[str, int]
+    rows_per_call: int
+    round_tokens: int
+    interruptible: bool
+    max_updating: int | None
+    rows_per_put: int
+    deterministic: bool
+    seed: int
+    tokens: Callable[[int], int]
+    times: Times
+    latency: Latency = Latency()
+
+    @staticmethod
+    def of(
+        config: RunConfig,
+        times: Times,
+        *,
+        tokens: Callable[[int], int] | None = None,
+        latency: Latency | None = None,
+        slots: int = 0,
+    ) -> "Scenario":
+        """Return the run that a configuration describes.
+
+        Args:
+            config: checked; its roles say how many workers there are.
+            times: of its engines.
+            tokens: length of each row's response; None: as `sim` draws them.
+            latency: of the house; None: the measured one.
+            slots: responses that fit an instance at the same time; 0: `rollout.batch_size`.
+
+        Raises:
+            ConfigError: the run has what is not simulated.
+        """
+        _check(config)
+        roles = [role for role in config.roles if role not in OBSERVERS]
+        tasks = place_tasks(graph_of(config), roles)
+        schedule, actor = config.schedule, config.actor
+        longest = config.rollout.max_response_tokens
+        drawn = SimLengths(config.sim, samples_per_step=schedule.step_rows, seed=config.seed).tokens
+        lengths = tokens or drawn
+        size = schedule.n_samples_per_prompt
+        rows_per_fetch = {
+            "ref": config.ref.micro_batch_size, "actor_fwd": config.ref.micro_batch_size, "advantages": 8 * size,
+        }  # fmt: skip
+        hosted = actor.micro_batch_size
+        if actor.max_tokens_per_micro_batch:
+            hosted = min(hosted, config.ref.micro_batch_size)
+        return Scenario(
+            schedule=schedule,
+            actor=actor,
+            tasks=tasks,
+            specs=task_specs(tasks, config),
+            workers=workers_of(config),
+            slots=slots or config.rollout.batch_size,
+            rows_per_fetch={task.role: rows_per_fetch.get(task.role, size) for task in tasks},
+            rows_per_call=hosted,
+            round_tokens=config.round_tokens(actor),
+            interruptible=config.rollout.engine != "openai" and config.rollout.on_swap != "finish",
+            max_updating=config.weightsync.max_updating,
+            rows_per_put=config.rollout.batch_size if config.deterministic else size,
+            deterministic=config.deterministic,
+            seed=config.seed,
+            tokens=lambda row: min(longest, lengths(row)),
+            times=times,
+            latency=latency or Latency(),
+        )
+
+
+def workers_of(config: RunConfig) -> dict[str, int]:
+    """Return how many consumers of each role work side by side."""
+    roles = {role: number for role, number in config.roles.items() if role not in OBSERVERS}
+    if config.rollout.engine == "vllm":
+        roles["rollout"] //= config.vllm.tensor_parallel_size
+    roles["actor"] = config.actor.num_replicas(roles["actor"])
+    return roles
+
+
+def _check(config: RunConfig) -> None:
+    if TRAINERS & config.roles.keys() != {"actor"}:
+        raise ConfigError("roles: 'critic' is not simulated as a role of its own; leave it out, so the actor hosts it")
+    if config.outside_roles:
+        raise ConfigError(f"roles: {config.outside_roles[0]}:0 cannot be planned: nobody knows how fast it is outside")
+    if config.rollout.is_own:
+        raise ConfigError(
+            "rollout.function and agents cannot be planned: their turns and tools take as long as they take; plan the "
+            "same run with one response to each prompt"
+        )

@@ -1,0 +1,239 @@
+"""A run in simulated time: the real schedule, with computing replaced by times. Pure: no clock, thread or process.
+
+    admission --prompts--> instances --responses--> reference ... --columns--> actor --version--> admission, instances
+
+What decides is the run's own code: admission (`AdmissionState`), policies, the choice of rounds, micro-batches and
+mini-batches, when an instance swaps (`ScheduleMode.may_swap`) and whose turn it is (`SwapTurns`), and how responses
+slow each other down (`Decoding`). What is simulated here are processes that wait for each other.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from launcher.plan.columns import ColumnWorker
+from launcher.plan.gang import Gang
+from launcher.plan.instance import Instance
+from launcher.plan.scenario import Scenario
+from launcher.plan.task_queue import TaskQueue
+from launcher.timeline.run_timeline import RunTimeline, Span
+from tq.policies import Item, Want
+from weightsync.agent.swap_turns import SwapTurns
+from workers.admission.state import AdmissionState
+from workers.tasks.dataflow import PROMPT_COLUMNS, TRAINERS, PlacedTask
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulated run showed.
+
+    Attributes:
+        step_ends: when each version was published, from version 0 (s).
+        tokens: response tokens of each step that was trained.
+        timeline: spans of all processes, as a real run records them.
+    """
+
+    step_ends: Sequence[float]
+    tokens: Sequence[int]
+    timeline: RunTimeline
+
+    def step_s(self, skip: int) -> float:
+        """Return the mean time of a step after the first ones (s)."""
+        return (self.step_ends[-1] - self.step_ends[skip]) / (len(self.step_ends) - 1 - skip)
+
+    def tokens_per_s(self, skip: int) -> float:
+        """Return the response tokens that are trained per second after the first steps."""
+        return sum(self.tokens[skip:]) / (self.step_ends[-1] - self.step_ends[skip])
+
+    def idle(self, skip: int) -> dict[str, float]:
+        """Return, per role, the share of that time in which its workers do not compute."""
+        start, end = self.step_ends[skip], self.step_ends[-1]
+        busy: dict[str, list[float]] = defaultdict(list)
+        for process, spans in self.timeline.spans.items():
+            inside = (max(0.0, min(end, span.end) - max(start, span.start)) for span in spans)
+            busy[process.partition("-")[0]].append(sum(inside) / (end - start))
+        return {role: 1 - sum(shares) / len(shares) for role, shares in busy.items()}
+
+
+def simulate(scenario: Scenario, *, steps: int) -> Simulated:
+    """Run so many steps.
+
+    Raises:
+        AssertionError: everybody waits for each other.
+    """
+    world = World(scenario, steps)
+    world.run()
+    return world.result()
+
+
+@dataclass
+class _Parked:
+    """A fetch that waits."""
+
+    want: int
+    version: int
+    granted: Callable[[int, list[Item]], None]
+    outdated: Callable[[int], None]
+
+
+@dataclass
+class World:
+    """Clock, queue and processes; these are told what happens and say what comes next."""
+
+    scenario: Scenario
+    steps: int
+    now: float = 0.0
+    version: int = -1
+    step_ends: list[float] = field(default_factory=list)
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Row -> tokens of its response, once it is begun."""
+    partition: dict[int, int] = field(default_factory=dict)
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    trained: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        scenario = self.scenario
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        size = scenario.schedule.n_samples_per_prompt
+        self.queues = {spec.name: TaskQueue(spec, group_size=size, tokens=self.tokens) for spec in scenario.specs}
+        self._parked: dict[str, list[_Parked]] = {name: [] for name in self.queues}
+        self._needs, self._readers = _dependencies(scenario.tasks)
+        self._missing: dict[tuple[str, int], int] = {}
+        self.turns = SwapTurns(scenario.max_updating)
+        self.admission = AdmissionState(scenario.schedule, version=0, last_step=self.steps)
+        by_role = {task.role: task for task in scenario.tasks}
+        self.instances = [
+            Instance(self, by_role["rollout"].name, number) for number in range(scenario.workers["rollout"])
+        ]
+        self.columns = [
+            ColumnWorker(self, task, number)
+            for role, task in by_role.items()
+            if role != "rollout" and role not in TRAINERS
+            for number in range(scenario.workers[role])
+        ]
+        self.gang = Gang(self, by_role["actor"])
+
+    def run(self) -> None:
+        """Run until the last step is published."""
+        self.publish(0)
+        for worker in (*self.columns, self.gang):
+            worker.start()
+        while len(self.step_ends) <= self.steps:
+            assert self._events, f"step {len(self.step_ends)}: nothing happens any more at {self.now:.3f} s"
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+
+    def result(self) -> Simulated:
+        """Return what was seen."""
+        for instance in self.instances:
+            instance.note_idle()
+        ends = dict(enumerate(self.step_ends))
+        return Simulated(self.step_ends, self.trained, RunTimeline(self.spans, ends, {}))
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Have something happen."""
+        self._number += 1
+        heapq.heappush(self._events, (max(time, self.now), self._number, action))
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Have something happen later."""
+        self.at(self.now + seconds, action)
+
+    def span(self, process: str, name: str, start: float, end: float, **attributes: object) -> None:
+        """Note what a process did."""
+        self.spans.setdefault(process, []).append(Span(name, start, end, attributes))
+
+    # The queue
+
+    def fetch(
+        self,
+        task: str,
+        want: int,
+        version: int,
+        granted: Callable[[int, list[Item]], None],
+        outdated: Callable[[int], None],
+    ) -> None:
+        """Ask for rows; answered at once or when there are some."""
+        request = _Parked(want, version, granted, outdated)
+        if not self._serve(task, request):
+            self._parked[task].append(request)
+
+    def put(self, task: str, rows: Sequence[int]) -> None:
+        """A task's outputs of these rows are in the queue."""
+        for reader in self._readers[task]:
+            queue, needs = self.queues[reader], len(self._needs[reader])
+            for row in rows:
+                left = self._missing.pop((reader, row), needs) - 1
+                if left:
+                    self._missing[reader, row] = left
+                else:
+                    queue.offer(self.partition[row], row)
+            self._wake(reader)
+
+    def publish(self, version: int) -> None:
+        """Weights exist: admission goes on, instances hear of them."""
+        self.version = version
+        self.step_ends.append(self.now)
+        self.admission.published(version)
+        latency = self.scenario.latency
+        self.after(latency.admit_s, self._admit)
+        self.after(latency.admit_s + latency.transfer_s, lambda: self._arrived(version))
+        for queue in self.queues.values():
+            queue.forget(version - 1)
+
+    def _arrived(self, version: int) -> None:
+        for worker in (*self.instances, *self.columns):
+            worker.weights_arrived(version)
+        for task in self.queues:
+            self._wake(task)
+
+    def _admit(self) -> None:
+        for step in self.admission.admissible():
+            rows = [row for group in self.admission.groups_of(step) for row in group.rows]
+            self.partition.update(dict.fromkeys(rows, step))
+            for name, queue in self.queues.items():
+                queue.open(step, rows)
+                if not self._needs[name]:
+                    for row in rows:
+                        queue.offer(step, row)
+            for name in self.queues:
+                if not self._needs[name]:
+                    self._wake(name)
+
+    def _wake(self, task: str) -> None:
+        if task == self.gang.task.name:
+            self.gang.look()
+            return
+        waiting = self._parked[task]
+        if not waiting:
+            return
+        self._parked[task] = []
+        for place, request in enumerate(waiting):
+            if not self._serve(task, request):
+                self._parked[task].append(request)
+                if self.queues[task].spec.max_staleness is None:
+                    self._parked[task].extend(waiting[place + 1 :])
+                    return
+
+    def _serve(self, task: str, request: _Parked) -> bool:
+        queue = self.queues[task]
+        bound = queue.spec.max_staleness
+        newest = None if bound is None else request.version + 1 + bound
+        taken = queue.take(Want(request.want), newest)
+        if taken is not None:
+            request.granted(*taken)
+            return True
+        if bound is not None and self.version > request.version and queue.has_ready():
+            request.outdated(self.version)
+            return True
+        return False
+
+
+def _dependencies(tasks: Sequence[PlacedTask]) -> tuple[Mapping[str, set[str]], Mapping[str, list[str]]]:
+    """Return whose outputs each task needs, and who needs its."""
+    writers = {name: task.name for task in tasks for name in task.outputs}
+    first = {*PROMPT_COLUMNS, "tasks"}
+    needs = {task.name: {writers[name] for name in task.inputs if name not in first} for task in tasks}
+    return needs, {task.name: [other for other in needs if task.name in needs[other]] for task in tasks}

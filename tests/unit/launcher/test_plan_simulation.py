@@ -1,0 +1,141 @@
+"""The planner's simulated runs: what they must equal, and that the run's own decisions are in them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from launcher.plan.scenario import Latency, Scenario, Times, Work
+from launcher.plan.simulation import Simulated, simulate
+from tq.config import ScheduleMode
+from tq.policies import Fifo, Item
+from weightsync.agent.swap_turns import SwapTurns
+from workers.admission.state import AdmissionState
+from workers.config import RunConfig
+from workers.trainer import micro_batches
+
+FREE = Latency(0, 0, 0, 0, 0, 0, 0)
+
+
+def config_of(**changed: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "steps": 8,
+        "roles": {"rollout": 2, "actor": 2, "ref": 1},
+        "model": {"path": "model"},
+        "data": {"path": "data.jsonl", "max_prompt_tokens": 8},
+        "schedule": {"mode": "async", "max_staleness": 1, "rollout_batch_size": 16, "n_samples_per_prompt": 2},
+        "rollout": {"engine": "sim", "batch_size": 8, "max_response_tokens": 4000},
+        "actor": {"engine": "sim", "micro_batch_size": 4},
+        "ref": {"engine": "sim", "micro_batch_size": 4},
+        "algorithm": {"kl_coef": 0.001},
+        "sim": {"mean_tokens": 100, "decode_s_per_token": 0.01, "train_s_per_token": 0.001, "ref_s_per_token": 0.0005},
+    }
+    for path, value in changed.items():
+        section, _, name = path.partition("__")
+        if name:
+            values[section] = {**values[section], name: value}
+        else:
+            values[section] = value
+    return RunConfig.model_validate(values)
+
+
+def run(config: RunConfig, latency: Latency = FREE, **times: Any) -> Simulated:
+    made = replace(Times.of_sim(config, prompt_tokens=0), **times)
+    return simulate(Scenario.of(config, made, latency=latency), steps=config.steps)
+
+
+def test_sequential_steps_last_as_long_as_generating_scoring_and_training() -> None:
+    ran = run(config_of(schedule__mode="sync", sim__lengths="constant", sim__decode_s_per_token=0.01))
+    # 32 responses in 16 places: two waves of 1 s; then 32 x 100 tokens on one reference and on two training ranks
+    assert ran.step_s(1) == pytest.approx(2.0 + 32 * 100 * 0.0005 + 16 * 100 * 0.001)
+
+
+def test_overlapped_steps_last_as_long_as_the_busiest_role() -> None:
+    ran = run(config_of(sim__lengths="constant"))
+    assert ran.step_s(2) == pytest.approx(2.0, rel=0.01)
+    assert ran.idle(2)["rollout"] == pytest.approx(0.0, abs=0.01)
+    assert ran.tokens_per_s(2) == pytest.approx(3200 / 2.0, rel=0.01)
+
+
+def test_responses_slow_each_other_down() -> None:
+    table = {"decode_s_by_batch": {1: 0.01, 8: 0.02}, "lengths": "constant", "mean_tokens": 100}
+    assert run(config_of(sim=table)).step_s(2) == pytest.approx(4.0, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", list(ScheduleMode))
+@pytest.mark.parametrize("policy", ["fifo", "token-balanced", "token-budget"])
+def test_every_step_is_trained_whole_in_every_schedule(mode: ScheduleMode, policy: str) -> None:
+    config = config_of(schedule__mode=mode, tq={"policy": policy}, actor__max_tokens_per_micro_batch=1000)
+    scenario = Scenario.of(config, Times.of_sim(config, prompt_tokens=0))
+    trained = simulate(scenario, steps=config.steps).tokens
+    assert list(trained) == [sum(map(scenario.tokens, range(32 * k, 32 * k + 32))) for k in range(8)]
+
+
+def test_a_step_of_what_is_finished_first_does_not_wait_for_the_longest() -> None:
+    changed = {"mode": "async", "max_staleness": 2, "rollout_batch_size": 16, "n_samples_per_prompt": 2}
+    fills = [changed | {"fill": fill} for fill in ("in_order", "first_ready")]
+    in_order, first = (run(config_of(schedule=fill, sim__sigma=1.2)) for fill in fills)
+    assert first.step_ends[1] < 0.5 * in_order.step_ends[1]
+    assert len(first.tokens) == 8
+
+
+def test_several_updates_train_every_round_in_every_pass() -> None:
+    once, twice = (run(config_of(actor__ppo_epochs=n, schedule__mode="sync", sim__lengths="constant")) for n in (1, 2))
+    trained_s = 16 * 100 * 0.001
+    forward_s = 16 * 100 * 0.001 / 3  # of the policy that the step found
+    assert twice.step_s(1) - once.step_s(1) == pytest.approx(trained_s + forward_s)
+
+
+def test_deterministic_runs_are_simulated_and_slower() -> None:
+    free, strict = (run(config_of(schedule__mode="periodic", deterministic=value)) for value in (False, True))
+    assert strict.step_s(1) > free.step_s(1)
+
+
+def _one_version_late(state: AdmissionState, admissible: Callable[[AdmissionState], list[int]]) -> list[int]:
+    version = state._version
+    state._version = max(0, version - 1)
+    steps = admissible(state)
+    state._version = version
+    return steps
+
+
+def _all_to_the_first(_: Fifo, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
+    return [list(items), *([] for _ in assigned[1:])]
+
+
+def test_admission_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run(config_of()).step_s(3)
+    original = AdmissionState.admissible
+    monkeypatch.setattr(AdmissionState, "admissible", lambda state: _one_version_late(state, original))
+    assert run(config_of()).step_s(3) > 1.05 * before
+
+
+def test_policies_are_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run(config_of(sim__train_s_per_token=0.004)).step_s(2)
+    monkeypatch.setattr(Fifo, "assign", _all_to_the_first)
+    assert run(config_of(sim__train_s_per_token=0.004)).step_s(2) > 1.5 * before
+
+
+def test_micro_batches_are_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = config_of(actor__max_tokens_per_micro_batch=2000, actor__micro_batch_size=8)
+    work = Work(call_s=0.2, token_s=0.001)
+    before = run(budget, train=work).step_s(2)
+    monkeypatch.setattr(micro_batches, "cut_by_tokens", lambda _, lengths, __: [[k] for k in range(len(lengths))])
+    assert run(budget, train=work).step_s(2) > 1.5 * before
+
+
+def test_turns_to_swap_are_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(FREE, swap_s=0.5)
+    config = config_of(
+        schedule__mode="substep", weightsync={"max_updating": 1}, roles={"rollout": 4, "actor": 2, "ref": 1}
+    )
+    before = run(config, slow).step_s(2)
+    monkeypatch.setattr(SwapTurns, "ask", lambda *_: True)
+    assert run(config, slow).step_s(2) != pytest.approx(before, rel=1e-3)
+
+
+def test_when_an_instance_may_swap_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run(config_of()).step_s(2)
+    monkeypatch.setattr(ScheduleMode, "may_swap", lambda *_, num_running, **__: num_running == 0)
+    assert run(config_of()).step_s(2) > 1.01 * before

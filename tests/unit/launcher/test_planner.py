@@ -1,0 +1,163 @@
+"""The planner: catalogue, cost model, memory, the search, and what `asyncflow plan` says."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from asyncflow.errors import ConfigError
+from launcher.cli.commands import main
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe
+from launcher.plan.cost_model import parameters_of
+from launcher.plan.devices import Device, find_device
+from launcher.plan.report import auto_roles, open_planner, recorded_lengths
+from launcher.plan.simulation import simulate
+from workers.config import RunConfig
+
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28, "vocab_size": 152064,
+    "tie_word_embeddings": False, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+}  # fmt: skip
+DEVICES = ("ascend-910b", "ascend-910c", "a100", "h100", "h200", "cpu")
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> RunConfig:
+    """The 7B recipe with a config.json and no weights."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    data = find_recipe("quickstart").parent / "quickstart" / "train.jsonl"
+    overrides = [f"model.path={tmp_path}", f"data.path={data}", "sim.mean_tokens=1000"]
+    recipe = find_recipe("qwen2.5-7b-grpo-deepscaler-npu")
+    return load_config(recipe, overrides=[*overrides, "schedule.rollout_batch_size=16"])
+
+
+def sim_run(**times: float) -> RunConfig:
+    quickstart = find_recipe("quickstart").parent / "quickstart"
+    values: dict[str, Any] = {
+        "steps": 8,
+        "roles": {"rollout": 2, "actor": 2, "ref": 1},
+        "model": {"path": str(quickstart / "model")},
+        "data": {"path": str(quickstart / "train.jsonl"), "max_prompt_tokens": 8},
+        "schedule": {"max_staleness": 1, "rollout_batch_size": 12, "n_samples_per_prompt": 4},
+        "rollout": {"engine": "sim", "batch_size": 8, "max_response_tokens": 4000},
+        "actor": {"engine": "sim", "micro_batch_size": 4},
+        "ref": {"engine": "sim", "micro_batch_size": 4},
+        "algorithm": {"kl_coef": 0.001},
+        "sim": {"mean_tokens": 100, "decode_s_per_token": 0.01, **times},
+    }
+    return RunConfig.model_validate(values)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_number_of_a_device_says_where_it_is_from(name: str) -> None:
+    device = find_device(name)
+    numbers = device.model_fields_set & {"peak_tflops", "memory_gb", "memory_gb_s"}
+    assert device.name == name
+    assert numbers <= device.sources.keys() <= Device.model_fields.keys()
+
+
+def test_an_unknown_device_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--device h1000: is not known; give one of a100"):
+        find_device("h1000")
+    (tmp_path / "mine.yaml").write_text("name: mine\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml: peak_tflops: Field required"):
+        find_device(str(tmp_path / "mine.yaml"))
+
+
+def test_parameters_follow_from_the_models_sizes() -> None:
+    assert parameters_of(QWEN_7B) == pytest.approx(7.615e9, rel=0.002)
+    assert parameters_of({}) == 0
+
+
+def test_decoding_is_bound_by_memory_with_few_responses_and_by_products_with_many(qwen: RunConfig) -> None:
+    times, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen)
+    read_s = 2 * parameters_of(QWEN_7B) / (3.35e12 * 0.7)
+    assert times.decode_s(1) == pytest.approx(read_s + 0.002, rel=0.02)
+    assert times.decode_s(4000) > 2 * parameters_of(QWEN_7B) * 4000 / (989e12 * 0.5)
+
+
+def test_training_takes_the_flops_of_four_passes_and_adamw_its_bytes(qwen: RunConfig) -> None:
+    roles = qwen.roles | {"actor": 4}
+    times, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen.model_copy(update={"roles": roles}))
+    least_s = 4 * 2 * parameters_of(QWEN_7B) / (4 * 989e12 * 0.4)  # recomputed activations, four tensor-parallel ranks
+    assert least_s < times.train.token_s < 2.5 * least_s
+    assert times.update_s == pytest.approx(28 * parameters_of(QWEN_7B) / 4 / (3.35e12 * 0.7))
+
+
+def test_plans_use_no_more_devices_fit_memory_and_are_what_the_command_takes(qwen: RunConfig) -> None:
+    plans = open_planner(qwen, devices=16, device="ascend-910b").plans()
+    for plan in plans:
+        assert plan.num_devices <= 16
+        assert plan.headroom_gb is not None
+        assert plan.headroom_gb > 0
+        assert plan.step_s >= 0.9 * plan.bound_s
+    assert [plan.step_s for plan in plans] == sorted(plan.step_s for plan in plans)
+    assert plans[0].tokens_per_s == pytest.approx(128 * 1000 / plans[0].step_s, rel=0.05)
+
+
+def test_what_does_not_fit_is_refused_with_the_sum(qwen: RunConfig, tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text(find_recipe("quickstart").parent.joinpath("devices/a100.yaml").read_text().replace("80", "10"))
+    with pytest.raises(ConfigError, match=r"no plan fits; launcher.device_memory_gb: a rank of \w+ needs about .* = "):
+        open_planner(qwen, devices=4, device=str(small)).plans()
+
+
+@pytest.mark.parametrize(
+    "times", [{"train_s_per_token": 0.004}, {"ref_s_per_token": 0.003}, {"decode_s_per_token": 0.05}]
+)
+def test_the_plan_is_as_fast_as_the_best_of_all_splits(times: dict[str, float]) -> None:
+    planner = open_planner(sim_run(**times), devices=8, device=None)
+    best = planner.plans()[0]
+    every = []
+    for actor, ref in product((1, 2, 3, 4, 6), range(5)):
+        roles = {"rollout": 8 - actor - ref, "actor": actor} | ({"ref": ref} if ref else {})
+        if roles["rollout"] > 0:
+            split = planner.config.model_copy(update={"roles": roles})
+            every.append(simulate(planner.scenario(split), steps=12).step_s(1))
+    assert best.step_s <= 1.03 * min(every)
+
+
+def test_cost_takes_fewer_devices_where_more_do_not_pay() -> None:
+    config = sim_run(decode_s_per_token=0.001, train_s_per_token=0.00001, ref_s_per_token=0.00001)
+    assert open_planner(config, devices=16, device=None, objective="cost").plans()[0].num_devices < 8
+
+
+def test_lengths_may_be_those_of_a_run(tmp_path: Path) -> None:
+    line = {"histograms": {"response_tokens": {"10": 3, "400": 1}}}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(line)}\n")
+    lengths = recorded_lengths(tmp_path, seed=0)
+    drawn = [lengths(row) for row in range(400)]
+    assert set(drawn) == {10, 400}
+    assert drawn.count(10) == pytest.approx(300, abs=40)
+    assert drawn == [lengths(row) for row in range(400)]
+    with pytest.raises(ConfigError, match="--lengths .*: has no lengths"):
+        recorded_lengths(tmp_path / "absent", seed=0)
+
+
+def test_roles_may_be_planned_by_the_launcher() -> None:
+    found = auto_roles("auto:8", sim_run())
+    assert found is not None
+    assert sum(int(pair.partition(":")[2]) for pair in found[0].split(",")) <= 8
+    assert auto_roles("rollout:1,actor:1", sim_run()) is None
+    with pytest.raises(ConfigError, match="--roles auto:x: give a number of devices"):
+        auto_roles("auto:x", sim_run())
+
+
+def test_command_prints_the_line_to_paste_why_and_a_timeline(qwen: RunConfig, tmp_path: Path) -> None:
+    options = ["--devices", "16", "--device", "h100", "--timeline", str(tmp_path / "plan.html")]
+    overrides = [f"model.path={tmp_path}", f"data.path={qwen.data.path}", "schedule.rollout_batch_size=16"]
+    command = ["plan", "qwen2.5-7b-grpo-deepscaler-npu", *options, *(w for o in overrides for w in ("--set", o))]
+    text = CliRunner().invoke(main, command, catch_exceptions=False).output
+    assert "\n--roles rollout:" in text
+    assert "why: " in text
+    assert "step takes" in text
+    assert "forward_backward" in (tmp_path / "plan.html").read_text()
+    told = json.loads(CliRunner().invoke(main, [*command, "--json"], catch_exceptions=False).output)
+    assert told["plans"][0]["roles"]["rollout"] > 0
+    refused = CliRunner().invoke(main, ["plan", "qwen2.5-7b-grpo-deepscaler-npu", "--devices", "16", *command[-6:]])
+    assert (refused.exit_code, "--device: is missing" in refused.output) == (2, True)

@@ -1,0 +1,92 @@
+"""Responses that are generated together: the more there are, the longer each token takes. Pure.
+
+Time is counted in work: the seconds that a response would take alone. With n responses, decode_s(n) / decode_s(1)
+seconds pass for each second of everybody's work, so the order of the ends never changes and one heap is enough.
+
+    two responses of 2 s and 3 s of work; two at a time are 1.5 times as slow
+    seconds   0 ............ 3.0 ... 4.0        the first ends after 2 x 1.5 s, the other works its last second alone
+    clock     0 ............ 2.0 ... 3.0
+
+Used by the `sim` engine, with the real time, and by the planner, with simulated time.
+"""
+
+import heapq
+from collections.abc import Callable
+
+
+class Decoding:
+    """What one engine generates at the same time."""
+
+    def __init__(self, decode_s: Callable[[int], float], *, now: float = 0.0) -> None:
+        """Args:
+        decode_s: number of responses -> seconds of a token of each.
+        now: what time it is (s).
+        """
+        self._decode_s = decode_s
+        self._now = now
+        self._clock = 0.0
+        self._ends: list[tuple[float, int]] = []
+        self._cancelled: set[int] = set()
+        self._over: list[int] = []
+        self._alone_s = decode_s(1)
+        self._rate = 1.0
+        """Seconds that pass for one of work."""
+        self._num_running = 0
+
+    @property
+    def next_end(self) -> float | None:
+        """When the next response ends, if none begins before (s); None: nothing runs."""
+        return self._now if self._over else self._first_end()
+
+    def clock(self, now: float) -> float:
+        """Return how much work each response could have done by now (s)."""
+        self._advance(now)
+        return self._clock
+
+    def begin(self, number: int, work_s: float, now: float) -> float:
+        """A response begins; returns the clock.
+
+        Args:
+            number: names it.
+            work_s: how long it would take alone.
+            now: what time it is (s); never less than before.
+        """
+        self._advance(now)
+        heapq.heappush(self._ends, (self._clock + work_s, number))
+        self._count(1)
+        return self._clock
+
+    def cancel(self, number: int, now: float) -> None:
+        """A response that runs is dropped."""
+        self._advance(now)
+        if number in self._over:
+            self._over.remove(number)
+            return
+        self._cancelled.add(number)
+        self._count(-1)
+
+    def ended(self, now: float) -> list[int]:
+        """Return the responses that ended since the last call, in order."""
+        self._advance(now)
+        over, self._over = self._over, []
+        return over
+
+    def _advance(self, now: float) -> None:
+        while (end := self._first_end()) is not None and end <= now:
+            self._clock, number = heapq.heappop(self._ends)
+            self._count(-1)
+            self._over.append(number)
+            self._now = max(self._now, end)
+        if now > self._now:
+            self._clock += (now - self._now) / self._rate
+            self._now = now
+
+    def _first_end(self) -> float | None:
+        while self._ends and self._ends[0][1] in self._cancelled:
+            self._cancelled.discard(heapq.heappop(self._ends)[1])
+        return self._now + (self._ends[0][0] - self._clock) * self._rate if self._ends else None
+
+    def _count(self, more: int) -> None:
+        self._num_running += more
+        if self._num_running and self._alone_s:
+            self._rate = self._decode_s(self._num_running) / self._alone_s
