@@ -92,7 +92,7 @@ def check_copies(needs: Needs) -> list[Finding]:
     hosts = {"pageable": torch.empty(_COPIED, dtype=torch.uint8)}
     hosts["page-locked by torch"] = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     hosts |= {"page-locked where it lies": registered} if release is not None else {}
-    there = torch.arange(_COPIED, device=device).to(torch.uint8)
+    there = torch.arange(256, device=device).to(torch.uint8).repeat(_COPIED // 256)
     said, wrong = [], []
     for name, host in hosts.items():
         host.fill_(255)
@@ -185,14 +185,15 @@ def check_swap(needs: Needs) -> list[Finding]:
     with _default_group(device):
         engine, _, _ = _updates(device)
         plan = plan_transfer([describe(engine.shards())], bucket_bytes=2**20, dtype="float32")
-        slot = map_slot(SlotMemory(plan.region_bytes).offer, write=True, device=device)
+        memory = SlotMemory(plan.region_bytes)
+        slot = map_slot(memory.offer, write=True)
         writer = ShardWriter(plan, 0)
         copies = ShardCopies(writer, device=device, timeline=NoTimeline())
         began = time.monotonic()
         copies.run(Version(0, 1), writer.target(slot), list(engine.shards()))
         copies.wait()
         sampling = SamplingConfig.model_validate({"max_response_tokens": 8, "batch_size": 8})
-        hf = HfEngine(model, ModelConfig(path=str(model)), sampling=sampling, device=device)
+        hf = HfEngine(model, ModelConfig(path=str(model), dtype="float32"), sampling=sampling, device=device)
         views = Region(slot, writer.layout).views(match_needs(plan, hf.weight_needs()))
         hf.load_weights(views)
         seconds = time.monotonic() - began
@@ -250,7 +251,7 @@ def _updates(device: "torch.device") -> tuple[Any, list[float], float]:
 def _quickstart() -> Path:
     from launcher.config.paths import find_recipe
 
-    return Path(find_recipe("quickstart")).parent / "quickstart" / "model"
+    return find_recipe(None).parent / "quickstart" / "model"
 
 
 def _open(needs: Needs) -> "torch.device":
