@@ -29,6 +29,15 @@ is `workers/engines/log_prob_head.py`:
     memory_settings         engines' settings whose peak of memory is compared with the estimate
     memory_model_error_max  the largest |estimate / peak of the device's allocator - 1|
     late_runs_failed        runs of the quickstart (staged, broadcast, resumed, PPO) whose metrics are not the CPU's
+
+`broadcast`, some ten minutes; the first figure on `late` (`tests/device`, needs g++), the others on the CPU:
+
+    broadcast_host_copies   copies of weights between a device and the host in a broadcast, outside of the group's own
+                            transport, at the end that made most
+    torn_draws              outputs of generators that were made with other weights than those of the version that they
+                            claim, while receivers and trainer ranks are killed and buckets are damaged on their way
+    torn_transfers          broadcasts meanwhile; every other one is struck; `_survived`: after which all went on
+    torn_outputs            that were compared
 """
 
 import sys

@@ -26,7 +26,6 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, Store
 
 from asyncflow.device import abort_group, connect_group, side_stream, use_device
 from asyncflow.errors import WeightsLate, WeightSyncError
-from asyncflow.transport.handshake import key_appears
 from weightsync.bucket_buffer import BucketLayout
 from weightsync.messages import Transfer
 from weightsync.plan import TransferPlan
@@ -37,6 +36,7 @@ _LEAST_WAIT_S = 0.001
 """Gloo waits without end for a timeout of 0."""
 _BUFFERS = 2
 """Of each group: one that travels, and one that is cast or summed."""
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 _LOOK_S = 0.2
 """How often what may be stopped looks whether it is (s)."""
 
@@ -66,7 +66,7 @@ class BroadcastGroup:
         self._me = me
         self._device = device
         self._seats: dict[int, _Seat] = {}
-        self._said = ""
+        self._said = ""  # in the last transfer: a key
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         self._buffers: list[Tensor] = []
         self._aborted = threading.Event()
@@ -92,7 +92,8 @@ class BroadcastGroup:
             raise WeightSyncError(f"the group of epoch {transfer.epoch} broke before")
 
     def ready(self, transfer: Transfer, plan: TransferPlan, *, deadline: float, stop: threading.Event) -> None:
-        """Say that this member is there, and wait until all are: nothing has been sent then.
+        """Say that this member is there, and wait until all are: nothing has been sent then. One that gives up calls it
+        off for all.
 
         Raises:
             WeightsLate: not all were by `deadline`.
@@ -103,9 +104,17 @@ class BroadcastGroup:
             self._store.delete_key(self._said)  # all members have read it: transfers are collective
         self._said = f"{prefix}/{self._me}"
         self._store.set(self._said, "1")
-        for member in (*map(sender_name, senders_of(plan)), *transfer.members):
-            if not key_appears(self._store, f"{prefix}/{member}", deadline - time.monotonic(), stop):
-                raise WeightsLate(f"weights of {transfer.version}: {member} was not ready in time")
+        off, pause_s = f"{prefix}/off", _FIRST_LOOK_S
+        missing = deque([*map(sender_name, senders_of(plan)), *transfer.members])
+        while missing:
+            if self._store.check([f"{prefix}/{missing[0]}"]):
+                missing.popleft()
+                pause_s = _FIRST_LOOK_S
+                continue
+            if self._store.check([off]) or time.monotonic() > deadline or stop.wait(pause_s):
+                self._store.set(off, "1")  # so that the others need not wait for their deadlines
+                raise WeightsLate(f"weights of {transfer.version}: {missing[0]} was not ready in time")
+            pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
     def travel(
         self,

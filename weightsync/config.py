@@ -66,8 +66,8 @@ class WeightSyncConfig(Settings):
 
     path: Literal["staged", "broadcast"] = "staged"
     """`staged`: the trainer copies its shards to host memory and goes on; each node's weight agent hands them to its
-    receivers. `broadcast`: trainer and receivers meet in a collective over the devices' own backend; both wait. It
-    leaves the version with the agents, too."""
+    receivers. `broadcast`: trainer and receivers meet in a collective over the devices' own backend, and both wait; a
+    generating device holds a second copy of the model. It leaves the version with the agents, too."""
     bucket_bytes: int = Field(64 * 2**20, ge=1024, le=2**30)
     """Weights are checked, sent and repaired in buckets of about this size (bytes)."""
     dtype: Literal["float32", "bfloat16"] | None = None

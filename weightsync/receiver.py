@@ -9,7 +9,7 @@ copies each version to memory of this process, and what is checked is the copy: 
 
 Where versions are also broadcast, a second thread takes part and fills the same cache:
 
-    JoinBroadcast parks at the lead agent ... Transfer -> receive into memory of this process, check -> cache
+    JoinBroadcast parks at the lead agent ... Transfer -> receive into memory of the engine's device, check -> cache
 
 A version that does not come whole that way is taken from the agent, and the next broadcast has new groups.
 """
@@ -74,6 +74,7 @@ class WeightReceiver:
         wanted: Callable[[Version], bool] | None = None,
         member: BroadcastMember | None = None,
         lead: str = "",
+        keeps_on_host: bool = False,
         timeout_s: float = 300.0,
         timeline: Spans | None = None,
     ) -> None:
@@ -94,6 +95,7 @@ class WeightReceiver:
             wanted: passes other versions over; None: takes the newest.
             member: takes part in broadcasts; None: everything comes from the agent.
             lead: the agent that says when a broadcast begins.
+            keeps_on_host: the engine's own process wants what is broadcast in host memory; else it is on `device`.
             timeout_s: deadline of a broadcast.
             timeline: records what the threads do.
         """
@@ -107,7 +109,8 @@ class WeightReceiver:
         self._name = name
         self._views = EngineViews(needs, whole=whole)
         self._slots = SlotMappings(write=False, device=device)
-        self._cache = VersionCache(agent, adopts=adopts, arrived=arrived, device=device)
+        memory = torch.device("cpu") if keeps_on_host else device
+        self._cache = VersionCache(agent, adopts=adopts, arrived=arrived, device=memory)
         self._connection: Connection | None = None
         self._closing = threading.Event()
         self._member = member

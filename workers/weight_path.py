@@ -61,6 +61,7 @@ def open_receiver(
     purpose: str = "",
     wanted: Callable[[Version], bool] | None = None,
     guest: bool = False,
+    keeps_on_host: bool = False,
 ) -> WeightReceiver:
     """Return a receiver of what the trainer publishes.
 
@@ -71,6 +72,7 @@ def open_receiver(
         purpose: of a receiver beside the one of this rank's main engine.
         wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
         guest: the trainer does not wait for the memory that it reads.
+        keeps_on_host: see `WeightReceiver`.
     """
     config = context.config.weightsync
     name = f"{context.name}-{purpose}" if purpose else context.name
@@ -83,7 +85,8 @@ def open_receiver(
         device=context.reading_device,
         adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
         takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, best_effort=guest,
-        member=member, lead=_lead(context), timeout_s=config.timeout_s, timeline=context.timeline,
+        member=member, lead=_lead(context), keeps_on_host=keeps_on_host, timeout_s=config.timeout_s,
+        timeline=context.timeline,
     )  # fmt: skip
 
 

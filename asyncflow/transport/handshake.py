@@ -209,7 +209,7 @@ def pair_key(secret: bytes, service: str, ask: Ask, server_nonce: bytes) -> byte
     return Mac(secret, "channel").of(*who, ask.nonce, server_nonce)
 
 
-def key_appears(store: SealedStore | dist.Store, key: str, timeout_s: float, stop: threading.Event) -> bool:
+def key_appears(store: SealedStore, key: str, timeout_s: float, stop: threading.Event) -> bool:
     """Wait for a key. Not with the store's own wait: that cannot be woken, and it prints a warning at its end."""
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_LOOK_S

@@ -8,6 +8,7 @@ A kill is survived when, within the deadline after the restart,
     receiver    all receivers, the new one too, compute with the version that was being transferred
     trainer     all receivers compute with what the new lineage published
     agent       it has the version that was being transferred again, and all receivers compute with it
+    bucket      one bucket of the broadcast is damaged on its way: all receivers compute with that version all the same
 and then the next update by the same path reaches all of them in the same time, no process but the victim (and its gang)
 ended or reported an error, and no output so far was made with other weights than it claims.
 """
@@ -17,7 +18,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,8 @@ def chaos(
     model_bytes: int,
     num_receivers: int = 3,
     deadline_s: float = 10.0,
+    victims: Sequence[str] = VICTIMS,
+    staged: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> ChaosReport:
     """Run one.
@@ -97,6 +100,8 @@ def chaos(
         model_bytes: on the wire, about.
         num_receivers: generators.
         deadline_s: for the restarted process to serve the newest version.
+        victims: in turn; `bucket` is one more.
+        staged: every other round of them by the staged path; False: all by broadcast.
         say: gets progress.
     """
     began = time.monotonic()
@@ -108,7 +113,8 @@ def chaos(
         storm = _Chaos(cluster, random.Random(seed), deadline_s)
         storm.warm_up()
         for number in range(kills):
-            kind = storm.kill(VICTIMS[number % 3], broadcast=number // 3 % 2 == 1)
+            by_broadcast = not staged or number // len(victims) % 2 == 1
+            kind = storm.kill(victims[number % len(victims)], broadcast=by_broadcast)
             if (number + 1) % 5 == 0 or number + 1 == kills:
                 say(f"kills: {number + 1} of {kills}, {storm.report.survived} survived; the last one: {kind}")
     storm.report.seconds = time.monotonic() - began
@@ -158,6 +164,8 @@ class _Chaos:
         cluster = self._cluster
         self._step += 1
         ask(cluster.trainers, "prepare", self._step)
+        if victim == "bucket":
+            ask(cluster.trainers[:1], "damage_next")
         tell(cluster.trainers, "publish", self._step, broadcast)
         self._pause.wait(self._random.uniform(0, self._transfer_s[broadcast]))
         match victim:
@@ -165,6 +173,9 @@ class _Chaos:
                 self._kill_receiver()
             case "trainer":
                 self._kill_trainer()
+            case "bucket":
+                self._check_held_up(hear(cluster.trainers, timeout_s=_ANSWER_S))
+                self._wait_loaded("bucket", time.monotonic())
             case _:
                 self._kill_agent()
 

@@ -8,6 +8,7 @@ import torch
 
 from weightsync.agreement import agree_on_plan
 from weightsync.broadcast import Broadcaster, Cast
+from weightsync.bucket_buffer import BucketLayout
 from weightsync.plan import TransferPlan
 from weightsync.sender import WeightSender
 from weightsync.shard_writer import describe
@@ -43,6 +44,23 @@ class SwitchedBroadcaster(Broadcaster):
             super().run(version, cast, stop=stop)
 
 
+_damages: list[None] = []
+"""One for each bucket that is yet to be damaged on its way."""
+
+
+def _damage_on_the_way() -> None:
+    """Have a byte of a bucket change behind its checksum, as often as is ordered."""
+    stamp = BucketLayout.stamp
+
+    def damaging(bucket: BucketLayout, words: torch.Tensor, version: Version) -> None:
+        stamp(bucket, words, version)
+        if _damages:
+            _damages.pop()
+            words.view(torch.uint8)[7] ^= 4
+
+    BucketLayout.stamp = damaging  # type: ignore[method-assign]
+
+
 class TrainerRank:
     """Its public methods are the orders."""
 
@@ -50,6 +68,7 @@ class TrainerRank:
         self._setup = setup
         self._rank = rank
         self._lineage = lineage
+        _damage_on_the_way()
         self._masters = Masters(setup.shapes, rank, setup.num_ranks, setup.masters, seed=lineage)
         self._activations = torch.ones(256, 256)
         self._private: list[torch.Tensor] = []
@@ -92,6 +111,10 @@ class TrainerRank:
             timeout_s = self._setup.config.timeout_s
             self._sender.publish(Version(self._lineage, step), self._masters.shards, timeout_s=timeout_s)
         return began, time.monotonic()
+
+    def damage_next(self) -> None:
+        """Damage one bucket of the next broadcast."""
+        _damages.append(None)
 
     def train(self) -> tuple[float, float]:
         """Do a step's work, as the host of an accelerator does, then have leave to change the weights.

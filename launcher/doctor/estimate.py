@@ -166,7 +166,8 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         model copies   P x c per generating, reference, evaluating rank, on the CPU
         reward models  R x c per reward rank, on the CPU: R parameters, c of its own
         vllm mailboxes P x c per instance, shared memory; c of `vllm.dtype`
-        broadcasts     P x w per generating, reference, evaluating rank, only with `weightsync.path: broadcast`
+        broadcasts     P x w per generating, reference, evaluating rank, on the CPU, and per instance of vLLM; only
+                       with `weightsync.path: broadcast`
         queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in the units and on their way
         processes      400 MB (launcher, preloaded libraries) + 40 MB per service + 80 MB per rank (2 GB with a device,
                        and for each process of vLLM)
@@ -192,7 +193,9 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         "model copies": holders * parameters * copy if on_cpu else 0,
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
         "vllm mailboxes": len(instances) * parameters * posted,
-        "broadcasts": holders * parameters * wire if config.weightsync.path == "broadcast" else 0,
+        "broadcasts": (holders if on_cpu else len(instances)) * parameters * wire
+        if config.weightsync.path == "broadcast"
+        else 0,
         "queue": 2 * queue_bytes(config),
         "processes": _LAUNCHER_BYTES
         + services * _SERVICE_BYTES

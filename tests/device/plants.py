@@ -55,11 +55,13 @@ class Plant:
         mode: of `ranks.py`, in which it shows.
         schedule: of `late`, in which it shows.
         make: plants it, before the project runs.
+        num_ranks: of the mode.
     """
 
     mode: str
     schedule: str
     make: Callable[[], None]
+    num_ranks: int = 1
 
 
 def _stream_of_its_own(device: torch.device) -> Any:
@@ -269,6 +271,29 @@ def _responses_read_early() -> None:
     engine.torch = Torch()  # type: ignore
 
 
+def _broadcasts_that_wait_for_no_update() -> None:
+    import weightsync.broadcast_group as broadcast_group
+
+    broadcast_group.side_stream = lambda device, stream: nullcontext() if device.type == "cpu" else stream
+
+
+def _broadcasts_said_to_have_ended() -> None:
+    from weightsync.broadcast_group import BroadcastGroup
+
+    class Careless(torch.Stream):
+        def synchronize(self) -> None:
+            """Return at once."""
+
+    begin = BroadcastGroup.__init__
+
+    def careless(self: BroadcastGroup, store: Any, me: str, device: torch.device) -> None:
+        begin(self, store, me, device)
+        if device.type != "cpu":
+            self._stream = Careless(device=device)
+
+    BroadcastGroup.__init__ = careless  # type: ignore
+
+
 PLANTS = {
     "no-event": Plant("train", "copies", _copies_said_to_have_ended),
     "no-wait": Plant("train", "kernels", _copies_that_do_not_wait),
@@ -287,4 +312,6 @@ PLANTS = {
     "norm-beside": Plant("steps", "kernels", partial(_beside, _sharded_model, "_global_norm")),
     "update-beside": Plant("steps", "kernels", partial(_beside, _sharded_model, "step")),
     "responses-early": Plant("generate", "copies", _responses_read_early),
+    "no-order": Plant("broadcast", "kernels", _broadcasts_that_wait_for_no_update, 3),
+    "no-end": Plant("broadcast", "kernels", _broadcasts_said_to_have_ended, 3),
 }

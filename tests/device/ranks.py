@@ -1,6 +1,6 @@
 """One rank on a device; what it finds is written to DIR/said-RANK.json.
 
-python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, steps, memory
+python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, steps, memory, broadcast
 PLANT names a mistake to make in the project, see `plants.py`; STEP_CASES cases of `steps`, with blanks between them.
 """
 
@@ -224,6 +224,13 @@ def group(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
     return said | {"contexts": _contexts(device)}
 
 
+def broadcast(device: torch.device, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """See `broadcast_mode`."""
+    from tests.device.broadcast_mode import follow
+
+    return follow(device, rank, num_ranks, directory) | {"contexts": _contexts(device)}
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [tensor for one in value.values() for tensor in _tensors(one)]
@@ -245,6 +252,7 @@ def _contexts(device: torch.device) -> list[int]:
 
 MODES: dict[str, Callable[..., dict[str, Any]]] = {
     "mistakes": mistakes, "train": train, "generate": generate, "group": group, "steps": steps, "memory": memory,
+    "broadcast": broadcast,
 }  # fmt: skip
 
 

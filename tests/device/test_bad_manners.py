@@ -2,13 +2,16 @@
 
 The backend meets in its first collective, which blocks in the host and which `abort` does not end; `wait` ignores its
 timeout, and a watchdog ends the process, unless the constructor was told to wait in the host. See `asyncflow.vendors`.
+Weights are broadcast over it by the real `Broadcaster` and `BroadcastMember`, asking a real agent.
 """
 
 import os
+import re
 import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,11 +22,21 @@ import torch.distributed as dist
 
 import asyncflow.device
 from asyncflow.device import abort_group, connect_group
-from asyncflow.errors import WeightsLate
+from asyncflow.errors import WeightSyncError
+from asyncflow.transport.connection import Connection
+from asyncflow.transport.handshake import Credentials
 from asyncflow.vendors import Vendor, vendor_of, vendors
-from weightsync.broadcast import _meet
-from weightsync.messages import Transfer
+from weightsync.agent.service import WeightAgent
+from weightsync.boxes import Box
+from weightsync.broadcast import Broadcaster, BroadcastMember
+from weightsync.broadcast_group import BroadcastGroup, sender_name
+from weightsync.config import WeightSyncConfig
+from weightsync.messages import JoinBroadcast, Reply, Transfer
+from weightsync.plan import plan_transfer
+from weightsync.region import Region, RegionLayout
+from weightsync.shard_writer import describe
 from weightsync.version import Version
+from workers.engines.base import LocalShard
 
 pytestmark = pytest.mark.gate  # starts no process
 
@@ -32,47 +45,91 @@ DEADLINE_S = 30.0
 SHORT = timedelta(seconds=0.3)
 
 
-class RudeGroup:
-    """A group whose first collective returns when all members are in it, and never else."""
+class Wire:
+    """What was broadcast between the groups of one test: (number, tensor); and their first collective."""
 
-    def __init__(self, met: threading.Barrier, blocking_wait: str | None) -> None:
-        self._met = met
+    def __init__(self) -> None:
+        self.met = threading.Barrier(2)
+        self.changed = threading.Condition()
+        self.sent: dict[int, torch.Tensor] = {}
+        self.taken = 0
+
+
+class RudeGroup:
+    """A group of two whose first collective returns when both are in it, and never else; nor does any wait of it before
+    its broadcast has arrived, or it is aborted."""
+
+    def __init__(self, wire: Wire, rank: int, blocking_wait: str | None) -> None:
+        self._wire, self._rank = wire, rank
         self.blocking_wait = blocking_wait
+        self.broadcasts = 0
+        self.aborted = False
 
     def name(self) -> str:
         return "rude"
 
-    def allreduce(self, _: list[torch.Tensor]) -> "RudeGroup":
-        self._met.wait()
-        return self
+    def rank(self) -> int:
+        return self._rank
+
+    def allreduce(self, _: list[torch.Tensor]) -> "RudeWork":
+        self._wire.met.wait()
+        return RudeWork(lambda: None)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> "RudeWork":
+        wire, number = self._wire, self.broadcasts
+        self.broadcasts += 1
+        if self._rank == options.rootRank:
+            with wire.changed:
+                wire.sent[number] = tensors[0].clone()
+                wire.changed.notify_all()
+
+        def arrive() -> None:
+            with wire.changed:
+                wire.changed.wait_for(lambda: self.aborted or number in wire.sent)
+                if self.aborted:
+                    raise RuntimeError("the communicator was aborted")
+                tensors[0].copy_(wire.sent[number])
+
+        return RudeWork(arrive)
+
+
+class RudeWork:
+    """Ignores its timeout."""
+
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self._arrive = arrive
 
     def wait(self, _: timedelta) -> None:
-        """The group is its own work."""
+        self._arrive()
 
 
 class Rude(Vendor):
     """The vendor of such groups, in the place of the CPU's."""
 
+    wire: Wire
     made: list[RudeGroup]
     aborted: list[Any]
 
     def group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        self.made.append(RudeGroup(self.met, os.environ.get("TORCH_NCCL_BLOCKING_WAIT")))  # type: ignore[attr-defined]
+        self.made.append(RudeGroup(self.wire, rank, os.environ.get("TORCH_NCCL_BLOCKING_WAIT")))
         return self.made[-1]
 
     def abort(self, group: Any) -> None:
         self.aborted.append(group)
+        with self.wire.changed:
+            group.aborted = True
+            self.wire.changed.notify_all()
 
 
 @pytest.fixture
 def rude(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rude]:
-    vendor, met = Rude("cpu", "rude"), threading.Barrier(2)
-    for name, value in {"made": [], "aborted": [], "met": met}.items():
+    vendor, wire = Rude("cpu", "rude"), Wire()
+    for name, value in {"made": [], "aborted": [], "wire": wire}.items():
         object.__setattr__(vendor, name, value)
     monkeypatch.setattr(asyncflow.device, "vendor_of", lambda _: vendor)
     monkeypatch.setattr(asyncflow.device, "vendors", lambda: {"cpu": vendor})
     yield vendor
-    met.abort()  # threads that were abandoned in it end
+    wire.met.abort()  # threads that were abandoned in it end
 
 
 def store(timeout: timedelta) -> dist.Store:
@@ -104,11 +161,99 @@ def test_a_rank_that_dies_between_meeting_and_connecting_costs_the_deadline(rude
     assert len(rude.made) == 1
 
 
-def test_a_receiver_that_never_comes_is_left_out_of_the_broadcast(rude: Rude) -> None:
-    transfer = Transfer("epoch", Version(0, 1), ["rollout-0"], "")
-    with pytest.raises(WeightsLate, match=r"not all of rollout-0 came within 0\.3 s"):
-        _meet(store(SHORT), transfer, sender=0, rank=0, device=CPU)
+SHARD = LocalShard("w", (300,), Box.whole((300,)), torch.arange(300.0))
+PLAN = plan_transfer([describe([SHARD])], bucket_bytes=1024, dtype="float32")
+LAYOUT = RegionLayout(PLAN)
+VERSION = Version(0, 1)
+
+
+@pytest.fixture
+def job() -> Iterator[Credentials]:
+    """A job store, and the agent that says who takes part."""
+    server = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S)
+    )
+    credentials = Credentials(server, b"secret", DEADLINE_S)
+    agent = WeightAgent(credentials, "weights-0", WeightSyncConfig())
+    yield credentials
+    agent.close()
+
+
+def broadcaster(job: Credentials, timeout_s: float) -> Broadcaster:
+    return Broadcaster(job, "weights-0", "actor/0", PLAN, 0, device=CPU, epoch="0", timeout_s=timeout_s)
+
+
+def cast(index: int, views: Sequence[torch.Tensor]) -> None:
+    for piece, view in zip(PLAN.buckets[index].pieces, views, strict=True):
+        view.copy_(SHARD.values[piece.box.slices])
+
+
+def join(job: Credentials, name: str) -> Future[Any]:
+    """Say to the agent that a receiver is there; returns the transfer that begins."""
+    return Connection(job, "weights-0", name, Reply, timeout_s=DEADLINE_S).submit(
+        JoinBroadcast(""), timeout_s=DEADLINE_S
+    )
+
+
+def run_both(sender: Broadcaster, joined: Future[Any], receive: Callable[[Transfer], None]) -> None:
+    """Broadcast from one thread to a receiver in another."""
+    with ThreadPoolExecutor(2) as threads:
+        sending = threads.submit(sender.run, VERSION, cast)
+        receiving = threads.submit(lambda: receive(joined.result(DEADLINE_S)[0]))
+        receiving.result(DEADLINE_S)
+        sending.result(DEADLINE_S)
+
+
+def test_weights_are_broadcast_over_such_a_backend(rude: Rude, job: Credentials) -> None:
+    region, sender = Region(torch.zeros(PLAN.region_bytes, dtype=torch.uint8), LAYOUT), broadcaster(job, DEADLINE_S)
+    member = BroadcastMember(job.group_store(DEADLINE_S), "rollout-0", CPU)
+
+    def receive(transfer: Transfer) -> None:
+        member.receive(transfer, LAYOUT, region.piece, timeout_s=DEADLINE_S)
+
+    run_both(sender, join(job, "rollout-0"), receive)
+    assert torch.equal(region.tensor(0), SHARD.values)
+    assert [group.broadcasts for group in rude.made] == [len(PLAN.buckets)] * 2
+    assert rude.aborted == []
+    sender.close()
+    member.abort()
+
+
+def test_a_receiver_that_joined_and_never_came_costs_the_deadline_before_the_first_byte(
+    rude: Rude, job: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, joined = broadcaster(job, 0.3), join(job, "rollout-0")
+    sender.run(VERSION, cast)
+    assert joined.result(DEADLINE_S)[0].members == ["rollout-0"]
+    assert re.search(r"not all of sender 0 rollout-0 came within 0\.3 s.*from their agents", caplog.text)
     assert rude.made == []
+
+
+def test_a_member_that_is_not_ready_costs_the_deadline_before_the_first_byte(rude: Rude, job: Credentials) -> None:
+    """As one does that dies between two broadcasts of the same group: on HCCL the device would hang with it."""
+    sender, other = broadcaster(job, 1.0), BroadcastGroup(job.group_store(DEADLINE_S), "rollout-0", CPU)
+    run_both(sender, join(job, "rollout-0"), lambda transfer: other.connect(transfer, PLAN))
+    assert [group.broadcasts for group in rude.made] == [0, 0]
+    assert len(rude.aborted) == 1, "the sender's: the next epoch is without that member"
+
+
+def test_a_sender_that_dies_in_a_transfer_costs_the_deadline(rude: Rude, job: Credentials) -> None:
+    store, plan = job.group_store(DEADLINE_S), PLAN
+    transfer = Transfer("epoch", VERSION, ["rollout-0"], plan.digest())
+    alive = BroadcastMember(store, "rollout-0", CPU)
+    other = BroadcastGroup(job.group_store(DEADLINE_S), sender_name(0), CPU)
+
+    def send_nothing() -> None:
+        other.connect(transfer, plan)
+        other.ready(transfer, plan, deadline=time.monotonic() + DEADLINE_S, stop=threading.Event())
+
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(send_nothing)
+        with pytest.raises(WeightSyncError, match=r"step 1: broadcast broke \(the communicator was aborted\)"):
+            alive.receive(transfer, LAYOUT, lambda _: torch.zeros(0), timeout_s=1.0)
+        sending.result(DEADLINE_S)
+    with pytest.raises(WeightSyncError, match="epoch epoch broke before"):
+        alive.receive(transfer, LAYOUT, lambda _: torch.zeros(0), timeout_s=1.0)
 
 
 class Recorded:

@@ -47,10 +47,20 @@ def test_a_group_meets_within_its_deadline_and_touches_its_device_alone(run: Run
     assert (first["contexts"], second["contexts"]) == ([3], [4])
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_weights_are_broadcast_from_device_to_device(run: Run, schedule: str) -> None:
+    """Two senders, one receiver, one group; the host sees the checksums alone."""
+    *senders, receiver = run("broadcast", schedule, num_ranks=3)
+    assert (receiver["came"], receiver["wrong"]) == (3, 0)
+    assert [said["host_copies"] for said in (*senders, receiver)] == [0, 0, 0]
+    assert [said["contexts"] for said in (*senders, receiver)] == [[3], [4], [5]]
+
+
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_caught(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEP_CASES", "gspo tri_model")
     plant = PLANTS[name]
-    expected = run(plant.mode, device="cpu", plant=name)  # it works, and so does the mistake
-    said = run(plant.mode, plant.schedule, plant=name, may_fail=True)
+    how = {"num_ranks": plant.num_ranks, "plant": name}
+    expected = run(plant.mode, device="cpu", **how)  # it works, and so does the mistake
+    said = run(plant.mode, plant.schedule, may_fail=True, **how)
     assert not said or mistakes(expected, said)

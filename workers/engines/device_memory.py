@@ -92,8 +92,12 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
                 number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
                 roles[role] = vllm_memory(model, number, config.vllm.tensor_parallel_size, tokens)
     every = {"runtime": RUNTIME}
-    if config.weightsync.path == "broadcast":  # at both ends: a bucket that travels, and one that is packed or checked
-        every["buckets"] = 2 * config.weightsync.bucket_bytes
+    if config.weightsync.path == "broadcast":  # at both ends: two buckets, and the products of one that is summed
+        every["buckets"] = 3 * config.weightsync.bucket_bytes
+        wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
+        for role in {"actor_fwd", "rollout"} & roles.keys():  # they compute with a version while the next one arrives
+            if role != "rollout" or config.rollout.engine == "hf":
+                roles[role]["next version"] = wire * model.num_parameters
     return {role: parts | every for role, parts in roles.items()}
 
 

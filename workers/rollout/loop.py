@@ -88,8 +88,9 @@ class Rollout:
         self._wake = threading.Event()
         context.wake_to_stop(self._wake)  # an engine may wait long for a server that says nothing
         receiver = open_receiver(
-            context, self._engine.weight_needs(), adopts=self._engine.adopts_weights, arrived=self._wake.set
-        )
+            context, self._engine.weight_needs(), adopts=self._engine.adopts_weights, arrived=self._wake.set,
+            keeps_on_host=config.rollout.engine in ("vllm", "openai"),  # it hands them on to other processes
+        )  # fmt: skip
         load = partial(self._engine.load_weights, adopt=receiver.adopts)
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
         columns = ("prompts", "ground_truth", *((TASKS,) if config.sends_tasks else ()))

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from workers.config import ActorConfig
+from workers.config import ActorConfig, RunConfig
 from workers.engines.base import Sequences
-from workers.engines.device_memory import LOGITS_TILE, ModelSizes, fsdp_memory, megatron_memory
+from workers.engines.device_memory import LOGITS_TILE, ModelSizes, fsdp_memory, megatron_memory, memory_of_roles
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
 
@@ -69,6 +69,20 @@ def test_logits_do_not_grow_with_the_vocabulary_and_hardly_with_tokens() -> None
     few, many = (fsdp_memory(QWEN_7B, actor, 8, tokens)["logits"] for tokens in (8192, 16384))
     assert few < 12 * LOGITS_TILE + 8192 * 3584 * 9
     assert (many - few) / 8192 <= 8 * 3584
+
+
+def test_a_broadcast_takes_a_second_copy_where_its_receivers_compute() -> None:
+    def parts(**weightsync: object) -> dict[str, dict[str, int]]:
+        model = {"path": "m", "dtype": "bfloat16"}
+        fields = {"steps": 1, "roles": {"rollout": 1, "actor": 1, "ref": 1}, "model": model, "data": {"path": "d"}}
+        fields |= {"schedule": {"rollout_batch_size": 1, "n_samples_per_prompt": 2}, "weightsync": weightsync}
+        fields |= {"rollout": {"max_response_tokens": 8, "batch_size": 2}}
+        return memory_of_roles(RunConfig.model_validate(fields), QWEN_7B)
+
+    staged, broadcast = parts(path="staged"), parts(path="broadcast", bucket_bytes=2**20)
+    more = {role: sum(broadcast[role].values()) - sum(staged[role].values()) for role in staged}
+    buckets = 3 * 2**20
+    assert more == {"rollout": buckets + 2 * QWEN_7B.num_parameters, "actor": buckets, "ref": buckets}
 
 
 def test_sizes_that_are_not_there_are_not_guessed() -> None:
