@@ -33,10 +33,9 @@ def _said(env: dict[str, str], work: Path, mode: str, schedule: str = "copies", 
 def _waits(env: dict[str, str], work: Path) -> dict[str, float]:
     """Of the step of a single-update GRPO, but for the first micro-batch of an engine."""
     found = (_said(env, work, "steps") or [{}])[0]["grpo"]
-    most = {name: max(sum(one.values()) for one in found[name]) for name in ("updates",)}
     return {
         "syncs_per_micro_batch": max(sum(one.values()) for one in found["micro_batches"][1:]),
-        "syncs_per_update": most["updates"],
+        "syncs_per_update": max(sum(one.values()) for one in found["updates"]),
     }
 
 
@@ -44,22 +43,23 @@ def _missed(env: dict[str, str], work: Path) -> dict[str, float]:
     """Count mistakes that neither schedule shows, and those that the CPU shows, too, which are no such mistakes."""
     right, missed = {}, []
     for name, plant in PLANTS.items():
+        ranks = plant.num_ranks
         if plant.mode not in right:
-            right[plant.mode] = _said(env, work, plant.mode, num_ranks=plant.num_ranks, device="cpu")
-        on_cpu = _said(env, work, plant.mode, num_ranks=plant.num_ranks, device="cpu", plant=name)
+            right[plant.mode] = _said(env, work, plant.mode, device="cpu", num_ranks=ranks)
+        on_cpu = _said(env, work, plant.mode, device="cpu", num_ranks=ranks, plant=name)
         if on_cpu is None or mistakes(right[plant.mode], on_cpu):
             print(f"{name}: the CPU shows it, too", file=sys.stderr)
             missed.append(name)
             continue
         shown = []
         for schedule in SCHEDULES:
-            said = _said(env, work, plant.mode, schedule, num_ranks=plant.num_ranks, plant=name)
+            said = _said(env, work, plant.mode, schedule, num_ranks=ranks, plant=name)
             shown += [schedule] if said is None or mistakes(right[plant.mode], said) else []
         print(f"{name}: shown by {' '.join(shown) or 'nothing'}", file=sys.stderr)
         missed += [] if shown else [name]
-    for mode, num_ranks in {(plant.mode, plant.num_ranks) for plant in PLANTS.values()}:
+    for mode, ranks in {plant.mode: plant.num_ranks for plant in PLANTS.values()}.items():
         for schedule in SCHEDULES:
-            said = _said(env, work, mode, schedule, num_ranks=num_ranks)
+            said = _said(env, work, mode, schedule, num_ranks=ranks)
             if said is None or mistakes(right[mode], said):
                 print(f"{mode} {schedule}: wrong without a planted mistake", file=sys.stderr)
                 missed.append(mode)

@@ -8,6 +8,7 @@ import contextlib
 import importlib.metadata
 import json
 import mmap
+import os
 import platform
 import subprocess
 import sys
@@ -33,6 +34,7 @@ _COPIED = 2**26
 _ROUNDS = 8
 _MOST_RANKS = 8
 _DEADLINE_S = 60
+_LONGEST = 200
 _CLOSE = 2e-3
 """Relative difference between the CPU and a device, in float32; TF32 is off."""
 _ESTIMATED = 0.15
@@ -63,7 +65,7 @@ def check_contexts(needs: Needs) -> list[Finding]:
     last = f"{device.type}:{torch.accelerator.device_count() - 1}"
     with _ranks(CONTEXTS, [last]) as (store, finish):
         before = _free(device)
-        store.wait(["here"], _timeout())
+        store.wait(["here"], _timeout() / 2)
         taken = None if before is None else before - (_free(device) or 0)
         store.set("looked", "1")
         finish()
@@ -90,7 +92,7 @@ def check_copies(needs: Needs) -> list[Finding]:
     hosts = {"pageable": torch.empty(_COPIED, dtype=torch.uint8)}
     hosts["page-locked by torch"] = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     hosts |= {"page-locked where it lies": registered} if release is not None else {}
-    there = torch.arange(_COPIED, device=device).to(torch.uint8)
+    there = torch.arange(256, device=device).to(torch.uint8).repeat(_COPIED // 256)
     said, wrong = [], []
     for name, host in hosts.items():
         host.fill_(255)
@@ -113,9 +115,12 @@ def check_collectives(needs: Needs) -> list[Finding]:
     """Each collective that training uses, over Gloo and the devices' backend in one default group."""
     names = _rank_devices(needs)
     with _ranks(COLLECTIVES, names) as (_, finish):
-        found = finish()
+        said = finish()
+    found = [one for one in said if not isinstance(one, str)]
     if len(found) < len(names):
-        return [Finding.error(COLLECTIVES, f"{len(names) - len(found)} of {len(names)} ranks died", "send this report")]
+        last = next(one for one in said if isinstance(one, str))
+        text = f"{len(names) - len(found)} of {len(names)} ranks died ({last})"
+        return [Finding.error(COLLECTIVES, text, "send us this report")]
     failed = {name: value for each in found for name, value in each.items() if isinstance(value, str)}
     fine = [f"{name} {max(each[name] for each in found) * 1e3:.1f}" for name in found[0] if name not in failed]
     text = f"{len(names)} ranks, ms of {size_text(2**24)}: {', '.join(fine)}"
@@ -132,12 +137,10 @@ def check_dead_receiver(needs: Needs) -> list[Finding]:
     if len(names) < 2:
         return [Finding.ok(DEAD, "there is one device; this needs two")]
     with _ranks(DEAD, names) as (_, finish):
-        found = finish()
-    if not found:
-        return [
-            Finding.error(DEAD, "the sender died with its receiver", "use weightsync.path=staged; send this report")
-        ]
-    one = found[0]
+        one = finish()[0]
+    if isinstance(one, str):
+        text = f"the sender died with its receiver ({one})"
+        return [Finding.error(DEAD, text, "use weightsync.path=staged; send this report")]
     if not one["error"] or not one["computed"]:
         what = "noticed nothing" if not one["error"] else "could not compute afterwards"
         return [Finding.error(DEAD, f"the sender {what} ({one})", "use weightsync.path=staged; send this report")]
@@ -182,14 +185,15 @@ def check_swap(needs: Needs) -> list[Finding]:
     with _default_group(device):
         engine, _, _ = _updates(device)
         plan = plan_transfer([describe(engine.shards())], bucket_bytes=2**20, dtype="float32")
-        slot = map_slot(SlotMemory(plan.region_bytes).offer, write=True, device=device)
+        memory = SlotMemory(plan.region_bytes)
+        slot = map_slot(memory.offer, write=True)
         writer = ShardWriter(plan, 0)
         copies = ShardCopies(writer, device=device, timeline=NoTimeline())
         began = time.monotonic()
         copies.run(Version(0, 1), writer.target(slot), list(engine.shards()))
         copies.wait()
         sampling = SamplingConfig.model_validate({"max_response_tokens": 8, "batch_size": 8})
-        hf = HfEngine(model, ModelConfig(path=str(model)), sampling=sampling, device=device)
+        hf = HfEngine(model, ModelConfig(path=str(model), dtype="float32"), sampling=sampling, device=device)
         views = Region(slot, writer.layout).views(match_needs(plan, hf.weight_needs()))
         hf.load_weights(views)
         seconds = time.monotonic() - began
@@ -247,7 +251,7 @@ def _updates(device: "torch.device") -> tuple[Any, list[float], float]:
 def _quickstart() -> Path:
     from launcher.config.paths import find_recipe
 
-    return Path(find_recipe("quickstart")).parent / "quickstart" / "model"
+    return find_recipe(None).parent / "quickstart" / "model"
 
 
 def _open(needs: Needs) -> "torch.device":
@@ -262,28 +266,35 @@ def _rank_devices(needs: Needs) -> list[str]:
 
     if _open(needs).type == "cpu":
         return ["cpu", "cpu"]
-    return [f"{needs.device}:{index}" for index in range(min(_MOST_RANKS, torch.accelerator.device_count()))]
+    most = min(_MOST_RANKS, torch.accelerator.device_count(), max(2, os.cpu_count() or 2))
+    return [f"{needs.device}:{index}" for index in range(most)]
 
 
 @contextlib.contextmanager
 def _ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
-    """Start a process per device; yields their store, and what waits for them and returns what the living ones said."""
+    """Start a process per device; yields their store, and what waits for them and returns what each said: facts, or the
+    last line of its errors if it died."""
     from asyncflow.sealed_store import serve_store
 
     store, port = serve_store(LOOPBACK, _timeout())
     command = [sys.executable, "-P", "-m", "launcher.doctor.device_ranks", mode]
     processes = [
-        subprocess.Popen([*command, device, str(rank), str(len(devices)), str(port)], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, device, str(rank), str(len(devices)), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank, device in enumerate(devices)
     ]
 
-    def finish() -> list[dict[str, Any]]:
-        texts = [process.communicate(timeout=_DEADLINE_S)[0] for process in processes]
-        return [
-            json.loads(text.splitlines()[-1])
-            for process, text in zip(processes, texts, strict=True)
-            if process.returncode == 0
-        ]
+    def finish() -> list[dict[str, Any] | str]:
+        said: list[dict[str, Any] | str] = []
+        for process in processes:
+            out, errors = process.communicate(timeout=_DEADLINE_S)
+            last = (errors.splitlines() or [f"code {process.returncode}"])[-1]
+            said.append(json.loads(out.splitlines()[-1]) if process.returncode == 0 else last[:_LONGEST])
+        return said
 
     try:
         yield store, finish

@@ -94,7 +94,8 @@ def dead_receiver(device: torch.device, rank: int, size: int, store: dist.Store)
     group = connect_group(dist.PrefixStore("dead", store), rank, size, device)
     values = torch.ones(SIZE, device=device)
     group.broadcast([values]).wait(TIMEOUT)
-    torch.accelerator.synchronize() if device.type != "cpu" else None
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
     if rank:
         store.set("leaves", "1")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -3,6 +3,7 @@
 Attention keeps no scores, as on the vendors' devices: the CPU's flash kernel runs in place of theirs.
 """
 
+import gc
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +42,7 @@ def memory(device: torch.device, rank: int, num_ranks: int, directory: Path) -> 
     said = {}
     module: Any = torch.get_device_module(device)
     for name, run in cases.items():
+        gc.collect()
         before = module.memory_allocated()
         module.reset_peak_memory_stats()
         parts = run()

@@ -4,6 +4,7 @@ mode of `ranks.py` on the CPU  -> expected      the same with PLANT=NAME on `lat
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ import asyncflow.device
 from asyncflow.device import CopiesDone, CopyStream
 
 TOLERANCE = 1e-4
-WAITS = {"micro_batches": 0, "updates": 2}
-"""Most waits of the host for the device: in a micro-batch, but for the first of an engine, which asks what its model
-does with logits; in an update of one model, for the norm of its gradients and the figures of its micro-batches."""
+MOST_MODELS = 3
+"""Policy, old policy and reference: each asks once, in its first micro-batch, what its model does with logits.
+
+Otherwise no micro-batch waits for the device. An update waits for the figures of its micro-batches, and for the norm of
+each model's gradients."""
 
 
 def mistakes(expected: Any, said: Any, path: str = "") -> list[str]:
@@ -28,11 +31,13 @@ def mistakes(expected: Any, said: Any, path: str = "") -> list[str]:
         return [found for name in expected for found in mistakes(expected[name], said[name], f"{path}/{name}")]
     name = path.rpartition("/")[2]
     if name == "contexts":
-        return [] if len(said) == 1 and 0 not in said else [f"{path}: {said}"]
-    if name in WAITS:
-        counted = said[1:] if name == "micro_batches" else said
-        models = 1 + ("/ppo/" in path)
-        return [f"{path}: {waits}" for waits in counted if sum(waits.values()) > WAITS[name] * models]
+        return [] if said == expected or (len(said) == 1 and 0 not in said) else [f"{path}: {said}"]
+    if name == "micro_batches":
+        waits = sum((Counter(one) for one in said), Counter())
+        asked = waits.pop("item", 0)
+        return [f"{path}: {dict(waits)}, {asked} asked"] if waits or asked > MOST_MODELS else []
+    if name == "updates":
+        return [f"{path}: {waits}" for waits in said if sum(waits.values()) > (3 if "/ppo/" in path else 2)]
     if isinstance(expected, list):
         if len(expected) != len(said):
             return [f"{path}: {len(said)} values"]
@@ -119,11 +124,12 @@ def _connecting_on_the_first_device() -> None:
     asyncflow.device.use_device = use_device
 
 
-def _weights_change_under_their_copy() -> None:
-    from weightsync.shard_writer import ShardCopies
+def _buckets_unpacked_before_they_arrive() -> None:
+    def unpack(self: CopyStream, arrived: Any, copy: Any, host: Tensor, end: Any) -> None:
+        copy.unpack(host)
+        end.set_result(None)
 
-    right = ShardCopies.wait
-    ShardCopies.wait = lambda self: None if self._stream._stream else right(self)  # type: ignore
+    CopyStream._unpack = unpack  # type: ignore
 
 
 def _state_written_before_it_is_copied() -> None:
@@ -265,27 +271,27 @@ def _responses_read_early() -> None:
     engine.torch = Torch()  # type: ignore
 
 
-def _broadcast_before_the_update() -> None:
-    import weightsync.broadcast_group
+def _broadcasts_that_wait_for_no_update() -> None:
+    import weightsync.broadcast_group as broadcast_group
 
-    weightsync.broadcast_group.side_stream = lambda device, stream: stream
+    broadcast_group.side_stream = lambda device, stream: nullcontext() if device.type == "cpu" else stream
 
 
-def _broadcast_read_early() -> None:
+def _broadcasts_said_to_have_ended() -> None:
     from weightsync.broadcast_group import BroadcastGroup
 
     class Careless(torch.Stream):
         def synchronize(self) -> None:
             """Return at once."""
 
-    right = BroadcastGroup.__init__
+    begin = BroadcastGroup.__init__
 
-    def begin(self: BroadcastGroup, store: Any, me: str, device: torch.device) -> None:
-        right(self, store, me, device)
+    def careless(self: BroadcastGroup, store: Any, me: str, device: torch.device) -> None:
+        begin(self, store, me, device)
         if device.type != "cpu":
             self._stream = Careless(device=device)
 
-    BroadcastGroup.__init__ = begin  # type: ignore
+    BroadcastGroup.__init__ = careless  # type: ignore
 
 
 PLANTS = {
@@ -294,7 +300,7 @@ PLANTS = {
     "no-device": Plant("train", "copies", _threads_of_the_first_device),
     "locked-elsewhere": Plant("train", "copies", _locking_on_the_first_device),
     "connected-elsewhere": Plant("group", "copies", _connecting_on_the_first_device),
-    "weights-change": Plant("train", "copies", _weights_change_under_their_copy),
+    "unpacked-early": Plant("train", "copies", _buckets_unpacked_before_they_arrive),
     "state-early": Plant("train", "copies", _state_written_before_it_is_copied),
     "one-buffer": Plant("steps", "copies", _one_host_buffer_for_all),
     "inputs-elsewhere": Plant("steps", "copies", _inputs_on_another_stream),
@@ -306,6 +312,6 @@ PLANTS = {
     "norm-beside": Plant("steps", "kernels", partial(_beside, _sharded_model, "_global_norm")),
     "update-beside": Plant("steps", "kernels", partial(_beside, _sharded_model, "step")),
     "responses-early": Plant("generate", "copies", _responses_read_early),
-    "broadcast-early": Plant("broadcast", "kernels", _broadcast_before_the_update, num_ranks=3),
-    "broadcast-read-early": Plant("broadcast", "kernels", _broadcast_read_early, num_ranks=3),
+    "no-order": Plant("broadcast", "kernels", _broadcasts_that_wait_for_no_update, 3),
+    "no-end": Plant("broadcast", "kernels", _broadcasts_said_to_have_ended, 3),
 }

@@ -1,7 +1,6 @@
 """One rank on a device; what it finds is written to DIR/said-RANK.json.
 
-python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, steps, memory,
-                                                broadcast
+python ranks.py MODE DEVICE DIR RANK NUM_RANKS      MODE: mistakes, train, generate, group, steps, memory, broadcast
 PLANT names a mistake to make in the project, see `plants.py`; STEP_CASES cases of `steps`, with blanks between them.
 """
 

@@ -60,6 +60,7 @@ def test_weights_are_broadcast_from_device_to_device(run: Run, schedule: str) ->
 def test_a_planted_mistake_is_caught(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEP_CASES", "gspo tri_model")
     plant = PLANTS[name]
-    expected = run(plant.mode, num_ranks=plant.num_ranks, device="cpu", plant=name)  # it works, and so does the mistake
-    said = run(plant.mode, plant.schedule, num_ranks=plant.num_ranks, plant=name, may_fail=True)
+    how = {"num_ranks": plant.num_ranks, "plant": name}
+    expected = run(plant.mode, device="cpu", **how)  # it works, and so does the mistake
+    said = run(plant.mode, plant.schedule, may_fail=True, **how)
     assert not said or mistakes(expected, said)

@@ -141,6 +141,7 @@ class LateGroup(dist.ProcessGroup):
     def recv(self, tensors: Tensors, source: int, tag: int) -> LateWork:
         return self._run([], tensors, lambda _, got: self._gloo.recv(got, source, tag).wait(self._timeout))
 
+    all_to_all_single = alltoall_base
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
 
