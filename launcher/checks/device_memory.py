@@ -8,11 +8,14 @@ from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
 from workers.engines.model_files import read_model_config
 
+_OF_COPIES = (
+    "lower ref.micro_batch_size, set model.dtype to bfloat16, or let several ranks share a copy (ref.engine: fsdp)"
+)
 _REMEDIES = {
     "actor": "lower actor.max_tokens_per_micro_batch, give the actor more ranks, or set actor.gradient_checkpointing",
     "critic": "lower critic.max_tokens_per_micro_batch, or give the critic more ranks",
-    "ref": "lower ref.micro_batch_size, or set model.dtype to bfloat16",
-    "actor_fwd": "lower ref.micro_batch_size, or set model.dtype to bfloat16",
+    "ref": _OF_COPIES,
+    "actor_fwd": _OF_COPIES,
     "rollout": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
     "evaluate": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
 }
