@@ -75,10 +75,8 @@ def open_lab(model_dirs: Callable[[Adapter, str], tuple[Path, Path]]) -> Iterato
             key = adapter.name, family
             if key not in opened:
                 old, new = model_dirs(adapter, family)
-                sampling = SamplingConfig.model_validate(
-                    {"max_response_tokens": MAX_TOKENS, "batch_size": SLOTS, "temperature": 0.8, "top_k": 11}
-                    | adapter.sampling
-                )
+                drawn = {"max_response_tokens": MAX_TOKENS, "batch_size": SLOTS, "temperature": 0.8, "top_k": 11}
+                sampling = SamplingConfig.model_validate({**drawn, **adapter.sampling})
                 engine = stack.enter_context(adapter.open(old, sampling))
                 opened[key] = Lab(adapter, engine, sampling, old, new)
             return opened[key]
@@ -89,13 +87,13 @@ def open_lab(model_dirs: Callable[[Adapter, str], tuple[Path, Path]]) -> Iterato
 @pytest.fixture
 def lab(request: pytest.FixtureRequest, open_lab: Callable[..., Lab]) -> Lab:
     """An idle engine with the old weights, as version 0."""
-    return open_lab(*request.param).reset()  # type: ignore[no-any-return]
+    return open_lab(*request.param).reset()
 
 
 @pytest.fixture
 def model_lab(request: pytest.FixtureRequest, open_lab: Callable[..., Lab]) -> Lab:
     """As `lab`, with a model that computes."""
-    return open_lab(*request.param).reset()  # type: ignore[no-any-return]
+    return open_lab(*request.param).reset()
 
 
 def test_log_probs_are_those_of_the_tempered_distribution_before_filters(model_lab: Lab) -> None:

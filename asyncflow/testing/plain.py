@@ -49,7 +49,7 @@ class Plain:
             for prompt, answer in samples.samples():
                 if len(answer):
                     log_probs_R = _log_probs(model, prompt, answer)
-                    (samples.loss(log_probs_R, log_probs_R) * samples.SCALE).backward()
+                    (samples.loss(log_probs_R, log_probs_R) * samples.SCALE).backward()  # type: ignore[no-untyped-call]
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), actor.grad_clip)
             optimizer.step()
             optimizer.zero_grad()

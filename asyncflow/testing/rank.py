@@ -75,7 +75,7 @@ def abandoned(engine: TrainEngine, replica: int, num_replicas: int) -> float:
 
 def pieces(engine: TrainEngine) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
     """This rank's shards; to list them takes no collective."""
-    with CommDebugMode() as collectives:
+    with CommDebugMode() as collectives:  # type: ignore[no-untyped-call]
         shards = [(s.name, s.shape, s.box.slices, s.values.detach().cpu().clone()) for s in engine.shards()]
     assert collectives.get_total_counts() == 0, "shards() is called for every version and must gather nothing"
     return [

@@ -3,6 +3,7 @@
 Legend of shapes: P prompt tokens, R answer tokens.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ MAX_POSITIONS = 64
 """Longest prompt and answer of the models (tokens)."""
 
 
-def save_tiny_model(path: Path, family: str, *, seed: int, changes: dict[str, Any]) -> Path:
+def save_tiny_model(path: Path, family: str, *, seed: int, changes: Mapping[str, Any]) -> Path:
     """Write a model whose answers are of very different lengths; returns its directory."""
     settings = {
         "vocab_size": VOCABULARY,
@@ -48,7 +49,7 @@ def save_tiny_model(path: Path, family: str, *, seed: int, changes: dict[str, An
     }
     config_class, model_class = FAMILIES[family]
     torch.manual_seed(seed)
-    model_class(config_class(**(settings | changes))).save_pretrained(path)
+    model_class(config_class(**{**settings, **changes})).save_pretrained(path)
     return path
 
 

@@ -20,6 +20,7 @@ Install = Callable[..., None]
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Return a function that installs a package of nothing but entry points: name, `group=name:value`."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("ASYNCFLOW_CODE_DIRECTORY", "")
 
     def made(package: str, **groups: str) -> None:
         directory = tmp_path / f"{package}-1.0.dist-info"
