@@ -86,7 +86,7 @@ class PromptAdmitter:
         self._reopened: list[int] = []
         self._unreplaced: list[GroupRemoved] = []
         """Groups that left, and wait for a row of the feed."""
-        self._over = False
+        self._published = self._over = False
         self.started = False
         """Whether `start` was called."""
         self._thread: threading.Thread | None = None
@@ -109,6 +109,7 @@ class PromptAdmitter:
                 them are put again. None: the first start.
         """
         self.started = True
+        self._published = known_rows is not None
         if known_rows is not None:
             self._missing = self._state.missing(known_rows)
             self._reopened = list(self._state.untrained())
@@ -137,6 +138,7 @@ class PromptAdmitter:
     def _handle(self, event: int | Lost | GroupRemoved | Fed) -> None:
         match event:
             case int():
+                self._published = True
                 self._state.published(event)
                 self._admit()
             case Lost():
@@ -171,8 +173,9 @@ class PromptAdmitter:
             self._put_new(self._state.groups_of(step))
 
     def _end_with_feed(self) -> None:
-        last_step = self._state.ended_at
-        if not self._over and last_step is not None and self._state.version >= last_step:
+        """Stop the queue after the last step, and not while the trainer still sends the weights that it begins with."""
+        last_step, may = self._state.ended_at, self._published and not self._over
+        if may and last_step is not None and self._state.version >= last_step:
             self._over = True
             self._feed_ended(last_step, self._state.num_left)
             self._client.stop()

@@ -75,8 +75,10 @@ class FeedFile:
         self._ended = False
         self._listener: Callable[[Fed], None] = lambda fed: None
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT if appends else os.O_RDONLY, 0o666)
+            if appends:
+                path.touch()
             self._size = self._read()
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND if appends else os.O_RDONLY)
             if appends:
                 os.ftruncate(self._descriptor, self._size)
                 os.fsync(self._descriptor)

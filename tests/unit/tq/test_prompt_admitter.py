@@ -158,19 +158,23 @@ def test_rows_that_are_put_again_are_prompts() -> None:
     assert not any(client.commits.values())
 
 
-def test_fed_rows_open_steps_and_the_last_step_that_they_fill_ends_the_run_once_it_is_trained() -> None:
-    state = AdmissionState(SCHEDULE, version=0, last_step=9, num_fed=0)
-    client, threads, ended = FakeClient(2, ()), ServiceThreads("controller-0"), list[tuple[int, ...]]()
-    removed = GroupRemoved(1, 0, 2, RemovalCause("rewards", 3))
-    admitter = PromptAdmitter(
+def fed_admitter(state: AdmissionState, client: FakeClient, ended: list[tuple[int, ...]]) -> PromptAdmitter:
+    return PromptAdmitter(
         state,
-        client,  # type: ignore[arg-type]
+        client,
         Prompts(),
         num_units=1,
         save=lambda mark: None,
-        threads=threads,
+        threads=ServiceThreads("controller-0"),
         feed_ended=lambda last_step, num_left: ended.append((last_step, num_left, state.version)),
     )
+
+
+def test_fed_rows_open_steps_and_the_last_step_that_they_fill_ends_the_run_once_it_is_trained() -> None:
+    state = AdmissionState(SCHEDULE, version=0, last_step=9, num_fed=0)
+    client, ended = FakeClient(2, ()), list[tuple[int, ...]]()
+    admitter = fed_admitter(state, client, ended)
+    removed = GroupRemoved(1, 0, 2, RemovalCause("rewards", 3))
     for event in (Fed(2, ended=False), removed, Fed(6, ended=False), 1, 1, Fed(6, ended=True)):
         admitter.add(event)
     admitter.start(None)
@@ -179,9 +183,25 @@ def test_fed_rows_open_steps_and_the_last_step_that_they_fill_ends_the_run_once_
     admitter.add(2)
     assert client.stopped.wait(10)
     admitter.close()
-    threads.check()
     assert client.put == {1: [0, 1, 2, 3, 4, 5], 2: [6, 7, 8, 9]}, "group 2 takes the place of group 0, of step 1"
     assert ended == [(2, 1, 2)], "when step 2 is trained"
+
+
+def test_feed_that_ended_long_ago_ends_a_resumed_run_after_its_first_weights() -> None:
+    """The trainer would be told to stop while it sends them."""
+    state = AdmissionState(SCHEDULE, version=0, last_step=9, num_fed=0).restored(AdmissionMark(version=1, next_step=2))
+    client, ended = FakeClient(1, ()), list[tuple[int, ...]]()
+    client.opened[1] = 4
+    admitter = fed_admitter(state, client, ended)
+    for event in (Fed(2, ended=True), Lost((0,))):
+        admitter.add(event)
+    admitter.start(None)
+    assert client.quiet.wait(10)
+    assert not client.stopped.is_set()
+    admitter.add(1)
+    assert client.stopped.wait(10)
+    admitter.close()
+    assert ended == [(1, 0, 1)]
 
 
 def test_lead_that_starts_again_admits_what_weights_allow_that_came_after_its_mark(
