@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +97,9 @@ def check_copies(needs: Needs) -> list[Finding]:
     said, wrong = [], []
     for name, host in hosts.items():
         host.fill_(255)
-        out = _seconds(lambda host=host: host.copy_(there, non_blocking=True))  # type: ignore[misc]
+        out = _seconds(partial(host.copy_, there, non_blocking=True))
         back = torch.empty_like(there)
-        into = _seconds(lambda host=host, back=back: back.copy_(host, non_blocking=True))  # type: ignore[misc]
+        into = _seconds(partial(back.copy_, host, non_blocking=True))
         wrong += [] if torch.equal(back, there) else [name]
         said.append(f"{name} {_COPIED / out / 1e9:.1f} out {_COPIED / into / 1e9:.1f} in")
     if release is not None:
@@ -323,7 +324,7 @@ def _timeout() -> Any:
     return timedelta(seconds=_DEADLINE_S)
 
 
-def _seconds(copy: Any) -> float:
+def _seconds(copy: Callable[[], object]) -> float:
     """Return the shortest time of a copy, with the wait for it."""
     import torch
 
@@ -365,7 +366,8 @@ def _ask(device: "torch.device", name: str, *given: Any) -> str:
 def _ask_nccl(device: "torch.device") -> str:
     import torch
 
-    return ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""  # type: ignore[no-untyped-call]
+    nccl: Any = torch.cuda.nccl
+    return ".".join(map(str, nccl.version())) if device.type == "cuda" else ""
 
 
 def _driver(kind: str) -> str:
