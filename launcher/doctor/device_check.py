@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ _COPIED = 2**26
 _ROUNDS = 8
 _MOST_RANKS = 8
 _DEADLINE_S = 60
+_TIMEOUT = timedelta(seconds=_DEADLINE_S)
 _LONGEST = 200
 _CLOSE = 2e-3
 """Relative difference between the CPU and a device, in float32; TF32 is off."""
@@ -66,7 +68,7 @@ def check_contexts(needs: Needs) -> list[Finding]:
     last = f"{device.type}:{torch.accelerator.device_count() - 1}"
     with _ranks(CONTEXTS, [last]) as (store, finish):
         before = _free(device)
-        store.wait(["here"], _timeout() / 2)
+        store.wait(["here"], _TIMEOUT / 2)
         taken = None if before is None else before - (_free(device) or 0)
         store.set("looked", "1")
         finish()
@@ -277,7 +279,7 @@ def _ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
     last line of its errors if it died."""
     from asyncflow.sealed_store import serve_store
 
-    store, port = serve_store(LOOPBACK, _timeout())
+    store, port = serve_store(LOOPBACK, _TIMEOUT)
     command = [sys.executable, "-P", "-m", "launcher.doctor.device_ranks", mode]
     processes = [
         subprocess.Popen(
@@ -316,12 +318,6 @@ def _default_group(device: "torch.device") -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _timeout() -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=_DEADLINE_S)
 
 
 def _seconds(copy: Callable[[], object]) -> float:
