@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 VERSIONS, CONTEXTS, COPIES, COLLECTIVES = "versions", "contexts", "host copies", "collectives"
 DEAD, UPDATE, SWAP, MEMORY = "dead receiver", "update", "swap", "memory"
-_PACKAGES = ("asyncflow", "torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed")
+_PACKAGES = ("asyncflow-rl", "torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed")
 _COPIED = 2**26
 _ROUNDS = 8
 _MOST_RANKS = 8
