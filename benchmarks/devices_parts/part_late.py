@@ -4,12 +4,14 @@ import os
 import shutil
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.device.plants import PLANTS, mistakes
-from tests.device.processes import build_late, environment, run_ranks
-from tests.device.whole_runs import CASES, run_of
+# By name: the modules of tests/device are scripts for ranks, which mypy is not told of.
+plants: Any = import_module("tests.device.plants")
+processes: Any = import_module("tests.device.processes")
+whole_runs: Any = import_module("tests.device.whole_runs")
 
 SCHEDULES = ("copies", "kernels")
 TOLERANCE = 1e-5
@@ -19,7 +21,7 @@ def run(**_: int) -> dict[str, float]:
     """Return the figures; what is wrong is printed to stderr."""
     work = Path(tempfile.mkdtemp(prefix="late-"))
     try:
-        env = environment(build_late(work))
+        env = processes.environment(processes.build_late(work))
         return _waits(env, work) | _missed(env, work) | _memory_error(env, work) | _failed_runs(env, work)
     finally:
         shutil.rmtree(work)
@@ -27,7 +29,8 @@ def run(**_: int) -> dict[str, float]:
 
 def _said(env: dict[str, str], work: Path, mode: str, schedule: str = "copies", **options: Any) -> list[Any] | None:
     directory = Path(tempfile.mkdtemp(dir=work)) / mode
-    return run_ranks(env, directory, mode, schedule, **options)
+    said: list[Any] | None = processes.run_ranks(env, directory, mode, schedule, **options)
+    return said
 
 
 def _waits(env: dict[str, str], work: Path) -> dict[str, float]:
@@ -42,28 +45,29 @@ def _waits(env: dict[str, str], work: Path) -> dict[str, float]:
 def _missed(env: dict[str, str], work: Path) -> dict[str, float]:
     """Count mistakes that neither schedule shows, and those that the CPU shows, too, which are no such mistakes."""
     right, missed = {}, []
-    for name, plant in PLANTS.items():
+    env = env | {"STEP_CASES": plants.CASES}
+    for name, plant in plants.PLANTS.items():
         ranks = plant.num_ranks
         if plant.mode not in right:
             right[plant.mode] = _said(env, work, plant.mode, device="cpu", num_ranks=ranks)
         on_cpu = _said(env, work, plant.mode, device="cpu", num_ranks=ranks, plant=name)
-        if on_cpu is None or mistakes(right[plant.mode], on_cpu):
+        if on_cpu is None or plants.mistakes(right[plant.mode], on_cpu):
             print(f"{name}: the CPU shows it, too", file=sys.stderr)
             missed.append(name)
             continue
         shown = []
         for schedule in SCHEDULES:
             said = _said(env, work, plant.mode, schedule, num_ranks=ranks, plant=name)
-            shown += [schedule] if said is None or mistakes(right[plant.mode], said) else []
+            shown += [schedule] if said is None or plants.mistakes(right[plant.mode], said) else []
         print(f"{name}: shown by {' '.join(shown) or 'nothing'}", file=sys.stderr)
         missed += [] if shown else [name]
-    for mode, ranks in {plant.mode: plant.num_ranks for plant in PLANTS.values()}.items():
+    for mode, ranks in {plant.mode: plant.num_ranks for plant in plants.PLANTS.values()}.items():
         for schedule in SCHEDULES:
             said = _said(env, work, mode, schedule, num_ranks=ranks)
-            if said is None or mistakes(right[mode], said):
+            if said is None or plants.mistakes(right[mode], said):
                 print(f"{mode} {schedule}: wrong without a planted mistake", file=sys.stderr)
                 missed.append(mode)
-    return {"planted_mistakes": len(PLANTS), "planted_mistakes_missed": len(missed)}
+    return {"planted_mistakes": len(plants.PLANTS), "planted_mistakes_missed": len(missed)}
 
 
 def _memory_error(env: dict[str, str], work: Path) -> dict[str, float]:
@@ -78,14 +82,14 @@ def _memory_error(env: dict[str, str], work: Path) -> dict[str, float]:
 def _failed_runs(env: dict[str, str], work: Path) -> dict[str, float]:
     """Count whole runs on `late` that do not end, or whose metrics are not those of the CPU."""
     failed, os_env = 0, dict(os.environ)
-    for case in CASES:
+    for case in whole_runs.CASES:
         directory = Path(tempfile.mkdtemp(dir=work))
-        expected = run_of(case, directory, device="cpu")
+        expected = whole_runs.run_of(case, directory, device="cpu")
         for schedule in SCHEDULES:
             os.environ.update(env | {"LATE_DEVICE_SCHEDULE": schedule})
             directory = Path(tempfile.mkdtemp(dir=work))
             try:
-                found = run_of(case, directory, device="late")
+                found = whole_runs.run_of(case, directory, device="late")
                 wrong = [
                     (step, name, one[name], other[name])
                     for step, (one, other) in enumerate(zip(expected, found, strict=True), 1)

@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +31,12 @@ if TYPE_CHECKING:
 
 VERSIONS, CONTEXTS, COPIES, COLLECTIVES = "versions", "contexts", "host copies", "collectives"
 DEAD, UPDATE, SWAP, MEMORY = "dead receiver", "update", "swap", "memory"
-_PACKAGES = ("asyncflow", "torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed")
+_PACKAGES = ("asyncflow-rl", "torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed")
 _COPIED = 2**26
 _ROUNDS = 8
 _MOST_RANKS = 8
 _DEADLINE_S = 60
+_TIMEOUT = timedelta(seconds=_DEADLINE_S)
 _LONGEST = 200
 _CLOSE = 2e-3
 """Relative difference between the CPU and a device, in float32; TF32 is off."""
@@ -65,7 +68,7 @@ def check_contexts(needs: Needs) -> list[Finding]:
     last = f"{device.type}:{torch.accelerator.device_count() - 1}"
     with _ranks(CONTEXTS, [last]) as (store, finish):
         before = _free(device)
-        store.wait(["here"], _timeout() / 2)
+        store.wait(["here"], _TIMEOUT / 2)
         taken = None if before is None else before - (_free(device) or 0)
         store.set("looked", "1")
         finish()
@@ -96,9 +99,9 @@ def check_copies(needs: Needs) -> list[Finding]:
     said, wrong = [], []
     for name, host in hosts.items():
         host.fill_(255)
-        out = _seconds(lambda host=host: host.copy_(there, non_blocking=True))  # type: ignore[misc]
+        out = _seconds(partial(host.copy_, there, non_blocking=True))
         back = torch.empty_like(there)
-        into = _seconds(lambda host=host, back=back: back.copy_(host, non_blocking=True))  # type: ignore[misc]
+        into = _seconds(partial(back.copy_, host, non_blocking=True))
         wrong += [] if torch.equal(back, there) else [name]
         said.append(f"{name} {_COPIED / out / 1e9:.1f} out {_COPIED / into / 1e9:.1f} in")
     if release is not None:
@@ -161,7 +164,7 @@ def check_update(needs: Needs) -> list[Finding]:
     pairs = zip(expected, norms, strict=True)
     apart = max(abs(one / other - 1) for one, other in pairs)
     text = f"two updates in {seconds:.2f} s, gradient norms {apart:.1e} from the CPU's"
-    if apart > _CLOSE:
+    if not apart <= _CLOSE:  # not a number, either
         return [Finding.error(UPDATE, text, "the device computes something else; send this report")]
     return [Finding.ok(UPDATE, text)]
 
@@ -276,7 +279,7 @@ def _ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
     last line of its errors if it died."""
     from asyncflow.sealed_store import serve_store
 
-    store, port = serve_store(LOOPBACK, _timeout())
+    store, port = serve_store(LOOPBACK, _TIMEOUT)
     command = [sys.executable, "-P", "-m", "launcher.doctor.device_ranks", mode]
     processes = [
         subprocess.Popen(
@@ -317,13 +320,7 @@ def _default_group(device: "torch.device") -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _timeout() -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=_DEADLINE_S)
-
-
-def _seconds(copy: Any) -> float:
+def _seconds(copy: Callable[[], object]) -> float:
     """Return the shortest time of a copy, with the wait for it."""
     import torch
 
@@ -365,7 +362,8 @@ def _ask(device: "torch.device", name: str, *given: Any) -> str:
 def _ask_nccl(device: "torch.device") -> str:
     import torch
 
-    return ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""  # type: ignore[no-untyped-call]
+    nccl: Any = torch.cuda.nccl
+    return ".".join(map(str, nccl.version())) if device.type == "cuda" else ""
 
 
 def _driver(kind: str) -> str:

@@ -18,6 +18,8 @@ import asyncflow.device
 from asyncflow.device import CopiesDone, CopyStream
 
 TOLERANCE = 1e-4
+CASES = "gspo tri_model"
+"""Of `steps`, in which all its mistakes show."""
 MOST_MODELS = 3
 """Policy, old policy and reference: each asks once, in its first micro-batch, what its model does with logits.
 

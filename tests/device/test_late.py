@@ -3,7 +3,7 @@
 import pytest
 
 from .conftest import Run
-from .plants import PLANTS, mistakes
+from .plants import CASES, PLANTS, mistakes
 
 SCHEDULES = ("copies", "kernels")
 SHOWN = {
@@ -58,7 +58,7 @@ def test_weights_are_broadcast_from_device_to_device(run: Run, schedule: str) ->
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_caught(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STEP_CASES", "gspo tri_model")
+    monkeypatch.setenv("STEP_CASES", CASES)
     plant = PLANTS[name]
     how = {"num_ranks": plant.num_ranks, "plant": name}
     expected = run(plant.mode, device="cpu", **how)  # it works, and so does the mistake

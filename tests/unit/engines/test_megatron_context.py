@@ -8,15 +8,16 @@ from workers.engines.megatron.context import TokenShare
 from workers.engines.packed_forward import PackedInputs
 from workers.engines.packed_layout import ALONE
 
+CPU = torch.device("cpu")
 PROMPT = torch.tensor([3, 4, 5, 6, 7, 8])
 BATCH = Sequences.of([PROMPT, PROMPT, torch.tensor([9])], [torch.tensor(answer) for answer in ([1, 2], [2], [4, 5, 6])])
-INPUTS = PackedInputs.of(BATCH, torch.device("cpu"), shared_prompt=True)
+INPUTS = PackedInputs.of(BATCH, CPU, shared_prompt=True)
 NUM_TOKENS = INPUTS.tokens_T.numel()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 20])
 def test_shares_of_all_ranks_are_the_batch(size: int) -> None:
-    shares = [TokenShare.of(INPUTS, rank, size) for rank in range(size)]
+    shares = [TokenShare.of(INPUTS, rank, size, CPU) for rank in range(size)]
     assert len({share.tokens_t.numel() for share in shares}) == 1
     assert torch.cat([share.tokens_t for share in shares])[:NUM_TOKENS].equal(INPUTS.tokens_T)
     assert torch.cat([share.positions_t for share in shares])[:NUM_TOKENS].equal(INPUTS.positions_T)
@@ -32,7 +33,7 @@ def test_every_answer_token_is_predicted_by_one_rank_at_its_place(size: int) -> 
     values_A = torch.arange(1.0, INPUTS.targets_A.numel() + 1)
     total_A, gradients_A = torch.zeros_like(values_A), torch.zeros_like(values_A)
     for rank in range(size):
-        share = TokenShare.of(INPUTS, rank, size)
+        share = TokenShare.of(INPUTS, rank, size, CPU)
         assert 0 < share.predictors_a.numel() == share.targets_a.numel() == share.own(values_A).numel()
         assert share.num_drawn == values_A.numel()
         fed = share.tokens_t[share.predictors_a[: share.drawn_a.numel()]]
@@ -48,9 +49,9 @@ def test_every_answer_token_is_predicted_by_one_rank_at_its_place(size: int) -> 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_samples_whose_answers_are_empty_have_a_share(size: int) -> None:
-    inputs = PackedInputs.of(Sequences.of([PROMPT], [PROMPT[:0]]), torch.device("cpu"))
+    inputs = PackedInputs.of(Sequences.of([PROMPT], [PROMPT[:0]]), CPU)
     for rank in range(size):
-        share = TokenShare.of(inputs, rank, size)
+        share = TokenShare.of(inputs, rank, size, CPU)
         assert share.num_drawn == 0
         assert share.targets_a.tolist() == share.own(inputs.targets_A).tolist() == [0]
         assert share.spread(torch.ones(1)).numel() == 0
