@@ -61,9 +61,15 @@ def run(root: Path, case: str, options: dict[str, Any]) -> None:
         dcp.load(state, checkpoint_id=root / f"half-{options['resume']}")
         engine.load_state_dict(state)
     else:
-        out["log_probs"] = engine.log_probs(make_sequences(list(range(NUM_SAMPLES))))
+        everything = make_sequences(list(range(NUM_SAMPLES)))
+        out["log_probs"] = engine.log_probs(everything)
+        kept = engine.open_copy(initial=True)
+        out["copies"] = [kept.log_probs(everything).equal(out["log_probs"])]
         for number in (1, 2):
             out["norms"].append(update(engine, number, replica, layout.replicas))
+        out["copies"].append(kept.log_probs(everything).equal(out["log_probs"]))
+        kept.take()
+        out["copies"].append(kept.log_probs(everything).equal(engine.log_probs(everything)))
         copy = HostCopy(torch.device("cpu"))
         state = copy.begin(engine.state_dict())
         copy.wait()

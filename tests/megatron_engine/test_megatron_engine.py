@@ -178,6 +178,12 @@ def test_updates_are_those_of_the_reference(root: Path, references: dict[str, Re
         torch.testing.assert_close(value.double(), expected.weights[name], rtol=1e-4, atol=2e-6, msg=name)
 
 
+@pytest.mark.parametrize("case", EXACT)
+def test_a_copy_has_the_bits_of_the_policy_and_keeps_them_over_updates(root: Path, case: str) -> None:
+    for rank in range(CASES[case]["ranks"]):
+        assert saved(root, case, rank)["copies"] == [True, True, True], "initial, after updates, taken anew"
+
+
 def test_two_tensor_parallel_ranks_compute_what_one_does(root: Path) -> None:
     one, two = exported(root, "one"), exported(root, "tp2")
     initial = load_file(root / "models" / "llama" / "model.safetensors")

@@ -92,7 +92,7 @@ class Rewards(ColumnTask):
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return `rewards` and `correct` from `prompts`, `ground_truth` and what was generated: the function gets the
-        drawn tokens as text, the model the row's last sample. Nothing but on the first rank.
+        drawn tokens as text, the model the row's last sample. Where ranks share it, the first one returns them.
 
         Raises:
             UserCodeFailed: the reward model gave a response no finite number.

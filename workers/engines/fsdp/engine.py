@@ -12,7 +12,7 @@ Waits: every method except `shards` and `zero_grad` is collective; a rank that d
 Legend of shapes: A drawn tokens of the micro-batch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from weightsync.plan import Need
 from workers.config import ActorConfig, TrainingConfig
 from workers.engines.base import LocalShard, LossFunction, Sequences, ValueLossFunction, check_sequences
 from workers.engines.fsdp.dtensor_shards import local_shards
@@ -32,7 +31,7 @@ from workers.engines.model_files import SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs, response_logits
 from workers.engines.setup import EngineSetup
-from workers.engines.shared_weights import SharedWeights
+from workers.engines.shared_model import SharedModel
 
 
 class FsdpEngine(ShardedModel):
@@ -101,7 +100,7 @@ class FsdpEngine(ShardedModel):
         return copy
 
 
-class _Scorer:
+class _Scorer(SharedModel):
     """A causal language model without an optimizer, sharded over all ranks of the default group as the policy is.
 
     It computes in the same element type and kernels, so equal weights and inputs give equal log-probabilities to the
@@ -118,17 +117,14 @@ class _Scorer:
         """
         self._temperature = temperature
         self._model = empty_causal_lm(model_dir, dtype=DTYPES[training.autocast], attention=PACKED_ATTENTION)
-        self._weights = SharedWeights(
-            lambda: local_shards(self._model.named_parameters()), parameter_aliases(self._model)
-        )
+        self._aliases = parameter_aliases(self._model)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         shard(self._model, mesh, training.model_copy(update={"gradient_checkpointing": False}))
         materialize(self._model, device)
         self._model.requires_grad_(False)
 
-    def read_weights(self, weights_dir: Path) -> None:
-        """Take the weights in files; each rank reads its own rows."""
-        self._weights.read(HfWeights(weights_dir))
+    def shards(self) -> Iterable[LocalShard]:
+        return local_shards(self._model.named_parameters())
 
     @torch.no_grad()
     def _score(self, inputs: PackedInputs) -> Tensor:
@@ -155,8 +151,7 @@ class FsdpCopy(_Scorer):
     @torch.no_grad()
     def take(self) -> None:
         """Copy the policy's current weights; each rank copies its own shards."""
-        sources = local_shards(self._policy.named_parameters())
-        for target, source in zip(local_shards(self._model.named_parameters()), sources, strict=True):
+        for target, source in zip(self.shards(), local_shards(self._policy.named_parameters()), strict=True):
             target.values.copy_(source.values)
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
@@ -166,8 +161,6 @@ class FsdpCopy(_Scorer):
 
 class FsdpFrozenModel(_Scorer):
     """A model that is not trained over several ranks, which divide each batch; implements `FrozenEngine`."""
-
-    adopts_weights = False
 
     def __init__(
         self, model_dir: Path, training: TrainingConfig, *, temperature: float, device: torch.device, weights_dir: Path
@@ -201,16 +194,6 @@ class FsdpFrozenModel(_Scorer):
         """
         check_sequences(batch, vocab_size=self._vocab_size)
         return over_ranks(batch, lambda part: self._score(self._inputs(part)), count=_num_drawn)
-
-    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        self._weights.load(weights)
-
-    def weight_needs(self) -> Mapping[str, Need]:
-        return self._weights.needs()
-
-    def save_weights(self, target: Path) -> None:
-        """Write them as safetensors; collective, the first rank writes."""
-        self._weights.save(target)
 
 
 def _num_drawn(batch: Sequences) -> int:

@@ -24,7 +24,6 @@ from workers.engines.hf.model import (
     empty_causal_lm,
     empty_reward_model,
     materialize,
-    parameter_aliases,
     read_weights,
     replace_weights,
     vocab_size,
@@ -35,7 +34,6 @@ from workers.engines.model_files import SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
 from workers.engines.setup import EngineSetup
-from workers.engines.shared_weights import SharedWeights
 
 
 class FrozenModel:
@@ -152,7 +150,8 @@ class RewardModel:
         self._model = model.requires_grad_(False)
         self._vocab_size = vocab_size(model)
         self._padding = model.config.get_text_config().pad_token_id
-        SharedWeights(lambda: local_shards(model.named_parameters()), parameter_aliases(model)).read(weights)
+        for part in local_shards(model.named_parameters()):
+            part.values.copy_(weights.read_shard(part, ()))
 
     @torch.no_grad()
     def scores(self, batch: Sequences) -> Tensor:

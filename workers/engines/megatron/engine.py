@@ -15,7 +15,7 @@ Legend of shapes: A drawn tokens of the micro-batch.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weightsync.plan import Need
 from workers.checkpoint.saved_shards import BoxedTensor, BoxPart
 from workers.config import ActorConfig
 from workers.engines.base import LocalShard, LossFunction, Sequences, StepStats, check_sequences
@@ -36,7 +35,7 @@ from workers.engines.megatron.model import MegatronParts, build_megatron, build_
 from workers.engines.megatron.names import FlatBox, flat_boxes, megatron_shards
 from workers.engines.model_files import read_model_config
 from workers.engines.setup import EngineSetup
-from workers.engines.shared_weights import SharedWeights
+from workers.engines.shared_model import SharedModel
 from workers.engines.updates import Updates
 
 
@@ -169,7 +168,7 @@ class MegatronEngine:
         return copy
 
 
-class _Scorer:
+class _Scorer(SharedModel):
     """A model without an optimizer, divided as configured: the same layers and kernels as the engine's."""
 
     def __init__(self, parts: MegatronParts, actor: ActorConfig, *, temperature: float, device: torch.device) -> None:
@@ -179,14 +178,16 @@ class _Scorer:
         temperature: divides the logits.
         device: this rank's.
         """
-        self._network = parts.network
+        self._parts = parts
         self._device = device
         self._vocab_size = parts.geometry.vocab_size
         self._forward = MegatronForward(parts, actor, temperature=temperature, device=device)
         with torch.no_grad():
-            for parameter in self._network.parameters():
+            for parameter in parts.network.parameters():
                 parameter.zero_()  # the vocabulary's padding is defined
-        self._weights = SharedWeights(lambda: _shards(parts))
+
+    def shards(self) -> Iterator[LocalShard]:
+        return _shards(self._parts)
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
@@ -195,10 +196,6 @@ class _Scorer:
             return torch.empty(0, device=self._device)
         check_sequences(batch, vocab_size=self._vocab_size)
         return self._forward.forward(batch, entropy=False)[0]
-
-    def read_weights(self, weights_dir: Path) -> None:
-        """Take the weights in files; each rank reads its own rows."""
-        self._weights.read(HfWeights(weights_dir))
 
 
 class MegatronCopy(_Scorer):
@@ -223,14 +220,12 @@ class MegatronCopy(_Scorer):
     @torch.no_grad()
     def take(self) -> None:
         """Copy the policy's current weights; each rank its own."""
-        for own, source in zip(self._network.parameters(), self._policy.network.parameters(), strict=True):
+        for own, source in zip(self._parts.network.parameters(), self._policy.network.parameters(), strict=True):
             own.copy_(source)
 
 
 class MegatronFrozenModel(_Scorer):
     """A model that is not trained, over all ranks of the default group; implements `FrozenEngine`."""
-
-    adopts_weights = False
 
     def __init__(
         self,
@@ -266,16 +261,6 @@ class MegatronFrozenModel(_Scorer):
             weights_dir=setup.weights_dir or setup.model_dir,
             timeout_s=run.launcher.operation_timeout_s,
         )
-
-    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        self._weights.load(weights)
-
-    def weight_needs(self) -> Mapping[str, Need]:
-        return self._weights.needs()
-
-    def save_weights(self, target: Path) -> None:
-        """Write them as safetensors; collective, the first rank writes."""
-        self._weights.save(target)
 
 
 def _shards(parts: MegatronParts) -> Iterator[LocalShard]:

@@ -1,9 +1,10 @@
-"""The weights of a model that several ranks share and none trains: taken as boxes, read from files, written as a whole.
+"""A model that several ranks share and none trains: its weights come as boxes or from files, and are written whole.
 
 Each rank holds parts of Hugging Face's tensors. It asks weight sync for these boxes alone, and reads their rows alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,52 +18,49 @@ from workers.engines.hf.weights import HfWeights, write_weights
 from workers.trainer.gang_peers import gather, waiting_for_peers
 
 
-class SharedWeights:
-    """This rank's parts; the ranks of the default group hold the model together."""
+class SharedModel(ABC):
+    """One rank of it; implements `FrozenEngine` but for `log_probs`. The ranks are those of the default group."""
 
-    def __init__(
-        self, shards: Callable[[], Iterable[LocalShard]], aliases: Mapping[str, tuple[str, ...]] | None = None
-    ) -> None:
-        """Args:
-        shards: the parts as they are now, always in the same order.
-        aliases: other names of tied weights.
-        """
-        self._all = shards
-        self._aliases = aliases or {}
+    adopts_weights = False
+    _aliases: Mapping[str, tuple[str, ...]] = {}
+    """Other names of tied weights."""
 
-    def needs(self) -> dict[str, Need]:
-        """Return what `load` needs: a name for each box, since a rank may hold several of one tensor."""
+    @abstractmethod
+    def shards(self) -> Iterable[LocalShard]:
+        """Return this rank's pieces of all parameters, in a fixed order; views."""
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        """Return what `load_weights` needs: a name for each box, since a rank may hold several of one tensor."""
         return {
             f"{shard.name}[{number}]": Need(shard.shape, (shard.name, *self._aliases.get(shard.name, ())), shard.box)
-            for number, shard in enumerate(self._shards())
+            for number, shard in enumerate(self._held())
         }
 
     @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the boxes, by the names of `needs`."""
-        for number, shard in enumerate(self._shards()):
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        for number, shard in enumerate(self._held()):
             shard.values.copy_(weights[f"{shard.name}[{number}]"].reshape(shard.values.shape))
 
     @torch.no_grad()
-    def read(self, files: HfWeights) -> None:
-        """Copy the boxes from safetensors.
+    def read_weights(self, weights_dir: Path) -> None:
+        """Take the weights in files; each rank reads its own rows.
 
         Raises:
             ConfigError: they are not all there.
         """
-        for shard in self._shards():
+        files = HfWeights(weights_dir)
+        for shard in self._held():
             rows = files.read_shard(shard, self._aliases.get(shard.name, ()))
-            box = rows[(slice(None), *shard.box.slices[1:])] if shard.shape else rows
-            shard.values.copy_(box.reshape(shard.values.shape))
+            shard.values.copy_(rows[(slice(None), *shard.box.slices[1:])].reshape(shard.values.shape))
 
-    def save(self, target: Path) -> None:
+    def save_weights(self, target: Path) -> None:
         """Write whole weights as safetensors into `target`, which is made; collective, the first rank writes.
 
         Raises:
             OSError: they cannot be written; on the first rank.
             DeadlineExceeded: a rank is gone.
         """
-        own = self._shards()
+        own = self._held()
         held = gather([[shard.name, shard.shape, shard.box.offset, shard.box.size] for shard in own])
         shapes: dict[str, tuple[int, ...]] = {}
         holders: dict[str, dict[Box, tuple[int, int]]] = {}  # where several ranks have a box, the first one gives it
@@ -99,5 +97,5 @@ class SharedWeights:
                 for name in names:  # the other ranks; and the first, if it cannot write: the others send anyway
                     whole(name)
 
-    def _shards(self) -> list[LocalShard]:
-        return [shard for shard in self._all() if shard.box.numel]
+    def _held(self) -> list[LocalShard]:
+        return [shard for shard in self.shards() if shard.box.numel]
