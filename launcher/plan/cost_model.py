@@ -141,13 +141,8 @@ class CostModel:
     def _update_s(self) -> float:
         config, device, model = self.config, self.device, self.model
         ranks = config.roles["actor"]
-        update_s = (
-            28
-            * model.num_parameters
-            * self._models
-            / ranks
-            / (device.memory_gb_s * 1e9 * device.achievable.memory * self._share)
-        )
+        bytes_per_s = device.memory_gb_s * 1e9 * device.achievable.memory * self._share
+        update_s = 28 * model.num_parameters * self._models / ranks / bytes_per_s
         if config.actor.engine == "megatron":
             layout = config.actor.megatron.layout(ranks)
             number = DTYPE_BYTES[config.actor.autocast]
