@@ -68,7 +68,7 @@ class CostModel:
         return Times(
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
             prefill_s=2 * self.model.num_parameters * prompt / peak / shared,
-            tasks={"ref_log_probs": forward, "actor_log_probs": forward},
+            tasks=dict.fromkeys(("ref_log_probs", "actor_log_probs", "values"), forward),
             train=self.train(),
             update_s=self._update_s(),
             prompt_tokens=prompt,
@@ -117,7 +117,7 @@ class CostModel:
         """Return the work of a micro-batch on one replica of the actor."""
         config, device, model = self.config, self.device, self.model
         actor, number = config.actor, DTYPE_BYTES[config.actor.autocast]
-        passes = 4 if actor.gradient_checkpointing else 3
+        passes = (4 if actor.gradient_checkpointing else 3) * self._models
         ranks = config.roles["actor"]
         tensor, parts, bubble, floor_s = 1, 1, 0.0, 0.0
         if actor.engine == "megatron":
@@ -141,9 +141,8 @@ class CostModel:
     def _update_s(self) -> float:
         config, device, model = self.config, self.device, self.model
         ranks = config.roles["actor"]
-        update_s = (
-            28 * model.num_parameters / ranks / (device.memory_gb_s * 1e9 * device.achievable.memory * self._share)
-        )
+        bytes_per_s = device.memory_gb_s * 1e9 * device.achievable.memory * self._share
+        update_s = 28 * model.num_parameters * self._models / ranks / bytes_per_s
         if config.actor.engine == "megatron":
             layout = config.actor.megatron.layout(ranks)
             number = DTYPE_BYTES[config.actor.autocast]
@@ -151,6 +150,11 @@ class CostModel:
             copies = layout.replicas * layout.context
             update_s += moved * (copies - 1) / copies / (self._between(ranks) * 1e9 * device.achievable.link)
         return update_s
+
+    @property
+    def _models(self) -> int:
+        """Models that the actor trains: the policy, and PPO's critic."""
+        return 2 if self.config.algorithm.has_critic else 1
 
     @property
     def _attention(self) -> float:

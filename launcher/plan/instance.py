@@ -68,10 +68,13 @@ class Instance:
         if ended and not self._running:
             self.note_idle()
         self._looks += 1
-        end = self._decoding.next_end
+        end, number = self._decoding.next_end, self._looks
         if end is not None:
-            look = self._looks
-            world.at(end, lambda: self.look() if look == self._looks else None)
+            world.at(end, lambda: self._look_again(number))
+
+    def _look_again(self, number: int) -> None:
+        if number == self._looks:  # else the end is another one by now
+            self.look()
 
     def note_idle(self) -> None:
         """Nothing runs: the span of the timeline ends."""

@@ -127,7 +127,7 @@ class Planner:
             candidate = candidates.pop(0)
             best_s = min((plan.step_s for plan in found), default=math.inf)
             if self.objective == "time" and candidate.bound_s >= best_s:
-                break
+                continue
             try:
                 check_batch_sizes(candidate.config)
                 headroom = self._headroom_gb(candidate.config)
