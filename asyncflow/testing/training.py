@@ -185,7 +185,8 @@ def test_a_loaded_state_goes_on_exactly(trained: Trained) -> None:
 
 
 def test_export_is_loaded_by_transformers(trained: Trained) -> None:
-    loaded, info = AutoModelForCausalLM.from_pretrained(trained.out / "export", output_loading_info=True)
+    models: Any = AutoModelForCausalLM
+    loaded, info = models.from_pretrained(trained.out / "export", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     expected = whole(trained, "trained")
     for name, parameter in loaded.named_parameters():
