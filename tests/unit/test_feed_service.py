@@ -123,7 +123,7 @@ def test_feeder_that_does_not_know_what_became_of_a_put_asks(feed: Feed, monkeyp
         ([*ROWS[:2], {"question": "1+1=", "answer": "2"}], "row 3 of the put: no field 'prompt'; found: answer, quest"),
         (
             [{"prompt": "11111111+1=", "answer": "2"}],
-            "row 1 of the put: the prompt has .* max_prompt_tokens = 8; raise",
+            "row 1 of the put: the prompt has .*max_prompt_tokens = 8; raise",
         ),
         ([{"prompt": "1+1=", "answer": object()}], "feed sums: a row is no object of JSON"),
         ([["1+1=", "2"]], "feed sums: a row is no object of JSON"),
