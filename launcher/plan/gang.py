@@ -4,6 +4,7 @@ ask for rounds (two ahead of the one in work) -> columns, micro-batches -> the l
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.plan.columns import work_s
@@ -67,7 +68,7 @@ class Gang:
             for walker, idle in enumerate(self._idle):
                 if idle and self._taken[walker] == len(self._formed) - 1:
                     self._idle[walker] = False
-                    world.after(world.scenario.latency.fetch_s, lambda walker=walker: self._take(walker))
+                    world.after(world.scenario.latency.fetch_s, partial(self._take, walker))
 
     def _begin(self) -> None:
         self._step += 1

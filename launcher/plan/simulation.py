@@ -118,8 +118,9 @@ class World:
     def run(self) -> None:
         """Run until the last step is published."""
         self.publish(0)
-        for worker in (*self.columns, self.gang):
+        for worker in self.columns:
             worker.start()
+        self.gang.start()
         while len(self.step_ends) <= self.steps:
             assert self._events, f"step {len(self.step_ends)}: nothing happens any more at {self.now:.3f} s"
             self.now, _, action = heapq.heappop(self._events)
@@ -184,7 +185,9 @@ class World:
             queue.forget(version - 1)
 
     def _arrived(self, version: int) -> None:
-        for worker in (*self.instances, *self.columns):
+        for instance in self.instances:
+            instance.weights_arrived(version)
+        for worker in self.columns:
             worker.weights_arrived(version)
         for task in self.queues:
             self._wake(task)
