@@ -42,7 +42,7 @@ def _host_copies(schedule: str) -> int:
             "LATE_DEVICE_SCHEDULE": schedule,
             "PYTHONPATH": os.pathsep.join(paths),
         }
-        command = [sys.executable, DEVICE_TESTS / "ranks.py", "broadcast", "late", directory]
+        command = [sys.executable, str(DEVICE_TESTS / "ranks.py"), "broadcast", "late", str(directory)]
         processes = [subprocess.Popen([*command, str(rank), str(RANKS)], env=env) for rank in range(RANKS)]
         try:
             codes = [process.wait(DEADLINE_S) for process in processes]

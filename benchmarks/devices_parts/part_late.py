@@ -90,7 +90,7 @@ def _failed_runs(env: dict[str, str], work: Path) -> dict[str, float]:
             directory = Path(tempfile.mkdtemp(dir=work))
             try:
                 found = whole_runs.run_of(case, directory, device="late")
-                wrong = [
+                wrong: list[object] = [
                     (step, name, one[name], other[name])
                     for step, (one, other) in enumerate(zip(expected, found, strict=True), 1)
                     for name in one

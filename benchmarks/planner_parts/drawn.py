@@ -32,16 +32,18 @@ def draw(seed: int, number: int, *, steps: int) -> dict[str, Any]:
     roles = {"rollout": chance.randint(2, 6), "actor": chance.randint(1, 3)} | ({"ref": ref} if ref else {})
     mode = chance.choice(["sync", "periodic", "async", "substep"])
     overlapped = mode in ("async", "substep")
+    staleness = chance.randint(1, 2) if overlapped else 0
+    batch, samples = 2 * chance.randint(4, 8) * roles["actor"], chance.choice([2, 4])
     schedule = {
         "mode": mode,
-        "max_staleness": chance.randint(1, 2) if overlapped else 0,
-        "rollout_batch_size": 2 * chance.randint(4, 8) * roles["actor"],
-        "n_samples_per_prompt": chance.choice([2, 4]),
+        "max_staleness": staleness,
+        "rollout_batch_size": batch,
+        "n_samples_per_prompt": samples,
     }
     slots = chance.choice([4, 8, 16])
     period_s, shares = chance.uniform(2, 4), [chance.uniform(0.4, 1) for _ in range(3)]
     rollout, actor, scored = (period_s * share / max(shares) for share in shares)
-    step_tokens = schedule["rollout_batch_size"] * schedule["n_samples_per_prompt"] * _MEAN_TOKENS
+    step_tokens = batch * samples * _MEAN_TOKENS
     decode_s = rollout * roles["rollout"] * slots / step_tokens
     fastest = decode_s / chance.uniform(1, 2)
     return {
@@ -51,7 +53,7 @@ def draw(seed: int, number: int, *, steps: int) -> dict[str, Any]:
         "roles": roles,
         "schedule": schedule,
         "rollout": {"engine": "sim", "batch_size": slots, "max_response_tokens": 1 << 14, "samples_per_step": 0},
-        "actor": {"engine": "sim", "micro_batch_size": 2 * schedule["n_samples_per_prompt"]},
+        "actor": {"engine": "sim", "micro_batch_size": 2 * samples},
         "ref": {"engine": "sim", "micro_batch_size": 4},
         "algorithm": {"kl_coef": 0.001 if ref else 0.0},
         "tq": {"policy": chance.choice(["fifo", "token-balanced"])},

@@ -58,7 +58,7 @@ def _damage_on_the_way() -> None:
             _damages.pop()
             words.view(torch.uint8)[7] ^= 4
 
-    BucketLayout.stamp = damaging  # type: ignore[method-assign]
+    BucketLayout.stamp = damaging  # type: ignore[assignment, method-assign]
 
 
 class TrainerRank:
