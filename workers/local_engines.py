@@ -40,8 +40,8 @@ from workers.data.prompt_rows import as_row
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import FrozenEngine, GenerateRequest, generate
 from workers.engines.load import load_frozen_model, load_generate_engine, load_train_engine
-from workers.records.step_totals import UpdateTotals
 from workers.outside_lease import OutsideLease, OutsideTask
+from workers.records.step_totals import UpdateTotals
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.dataflow import ACTOR_TRAIN, place_tasks
 from workers.tasks.graph import graph_of, prompt_columns
