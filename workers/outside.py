@@ -17,7 +17,8 @@ from workers.algorithms.config import OutsideConfig
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_class import load_class
 from workers.calls.user_function import Callee, check_function, search_beside
-from workers.config import LOGGERS, REF_ENGINES, TRAIN_ENGINES, RunConfig
+from workers.config import LOGGERS, RunConfig
+from workers.engines.config import REF_ENGINES, TRAIN_ENGINES
 from workers.rollout.config import ENGINES
 
 _ENGINES = {"rollout": ENGINES, "evaluate": ENGINES, "actor": TRAIN_ENGINES, "ref": REF_ENGINES}

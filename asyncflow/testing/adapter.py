@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tq.config import ScheduleConfig
-from workers.config import ActorConfig, ModelConfig, RunConfig
+from workers.config import ModelConfig, RunConfig
 from workers.data.config import DataConfig
 from workers.engines.base import GenerateEngine
+from workers.engines.config import ActorConfig
 from workers.engines.load import load_generate_engine
 from workers.rollout.config import RolloutConfig, SamplingConfig
 

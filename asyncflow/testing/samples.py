@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workers.config import ActorConfig
 from workers.engines.base import Sequences
+from workers.engines.config import ActorConfig
 
 TEMPERATURE, SCALE, UPDATES = 0.8, 1 / 16, 3
 # With the usual tiny eps AdamW would hide a wrong factor on the gradients, and blow rounding up.

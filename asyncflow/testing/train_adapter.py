@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from asyncflow.testing.adapter import run_config
-from workers.config import ActorConfig
 from workers.engines.base import TrainEngine
+from workers.engines.config import ActorConfig
 from workers.engines.load import load_train_engine
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from workers.config import ActorConfig
+from workers.engines.config import ActorConfig
 from workers.engines.fsdp.engine import FsdpEngine
 
 VOCABULARY, LAYERS = 49152, 6

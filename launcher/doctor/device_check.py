@@ -235,8 +235,8 @@ def _updates(device: "torch.device") -> tuple[Any, list[float], float]:
     """Return an engine after two updates, the norms of its gradients, and the seconds of both updates."""
     import torch
 
-    from workers.config import ActorConfig
     from workers.engines.base import Sequences
+    from workers.engines.config import ActorConfig
     from workers.engines.fsdp.engine import FsdpEngine
 
     actor = ActorConfig.model_validate({"lr": 1e-3, "autocast": "float32"})

@@ -14,7 +14,8 @@ from launcher.checks.models import ranks_per_instance
 from launcher.checks.preflight import Preflight
 from launcher.cli.request import Accepted
 from launcher.doctor.messages import Needs
-from workers.config import RunConfig, TrainingConfig
+from workers.config import RunConfig
+from workers.engines.config import TrainingConfig
 from workers.engines.device_memory import DTYPE_BYTES
 from workers.tasks.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
 

@@ -61,7 +61,7 @@ def train(path: Path, sizes: ModelSizes, device: "torch.device", num_ranks: int,
         num_ranks: of the default group.
         settings: of `actor`.
     """
-    from workers.config import ActorConfig
+    from workers.engines.config import ActorConfig
     from workers.engines.fsdp.engine import FsdpEngine
 
     actor = ActorConfig.model_validate(settings)

@@ -10,7 +10,8 @@ from functools import lru_cache
 from asyncflow.errors import ConfigError
 from tq.config import ScheduleConfig
 from tq.task_spec import TaskSpec
-from workers.config import ActorConfig, RunConfig
+from workers.config import RunConfig
+from workers.engines.config import ActorConfig
 from workers.engines.sim.lengths import SimLengths
 from workers.tasks.dataflow import OBSERVERS, TRAINERS, PlacedTask, place_tasks
 from workers.tasks.graph import graph_of, task_specs

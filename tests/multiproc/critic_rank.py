@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.checkpoint.saved_shards import HostCopy, load_shards, save_shards
-from workers.config import ActorConfig, CriticConfig
 from workers.engines.base import Sequences
+from workers.engines.config import ActorConfig, CriticConfig
 from workers.engines.fsdp.engine import FsdpValueEngine
 
 CPU = torch.device("cpu")

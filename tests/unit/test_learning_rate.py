@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workers.config import TrainingConfig
+from workers.engines.config import TrainingConfig
 from workers.engines.updates import learning_rate
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq.batch import PackedBatch
-from workers.config import ActorConfig
+from workers.engines.config import ActorConfig
 from workers.trainer.batching import Round, StepRounds
 from workers.trainer.micro_batches import RoundAssigner
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workers.config import ActorConfig, RefConfig, RunConfig, TrainingConfig
+from workers.config import RunConfig
+from workers.engines.config import ActorConfig, RefConfig, TrainingConfig
 from workers.engines.megatron.config import MegatronLayout
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

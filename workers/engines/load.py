@@ -15,8 +15,9 @@ from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 from workers.calls.user_class import load_class, own_settings
 from workers.calls.user_function import load_function
-from workers.config import REF_ENGINES, TRAIN_ENGINES, RunConfig
+from workers.config import RunConfig
 from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
+from workers.engines.config import REF_ENGINES, TRAIN_ENGINES
 from workers.engines.setup import EngineSetup
 from workers.rewards.config import RewardModelConfig
 from workers.rollout.config import ENGINES, SamplingConfig

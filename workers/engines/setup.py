@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from asyncflow.errors import ConfigError
-from workers.config import ActorConfig, RunConfig
+from workers.config import RunConfig
+from workers.engines.config import ActorConfig
 from workers.engines.model_files import max_positions
 from workers.rollout.config import SamplingConfig
 

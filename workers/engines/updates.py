@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from workers.config import ActorConfig, TrainingConfig
 from workers.engines.base import StepStats
+from workers.engines.config import ActorConfig, TrainingConfig
 
 logger = logging.getLogger(__name__)
 

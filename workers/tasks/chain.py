@@ -11,10 +11,11 @@ from pathlib import Path
 from torch import Tensor
 
 from tq.batch import Column, PackedBatch
-from workers.config import RunConfig, TrainingConfig
+from workers.config import RunConfig
 from workers.context import WorkerContext
 from workers.data.tokenizer import TextDecoder, load_tokenizer
 from workers.engines.base import Sequences, TrainEngine, ValueEngine
+from workers.engines.config import TrainingConfig
 from workers.tasks.column_tasks import (
     Advantages,
     ColumnTask,

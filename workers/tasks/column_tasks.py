@@ -19,10 +19,11 @@ from tq.batch import Column, PackedBatch
 from weightsync.version import Version
 from workers.algorithms.load import load_algorithm
 from workers.calls.user_function import excerpt
-from workers.config import RunConfig, TrainingConfig
+from workers.config import RunConfig
 from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Sequences, TrainEngine
+from workers.engines.config import TrainingConfig
 from workers.engines.load import load_forward_model, load_reward_model
 from workers.rewards.base import LARGEST_REWARD, NO_FIELDS
 from workers.rewards.config import RewardModelConfig

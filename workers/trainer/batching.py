@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from tq.balance import split_by_tokens
 from tq.batch import PackedBatch
-from workers.config import ActorConfig, TrainingConfig
+from workers.engines.config import ActorConfig, TrainingConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import ROW_BEGINS
 from workers.trainer.micro_batches import RoundAssigner, cut_by_rows, cut_by_tokens

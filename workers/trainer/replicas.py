@@ -22,8 +22,8 @@ from asyncflow.device import connect_group
 from tq.client.replica import Replica
 from tq.columns import Column
 from tq.wire import ColumnHeader, describe, unpack
-from workers.config import ActorConfig
 from workers.context import WorkerContext
+from workers.engines.config import ActorConfig
 from workers.trainer.gang_peers import waiting_for_peers
 
 _CPU = torch.device("cpu")

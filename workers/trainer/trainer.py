@@ -27,9 +27,10 @@ from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import MicroLoss
 from workers.algorithms.ppo import PPO
-from workers.config import ActorConfig, RunConfig, TrainingConfig
+from workers.config import RunConfig
 from workers.context import WorkerContext
 from workers.engines.base import TrainedEngine, TrainEngine, ValueEngine
+from workers.engines.config import ActorConfig, TrainingConfig
 from workers.records.step_record import Model, StepRecord
 from workers.records.step_totals import UpdateTotals
 from workers.tasks.chain import TaskChain

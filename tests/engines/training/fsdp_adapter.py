@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from asyncflow.testing.train_adapter import TrainAdapter
-from workers.config import ActorConfig
 from workers.engines.base import TrainEngine
+from workers.engines.config import ActorConfig
 from workers.engines.fsdp.engine import FsdpEngine
 
 

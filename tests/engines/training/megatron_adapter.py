@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from asyncflow.testing.train_adapter import TrainAdapter
-from workers.config import ActorConfig
 from workers.engines.base import TrainEngine
+from workers.engines.config import ActorConfig
 from workers.engines.megatron.config import MegatronConfig
 
 LAYOUTS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "cp2": (1, 1, 2), "dp2": (1, 1, 1)}

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from workers.config import ActorConfig, RunConfig
+from workers.config import RunConfig
 from workers.engines.base import Sequences
+from workers.engines.config import ActorConfig
 from workers.engines.device_memory import LOGITS_TILE, ModelSizes, fsdp_memory, megatron_memory, memory_of_roles
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from workers.config import ActorConfig
 from workers.engines.base import Sequences
+from workers.engines.config import ActorConfig
 from workers.engines.fsdp.engine import FsdpEngine
 from workers.engines.fsdp.sharding import mixed_precision
 from workers.engines.hf.model import DTYPES, decoder_layers

@@ -10,7 +10,8 @@ from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_megatron
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from workers.config import ActorConfig, RunConfig
+from workers.config import RunConfig
+from workers.engines.config import ActorConfig
 from workers.engines.megatron.config import DenseModel, MegatronConfig, MegatronLayout, MegatronPlace, check_division
 from workers.trainer.replicas import ReplicaPlace
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from workers.config import ActorConfig
+from workers.engines.config import ActorConfig
 from workers.engines.updates import Updates
 
 

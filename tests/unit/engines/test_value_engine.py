@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from workers.config import ActorConfig, CriticConfig
 from workers.engines.base import Sequences
+from workers.engines.config import ActorConfig, CriticConfig
 from workers.engines.fsdp.engine import FsdpValueEngine
 
 pytestmark = pytest.mark.usefixtures("single_rank")

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from workers.config import ActorConfig, TrainingConfig
 from workers.engines.base import LocalShard, LossFunction, Sequences, ValueLossFunction, check_sequences
+from workers.engines.config import ActorConfig, TrainingConfig
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import ShardedModel, over_ranks, reshard, shard
 from workers.engines.hf.model import DTYPES, empty_causal_lm, materialize, parameter_aliases, vocab_size

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from workers.config import ActorConfig, TrainingConfig
 from workers.engines.base import LocalShard, Sequences, StepStats
+from workers.engines.config import ActorConfig, TrainingConfig
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.hf.model import decoder_layers, empty_causal_lm, materialize, parameter_aliases, vocab_size
 from workers.engines.hf.weights import HfWeights

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from asyncflow.errors import ConfigError
 from weightsync.plan import Need
-from workers.config import ModelConfig, TrainingConfig
+from workers.config import ModelConfig
 from workers.engines.base import Sequences, check_sequences
+from workers.engines.config import TrainingConfig
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import over_ranks, reshard, shard
 from workers.engines.hf.model import (

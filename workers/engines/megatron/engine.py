@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.checkpoint.saved_shards import BoxedTensor, BoxPart
-from workers.config import ActorConfig
 from workers.engines.base import LocalShard, LossFunction, Sequences, StepStats, check_sequences
+from workers.engines.config import ActorConfig
 from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
 from workers.engines.megatron.config import DenseModel
 from workers.engines.megatron.forward import MegatronForward

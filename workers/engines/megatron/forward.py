@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.device import to_device
-from workers.config import ActorConfig
 from workers.engines.base import Sequences
+from workers.engines.config import ActorConfig
 from workers.engines.log_prob_head import HeadRequest, head_log_probs
 from workers.engines.megatron.context import TokenShare
 from workers.engines.megatron.model import MegatronParts
