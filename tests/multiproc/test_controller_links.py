@@ -31,6 +31,7 @@ from tq.messages import (
     Stored,
     UnitAccepted,
 )
+from tq.wire import disclose
 
 
 @pytest.fixture(name="bench")
@@ -262,6 +263,12 @@ def test_commits_from_before_rows_were_lost_are_learnt(bench: Bench) -> None:
     assert stats(client).num_rows == 0
 
 
+def check_confirmed(message: RowsConfirmed, rows: list[int], commits: dict[str, list[int]]) -> None:
+    """It names these rows, with their numbers, and what controllers know of them."""
+    assert (message.unit, message.rows, message.commits) == ("storage-0", rows, commits)
+    assert disclose(message.values)["x"].values.tolist() == rows
+
+
 def test_rows_are_confirmed_when_every_controller_agreed_and_with_what_each_of_them_knows(bench: Bench) -> None:
     controllers = [bench.controller(f"controller-{k}") for k in range(2)]
     bench.unit(controllers=2)
@@ -276,7 +283,7 @@ def test_rows_are_confirmed_when_every_controller_agreed_and_with_what_each_of_t
     announced[0].reply(RowsAccepted({"train": [1]}))
     announced[1].reply(RowsAccepted({"ref": [0, 1]}))
     confirmed = controllers[1].parks()
-    assert confirmed.message == RowsConfirmed("storage-0", [5, 6], {"ref": [0, 1], "train": [1]})
+    check_confirmed(confirmed.message, [5, 6], {"ref": [0, 1], "train": [1]})
     assert not put.done(), "a controller that does not know yet could not report the rows as lost"
     confirmed.reply(RowsAccepted({"train": [0]}))
     done(put)
@@ -294,7 +301,7 @@ def test_rows_that_not_all_agreed_to_are_held_in_the_inventory_of_a_late_control
     assert [record.pending for record in late.hears(RegisterUnit).records] == [True]
     announced.reply(RowsAccepted({"ref": [0]}))
     done(put)
-    assert late.hears(RowsConfirmed) == RowsConfirmed("storage-0", [5], {"ref": [0]})
+    check_confirmed(late.hears(RowsConfirmed), [5], {"ref": [0]})
 
 
 def test_commits_that_one_controller_knows_are_told_to_the_others(bench: Bench) -> None:

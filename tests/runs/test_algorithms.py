@@ -96,7 +96,7 @@ def test_what_dynamic_sampling_cannot_be_with_is_refused(tmp_path: Path) -> None
     for settings, message in (
         (("deterministic=true", "schedule.mode=sync", "algorithm.name=dapo"), "deterministic: true cannot be with"),
         (("algorithm.name=grpo", "algorithm.overlong_buffer_tokens=8"), "it is a setting of dapo"),
-        (("algorithm.name=dpao",), "did you mean 'dapo'?"),
+        (("algorithm.name=dapoo",), "did you mean 'dapo'?"),
     ):
         own = [argument for setting in settings for argument in ("--set", setting)]
         refused = command.run("--run-dir", "run", *own, "--dry-run", cwd=tmp_path, deadline_s=DEADLINE_S)

@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import AsyncFlowError, ConfigError, one_line
+from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeNotStarted, one_line
 from asyncflow.extras import pip_line
 from asyncflow.process import die_with_parent, end_session_with_me
 from workers.agents.channel import Channel
@@ -237,7 +237,7 @@ class Service:
             try:
                 await self._add_worker()
                 return
-            except (ConfigError, OSError, TimeoutError) as error:  # memory may be short for a moment
+            except (ConfigError, UserCodeNotStarted, OSError, TimeoutError) as error:  # memory may be short now
                 logger.warning("a process of rollout functions did not start again: %s", one_line(error))
                 why = one_line(error)
             await asyncio.sleep(pause_s)
@@ -344,6 +344,8 @@ async def serve(connection: socket.socket) -> None:
     except ConfigError as error:
         engine.send(Broken(str(error)))
         await engine.drain()
+    except UserCodeNotStarted as error:
+        logger.warning("%s", error)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, UserCodeNotStarted
 from workers.agents.channel import Channel
 from workers.agents.command import ended_how
 from workers.agents.wire import (
@@ -91,6 +91,7 @@ class UserWorker:
 
         Raises:
             ConfigError: the function cannot be used.
+            UserCodeNotStarted: a signal ended the process; that memory was short is not the function's fault.
             TimeoutError: it takes too long.
         """
         page = os.memfd_create("rollout", os.MFD_CLOEXEC)
@@ -115,9 +116,15 @@ class UserWorker:
             await worker.gone()
             raise
         if not isinstance(loaded, Loaded):
+            if loaded is None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), STALL_S)  # it has ended, or is about to
+            code = process.returncode or 0
             await worker.gone()
-            why = loaded.text if isinstance(loaded, Broken) else "its process ended while it was imported; see the log"
-            raise ConfigError(why)
+            if isinstance(loaded, Broken):
+                raise ConfigError(loaded.text)
+            why = f"its process {ended_how(code)} while it was imported; see the log"
+            raise UserCodeNotStarted(why) if code < 0 else ConfigError(why)
         loop = asyncio.get_running_loop()
         worker._last_pong = loop.time()
         worker._tasks = [loop.create_task(worker._read()), loop.create_task(worker._watch())]

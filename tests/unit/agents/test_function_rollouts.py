@@ -477,6 +477,18 @@ def test_a_function_that_cannot_be_imported_is_refused(start: Any) -> None:
         start(function="nowhere:rollout")
 
 
+def test_a_process_that_is_killed_while_it_imports_is_started_again(start: Any, tmp_path: Path) -> None:
+    """It had not served yet, so nobody else knows of it: it is no mistake in the function."""
+    (tmp_path / "killed_once.py").write_text(
+        f"import os, pathlib, signal\nseen = pathlib.Path({str(tmp_path / 'seen')!r})\n"
+        "if not seen.exists():\n    seen.touch()\n    os.kill(os.getpid(), signal.SIGKILL)\nfrom my_rollouts import *\n"
+    )
+    rollouts, _ = start(function="killed_once:fails")
+    assert (tmp_path / "seen").exists()
+    rollouts.begin([request(0)])
+    assert finished(rollouts, lambda done: len(done) == 1)
+
+
 def test_nothing_is_left_of_it(start: Any) -> None:
     rollouts, _ = start()
     service = child_of_service()
