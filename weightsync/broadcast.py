@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from asyncflow.decoding import msgpack_decoder
+from asyncflow.device import use_device
 from asyncflow.errors import TransportError, WeightSyncError
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials, key_appears
@@ -183,6 +184,7 @@ class BroadcastMember:
             WeightSyncError: the trainer or another receiver is gone, or a bucket is not what was sent; the group is
                 given up, and what is in the targets is undefined.
         """
+        use_device(self._device)
         buckets = bucket_layouts(layout)
         summaries = torch.empty((len(buckets), 5), dtype=torch.int64, device=self._device)
 

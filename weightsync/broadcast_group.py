@@ -36,6 +36,8 @@ _LEAST_WAIT_S = 0.001
 """Gloo waits without end for a timeout of 0."""
 _BUFFERS = 2
 """Of each group: one that travels, and one that is cast or summed."""
+_OFF = "off"
+"""In the place of a member's name: the transfer is called off."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 _LOOK_S = 0.2
 """How often what may be stopped looks whether it is (s)."""
@@ -89,6 +91,7 @@ class BroadcastGroup:
             if self._aborted.is_set():
                 raise WeightSyncError(f"weights of {transfer.version}: {self._me} is closing")
         if not self._seats:  # what its members wrote to the store is of no use to a second group
+            self._store.set(_ready_key(transfer, _OFF), "1")  # so that the others need not wait for their deadlines
             raise WeightSyncError(f"the group of epoch {transfer.epoch} broke before")
 
     def ready(self, transfer: Transfer, plan: TransferPlan, *, deadline: float, stop: threading.Event) -> None:
@@ -98,21 +101,19 @@ class BroadcastGroup:
         Raises:
             WeightsLate: not all were by `deadline`.
         """
-        lineage, step = transfer.version
-        prefix = f"weights/ready/{transfer.epoch}/{lineage}.{step}"
         if self._said:
             self._store.delete_key(self._said)  # all members have read it: transfers are collective
-        self._said = f"{prefix}/{self._me}"
+        self._said = _ready_key(transfer, self._me)
         self._store.set(self._said, "1")
-        off, pause_s = f"{prefix}/off", _FIRST_LOOK_S
+        off, pause_s = _ready_key(transfer, _OFF), _FIRST_LOOK_S
         missing = deque([*map(sender_name, senders_of(plan)), *transfer.members])
         while missing:
-            if self._store.check([f"{prefix}/{missing[0]}"]):
+            if self._store.check([_ready_key(transfer, missing[0])]):
                 missing.popleft()
                 pause_s = _FIRST_LOOK_S
                 continue
             if self._store.check([off]) or time.monotonic() > deadline or stop.wait(pause_s):
-                self._store.set(off, "1")  # so that the others need not wait for their deadlines
+                self._store.set(off, "1")
                 raise WeightsLate(f"weights of {transfer.version}: {missing[0]} was not ready in time")
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
@@ -136,6 +137,7 @@ class BroadcastGroup:
             RuntimeError: a member is gone.
         """
         use_device(self._device)
+        seats = self._seats  # `leave`, in another thread, puts others in their place
         under_way: deque[tuple[Work, BucketLayout, Tensor]] = deque()
 
         def arrive() -> None:
@@ -145,12 +147,14 @@ class BroadcastGroup:
                 take(bucket, words)
 
         with aborting(self.leave, when=self._aborted, deadline=deadline), side_stream(self._device, self._stream):
-            mine = [bucket for bucket in buckets if bucket.bucket.sender in self._seats]
-            buffers = self._buffers_for(mine)
+            mine = [bucket for bucket in buckets if bucket.bucket.sender in seats]
+            if not mine:
+                raise RuntimeError("the group was left")
+            buffers = self._buffers_for(mine, len({id(seat.group) for seat in seats.values()}))
             for number, bucket in enumerate(mine):
                 if len(under_way) == len(buffers):
                     arrive()
-                words, seat = buffers[number % len(buffers)][: bucket.num_words], self._seats[bucket.bucket.sender]
+                words, seat = buffers[number % len(buffers)][: bucket.num_words], seats[bucket.bucket.sender]
                 if fill is not None and seat.group.rank() == seat.root:
                     fill(bucket, words)
                 options = BroadcastOptions()
@@ -185,13 +189,17 @@ class BroadcastGroup:
             within = f"{self._store.timeout.total_seconds():g} s"  # type: ignore[attr-defined]  # the stub lacks it
             raise WeightsLate(f"weight group: not all of {' '.join(everyone)} came within {within}") from error
 
-    def _buffers_for(self, buckets: Sequence[BucketLayout]) -> list[Tensor]:
+    def _buffers_for(self, buckets: Sequence[BucketLayout], num_groups: int) -> list[Tensor]:
         """Return as many buffers as may be under way; the same ones each time, so that no allocator has to know."""
-        number = _BUFFERS * len({id(seat.group) for seat in self._seats.values()})
-        size = max((bucket.num_words for bucket in buckets), default=0)
+        number, size = _BUFFERS * num_groups, max(bucket.num_words for bucket in buckets)
         if len(self._buffers) < number or self._buffers[0].numel() < size:
             self._buffers = [torch.empty(size, dtype=torch.int64, device=self._device) for _ in range(number)]
         return self._buffers[:number]
+
+
+def _ready_key(transfer: Transfer, member: str) -> str:
+    lineage, step = transfer.version
+    return f"weights/ready/{transfer.epoch}/{lineage}.{step}/{member}"
 
 
 def sender_name(rank: int) -> str:

@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from asyncflow.device import use_device
 from asyncflow.errors import PeerRefused, PlanError, TransportError, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.connection import Connection
@@ -109,6 +110,7 @@ class WeightReceiver:
         self._name = name
         self._views = EngineViews(needs, whole=whole)
         self._slots = SlotMappings(write=False, device=device)
+        self._device = device
         memory = torch.device("cpu") if keeps_on_host else device
         self._cache = VersionCache(agent, adopts=adopts, arrived=arrived, device=memory)
         self._connection: Connection | None = None
@@ -293,6 +295,7 @@ class WeightReceiver:
 
     def _take_part(self, member: BroadcastMember) -> None:
         """Join every broadcast, over channels to the lead agent."""
+        use_device(self._device)
         try:
             for connection in connections(self._credentials, self._lead, self._name, stop=self._closing):
                 try:
