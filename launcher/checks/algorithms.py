@@ -23,9 +23,9 @@ def _check_critic(config: RunConfig) -> None:
     name, engine = config.algorithm.name, config.actor.engine
     if engine == "sim":
         raise ConfigError(f"actor.engine: sim cannot be with algorithm.name {name}, whose critic is trained; use fsdp")
-    if engine == "megatron" and "critic" not in config.roles:
+    if engine != "fsdp" and "critic" not in config.roles:
         raise ConfigError(
-            f"actor.engine: megatron trains no critic, which algorithm.name {name} has; add role critic (--roles "
+            f"actor.engine: {engine} trains no critic, which algorithm.name {name} has; add role critic (--roles "
             f"...,critic:N), where fsdp trains it, or set actor.engine to fsdp"
         )
     if config.schedule.lateness and "critic" in config.roles:

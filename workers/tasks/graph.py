@@ -213,8 +213,9 @@ def without_models(graph: Sequence[Task], config: RunConfig) -> tuple[Task, ...]
     Raises:
         ConfigError: they cannot be computed there.
     """
-    if config.actor.engine == "sim":
-        raise ConfigError("actor.tri_model: engine sim keeps no copies of the policy; use fsdp or megatron")
+    engine = config.actor.engine
+    if engine not in ("fsdp", "megatron"):
+        raise ConfigError(f"actor.tri_model: engine {engine} keeps no copies of the policy; use fsdp or megatron")
     if config.algorithm.ref_update_interval:
         raise ConfigError(
             "algorithm.ref_update_interval: the reference of actor.tri_model is the initial model; set the interval to "
