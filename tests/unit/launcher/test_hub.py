@@ -115,4 +115,4 @@ def test_directories_become_files_of_rows(
     assert json.loads(Path(config.evaluate.path or "").read_text())["answer"] == 2
     assert (first.split, first.weight, second.path) == (None, 3.0, str(data_file))
     assert Path(first.path).parent == tmp_path / "home" / "asyncflow"
-    assert "Unknown split" in refusal(write_config(), "evaluate.split=none-such")
+    assert "Unknown split" in refusal(write_config(), "evaluate.split=nowhere")
