@@ -61,11 +61,11 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 def kill_gang(launcher: int, run_dir: Path, gang: str) -> None:
     """Kill the one process of a gang that has one."""
-    (victim,) = [one for one in descendants(launcher) if _gang_of(one.pid, run_dir) == gang]
+    (victim,) = [one for one in descendants(launcher) if gang_of(one.pid, run_dir) == gang]
     kill(victim)
 
 
-def _gang_of(pid: int, run_dir: Path) -> str:
+def gang_of(pid: int, run_dir: Path) -> str:
     """Return the gang that holds this process's own timeline file open; "" when it is no worker."""
     try:
         targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]

@@ -8,7 +8,6 @@ import psutil
 import pytest
 
 from . import command
-from .test_stop_and_resume import gang_of
 
 SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval=0")
 ROLES = "rollout:1,actor:1,evaluate:1"
@@ -108,7 +107,9 @@ def test_stopped_evaluator_holds_up_nobody(tmp_path: Path) -> None:
     quick = ("--set", "evaluate.interval=1", "--set", "weightsync.num_slots=2", "--set", "launcher.stop_timeout_s=3")
     with command.started(*EVALUATED, *SMALL, "--steps", "100000", *quick, cwd=tmp_path) as process:
         command.wait_until(lambda: len(command.lines(run_dir / "evaluation.jsonl")) >= 2, "an evaluation")
-        evaluator = next(one for one in command.descendants(process.pid) if gang_of(one.pid, run_dir) == "evaluate-0")
+        evaluator = next(
+            one for one in command.descendants(process.pid) if command.gang_of(one.pid, run_dir) == "evaluate-0"
+        )
         evaluator.suspend()
         reached = command.last_step(run_dir)
         command.wait_until(lambda: command.last_step(run_dir) >= reached + 20, "20 more steps")

@@ -12,7 +12,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import configs
 
 from . import command
-from .test_stop_and_resume import gang_of
 
 DEADLINE_S = 270
 """Of one run, also on a machine that others use."""
@@ -34,7 +33,7 @@ def model_scores(texts: list[str]) -> list[float]:
 
 def workers(launcher: int, run_dir: Path) -> dict[str, psutil.Process]:
     """Return the living workers of a run by their gangs."""
-    named = {gang_of(one.pid, run_dir): one for one in command.descendants(launcher)}
+    named = {command.gang_of(one.pid, run_dir): one for one in command.descendants(launcher)}
     return {name: one for name, one in named.items() if name}
 
 

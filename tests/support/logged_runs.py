@@ -12,7 +12,8 @@ def make_run(run_dir: Path, loggers: str) -> Path:
     """Make a directory with the quickstart's configuration and these loggers (YAML)."""
     for name in ("logs", "samples", "checkpoints"):
         (run_dir / name).mkdir(parents=True)
-    load_config(find_recipe("quickstart"), overrides=[f"loggers={loggers}"]).save(run_dir)
+    own = [f"loggers={loggers}", f"code_directory={run_dir.parent}"]
+    load_config(find_recipe("quickstart"), overrides=own).save(run_dir)
     return run_dir
 
 

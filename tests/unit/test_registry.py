@@ -47,7 +47,7 @@ def test_an_unknown_name_is_told_which_there_are(install: Install) -> None:
     install("theirs", rollout_engines="fast = theirs.engine:Fast")
     with pytest.raises(ValueError, match=r"^it must be one of hf sim fast or module:Class; did you mean 'fast'\?$"):
         ENGINES.resolve("fats")
-    with pytest.raises(ValueError, match="^it must be module:Class$"):
+    with pytest.raises(ValueError, match="^it must be one of feed or module:Class$"):
         Registry("asyncflow.nothing", {}).resolve("x")
 
 
@@ -91,10 +91,10 @@ def test_names_of_installed_packages_are_import_paths_in_a_run(install: Install,
             "ref.engine_options: are for an engine of yours, ref.engine is hf; remove",
         ),
         ("actor.engine=deepspeed", "actor.engine: 'deepspeed' .*one of fsdp megatron sim or"),
-        ("ref.engine=vllm", "ref.engine: 'vllm' .*one of hf sim or"),
+        ("ref.engine=vllm", "ref.engine: 'vllm' .*one of hf fsdp megatron sim or"),
         ("reward.function=exat", "reward.function: 'exat' .*regex or module:function or a URL; did you mean 'exact'"),
         ("rollout.function=tool", "rollout.function: 'tool' .*one of tools or module:function"),
-        ("data={source: sums}", r"data.source: 'sums' .*it must be module:Class"),
+        ("data={source: sums}", r"data.source: 'sums' .*it must be one of feed or module:Class"),
         ("loggers=[wand]", r"loggers.0.name: 'wand' .*one of tensorboard wandb .*; did you mean 'wandb'\?"),
         ("tq.policy=lifo(window=2)", r"tq.policy: 'lifo\(window=2\)' .*one of fifo token-budget "),
         ("algorithm.name=grop", r"algorithm.name: 'grop' .*one of grpo dapo .* or module:Class; did you mean 'grpo'\?"),
