@@ -102,6 +102,9 @@ class Story(TwoControllers):
     def consumer_ends(self) -> None:
         self.consumer_dies("a")
 
+    def fences_hold(self) -> None:
+        self.everybody_talks()
+
 
 @pytest.mark.parametrize("task", ["look", "ref"])
 @pytest.mark.parametrize(
@@ -126,6 +129,12 @@ def test_random_orders_of_many_events_end_well(task: str, dies: str) -> None:
     chance = random.Random(0)
     for _ in range(60):
         ends_well(task, chance.sample(events, len(events)))
+
+
+@pytest.mark.parametrize("voids", [[], ["other_dies"]], ids=["its rows were fenced", "its task was fenced"])
+def test_row_of_a_void_lease_is_handed_out_again_though_its_unit_starts_empty(voids: Sequence[str]) -> None:
+    events = ["consumer_ends", "fences_hold", "unit_dies_alone", "lead_meets_unit", "other_meets_unit"]
+    ends_well("look", [*voids, *events, "put_again_there", "somebody_else_asks"])
 
 
 def ends_well(task: str, order: Sequence[str]) -> None:

@@ -221,10 +221,18 @@ class TwoControllers:
         for change in self.units[unit].changes:
             if change.kind == "commit" and outputs_of(change.task, change.rows[0]):  # made again, by whomever
                 self.held.pop((change.task, change.rows[0]), None)
+        self.forget_void(unit)
         self.units[unit].start()
         self.hear(self.units[unit])
         for name in SERVED:
             self.break_link(unit, name)
+
+    def forget_void(self, unit: str) -> None:
+        """A unit dies: leases that it refuses stay void, as with `void`, though its next life knows of no fence."""
+        it = self.units[unit]
+        for (task, row), token in list(self.held.items()):
+            if row in it.rows and it.refuses(task, token, row):
+                del self.held[task, row]
 
     # Consumers
 
