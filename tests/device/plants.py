@@ -6,6 +6,7 @@ mode of `ranks.py` on the CPU  -> expected      the same with PLANT=NAME on `lat
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -83,15 +84,12 @@ def _copies_said_to_have_ended() -> None:
 
 
 def _copies_that_do_not_wait() -> None:
-    def run(self: CopyStream, copies: Any) -> list[CopiesDone]:
-        ends = []
-        with self._stream:
-            for copy in copies:
-                copy()
-                ends.append(CopiesDone(self._stream.record_event().synchronize))
-        return ends
+    def stage(self: CopyStream, copies: Any) -> list[CopiesDone]:
+        ends: list[Future[None]] = [Future() for _ in copies]
+        self._thread.submit(self._stage, copies, ends)
+        return [CopiesDone(end.result) for end in ends]
 
-    _on_devices(run)
+    CopyStream.stage = stage  # type: ignore
 
 
 def _on_devices(run: Any) -> None:
@@ -113,17 +111,6 @@ def _locking_on_the_first_device() -> None:
         return vendor_of(device.type).pin(address, num_bytes, writable=writable)
 
     memory.pin = pin
-
-
-def _connecting_on_the_first_device() -> None:
-    right, opened = asyncflow.device.use_device, []
-
-    def use_device(device: torch.device) -> None:
-        if not opened:
-            opened.append(device)
-            right(device)
-
-    asyncflow.device.use_device = use_device
 
 
 def _buckets_unpacked_before_they_arrive() -> None:
@@ -301,7 +288,6 @@ PLANTS = {
     "no-wait": Plant("train", "kernels", _copies_that_do_not_wait),
     "no-device": Plant("train", "copies", _threads_of_the_first_device),
     "locked-elsewhere": Plant("train", "copies", _locking_on_the_first_device),
-    "connected-elsewhere": Plant("group", "copies", _connecting_on_the_first_device),
     "unpacked-early": Plant("train", "copies", _buckets_unpacked_before_they_arrive),
     "state-early": Plant("train", "copies", _state_written_before_it_is_copied),
     "one-buffer": Plant("steps", "copies", _one_host_buffer_for_all),
