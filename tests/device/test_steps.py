@@ -14,6 +14,7 @@ def test_steps_equal_those_of_the_cpu_and_wait_for_the_device_once_an_update(run
     assert mistakes(expected, said) == []
 
 
+@pytest.mark.timeout(600)
 def test_engines_take_as_much_memory_as_estimated(run: Run) -> None:
     for num_ranks in (1, 2):
         for name, found in run("memory", num_ranks=num_ranks)[0].items():

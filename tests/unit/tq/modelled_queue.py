@@ -299,10 +299,3 @@ class ModelledQueue:
                 void = row in fence.rows
             if task == fence.task and token < fence.token and void:
                 del self.held[task, row]
-
-    def forget_void(self, name: str) -> None:
-        """A unit dies: leases that it refuses stay void, as with `void`, though its next life knows of no fence."""
-        unit = self.units[name]
-        for (task, row), token in list(self.held.items()):
-            if row in unit.rows and unit.refuses(task, token, row):
-                del self.held[task, row]

@@ -65,7 +65,6 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
             self.lost += unit.announced
             for row, token in unit.acks.items():
                 self.unconfirmed(row, token)
-            self.forget_void(name)
             unit.start()
         if unit.connected:
             unit.connected = False
