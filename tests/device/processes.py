@@ -9,7 +9,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 DEVICE = HERE / "late"
-DEADLINE_S = 500
+DEADLINE_S = 240
 
 
 def build_late(directory: Path) -> Path:
