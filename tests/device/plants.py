@@ -297,7 +297,6 @@ PLANTS = {
     "figures-early": Plant("steps", "copies", _figures_read_early),
     "how-many": Plant("steps", "copies", _asking_how_many),
     "policy-copy-beside": Plant("steps", "kernels", partial(_beside, _policy_copy, "take")),
-    "norm-beside": Plant("steps", "kernels", partial(_beside, _sharded_model, "_global_norm")),
     "update-beside": Plant("steps", "kernels", partial(_beside, _sharded_model, "step")),
     "responses-early": Plant("generate", "copies", _responses_read_early),
     "no-order": Plant("broadcast", "kernels", _broadcasts_that_wait_for_no_update, 3),
