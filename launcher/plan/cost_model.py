@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from launcher.plan.devices import Device
-from launcher.plan.scenario import Latency, Times, Work
+from launcher.plan.scenario import Latency, Times, Work, rollout_ranks
 from workers.config import RunConfig
 from workers.engines.device_memory import DTYPE_BYTES, ModelSizes
 
@@ -60,7 +60,7 @@ class CostModel:
     def times(self) -> Times:
         """Return how long computing takes."""
         config, number = self.config, self._rollout_number
-        tensor = config.vllm.tensor_parallel_size if config.rollout.engine == "vllm" else 1
+        tensor = rollout_ranks(config)
         peak = tensor * self._peak(number) * self.device.achievable.forward
         shared = config.schedule.n_samples_per_prompt if config.vllm.prefix_caching else 1
         prompt = self.workload.prompt_tokens
@@ -79,7 +79,7 @@ class CostModel:
         """Return the house's latencies, with what weights take on their way."""
         size, achievable = self._weight_bytes, self.device.achievable
         host = self.device.host_gb_s * 1e9 * achievable.link
-        tensor = self.config.vllm.tensor_parallel_size if self.config.rollout.engine == "vllm" else 1
+        tensor = rollout_ranks(self.config)
         several_nodes = sum(self.config.roles.values()) > self.device.devices_per_node
         network = self.device.network_gb_s * self.device.devices_per_node * 1e9 * achievable.link
         house = Latency()
@@ -108,7 +108,7 @@ class CostModel:
         config = self.config
         if config.rollout.engine != "vllm":
             return config.rollout.batch_size
-        tensor = config.vllm.tensor_parallel_size
+        tensor = rollout_ranks(config)
         room = config.vllm.gpu_memory_utilization * self.device.memory_gb * 1e9
         room -= self._rollout_number * self.model.num_parameters / tensor
         return max(1, min(config.rollout.batch_size, int(room / (self._context * self._cache_bytes(tensor)))))

@@ -199,11 +199,15 @@ class Scenario:
         )
 
 
+def rollout_ranks(config: RunConfig) -> int:
+    """Return how many ranks share an instance of the rollout."""
+    return config.vllm.tensor_parallel_size if config.rollout.engine == "vllm" else 1
+
+
 def workers_of(config: RunConfig) -> dict[str, int]:
     """Return how many consumers of each role work side by side."""
     roles = {role: number for role, number in config.roles.items() if role not in OBSERVERS}
-    if config.rollout.engine == "vllm":
-        roles["rollout"] //= config.vllm.tensor_parallel_size
+    roles["rollout"] //= rollout_ranks(config)
     roles["actor"] = config.actor.num_replicas(roles["actor"])
     return roles
 

@@ -18,7 +18,7 @@ from launcher.checks.batch_sizes import check_batch_sizes
 from launcher.checks.device_memory import device_memory
 from launcher.plan.cost_model import CostModel, Workload
 from launcher.plan.devices import Device
-from launcher.plan.scenario import Latency, Scenario, Times, workers_of
+from launcher.plan.scenario import Latency, Scenario, Times, rollout_ranks, workers_of
 from launcher.plan.simulation import Simulated, simulate
 from tq.config import ScheduleMode
 from workers.config import RunConfig
@@ -217,11 +217,8 @@ class Planner:
 
     def _splits(self, config: RunConfig) -> Iterator[dict[str, int]]:
         """Yield roles: all replicas of the actor over which the batch divides, and the rest shared by work."""
-        megatron = config.actor.megatron
-        replica = 1
-        if config.actor.engine == "megatron":
-            replica = megatron.tensor_parallel * megatron.context_parallel * megatron.pipeline_parallel
-        instance = self._instance(config)
+        replica = config.actor.megatron.ranks_per_copy if config.actor.engine == "megatron" else 1
+        instance = rollout_ranks(config)
         taking = roles_on_device(reward_model=config.reward.model is not None)
         fixed = {role: number for role, number in config.roles.items() if role not in ("rollout", "actor", "ref")}
         room = self.num_devices - sum(number for role, number in fixed.items() if role in taking)
@@ -240,17 +237,13 @@ class Planner:
         """Return numbers of reference copies: none (the actor hosts it), and those around their share of the work."""
         if room < 2:
             return (0,)
-        instance = self._instance(config)
+        instance = rollout_ranks(config)
         work = self._work_s(
             config.model_copy(update={"roles": {"rollout": instance, "actor": replica, "ref": 1}}),
         )
         best = room * work["ref"] / max(1e-12, work["ref"] + work["rollout"] * instance)
         near = {math.floor(best), math.ceil(best), math.ceil(best) + 1}
         return sorted({0} | {number for number in near if 1 <= number < room})
-
-    @staticmethod
-    def _instance(config: RunConfig) -> int:
-        return config.vllm.tensor_parallel_size if config.rollout.engine == "vllm" else 1
 
     def bound_s(self, config: RunConfig) -> float:
         """Return what a step takes at least (s)."""

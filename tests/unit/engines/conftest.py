@@ -7,36 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
+from asyncflow.testing.generating import one_thread as one_thread
+from asyncflow.testing.tiny_model import save_tiny_model
 from workers.engines.base import Sequences
 
 sys.path.append(str(Path(__file__).parent))  # tests import `test_trainer` by name; behind other conftests
-
-FAMILIES = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
-}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they give on models of this size."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -44,27 +20,8 @@ def make_model_dir(tmp_path: Path) -> Callable[..., Path]:
     """Return a function that saves a random model of two layers; `eos` is token 1."""
 
     def make(family: str = "qwen2", *, seed: int = 0, **changes: object) -> Path:
-        config_class, model_class = FAMILIES[family]
-        settings = {
-            "vocab_size": 13,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.3,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": 1,
-            "pad_token_id": 0,
-        }
-        torch.manual_seed(seed)
-        model = model_class(config_class(**(settings | changes)))
         path = tmp_path / f"{family}-{seed}-{'-'.join(changes)}"
-        model.save_pretrained(path)
-        return path
+        return save_tiny_model(path, family, seed=seed, changes={"tie_word_embeddings": False} | changes)
 
     return make
 
