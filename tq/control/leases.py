@@ -55,6 +55,8 @@ class Leases:
         """Row -> token of the fence that it waits for; 0: a lost row, to be fenced where it is put again."""
         self.returns: dict[int, int] = {}
         """Row -> how often it came back."""
+        self.some_void = False
+        """Whether a consumer may still put under a lease that is not its own any more."""
         self._fences: dict[int, Fencing] = {}
         self._owned: dict[str, set[int]] = {}
         self._spent: dict[int, frozenset[int]] = {}
@@ -91,6 +93,7 @@ class Leases:
 
     def void(self, token: int, rows: Iterable[int] | None = None) -> list[int]:
         """Take rows (default: all that are not done) out of a lease; returns them in order."""
+        self.some_void = True
         lease = self.by_token[token]
         taken = sorted(lease.rows if rows is None else lease.rows.intersection(rows))
         for row in taken:

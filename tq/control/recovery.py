@@ -30,6 +30,14 @@ class Recovering:
     owners: frozenset[str]
 
 
+def fence_void_leases(book: RowTable, task: TaskState, units: Iterable[str]) -> dict[int, str]:
+    """Have units refuse puts under all leases so far that are not alive; returns token -> unit of each fence."""
+    alive = tuple(sorted(task.leases.by_token))
+    fences = {book.token(): unit for unit in sorted(units)}
+    book.out += [FenceAll(task.spec.name, token, unit, alive) for token, unit in fences.items()]
+    return fences
+
+
 class Recovery:
     """One controller's way back."""
 
@@ -129,11 +137,8 @@ class Recovery:
         for name, task in self._book.tasks.items():
             held = [(owner, one) for owner, holds in self._holds.items() for one in holds if one.task == name]
             self._restore(task, held)
-            alive = tuple(sorted(task.leases.by_token))
-            for unit in sorted(self._all_units):
-                token = self._book.token()
-                self._fences[token] = unit
-                self._book.out.append(FenceAll(name, token, unit, alive))
+            task.leases.some_void = True
+            self._fences |= fence_void_leases(self._book, task, self._all_units)
         self._holds.clear()
 
     def fenced(self, token: int) -> None:

@@ -34,7 +34,7 @@ from tq.control.events import (
 )
 from tq.control.fetches import Fetches
 from tq.control.puts import Arrivals, Backpressure, PutQueue
-from tq.control.recovery import Recovering, Recovery
+from tq.control.recovery import Recovering, Recovery, fence_void_leases
 from tq.control.row_set import RowSet
 from tq.control.row_table import RowTable
 from tq.control.rows import RowState
@@ -375,7 +375,10 @@ class ControlState:
         if not self._book.losses.undecided or (self._recovery is not None and self._recovery.collecting):
             return
         new = self._book.losses.report(self._book.needed())
-        if new:
+        if new:  # nobody knows the fences of their unit
+            units = {self._book.rows.rows[number].unit.name for number in new} - {""} | self._book.rows.units.keys()
+            for task in self._book.tasks.values():
+                fence_void_leases(self._book, task, units if task.leases.some_void else ())
             self._book.out.append(Lost(tuple(new)))
             self._book.tell_watchers()
 

@@ -7,11 +7,15 @@ import pytest
 
 from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
 from tq import TaskSpec
-from tq.control.events import Fenced, OwnerGone, UnitGone, UnitLost
+from tq.control.events import FenceAll, Fenced, OwnerGone, UnitGone, UnitLost
+from tq.control.recovery import Recovering
 from tq.messages import AckLost, LostRows, OutputsWritten, RowsAccepted
+from tq.unit.state import UnitState
 
 World = Callable[..., Any]
 REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}))
+ROLLOUT = TaskSpec("rollout", frozenset({"x"}), frozenset({"rollout"}))
+REF_OF_ROLLOUT = TaskSpec("ref", frozenset({"x", "rollout"}), frozenset({"ref"}))
 LOOK = TaskSpec("look", frozenset({"x"}))
 TRAIN = TaskSpec("train", frozenset({"x"}), keeps_leases=True)
 
@@ -308,3 +312,39 @@ def test_outputs_that_a_holder_put_where_its_lost_row_is_only_pending_are_there_
     assert (granted.rows, granted.tokens) == ([0], [6])
     world.write("score", granted)
     assert world.answers[waiting] == RowsAccepted()
+
+
+@pytest.mark.parametrize("given_up", ["by a fence", "by a restart"])
+@pytest.mark.parametrize("unit", ["storage-0", "storage-1"])
+def test_void_lease_puts_nothing_into_a_row_that_was_lost_and_put_again(
+    make_world: World, given_up: str, unit: str
+) -> None:
+    """What it read of the row is lost, so what it computed would stand beside other values."""
+    world = make_world(ROLLOUT, REF_OF_ROLLOUT)
+    world.register("storage-0")
+    world.register("storage-1")
+    world.put([0], "storage-0")
+    world.write("rollout", world.granted(world.ask("rollout")), columns=["rollout"])
+    late = world.granted(world.ask("ref", owner="stalled")).token
+    if given_up == "by a fence":
+        world.handle(OwnerGone("stalled"))
+    else:
+        units = Recovering(frozenset({"storage-0", "storage-1"}), frozenset())
+        world = make_world(ROLLOUT, REF_OF_ROLLOUT, first_token=1 << 20, recovering=units)
+        world.register("storage-0", [0], columns=["x", "rollout"], done=["rollout"])
+        world.register("storage-1")
+    world.confirm_fences()
+    lose(world, "storage-0")
+    assert world.lost == [0]
+
+    again = UnitState()
+    again.set_tasks(["rollout", "ref"])
+    for fence in world.fences:
+        if isinstance(fence, FenceAll) and fence.unit == unit:
+            again.fence_task(fence.task, fence.token, fence.alive)
+    again.create([0], None, partition=1, groups=[0])
+    with pytest.raises(LeaseFenced):
+        again.commit("ref", late, [0], None)
+    world.register(unit, incarnation="1" if unit == "storage-1" else "2")
+    world.put([0], unit)
+    again.commit("rollout", world.granted(world.ask("rollout")).token, [0], None)
