@@ -1,4 +1,4 @@
-"""Random kill -9 during a put/get storm: every row is acked exactly once per task, whoever dies."""
+"""Random kill -9 during a put/get storm: every row is acked exactly once per task, whichever process dies."""
 
 from pathlib import Path
 

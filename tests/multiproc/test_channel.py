@@ -124,7 +124,7 @@ def test_end_that_died_before_the_pair_was_connected_is_not_waited_for_for_ever(
 def test_address_that_a_stranger_put_in_the_place_of_the_servers_is_refused(
     server: Any, connect: Connect, store: TCPStore, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gloo would connect to it, and whoever listens there could pass everything on, and change it."""
+    """Gloo would connect to it; a listener there could pass everything on, and change it."""
     wait, attacks = GlooStore.wait, []
 
     def wait_while_it_is_changed(self: GlooStore, keys: list[str], timeout: timedelta) -> None:
@@ -144,7 +144,7 @@ def test_address_that_a_stranger_put_in_the_place_of_the_servers_is_refused(
 
 @pytest.mark.gate
 def test_end_that_does_not_have_the_pairs_key_is_refused_inside_it(credentials: Credentials) -> None:
-    """Whoever got into a pair whose handshake he did not see."""
+    """An intruder in a pair whose handshake it did not see."""
     ended: dict[bool, str] = {}
 
     def meet(is_server: bool, key: bytes) -> None:

@@ -329,7 +329,7 @@ def test_stop_is_resumable_and_leaves_nothing(launch: Launch, number: signal.Sig
     code, output = launcher.finish()
     assert code == 75
     assert output.splitlines()[-1].startswith("stopped (step 0/2")
-    assert time.monotonic() - requested_at < 25  # of the 30 s after which whoever is left is killed
+    assert time.monotonic() - requested_at < 25  # of the 30 s after which the remaining ranks are killed
     assert_all_gone(launcher)
 
 

@@ -1,4 +1,4 @@
-"""Deaths and stops in the middle of a transfer: everybody else goes on, and whoever comes back catches up."""
+"""Deaths and stops in the middle of a transfer: the others go on, and an agent that comes back catches up."""
 
 import signal
 

@@ -122,7 +122,7 @@ class LocalSlurm:
         return any(_name(process) == "srun" for process in self.processes(job))
 
     def processes(self, job: int) -> list[psutil.Process]:
-        """Return every process of the job, whoever its parent is now."""
+        """Return every process of the job, whatever its parent is now."""
         return [process for process in psutil.process_iter() if _job_of(process) == (str(job), self._conf)]
 
     @property

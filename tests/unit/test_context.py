@@ -51,7 +51,7 @@ def test_phase_that_a_stranger_wrote_is_not_obeyed(caplog: pytest.LogCaptureFixt
 
 
 def test_rank_that_just_starts_again_has_not_waited_yet() -> None:
-    """The launcher says so in its place; whoever asks then, a trainer at the end of a step, goes on."""
+    """The launcher says so in its place; a trainer that asks then, at the end of a step, goes on."""
     context: Any = object.__new__(WorkerContext)
     gangs = [
         SimpleNamespace(name=name, role="rollout", num_ranks=1) for name in ("rollout-0", "rollout-1", "rollout-2")

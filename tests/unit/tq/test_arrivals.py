@@ -120,7 +120,7 @@ def test_row_that_everybody_was_done_with_elsewhere_goes_at_its_confirmation(mak
 def test_finished_row_that_is_put_again_is_done_with_by_every_task(
     make_world: World, declared: bool, held: bool
 ) -> None:
-    """Whoever put it may have died before it heard that the row is in: the units know freed rows of their own only."""
+    """Its producer may have died before it heard that the row is in: the units know freed rows of their own only."""
     world = make_world(LOOK)
     if declared:
         world.open(2)

@@ -51,7 +51,7 @@ def test_those_who_do_not_come_are_given_up_at_the_deadline(make_world: World) -
     assert [fence.unit for fence in world.fences] == ["storage-0", "storage-1"], "it must hear of it when it is back"
     assert request not in world.answers
     world.handle(Fenced("ref", world.fences[0].token))
-    assert world.granted(request).rows == [0], "whoever is away delays nobody"
+    assert world.granted(request).rows == [0], "a consumer that is away delays no other"
     world.register("storage-1", [5])
     assert world.granted(world.ask("ref")).rows == [5]
 

@@ -319,7 +319,7 @@ def test_ack_that_was_superseded_is_told_once_and_the_later_ones_go_on(load: Loa
     list(loader)
     with pytest.raises(LeaseFenced, match="row 0"):
         loader.ack()
-    assert client.acked == [[1], [2]], "whoever drops the work and goes on leaves nothing unacked"
+    assert client.acked == [[1], [2]], "a loop that drops the work and goes on leaves nothing unacked"
     loader.ack()
     loader.ack()
     assert client.acked == [[1], [2]]

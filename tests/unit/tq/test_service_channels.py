@@ -1,4 +1,4 @@
-"""Whoever waits for a service that is away can be told to stop waiting."""
+"""A caller that waits for a service which is away can be told to stop waiting."""
 
 import threading
 from datetime import timedelta

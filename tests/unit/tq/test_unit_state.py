@@ -424,7 +424,7 @@ def test_resting_blocks_move_to_disk_and_come_back_on_demand(tmp_path_factory: p
 
 
 def test_read_of_what_is_not_there_is_refused(unit: World) -> None:
-    with pytest.raises(LeaseFenced, match="row 9"):  # whoever reads a lease's rows asks for others
+    with pytest.raises(LeaseFenced, match="row 9"):  # a reader of a lease's rows asks for others
         unit.read([9], "prompts")
     with pytest.raises(PeerRefused, match="'ref' is not written"):
         unit.read([0], "ref")
