@@ -15,7 +15,9 @@ from . import command
 SMALL = {"schedule.rollout_batch_size": 8, "checkpoint.interval": 0}
 ROLES = {"rollout": 1, "actor": 1, "ref": 1}
 SCRIPT = """
+import signal
 import asyncflow
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in the background without it
 asyncflow.Trainer("quickstart", roles={roles!r}, overrides={small!r}, steps=100000, run_dir="run").fit()
 """
 
