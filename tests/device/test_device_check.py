@@ -11,7 +11,7 @@ from launcher.doctor.device_check import CHECKS
 from launcher.doctor.messages import RESOLVE
 
 COMMAND = Path(sys.executable).parent / "asyncflow"
-DEADLINE_S = 240
+DEADLINE_S = 900
 
 
 @pytest.mark.parametrize("device", ["cpu", "late"])
