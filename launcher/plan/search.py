@@ -163,6 +163,10 @@ class Planner:
                 break
         return found
 
+    def step_s(self) -> float:
+        """Return the step time of the run as it is configured (s)."""
+        return self._simulated(self.config).step_s(_SKIP)
+
     def scenario(self, config: RunConfig) -> Scenario:
         """Return the run to simulate."""
         times, latency, slots = self._times(config)
