@@ -130,7 +130,7 @@ class Planner:
                 continue
             try:
                 check_batch_sizes(candidate.config)
-                headroom = self._headroom_gb(candidate.config)
+                headroom = self.headroom_gb(candidate.config)
             except ConfigError as error:
                 refused = refused or error
                 continue
@@ -185,7 +185,7 @@ class Planner:
     def _candidates(self) -> list[_Candidate]:
         """Return what may be simulated, the lowest bound first."""
         found = []
-        for config, changes in self._layouts():
+        for config, changes in self.layouts():
             for roles in self._splits(config):
                 sized = config.model_copy(update={"roles": roles})
                 found.append(_Candidate(sized, changes, self.bound_s(sized)))
@@ -193,7 +193,7 @@ class Planner:
             return sorted(found, key=lambda each: each.bound_s * sum(each.config.roles.values()))
         return sorted(found, key=lambda each: each.bound_s)
 
-    def _layouts(self) -> Iterator[tuple[RunConfig, tuple[str, ...]]]:
+    def layouts(self) -> Iterator[tuple[RunConfig, tuple[str, ...]]]:
         """Yield the configuration with every tensor and pipeline parallelism that divides the model."""
         config, sizes = self.config, self._sizes
         if sizes is None:
@@ -242,12 +242,14 @@ class Planner:
         if room < 2:
             return (0,)
         instance = rollout_ranks(config)
+        copy = config.ranks_per_copy("ref")
         work = self._work_s(
-            config.model_copy(update={"roles": {"rollout": instance, "actor": replica, "ref": 1}}),
+            config.model_copy(update={"roles": {"rollout": instance, "actor": replica, "ref": copy}}),
         )
-        best = room * work["ref"] / max(1e-12, work["ref"] + work["rollout"] * instance)
+        scoring = work["ref"] * copy
+        best = room * scoring / max(1e-12, scoring + work["rollout"] * instance) / copy
         near = {math.floor(best), math.ceil(best), math.ceil(best) + 1}
-        return sorted({0} | {number for number in near if 1 <= number < room})
+        return sorted({0} | {number * copy for number in near if 1 <= number * copy < room})
 
     def bound_s(self, config: RunConfig) -> float:
         """Return what a step takes at least (s)."""
@@ -290,7 +292,7 @@ class Planner:
         slowdown = times.decode_s(slots) / times.decode_s(1)
         return replace(times, prefill_s=times.prefill_s * slots / slowdown), model.latency(), slots
 
-    def _headroom_gb(self, config: RunConfig) -> float | None:
+    def headroom_gb(self, config: RunConfig) -> float | None:
         """Return what the fullest rank leaves of its device.
 
         Raises:
