@@ -274,7 +274,7 @@ def _told(peers: int) -> float:
         def publish(version: Version) -> None:
             trainer.call(TakeSlot(0, version, plan.digest(), 60.0), timeout_s=60.0)
             for bucket in range(BUCKETS):
-                revisions = [future.result()[0].revision for future in asked]
+                revisions = [future.result(60.0)[0].revision for future in asked]
                 asked[:] = [watch(other, revision) for other, revision in zip(others, revisions, strict=True)]
                 trainer.call(SealBuckets(0, version, {bucket: bucket}), timeout_s=60.0)
 

@@ -1,6 +1,7 @@
 """The schedules with engines that sleep: every group once, in its step or near it, within the staleness bound."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -75,7 +76,7 @@ def test_a_live_run_says_which_split_would_be_better(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(command.DEADLINE_S) == 75
     (line,) = [line for line in said.stdout.splitlines() if line.startswith("advice: ")]
-    assert "rollout limits; --roles rollout:4,actor:1,ref:1 would take" in line and "predicted" in line
+    assert re.search(r"s predicted; .* rollout limits; --roles rollout:[34],actor:[12],ref:1 would take", line)
     assert "rollout limits; --roles rollout:" in (tmp_path / "run" / "logs" / "launcher.log").read_text()
 
 
