@@ -27,6 +27,8 @@ _RECIPE, _DEVICE = "qwen2.5-7b-grpo-deepscaler-npu", "ascend-910b"
 _PROMPTS, _MEAN_TOKENS, _SIGMA = 1024, 2000, 0.8
 _MICRO_BATCH_TOKENS = 9216
 """The longest prompt with the longest response: the least memory with which every sample can be trained."""
+_LAYERS, _SHARDS = 28, 8
+"""Of more layers than these, the 7B model's, so many ranks have a copy of the reference together."""
 _TABLE = 512
 """Devices of AsyncFlow's Table 1."""
 _PERIODIC = 40
@@ -81,7 +83,10 @@ def _config(directory: Path, model: Mapping[str, Any]) -> RunConfig:
     changes = [f"model.path={directory}", f"data.path={data}", f"schedule.rollout_batch_size={_PROMPTS}"]
     lengths = [f"sim.mean_tokens={_MEAN_TOKENS}", f"sim.sigma={_SIGMA}"]
     changes.append(f"actor.max_tokens_per_micro_batch={_MICRO_BATCH_TOKENS}")
-    return load_config(find_recipe(_RECIPE), overrides=[*changes, *lengths])
+    config = load_config(find_recipe(_RECIPE), overrides=[*changes, *lengths])
+    if model["num_hidden_layers"] <= _LAYERS:
+        return config
+    return config.model_copy(update={"ref": config.ref.model_copy(update={"engine": "fsdp", "shards": _SHARDS})})
 
 
 def _with(config: RunConfig, mode: ScheduleMode, roles: Mapping[str, int] | None = None) -> RunConfig:
@@ -92,12 +97,17 @@ def _with(config: RunConfig, mode: ScheduleMode, roles: Mapping[str, int] | None
 
 def _colocated_s(planner: Planner, plan: Plan, devices: int) -> float | None:
     """Return a step's time where all devices do all tasks in turn, with this plan's layouts; None: no whole batches."""
-    config = _with(plan.config, ScheduleMode.SYNC, {"rollout": devices, "actor": devices})
+    config = _with(_tri_model(plan.config), ScheduleMode.SYNC, {"rollout": devices, "actor": devices})
     try:
         check_batch_sizes(config)
     except ConfigError:
         return None
     return replace(planner, config=config).step_s()
+
+
+def _tri_model(config: RunConfig) -> RunConfig:
+    """Return it with a reference that is sharded as the policy is: all ranks of the actor score."""
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"tri_model": True})})
 
 
 def _ablation(planner: Planner, plan: Plan) -> dict[str, float]:
@@ -113,7 +123,9 @@ def _one_to_four(config: RunConfig) -> dict[str, float]:
     planner = open_planner(config, devices=_PERIODIC, device=_DEVICE)
     fits: list[tuple[float, RunConfig]] = []
     for layout, _ in planner.layouts():
-        changed = _with(layout, ScheduleMode.PERIODIC, {"rollout": generating, "actor": _PERIODIC - generating})
+        changed = _with(
+            _tri_model(layout), ScheduleMode.PERIODIC, {"rollout": generating, "actor": _PERIODIC - generating}
+        )
         try:
             check_batch_sizes(changed)
             planner.headroom_gb(changed)

@@ -136,10 +136,12 @@ class CostModel:
         return Work(token_s=token_s, squared_s=passes * self._attention / rate, floor_s=floor_s)
 
     def _copy(self, role: str) -> int:
-        """Return how many ranks score together: those of a copy, or of the replica that hosts the task."""
+        """Return how many ranks score together: those of a copy. A replica's lead alone does what the actor hosts, but
+        with `tri_model`."""
+        actor, ranks = self.config.actor, self.config.roles["actor"]
         if role in self.config.roles:
             return self.config.ranks_per_copy(role)
-        return self.config.roles["actor"] // self.config.actor.num_replicas(self.config.roles["actor"])
+        return ranks // actor.num_replicas(ranks) if actor.tri_model else 1
 
     def _forward(self, number: int, ranks: int) -> Work:
         rate = ranks * self._peak(number) * self.device.achievable.forward

@@ -238,18 +238,20 @@ class Planner:
                     yield {role: (own | fixed)[role] for role in dict.fromkeys((*own, *fixed))}
 
     def _copies(self, config: RunConfig, replica: int, room: int) -> Sequence[int]:
-        """Return numbers of reference copies: none (the actor hosts it), and those around their share of the work."""
-        if room < 2:
-            return (0,)
-        instance = rollout_ranks(config)
+        """Return numbers of the reference's ranks: none (the actor hosts it, where no copy is sharded), and those around
+        their share of the work."""
         copy = config.ranks_per_copy("ref")
+        none = {0} if copy == 1 or config.actor.tri_model else set()
+        if room < 2:
+            return sorted(none)
+        instance = rollout_ranks(config)
         work = self._work_s(
             config.model_copy(update={"roles": {"rollout": instance, "actor": replica, "ref": copy}}),
         )
         scoring = work["ref"] * copy
         best = room * scoring / max(1e-12, scoring + work["rollout"] * instance) / copy
         near = {math.floor(best), math.ceil(best), math.ceil(best) + 1}
-        return sorted({0} | {number * copy for number in near if 1 <= number * copy < room})
+        return sorted(none | {number * copy for number in near if 1 <= number * copy < room})
 
     def bound_s(self, config: RunConfig) -> float:
         """Return what a step takes at least (s)."""

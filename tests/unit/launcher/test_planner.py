@@ -105,14 +105,16 @@ def test_ranks_that_share_a_copy_score_as_one_worker_and_are_planned_together(qw
         update={"ref": qwen.ref.model_copy(update={"engine": "fsdp", "shards": 4}), "roles": qwen.roles | {"ref": 8}}
     )
     hosted = qwen.model_copy(update={"roles": {"rollout": 10, "actor": 4}})  # a replica of four ranks
-    alone, together, inside = (
-        open_planner(config, devices=32, device="ascend-910b").scenario(config) for config in (qwen, shared, hosted)
+    tri_model = hosted.model_copy(update={"actor": hosted.actor.model_copy(update={"tri_model": True})})
+    alone, together, inside, unified = (
+        open_planner(config, devices=32, device="ascend-910b").scenario(config)
+        for config in (qwen, shared, hosted, tri_model)
     )
     assert (alone.workers["ref"], together.workers["ref"]) == (2, 2)
-    alone_s, *others_s = (each.times.tasks["ref_log_probs"].token_s for each in (alone, together, inside))
-    assert others_s == pytest.approx([alone_s / 4, alone_s / 4])
+    alone_s, *others_s = (each.times.tasks["ref_log_probs"].token_s for each in (alone, together, inside, unified))
+    assert others_s == pytest.approx([alone_s / 4, alone_s, alone_s / 4])
     planner = open_planner(shared, devices=32, device="ascend-910b")
-    assert all(plan.config.roles.get("ref", 0) % 4 == 0 for plan in planner.plans())
+    assert all(plan.config.roles["ref"] % 4 == 0 for plan in planner.plans())
 
 
 def test_what_does_not_fit_is_refused_with_the_sum(qwen: RunConfig, tmp_path: Path) -> None:
