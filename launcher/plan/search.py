@@ -238,7 +238,7 @@ class Planner:
                     yield {role: (own | fixed)[role] for role in dict.fromkeys((*own, *fixed))}
 
     def _copies(self, config: RunConfig, replica: int, room: int) -> Sequence[int]:
-        """Return numbers of the reference's ranks: none (the actor hosts it, where no copy is sharded), and those around
+        """Return numbers of the reference's ranks: none (the actor hosts one that is not sharded), and those around
         their share of the work."""
         copy = config.ranks_per_copy("ref")
         none = {0} if copy == 1 or config.actor.tri_model else set()
