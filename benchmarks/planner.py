@@ -8,6 +8,9 @@
                                                 splits and of the plan's neighbours, and the plan, again in pairs
     speed     plan_64_s, plan_1024_s            processor time of a plan for 64 and 1,024 devices with what one more
                                                 device would give: Qwen2.5-7B, 128 and 1,024 prompts of 8 responses
+    scale     scale_devices_*                   devices at which each service of the house saturates: service times
+                                                measured here, queueing simulated (planner_parts/scale.py)
+    papers    speedup_*, table1_*, linearity_*  what the papers measured, predicted (planner_parts/papers.py); no run
 
 Every prediction is printed before its run starts. On an otherwise idle machine. Progress goes to stderr.
 """
@@ -19,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,8 @@ class Given:
     runs: int
     splits: int
     steps: int
+    sizes: Sequence[int]
+    quick: bool
     directory: Path
 
 
@@ -119,7 +124,27 @@ def speed(given: Given) -> dict[str, float]:
     return figures
 
 
-PARTS: dict[str, Callable[[Given], dict[str, float]]] = {each.__name__: each for each in (speed, sim, choice)}
+def papers(given: Given) -> dict[str, float]:
+    """Predict the papers' cases."""
+    from planner_parts.papers import predict
+
+    sizes_32b = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
+    heads_32b = {"num_attention_heads": 40, "num_key_value_heads": 8}
+    models = {"7B": _QWEN_7B, "32B": _QWEN_7B | sizes_32b | heads_32b}
+    return predict(models, given.sizes, given.directory, _say)
+
+
+def scale(given: Given) -> dict[str, float]:
+    """Find what saturates first."""
+    from planner_parts.scale import figures, measure, saturation
+
+    measured = measure(given.directory, quick=given.quick)
+    return figures(measured, saturation(measured))
+
+
+PARTS: dict[str, Callable[[Given], dict[str, float]]] = {
+    each.__name__: each for each in (speed, papers, scale, sim, choice)
+}
 
 
 def _split(roles: dict[str, int]) -> tuple[int, int, int]:
@@ -140,12 +165,18 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=12, help="of sim")
     parser.add_argument("--splits", type=int, default=24, help="of choice")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="of papers: devices"
+    )
+    parser.add_argument("--quick", action="store_true", help="of scale: a tenth of the requests; shows that it works")
     asked = parser.parse_args()
     if asked.steps <= _SKIP + 1 or asked.runs < 1 or asked.splits < 1:
         parser.error(f"give at least one run and one split, and more than {_SKIP + 1} steps")
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="planner-") as temporary:
-        given = Given(asked.seed, asked.runs, asked.splits, asked.steps, Path(temporary))
+        given = Given(
+            asked.seed, asked.runs, asked.splits, asked.steps, sorted(asked.sizes), asked.quick, Path(temporary)
+        )
         for part in asked.parts:
             figures |= PARTS[part](given)
     report(asked.json, figures, "\n".join(f"{name:20} {value:8.4g}" for name, value in figures.items()))

@@ -10,7 +10,7 @@ has a core of its own here; on a machine with fewer cores the busy shares add up
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from transferqueue_parts.samples import percentile
@@ -119,17 +119,29 @@ class _World:
         return self.random.expovariate(1 / mean_s) if mean_s else 0.0
 
 
-_STAGES: tuple[Callable[[_World, float], float], ...] = (
-    lambda world, now: world.unit(now, world.times.unit_put),
-    _World.tell_all,
-    _World.controller,
-    lambda world, now: world.unit(now, world.times.unit_get),
-    lambda world, now: world.unit(now, world.times.unit_ack),
-    _World.tell_all,
-)
+Stage = Callable[[_World, float], float]
 
 
-def simulate(load: Load, times: ServiceTimes, *, seconds: float = 10.0, seed: int = 0) -> Outcome:
+def _put(world: _World, now: float) -> float:
+    return world.unit(now, world.times.unit_put)
+
+
+def _get(world: _World, now: float) -> float:
+    return world.unit(now, world.times.unit_get)
+
+
+def _ack(world: _World, now: float) -> float:
+    return world.unit(now, world.times.unit_ack)
+
+
+PUT, GET, ACK = (_put, _World.tell_all), (_World.controller, _get), (_ack, _World.tell_all)
+CYCLE: Sequence[Stage] = (*PUT, *GET, *ACK)
+"""What a client does with a micro-batch; a row of a run with a reference passes `GET + PUT + GET + PUT + GET + ACK`."""
+
+
+def simulate(
+    load: Load, times: ServiceTimes, *, seconds: float = 10.0, seed: int = 0, stages: Sequence[Stage] = CYCLE
+) -> Outcome:
     """Run the clients for some simulated seconds.
 
     Args:
@@ -137,6 +149,7 @@ def simulate(load: Load, times: ServiceTimes, *, seconds: float = 10.0, seed: in
         times: of the services.
         seconds: in which cycles may begin; those that are not over by then do not count as completed.
         seed: of arrivals and service times.
+        stages: of a cycle.
     """
     world = _World(load, times, random.Random(seed))
     offered = load.num_clients * load.rate
@@ -149,8 +162,8 @@ def simulate(load: Load, times: ServiceTimes, *, seconds: float = 10.0, seed: in
         now, _, stage, began = heapq.heappop(world.events)
         if now > seconds:
             break
-        done = _STAGES[stage](world, now)
-        if stage + 1 < len(_STAGES):
+        done = stages[stage](world, now)
+        if stage + 1 < len(stages):
             world.at(done, stage + 1, began)
         elif done <= seconds:
             cycles.append(done - began)

@@ -68,4 +68,4 @@ def work_s(world: "World", task: str, rows: list[int]) -> float:
     if work is None or not rows:
         return 0.0
     lengths = [world.tokens[row] + times.prompt_tokens for row in rows]
-    return work.seconds(sum(lengths), sum(length * length for length in lengths))
+    return work.seconds(sum(lengths), sum(length * length for length in lengths), len(rows))

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from launcher.plan.devices import Device
-from launcher.plan.scenario import Latency, Times, Work, rollout_ranks
+from launcher.plan.scenario import Latency, Times, Work, rollout_ranks, work_of_users
 from workers.config import RunConfig
 from workers.engines.device_memory import DTYPE_BYTES, ModelSizes
 
@@ -64,11 +64,12 @@ class CostModel:
         peak = tensor * self._peak(number) * self.device.achievable.forward
         shared = config.schedule.n_samples_per_prompt if config.vllm.prefix_caching else 1
         prompt = self.workload.prompt_tokens
-        forward = self._forward(self._frozen_number)
+        scorers = {"ref_log_probs": "ref", "actor_log_probs": "actor_fwd", "values": "critic"}
         return Times(
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
             prefill_s=2 * self.model.num_parameters * prompt / peak / shared,
-            tasks=dict.fromkeys(("ref_log_probs", "actor_log_probs", "values"), forward),
+            tasks={task: self._forward(self._frozen_number, self._copy(role)) for task, role in scorers.items()}
+            | work_of_users(config),
             train=self.train(),
             update_s=self._update_s(),
             prompt_tokens=prompt,
@@ -134,8 +135,16 @@ class CostModel:
             token_s += moved / (self._between(tensor) * 1e9 * device.achievable.link) * tensor / parts
         return Work(token_s=token_s, squared_s=passes * self._attention / rate, floor_s=floor_s)
 
-    def _forward(self, number: int) -> Work:
-        rate = self._peak(number) * self.device.achievable.forward
+    def _copy(self, role: str) -> int:
+        """Return how many ranks score together: those of a copy. A replica's lead alone does what the actor hosts, but
+        with `tri_model`."""
+        actor, ranks = self.config.actor, self.config.roles["actor"]
+        if role in self.config.roles:
+            return self.config.ranks_per_copy(role)
+        return ranks // actor.num_replicas(ranks) if actor.tri_model else 1
+
+    def _forward(self, number: int, ranks: int) -> Work:
+        rate = ranks * self._peak(number) * self.device.achievable.forward
         return Work(token_s=2 * self.model.num_parameters / rate, squared_s=self._attention / rate)
 
     def _update_s(self) -> float:

@@ -20,21 +20,24 @@ from workers.tasks.graph import graph_of, task_specs
 @dataclass(frozen=True)
 class Work:
     """How long one forward (or forward and backward) takes: a + b x tokens + c x the sum of squares of lengths (s), and
-    at least `floor_s`."""
+    at least `floor_s`; a user's task takes a time for each row."""
 
     call_s: float = 0.0
+    row_s: float = 0.0
     token_s: float = 0.0
     squared_s: float = 0.0
     floor_s: float = 0.0
 
-    def seconds(self, tokens: int, squares: float) -> float:
+    def seconds(self, tokens: int, squares: float, rows: int = 0) -> float:
         """Return the time of one call.
 
         Args:
             tokens: of all samples.
             squares: sum of the squares of the samples' tokens.
+            rows: of the queue.
         """
-        return max(self.floor_s, self.call_s + self.token_s * tokens + self.squared_s * squares)
+        computing_s = self.call_s + self.row_s * rows + self.token_s * tokens + self.squared_s * squares
+        return max(self.floor_s, computing_s)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Times:
 
     @staticmethod
     def of_sim(config: RunConfig, *, prompt_tokens: float) -> "Times":
-        """Return those of the run's `sim` engines; tasks that are not simulated take no time.
+        """Return those of the run's `sim` engines; tasks that are neither simulated nor users' take no time.
 
         Args:
             prompt_tokens: mean of the prompts.
@@ -97,6 +100,7 @@ class Times:
             tasks={
                 "ref_log_probs": Work(token_s=sim.ref_s_per_token),
                 "actor_log_probs": Work(token_s=sim.policy_forward_s_per_token),
+                **work_of_users(config),
             },
             train=Work(token_s=sim.train_s_per_token),
             update_s=sim.optimizer_s,
@@ -205,11 +209,17 @@ def rollout_ranks(config: RunConfig) -> int:
 
 
 def workers_of(config: RunConfig) -> dict[str, int]:
-    """Return how many consumers of each role work side by side."""
-    roles = {role: number for role, number in config.roles.items() if role not in OBSERVERS}
+    """Return how many consumers of each role work side by side: instances, copies of a sharded model, replicas."""
+    roles = {role: number // config.ranks_per_copy(role) for role, number in config.roles.items()}
+    roles = {role: number for role, number in roles.items() if role not in OBSERVERS}
     roles["rollout"] //= rollout_ranks(config)
     roles["actor"] = config.actor.num_replicas(roles["actor"])
     return roles
+
+
+def work_of_users(config: RunConfig) -> dict[str, Work]:
+    """Return the work of users' tasks, whose calls are so many at a time."""
+    return {task.name: Work(row_s=task.seconds_per_row / task.concurrency) for task in config.tasks}
 
 
 def _check(config: RunConfig) -> None:

@@ -130,7 +130,7 @@ class Planner:
                 continue
             try:
                 check_batch_sizes(candidate.config)
-                headroom = self._headroom_gb(candidate.config)
+                headroom = self.headroom_gb(candidate.config)
             except ConfigError as error:
                 refused = refused or error
                 continue
@@ -163,6 +163,10 @@ class Planner:
                 break
         return found
 
+    def step_s(self) -> float:
+        """Return the step time of the run as it is configured (s)."""
+        return self._simulated(self.config).step_s(_SKIP)
+
     def scenario(self, config: RunConfig) -> Scenario:
         """Return the run to simulate."""
         times, latency, slots = self._times(config)
@@ -181,7 +185,7 @@ class Planner:
     def _candidates(self) -> list[_Candidate]:
         """Return what may be simulated, the lowest bound first."""
         found = []
-        for config, changes in self._layouts():
+        for config, changes in self.layouts():
             for roles in self._splits(config):
                 sized = config.model_copy(update={"roles": roles})
                 found.append(_Candidate(sized, changes, self.bound_s(sized)))
@@ -189,7 +193,7 @@ class Planner:
             return sorted(found, key=lambda each: each.bound_s * sum(each.config.roles.values()))
         return sorted(found, key=lambda each: each.bound_s)
 
-    def _layouts(self) -> Iterator[tuple[RunConfig, tuple[str, ...]]]:
+    def layouts(self) -> Iterator[tuple[RunConfig, tuple[str, ...]]]:
         """Yield the configuration with every tensor and pipeline parallelism that divides the model."""
         config, sizes = self.config, self._sizes
         if sizes is None:
@@ -234,16 +238,20 @@ class Planner:
                     yield {role: (own | fixed)[role] for role in dict.fromkeys((*own, *fixed))}
 
     def _copies(self, config: RunConfig, replica: int, room: int) -> Sequence[int]:
-        """Return numbers of reference copies: none (the actor hosts it), and those around their share of the work."""
+        """Return numbers of the reference's ranks: none (the actor hosts one that is not sharded), and those around
+        their share of the work."""
+        copy = config.ranks_per_copy("ref")
+        none = {0} if copy == 1 or config.actor.tri_model else set()
         if room < 2:
-            return (0,)
+            return sorted(none)
         instance = rollout_ranks(config)
         work = self._work_s(
-            config.model_copy(update={"roles": {"rollout": instance, "actor": replica, "ref": 1}}),
+            config.model_copy(update={"roles": {"rollout": instance, "actor": replica, "ref": copy}}),
         )
-        best = room * work["ref"] / max(1e-12, work["ref"] + work["rollout"] * instance)
+        scoring = work["ref"] * copy
+        best = room * scoring / max(1e-12, scoring + work["rollout"] * instance) / copy
         near = {math.floor(best), math.ceil(best), math.ceil(best) + 1}
-        return sorted({0} | {number for number in near if 1 <= number < room})
+        return sorted(none | {number * copy for number in near if 1 <= number * copy < room})
 
     def bound_s(self, config: RunConfig) -> float:
         """Return what a step takes at least (s)."""
@@ -286,7 +294,7 @@ class Planner:
         slowdown = times.decode_s(slots) / times.decode_s(1)
         return replace(times, prefill_s=times.prefill_s * slots / slowdown), model.latency(), slots
 
-    def _headroom_gb(self, config: RunConfig) -> float | None:
+    def headroom_gb(self, config: RunConfig) -> float | None:
         """Return what the fullest rank leaves of its device.
 
         Raises:

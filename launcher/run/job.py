@@ -131,7 +131,7 @@ def run_job(
             nodes = stack.enter_context(RunNodes(job, run_dir, store=store, place=place, events=events))
             finish = nodes.gather(config.launcher.start_timeout_s, say=progress.event)
             if finish is None:
-                status = stack.enter_context(StatusWriter(nodes.job, run_dir, config.tq))
+                status = stack.enter_context(StatusWriter(nodes.job, run_dir, config))
                 look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.event))
                 run = _Run(
                     config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
@@ -341,7 +341,7 @@ class _Run:
         for warning in self._new_warnings():
             self._progress.event(f"warning: {warning}")
         self._progress.update(self._statuses)
-        self._status.tell(self._statuses, self._restarts)
+        self._status.tell(self._statuses, self._restarts, finished_steps)
 
     def _new_warnings(self) -> list[str]:
         """Return what trainers and controllers complain about since the last look, and the first reward that failed."""

@@ -47,6 +47,7 @@ class RunStatus:
         weights: `weightsync.messages.AgentStatus` of each weight agent that answers.
         evaluation: on held-out prompts, of the newest version that was evaluated; None: there is none yet.
         restarts: what failed and was started again; see `launcher.run.restarts`.
+        advice: `launcher.run.advice.Advice` as JSON has it; None: there is none yet.
     """
 
     run_dir: Path
@@ -58,6 +59,7 @@ class RunStatus:
     weights: Mapping[str, Fields] = field(default_factory=dict)
     evaluation: Fields | None = None
     restarts: RestartLog = field(default_factory=RestartLog)
+    advice: Fields | None = None
 
     @staticmethod
     def read(run_dir: Path) -> "RunStatus":
@@ -93,6 +95,7 @@ class RunStatus:
             fields["weights"],
             _newest_evaluation(run_dir),
             RestartLog.from_summary(fields["restarts"]),
+            fields["advice"],
         )
 
     def as_json(self) -> str:
@@ -106,6 +109,7 @@ class RunStatus:
             "weights": self.weights,
             "evaluation": self.evaluation,
             "restarts": self.restarts.summary(),
+            "advice": self.advice,
         }
         return json.dumps(fields, indent=2)
 
@@ -116,8 +120,9 @@ class RunStatus:
         tables = [table(rows) for rows in every if len(rows) > 1]
         age = now - self.at
         late = f": the launcher said nothing for {age:.0f} s" if age > LATE_S else ""
-        parts = [f"{self.run_dir}{late}", table(roles), *self._restarts(now), *self._held_out(), self._queue(), *tables]
-        return "\n\n".join(parts)
+        advice = [] if self.advice is None else [f"advice: {self.advice['text']}"]
+        parts = [f"{self.run_dir}{late}", table(roles), *self._restarts(now), *self._held_out(), *advice, self._queue()]
+        return "\n\n".join([*parts, *tables])
 
     def _restarts(self, now: float) -> list[str]:
         log = self.restarts

@@ -1,16 +1,17 @@
 """Writes `status.json` for `asyncflow status`: what ranks, queue and weight agents say. A thread of the head launcher.
 
-`launcher.run.job` hands it what it knows anyway, ranks and restarts. The thread asks queue and agents over channels of
-its own, which stay open. Nothing waits for it. Imports torch.
+`launcher.run.job` hands it what it knows anyway: ranks, restarts, finished steps. The thread asks queue and agents over
+channels of its own, which stay open, and makes advice of the steps. Nothing waits for it. Imports torch.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -22,13 +23,15 @@ from asyncflow.run_files import STATUS_FILE
 from asyncflow.sealed_store import connect_store
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
-from launcher.run.progress import Statuses
+from launcher.run.advice import Advisor
+from launcher.run.progress import Metrics, Statuses
 from launcher.run.restarts import RestartLog
 from launcher.run.status import RunStatus
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig
 from tq.directory import Directory
 from weightsync.messages import AgentStatus, AskStatus, Reply
+from workers.config import RunConfig
 from workers.tasks.dataflow import WEIGHTS
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 5.0
@@ -48,10 +51,12 @@ T = TypeVar("T")
 class StatusWriter:
     """A context manager: the file exists while it is open."""
 
-    def __init__(self, job: Job, run_dir: Path, config: QueueConfig) -> None:
+    def __init__(self, job: Job, run_dir: Path, config: RunConfig) -> None:
         self._job = job
         self._path = run_dir / STATUS_FILE
-        self._config = config
+        self._config = config.tq
+        self._advisor = Advisor(config, job.gangs)
+        self._finished_steps: SimpleQueue[Metrics] = SimpleQueue()
         self._known = RunStatus(run_dir, time.time(), job.gangs, {})
         self._stop = threading.Event()
         self._writing = threading.Lock()
@@ -67,8 +72,14 @@ class StatusWriter:
         with self._writing:  # a thread that is late finds the stop, and does not make the file again
             self._path.unlink(missing_ok=True)
 
-    def tell(self, ranks: Statuses, restarts: RestartLog) -> None:
-        """Take in what the launcher knows; from its main thread."""
+    def tell(self, ranks: Statuses, restarts: RestartLog, finished_steps: Sequence[Metrics]) -> None:
+        """Take in what the launcher knows; from its main thread.
+
+        Args:
+            finished_steps: since the last call.
+        """
+        for metrics in finished_steps:
+            self._finished_steps.put(metrics)
         self._known = replace(self._known, ranks=ranks, restarts=restarts)
 
     def _run(self) -> None:
@@ -85,13 +96,18 @@ class StatusWriter:
         try:
             while not self._stop.is_set():
                 began = time.monotonic()
-                for ask in (services.controllers, services.units, services.weights):
+                for ask in (services.controllers, services.units, services.weights, self._advice):
                     if not self._stop.is_set():
                         self._write(**ask())
                 took_s = time.monotonic() - began
                 self._stop.wait(min(max(_SHORTEST_PAUSE_S, took_s / _SHARE), _LONGEST_PAUSE_S))
         finally:
             services.close()
+
+    def _advice(self) -> dict[str, Any]:
+        new = [self._finished_steps.get_nowait() for _ in range(self._finished_steps.qsize())]
+        advice = self._advisor.look(new)
+        return {"advice": advice and advice.summary()}
 
     def _write(self, **answers: Any) -> None:
         """Write the file with these answers, and the last ones of the other services."""

@@ -5,6 +5,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from asyncflow.sealed_store import serve_store
 from launcher.run.progress import Status
 from launcher.run.restarts import RestartLog
 from launcher.run.status_writer import StatusWriter
-from tq.config import QueueConfig
+from workers.config import RunConfig
 
 from ..support.processes import wait_until
 
@@ -28,8 +29,20 @@ def test_it_shows_the_ranks_though_no_service_answers_and_leaves_neither_thread_
     gangs = (GangSpec("weights-0", "weights", 0, 1, ("cpu",)), GangSpec("actor", "actor", 0, 1, ("cpu",)))
     job = Job(LOOPBACK, port, "00" * 32, 1, gangs, 0, "", 1, time.time(), HostClock.measure())
     path = tmp_path / STATUS_FILE
-    with StatusWriter(job, tmp_path, QueueConfig()) as writer:
-        writer.tell({("actor", 0): Status("training")}, RestartLog())
+    values: dict[str, Any] = {
+        "steps": 9,
+        "roles": {"rollout": 2, "actor": 1},
+        "model": {"path": "model"},
+        "data": {"path": "data.jsonl", "max_prompt_tokens": 8},
+        "schedule": {"rollout_batch_size": 4, "n_samples_per_prompt": 4},
+        "rollout": {"engine": "sim", "max_response_tokens": 64},
+        "actor": {"engine": "sim", "micro_batch_size": 4},
+    }
+    steps = [{"step": k, "step_time_s": 2.0, "idle_fraction": {"rollout": 0.9, "actor": 0.0}} for k in range(1, 9)]
+    with StatusWriter(job, tmp_path, RunConfig.model_validate(values)) as writer:
+        writer.tell({("actor", 0): Status("training")}, RestartLog(), steps)
         wait_until(lambda: path.exists() and bool(json.loads(path.read_text())["ranks"]), "a picture", deadline_s=60)
+        wait_until(lambda: bool(json.loads(path.read_text())["advice"]), "advice", deadline_s=60)
+        assert json.loads(path.read_text())["advice"]["limits"] == "actor"
     assert not any(thread.name == "status" for thread in threading.enumerate())
     assert not path.exists()

@@ -1,6 +1,10 @@
 """The schedules with engines that sleep: every group once, in its step or near it, within the staleness bound."""
 
+import json
+import re
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from launcher.config.paths import find_recipe
 from . import command
 
 STEPS, SAMPLES = 6, 32
+ASYNCFLOW = Path(sys.executable).parent / "asyncflow"
 QUICKSTART = find_recipe("quickstart").parent / "quickstart"
 
 
@@ -51,6 +56,28 @@ def test_every_group_is_trained_once_in_its_step_within_the_bound(tmp_path: Path
         assert line["versions"][1] <= line["step"] - 1
     swapped_inside = [line for line in ledger if line["versions"][0] < line["versions"][1]]
     assert bool(swapped_inside) == (bound > 0), "answers go on over a swap"
+
+
+def test_a_live_run_says_which_split_would_be_better(tmp_path: Path) -> None:
+    config = recipe("async", 1)
+    config |= {"steps": 40, "roles": {"rollout": 1, "actor": 4, "ref": 1}}
+    config["sim"] |= {"lengths": "constant", "decode_s_per_token": 0.003, "train_s_per_token": 0.0001}
+    (tmp_path / "sim.yaml").write_text(yaml.safe_dump(config))
+    with command.started("sim.yaml", "--run-dir", "run", cwd=tmp_path) as process:
+        picture = tmp_path / "run" / "status.json"
+        command.wait_until(lambda: picture.exists() and json.loads(picture.read_text())["advice"] is not None, "advice")
+        said = subprocess.run(
+            [ASYNCFLOW, "status", tmp_path / "run"],
+            capture_output=True,
+            text=True,
+            timeout=command.DEADLINE_S,
+            check=True,
+        )
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(command.DEADLINE_S) == 75
+    (line,) = [line for line in said.stdout.splitlines() if line.startswith("advice: ")]
+    assert re.search(r"s predicted; .* rollout limits; --roles rollout:[34],actor:[12],ref:1 would take", line)
+    assert "rollout limits; --roles rollout:" in (tmp_path / "run" / "logs" / "launcher.log").read_text()
 
 
 def first_ready_recipe() -> dict[str, Any]:

@@ -30,6 +30,8 @@ class UserTaskConfig(Settings):
     concurrency: int = Field(1, ge=1, le=1024)
     """Calls at a time in each process that runs the task: so many child processes, or, of an `async def`, so many calls
     in one."""
+    seconds_per_row: float = Field(0.0, ge=0)
+    """What a call takes, about (s), for `asyncflow plan` alone; 0: the planner counts it as nothing."""
     host: Literal["actor"] = "actor"
     """Role that runs it when its own was not launched."""
 

@@ -63,6 +63,15 @@ def test_responses_slow_each_other_down() -> None:
     assert run(config_of(sim=table)).step_s(2) == pytest.approx(4.0, rel=0.01)
 
 
+def test_a_task_of_a_user_takes_its_time_for_every_row() -> None:
+    task = {"name": "safety", "function": "mine:keep", "output": "loss_weights", "seconds_per_row": 0.5}
+    roles = {"rollout": 2, "actor": 2, "ref": 1, "safety": 2}
+    ran = run(config_of(roles=roles, tasks=[task]))
+    assert ran.step_s(2) == pytest.approx(32 * 0.5 / 2, rel=0.02)
+    assert ran.idle(2)["safety"] == pytest.approx(0.0, abs=0.02)
+    assert run(config_of(roles=roles, tasks=[task | {"concurrency": 4}])).step_s(2) < 4.0
+
+
 @pytest.mark.parametrize("mode", list(ScheduleMode))
 @pytest.mark.parametrize("policy", ["fifo", "token-balanced", "token-budget"])
 def test_every_step_is_trained_whole_in_every_schedule(mode: ScheduleMode, policy: str) -> None:

@@ -100,6 +100,23 @@ def test_plans_use_no_more_devices_fit_memory_and_are_what_the_command_takes(qwe
     assert plans[0].tokens_per_s == pytest.approx(128 * 1000 / plans[0].step_s, rel=0.05)
 
 
+def test_ranks_that_share_a_copy_score_as_one_worker_and_are_planned_together(qwen: RunConfig) -> None:
+    shared = qwen.model_copy(
+        update={"ref": qwen.ref.model_copy(update={"engine": "fsdp", "shards": 4}), "roles": qwen.roles | {"ref": 8}}
+    )
+    hosted = qwen.model_copy(update={"roles": {"rollout": 10, "actor": 4}})  # a replica of four ranks
+    tri_model = hosted.model_copy(update={"actor": hosted.actor.model_copy(update={"tri_model": True})})
+    alone, together, inside, unified = (
+        open_planner(config, devices=32, device="ascend-910b").scenario(config)
+        for config in (qwen, shared, hosted, tri_model)
+    )
+    assert (alone.workers["ref"], together.workers["ref"]) == (2, 2)
+    alone_s, *others_s = (each.times.tasks["ref_log_probs"].token_s for each in (alone, together, inside, unified))
+    assert others_s == pytest.approx([alone_s / 4, alone_s, alone_s / 4])
+    planner = open_planner(shared, devices=32, device="ascend-910b")
+    assert all(plan.config.roles["ref"] % 4 == 0 for plan in planner.plans())
+
+
 def test_what_does_not_fit_is_refused_with_the_sum(qwen: RunConfig, tmp_path: Path) -> None:
     small = tmp_path / "small.yaml"
     small.write_text(find_recipe("quickstart").parent.joinpath("devices/a100.yaml").read_text().replace("80", "10"))

@@ -81,6 +81,13 @@ def test_the_newest_evaluation_is_shown() -> None:
     assert json.loads(shown.as_json())["evaluation"] == evaluation
 
 
+def test_advice_is_shown_when_there_is_some() -> None:
+    assert "advice" not in status().as_text(now=101.0)
+    shown = replace(status(), advice={"text": "rollout limits", "limits": "rollout"})
+    assert "\n\nadvice: rollout limits\n\n" in shown.as_text(now=101.0)
+    assert json.loads(shown.as_json())["advice"]["limits"] == "rollout"
+
+
 def test_restarts_and_the_last_error_are_shown() -> None:
     assert "started again" not in status().as_text(now=101.0)
     log = RestartLog(last_error="rollout rank 1 failed: ended by SIGKILL; it starts again", last_error_at=90.0)

@@ -1,0 +1,264 @@
+"""Advice from a live run: which role limits it, and which split of the same devices would be better.
+
+    metrics.jsonl: step time, share of the time in which each role waits --> Advisor --> Advice
+        --> status.json (`launcher.run.status_writer`), and a line in the launcher's log when it changes
+
+Measured, so it holds for any engine and needs no profile. The model: a role's work is its busy time of a step, times
+its ranks, and any number of ranks shares it evenly. What the busiest role waits within a step, it waits then, too.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from asyncflow.errors import ConfigError
+from asyncflow.job import GangSpec
+from launcher.checks.batch_sizes import check_batch_sizes
+from launcher.plan.report import open_planner
+from launcher.plan.scenario import rollout_ranks
+from tq.config import ScheduleMode
+from workers.config import RunConfig
+from workers.tasks.dataflow import OBSERVERS, TRAINERS, roles_on_device
+
+_FIRST = 2
+"""Steps of a start that do not count: nothing is warm yet."""
+_LEAST, _WINDOW = 5, 20
+"""Steps that advice rests on, at least and at most."""
+_LEAST_S = 10.0
+"""The same in time: ranks say twice a second how long they have waited (s)."""
+_WORTH = 0.05
+"""Share of the step time that another split has to save."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a role does.
+
+    Attributes:
+        ranks: of the role.
+        busy: share of the time in which they do not wait.
+        sizes: numbers of ranks that it could have, ascending; none: it takes no device, so it is no part of a split.
+    """
+
+    ranks: int
+    busy: float
+    sizes: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What the newest steps of a run show.
+
+    Attributes:
+        first_step, last_step: that were looked at.
+        step_s: mean time of one (s).
+        predicted_s: the planner's step time; None: it cannot predict this run without a profile.
+        busy: role -> share of the time in which its ranks do not wait.
+        devices: that the roles share; 0: all compute on the cores of this host, so no split makes them faster.
+        free: roles that take no device.
+        split: all roles with the numbers of ranks with which a step would be shorter; None: none saves 5 %.
+        split_s: step time with them; without a split, the measured one.
+    """
+
+    first_step: int
+    last_step: int
+    step_s: float
+    predicted_s: float | None
+    busy: Mapping[str, float]
+    devices: int
+    free: Sequence[str]
+    split: Mapping[str, int] | None
+    split_s: float
+
+    @property
+    def limits(self) -> str:
+        """The role that waits least."""
+        return max(self.busy, key=lambda role: self.busy[role])
+
+    @property
+    def text(self) -> str:
+        """One line for a person."""
+        predicted = "" if self.predicted_s is None else f", {self.predicted_s:.3g} s predicted"
+        busy = ", ".join(
+            f"{role} {100 * self.busy[role]:.0f} %" for role in sorted(self.busy, key=lambda r: -self.busy[r])
+        )
+        line = f"steps {self.first_step} to {self.last_step}: {self.step_s:.3g} s each{predicted}; busy: {busy}; "
+        if self.limits in self.free:
+            return f"{line}{self.limits} limits; give it more ranks, they take no device"
+        if not self.devices:
+            return f"{line}all ranks share the cores of this host, so no split makes them faster"
+        if self.split is None:
+            return f"{line}no split of the {self.devices} devices is better by {100 * _WORTH:.0f} %"
+        roles = ",".join(f"{role}:{number}" for role, number in self.split.items())
+        saved = 100 * (1 - self.split_s / self.step_s)
+        return f"{line}{self.limits} limits; --roles {roles} would take about {self.split_s:.3g} s (-{saved:.0f} %)"
+
+    def summary(self) -> dict[str, Any]:
+        """Return it for status.json."""
+        return {**asdict(self), "limits": self.limits, "text": self.text}
+
+
+def better_split(loads: Mapping[str, Load], *, step_s: float, in_turns: bool) -> tuple[dict[str, int] | None, float]:
+    """Return a split of the same devices with which a step is shorter, and its time (s).
+
+    Args:
+        loads: of every role.
+        step_s: measured (s).
+        in_turns: roles work one after the other, not at the same time.
+
+    Returns:
+        Role -> ranks of all that take devices; None where no split saves 5 %, with the measured time.
+    """
+    work = {role: load.busy * step_s * load.ranks for role, load in loads.items()}
+    now = {role: load.ranks for role, load in loads.items()}
+
+    def takes(ranks: Mapping[str, int]) -> float:
+        parts = [work[role] / number for role, number in ranks.items()]
+        return sum(parts) if in_turns else max(parts)
+
+    waits_s = step_s - takes(now)
+    sharing = {role: load.sizes for role, load in loads.items() if load.sizes}
+    devices = sum(loads[role].ranks for role in sharing)
+    # Sharing out one by one misses what a role with few sizes, the actor, needs at once: all its sizes are tried.
+    coarse = min(sharing, key=lambda role: len(sharing[role]), default="")
+    splits = [_shared_out(work, sharing | {coarse: [size]}, devices, in_turns) for size in sharing.get(coarse, ())]
+    timed = [(waits_s + takes(now | split), split) for split in splits if split]
+    best_s, best = min(timed, key=lambda each: each[0], default=(math.inf, {}))
+    return (best, best_s) if best_s <= (1 - _WORTH) * step_s else (None, step_s)
+
+
+def _shared_out(
+    work: Mapping[str, float], sizes: Mapping[str, Sequence[int]], devices: int, in_turns: bool
+) -> dict[str, int]:
+    """Return how many ranks each role gets: all the least, then more for the one where it helps most; none: too few."""
+    place = dict.fromkeys(sizes, 0)
+    ranks = {role: own[0] for role, own in sizes.items()}
+    left = devices - sum(ranks.values())
+
+    def gain(role: str) -> float:
+        more = sizes[role][place[role] + 1]
+        saved_s = work[role] / ranks[role] - work[role] / more
+        return saved_s / (more - ranks[role]) if in_turns else work[role] / ranks[role]
+
+    while left >= 0:
+        growing = [r for r in sizes if place[r] + 1 < len(sizes[r]) and sizes[r][place[r] + 1] - ranks[r] <= left]
+        if not growing:
+            return ranks
+        role = max(growing, key=gain)
+        place[role] += 1
+        left -= sizes[role][place[role]] - ranks[role]
+        ranks[role] = sizes[role][place[role]]
+    return {}
+
+
+class Advisor:
+    """Keeps the newest steps of a run, and says what they show. Of one thread."""
+
+    def __init__(self, config: RunConfig, gangs: Sequence[GangSpec]) -> None:
+        """Args:
+        config: of the run.
+        gangs: of the run; where all real engines compute on the CPU, a split is no use: they share its cores.
+        """
+        self._config = config
+        shared = config.rollout.engine != "sim" and {device for gang in gangs for device in gang.devices} <= {"cpu"}
+        self._sizes = {} if shared else _sizes(config)
+        self._free = set(config.roles) - set(roles_on_device(reward_model=config.reward.model is not None))
+        self._steps: deque[Mapping[str, Any]] = deque(maxlen=_WINDOW)
+        self._latest: Advice | None = None
+        self._first = _FIRST
+        self._predicted_s: float | None = None
+        self._predicted = False
+        self._said: tuple[str, Mapping[str, int] | None] | None = None
+        self._said_at = -_WINDOW
+
+    def look(self, finished_steps: Sequence[Mapping[str, Any]]) -> Advice | None:
+        """Take in the newest steps.
+
+        Args:
+            finished_steps: lines of `metrics.jsonl`, each step once, in order; after a restore some come again.
+
+        Returns:
+            What they show; None: there are too few, or no role has said how long it waits.
+        """
+        for metrics in finished_steps:
+            if self._steps and metrics["step"] <= self._steps[-1]["step"]:
+                self._steps.clear()
+                self._first = _FIRST
+            if self._first:
+                self._first -= 1
+            else:
+                self._steps.append(metrics)
+        time_s = sum(metrics["step_time_s"] for metrics in self._steps)
+        if finished_steps and len(self._steps) >= _LEAST and time_s >= _LEAST_S and (busy := self._busy(time_s)):
+            self._latest = self._advice(busy, time_s / len(self._steps))
+            self._log(self._latest)
+        return self._latest
+
+    def _busy(self, time_s: float) -> dict[str, float]:
+        waited: dict[str, float] = {}
+        for metrics in self._steps:
+            for role, share in metrics["idle_fraction"].items():
+                waited[role] = waited.get(role, 0.0) + share * metrics["step_time_s"]
+        everywhere = set.intersection(*(set(metrics["idle_fraction"]) for metrics in self._steps))
+        return {role: 1 - waited[role] / time_s for role in self._config.roles if role in everywhere - OBSERVERS}
+
+    def _advice(self, busy: Mapping[str, float], step_s: float) -> Advice:
+        roles = self._config.roles
+        loads = {role: Load(roles[role], share, self._sizes.get(role, ())) for role, share in busy.items()}
+        in_turns = self._config.schedule.mode is ScheduleMode.SYNC
+        split, split_s = better_split(loads, step_s=step_s, in_turns=in_turns)
+        return Advice(
+            self._steps[0]["step"], self._steps[-1]["step"], step_s, self._prediction(), busy,
+            sum(load.ranks for load in loads.values() if load.sizes),
+            tuple(role for role in busy if role in self._free), split and roles | split, split_s,
+        )  # fmt: skip
+
+    def _prediction(self) -> float | None:
+        if not self._predicted:
+            self._predicted = True
+            self._predicted_s = predicted_step_s(self._config)
+        return self._predicted_s
+
+    def _log(self, advice: Advice) -> None:
+        """Say it when it is new: at most one line for as many steps as it rests on."""
+        said = (advice.limits if advice.split else "", advice.split)
+        if said != self._said and abs(advice.last_step - self._said_at) >= _WINDOW:
+            self._said, self._said_at = said, advice.last_step
+            logger.info("advice: %s", advice.text)
+
+
+def predicted_step_s(config: RunConfig) -> float | None:
+    """Return the planner's step time of a run with `sim` engines (s); None: it cannot predict this one."""
+    if {config.rollout.engine, config.actor.engine} != {"sim"}:
+        return None
+    try:
+        return open_planner(config, devices=sum(config.roles.values()), device=None).step_s()
+    except ConfigError:
+        return None
+
+
+def _sizes(config: RunConfig) -> dict[str, Sequence[int]]:
+    """Return, per role that takes devices, the numbers of ranks that it could have."""
+    taking = set(roles_on_device(reward_model=config.reward.model is not None)) - OBSERVERS
+    roles = {role: number for role, number in config.roles.items() if role in taking and number}
+    devices = sum(roles.values())
+    found: dict[str, Sequence[int]] = {}
+    for role in roles:
+        unit = rollout_ranks(config) if role == "rollout" else config.ranks_per_copy(role)
+        sizes = range(unit, devices + 1, unit)
+        found[role] = [size for size in sizes if _divides(config, role, size)] if role in TRAINERS else sizes
+    return found
+
+
+def _divides(config: RunConfig, role: str, size: int) -> bool:
+    """Whether the batch divides over so many ranks of a trainer, and they make whole replicas."""
+    try:
+        check_batch_sizes(config.model_copy(update={"roles": config.roles | {role: size}}))
+    except ConfigError:
+        return False
+    return True
