@@ -123,6 +123,8 @@ class Scenario:
         seed: of the run.
         tokens: row -> length of its response.
         times, latency: see there.
+        at_full_speed: workers of all roles that may compute side by side at full speed, on a machine that all share;
+            0: each has a device of its own.
     """
 
     schedule: ScheduleConfig
@@ -142,6 +144,7 @@ class Scenario:
     tokens: Callable[[int], int]
     times: Times
     latency: Latency = Latency()
+    at_full_speed: float = 0.0
 
     @staticmethod
     def of(
@@ -151,6 +154,7 @@ class Scenario:
         tokens: Callable[[int], int] | None = None,
         latency: Latency | None = None,
         slots: int = 0,
+        at_full_speed: float = 0.0,
     ) -> "Scenario":
         """Return the run that a configuration describes.
 
@@ -160,6 +164,7 @@ class Scenario:
             tokens: length of each row's response; None: as `sim` draws them.
             latency: of the house; None: the measured one.
             slots: responses that fit an instance at the same time; 0: `rollout.batch_size`.
+            at_full_speed: see there.
 
         Raises:
             ConfigError: the run has what is not simulated.
@@ -196,6 +201,7 @@ class Scenario:
             tokens=lambda row: min(longest, lengths(row)),
             times=times,
             latency=latency or Latency(),
+            at_full_speed=at_full_speed,
         )
 
 
