@@ -122,6 +122,12 @@ def test_the_plan_is_as_fast_as_the_best_of_all_splits(times: dict[str, float]) 
     assert best.step_s <= 1.03 * min(every)
 
 
+@pytest.mark.parametrize("devices", [4, 14])
+def test_no_step_is_shorter_than_its_bound_on_a_machine_that_all_ranks_share(devices: int) -> None:
+    plans = open_planner(load_config(find_recipe("quickstart")), devices=devices, device="cpu").plans()
+    assert all(plan.bound_s <= plan.step_s for plan in plans)
+
+
 def test_cost_takes_fewer_devices_where_more_do_not_pay() -> None:
     config = sim_run(decode_s_per_token=0.001, train_s_per_token=0.00001, ref_s_per_token=0.00001)
     assert open_planner(config, devices=16, device=None, objective="cost").plans()[0].num_devices < 8
