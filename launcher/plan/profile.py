@@ -160,9 +160,9 @@ class Profile:
         if found == now:
             return
         keys = [key for key in now if found.get(key) != now[key]] if isinstance(now, Mapping) else []
-        key = f"{part}'s {keys[0]}" if keys else part
+        where = keys[0] if part == "settings" and keys else ".".join([part, *keys[:1]])
         was, is_now = (found.get(keys[0]), now[keys[0]]) if keys else (found, now)
-        raise ConfigError(f"{what}: was measured with another {key}, {was} instead of {is_now}; name another file")
+        raise ConfigError(f"{what}: was measured with {where} {was}, here it is {is_now}; name another file")
 
     @cached_property
     def _layers(self) -> int:
@@ -275,7 +275,7 @@ def fit(points: Sequence[tuple[float, float, float]]) -> Work:
 
 def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) -> Iterable[Block]:
     """Yield what is to be measured; what needs the same engine follows each other."""
-    size, actor = config.schedule.n_samples_per_prompt, config.actor
+    actor = config.actor
     prompt = max(1, config.data.max_prompt_tokens // 2)
     response = min(config.rollout.max_response_tokens, config.sim.mean_tokens)
     budget = actor.max_tokens_per_micro_batch
@@ -295,7 +295,7 @@ def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) 
             ):
                 yield Block(name, layers, shape[0], prompt, shape[1])
             if name == TRAIN:
-                yield Block(OPTIMIZER, layers, min(size, trained), prompt, response)
+                yield Block(OPTIMIZER, layers, 1, prompt, response)
     yield Block(COPY_OUT, size=_COPIED)
     yield Block(COPY_IN, size=_COPIED)
     if ranks > 1:
