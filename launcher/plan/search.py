@@ -179,7 +179,10 @@ class Planner:
         )  # fmt: skip
 
     def _simulated(self, config: RunConfig) -> Simulated:
-        return simulate(self.scenario(config), steps=_steps(config))
+        schedule = config.schedule
+        # A run goes on: what it generates ahead at the end is what it had ahead after the first steps.
+        further = schedule.staleness_bound + schedule.lateness
+        return simulate(self.scenario(config), steps=_steps(config), further=further)
 
     def _candidates(self) -> list[_Candidate]:
         """Return what may be simulated, the lowest bound first."""
@@ -262,11 +265,12 @@ class Planner:
 
     def _work_s(self, config: RunConfig) -> dict[str, float]:
         """Return how long each role works on a step at least, all its workers alike (s)."""
-        times, _, slots, _ = self._times(config)
+        times, _, slots, at_full_speed = self._times(config)
         workers, schedule, mean = workers_of(config), config.schedule, self.workload
         rows = schedule.step_rows
         in_flight = rows * (1 + schedule.staleness_bound)
-        together = min(slots, -(-in_flight // workers["rollout"]))
+        # On devices of their own even shares are best; a machine that all share does least with few full batches.
+        together = min(slots, in_flight if at_full_speed else -(-in_flight // workers["rollout"]))
         fastest = min(times.decode_s(number) / number for number in {1, together})
         work = {"rollout": rows * mean.mean_tokens * fastest / workers["rollout"]}
         scored = rows * (

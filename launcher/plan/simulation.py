@@ -56,13 +56,18 @@ class Simulated:
         return {role: 1 - sum(shares) / len(shares) for role, shares in busy.items()}
 
 
-def simulate(scenario: Scenario, *, steps: int) -> Simulated:
+def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
     """Run so many steps.
+
+    Args:
+        scenario: what is run.
+        steps: that are trained.
+        further: steps that are admitted beyond them, as in a run that goes on.
 
     Raises:
         AssertionError: everybody waits for each other.
     """
-    world = World(scenario, steps)
+    world = World(scenario, steps, further)
     world.run()
     return world.result()
 
@@ -83,6 +88,7 @@ class World:
 
     scenario: Scenario
     steps: int
+    further: int = 0
     now: float = 0.0
     worked: float = 0.0
     """Seconds that a worker has computed which always computes: slower than `now` while too many share a machine."""
@@ -106,7 +112,7 @@ class World:
         self._needs, self._readers = _dependencies(scenario.tasks)
         self._missing: dict[tuple[str, int], int] = {}
         self.turns = SwapTurns(scenario.max_updating)
-        self.admission = AdmissionState(scenario.schedule, version=0, last_step=self.steps)
+        self.admission = AdmissionState(scenario.schedule, version=0, last_step=self.steps + self.further)
         by_role = {task.role: task for task in scenario.tasks}
         self.instances = [
             Instance(self, by_role["rollout"].name, number) for number in range(scenario.workers["rollout"])

@@ -70,19 +70,18 @@ def profile_run(config: RunConfig, out: Path, *, say: Callable[[str], None]) -> 
 @contextlib.contextmanager
 def _child(kind: str, errors: IO[str], config: RunConfig) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-P", "-m", "launcher.profile.child", str(os.getpid()), kind]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
         env={**os.environ, **environment(threads=config.launcher.threads_per_worker)},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(_LEAVE_S)
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def _end_of(process: "subprocess.Popen[str]", errors: IO[str]) -> str:

@@ -145,7 +145,7 @@ def test_workers_that_share_a_machine_slow_each_other_down() -> None:
     config = config_of(sim__lengths="constant")
     times = Times.of_sim(config, prompt_tokens=0)
     steps_s = [
-        simulate(Scenario.of(config, times, latency=FREE, at_full_speed=number), steps=8).step_s(2)
+        simulate(Scenario.of(config, times, latency=FREE, at_full_speed=number), steps=8, further=1).step_s(2)
         for number in (0.0, 5.0, 1.0)
     ]
     assert steps_s[1] == pytest.approx(steps_s[0])  # five workers at five places
