@@ -1,4 +1,4 @@
-"""What the planner predicts against what runs take; `sim` engines sleep, everything else of a run is real.
+"""What the planner predicts against what runs take; `sim` engines sleep, all else of a run is real.
 
     python benchmarks/planner.py [--json [FILE]] [--seed N] [--parts ...] [--runs 12] [--splits 24] [--steps 10]
 
@@ -6,6 +6,8 @@
                                                 seed draws (ranges in planner_parts/drawn.py)
     choice    choice_gap                        throughput that the plan for 14 devices misses: the best of random
                                                 splits and of the plan's neighbours, and the plan, again in pairs
+    real      real_error_max, and each signed    the same error of recipes with real engines, after a profile of this
+                                                machine: quickstart, and SmolLM2 where its packages are installed
     speed     plan_64_s, plan_1024_s            processor time of a plan for 64 and 1,024 devices with what one more
                                                 device would give: Qwen2.5-7B, 128 and 1,024 prompts of 8 responses
     scale     scale_devices_*                   devices at which each service of the house saturates: service times
@@ -65,6 +67,18 @@ def sim(given: Given) -> dict[str, float]:
         errors.append(abs(predicted / measured - 1))
         _say(f"sim {number}: measured {measured:.3f} s, error {predicted / measured - 1:+.3f}")
     return {"sim_error_median": statistics.median(errors), "sim_error_max": max(errors)}
+
+
+def real(given: Given) -> dict[str, float]:
+    """Profile, predict and run recipes with real engines."""
+    from planner_parts.real import predict_and_run, recipes
+
+    errors = {}
+    for name, settings in recipes(given.directory, _say).items():
+        where = given.directory / f"real-{name}"
+        errors[name] = predict_and_run(name, settings, where, steps=given.steps, skip=_SKIP, say=_say)
+    told = {f"real_error_{name.partition('-')[0]}": error for name, error in errors.items()}
+    return {**told, "real_error_max": max(map(abs, errors.values()))}
 
 
 def choice(given: Given) -> dict[str, float]:
@@ -143,7 +157,7 @@ def scale(given: Given) -> dict[str, float]:
 
 
 PARTS: dict[str, Callable[[Given], dict[str, float]]] = {
-    each.__name__: each for each in (speed, papers, scale, sim, choice)
+    each.__name__: each for each in (speed, papers, scale, sim, real, choice)
 }
 
 

@@ -10,6 +10,7 @@ times       a step's work of the busiest role is 2 to 4 s; the others have 0.4 t
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,17 @@ def run(values: dict[str, Any], directory: Path) -> Ran:
     directory.mkdir(parents=True)
     source = directory / "planned.yaml"
     source.write_text(yaml.safe_dump(with_data(values), sort_keys=False))
-    command = [sys.executable, "-c", _MODULE, str(source), "--run-dir", str(directory / "run")]
+    return launch([str(source)], directory / "run")
+
+
+def launch(arguments: Sequence[str], run_dir: Path) -> Ran:
+    """Run `asyncflow-launch` with these arguments.
+
+    Raises:
+        SystemExit: it failed; says what it printed.
+    """
+    command = [sys.executable, "-c", _MODULE, *arguments, "--run-dir", str(run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return read_run(directory / "run")
+    return read_run(run_dir)

@@ -155,6 +155,7 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
 )
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
 @click.option("--lengths", metavar="RUN_DIR", type=click.Path(path_type=Path), help="Lengths of that run's responses.")
+@click.option("--profile", metavar="FILE", type=click.Path(path_type=Path), help="Measured by `asyncflow profile`.")
 @click.option("--timeline", metavar="FILE", type=click.Path(path_type=Path), help="Draw the best plan's run as HTML.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def plan_command(
@@ -165,6 +166,7 @@ def plan_command(
     objective: Literal["time", "cost"],
     overrides: tuple[str, ...],
     lengths: Path | None,
+    profile: Path | None,
     timeline: Path | None,
     as_json: bool,
 ) -> None:
@@ -175,12 +177,32 @@ def plan_command(
         from launcher.plan.report import open_planner, plan_json, plan_text, write_timeline
 
         loaded = load_config(find_recipe(config), overrides=overrides)
-        planner = open_planner(loaded, devices=devices, device=device, objective=objective, lengths=lengths)
+        planner = open_planner(
+            loaded, devices=devices, device=device, objective=objective, lengths=lengths, profile=profile
+        )
         plans = planner.plans()
         more = planner.one_more(plans[0])
         if timeline is not None:
             write_timeline(plans[0], timeline, title=f"{loaded.name}, planned: {plans[0].roles_text}")
         click.echo((plan_json if as_json else plan_text)(planner, plans, more))
+
+
+@main.command("profile", cls=OneLineCommand)
+@click.argument("config", required=False)
+@click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
+@click.option("--out", metavar="FILE", type=click.Path(path_type=Path), help="[default: NAME.profile.json]")
+def profile_command(config: str | None, *, overrides: tuple[str, ...], out: Path | None) -> None:
+    """Measure CONFIG's model on this machine's device, by blocks, for `asyncflow plan --profile` (docs/planner.md).
+
+    Takes minutes; the machine should be idle. The same command goes on where one was interrupted.
+    """
+    with errors_as_exits():
+        from launcher.config.load import load_config
+        from launcher.config.paths import find_recipe
+        from launcher.profile.command import profile_run
+
+        loaded = load_config(find_recipe(config), overrides=overrides)
+        profile_run(loaded, out or Path(f"{loaded.name}.profile.json"), say=click.echo)
 
 
 @main.command("plot", cls=OneLineCommand)

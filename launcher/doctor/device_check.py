@@ -66,7 +66,7 @@ def check_contexts(needs: Needs) -> list[Finding]:
     if device.type == "cpu" or torch.accelerator.device_count() < 2:
         return [Finding.ok(CONTEXTS, "there is one device, and no other that a process could touch by mistake")]
     last = f"{device.type}:{torch.accelerator.device_count() - 1}"
-    with _ranks(CONTEXTS, [last]) as (store, finish):
+    with started_ranks(CONTEXTS, [last]) as (store, finish):
         before = _free(device)
         store.wait(["here"], _TIMEOUT / 2)
         taken = None if before is None else before - (_free(device) or 0)
@@ -116,8 +116,8 @@ def check_copies(needs: Needs) -> list[Finding]:
 
 def check_collectives(needs: Needs) -> list[Finding]:
     """Each collective that training uses, over Gloo and the devices' backend in one default group."""
-    names = _rank_devices(needs)
-    with _ranks(COLLECTIVES, names) as (_, finish):
+    names = rank_devices(needs.device)
+    with started_ranks(COLLECTIVES, names) as (_, finish):
         said = finish()
     found = [one for one in said if not isinstance(one, str)]
     if len(found) < len(names):
@@ -136,10 +136,10 @@ def check_collectives(needs: Needs) -> list[Finding]:
 
 def check_dead_receiver(needs: Needs) -> list[Finding]:
     """A receiver dies between two broadcasts of weights: the sender gets an error in time, and lives."""
-    names = _rank_devices(needs)[:2]
+    names = rank_devices(needs.device)[:2]
     if len(names) < 2:
         return [Finding.ok(DEAD, "there is one device; this needs two")]
-    with _ranks(DEAD, names) as (_, finish):
+    with started_ranks(DEAD, names) as (_, finish):
         one = finish()[0]
     if isinstance(one, str):
         text = f"the sender died with its receiver ({one})"
@@ -158,7 +158,7 @@ def check_update(needs: Needs) -> list[Finding]:
     import torch
 
     device = _open(needs)
-    with _default_group(device):
+    with default_group(device):
         _, expected, _ = _updates(torch.device("cpu"))
         _, norms, seconds = _updates(device)
     pairs = zip(expected, norms, strict=True)
@@ -185,7 +185,7 @@ def check_swap(needs: Needs) -> list[Finding]:
     from workers.rollout.config import SamplingConfig
 
     device, model = _open(needs), _quickstart()
-    with _default_group(device):
+    with default_group(device):
         engine, _, _ = _updates(device)
         plan = plan_transfer([describe(engine.shards())], bucket_bytes=2**20, dtype="float32")
         memory = SlotMemory(plan.region_bytes)
@@ -219,7 +219,7 @@ def check_memory(needs: Needs) -> list[Finding]:
     if device.type == "cpu":
         return [Finding.ok(MEMORY, "not measured on the CPU")]
     module: Any = torch.get_device_module(device)
-    with tempfile.TemporaryDirectory() as place, _default_group(device):
+    with tempfile.TemporaryDirectory() as place, default_group(device):
         sizes = write_model(Path(place), large=(_free(device) or 0) > 16e9)
         before = module.memory_allocated()
         module.reset_peak_memory_stats()
@@ -263,18 +263,18 @@ def _open(needs: Needs) -> "torch.device":
     return open_device(needs.device if needs.device == "cpu" else f"{needs.device}:0")
 
 
-def _rank_devices(needs: Needs) -> list[str]:
+def rank_devices(kind: str) -> list[str]:
     """Return a device for each rank: one each, at most eight; two ranks on the CPU."""
     import torch
 
-    if _open(needs).type == "cpu":
+    if kind == "cpu":
         return ["cpu", "cpu"]
     most = min(_MOST_RANKS, torch.accelerator.device_count(), max(2, os.cpu_count() or 2))
-    return [f"{needs.device}:{index}" for index in range(most)]
+    return [f"{kind}:{index}" for index in range(most)]
 
 
 @contextlib.contextmanager
-def _ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
+def started_ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
     """Start a process per device; yields their store, and what waits for them and returns what each said: facts, or the
     last line of its errors if it died."""
     from asyncflow.sealed_store import serve_store
@@ -308,7 +308,8 @@ def _ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
 
 
 @contextlib.contextmanager
-def _default_group(device: "torch.device") -> Iterator[None]:
+def default_group(device: "torch.device") -> Iterator[None]:
+    """Have a default group of this process alone."""
     import torch.distributed as dist
 
     from asyncflow.device import group_backends

@@ -21,6 +21,7 @@ from asyncflow.device import abort_group, connect_group, group_backends, on_devi
 from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import connect_store
 from launcher.doctor.messages import reason
+from launcher.plan.profile import EXCHANGED
 
 TIMEOUT = timedelta(seconds=10)
 """Of each wait."""
@@ -31,8 +32,22 @@ SIZE = 2**22
 def collectives(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
     """Return, for each collective, the seconds of its second call, or what went wrong."""
     dist.init_process_group(group_backends(device), store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return _try_all(device, rank, size, SIZE)
+
+
+def exchanges(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
+    """Return the same by size: names with the bytes behind them."""
+    dist.init_process_group(group_backends(device), store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return {
+        f"{name} {size_bytes}": seconds
+        for size_bytes in EXCHANGED
+        for name, seconds in _try_all(device, rank, size, size_bytes // 4).items()
+    }
+
+
+def _try_all(device: torch.device, rank: int, size: int, numbers: int) -> dict[str, float | str]:
     own, total = rank + 1.0, size * (size + 1) / 2
-    mine = torch.full((SIZE // size,), own, device=device)
+    mine = torch.full((numbers // size,), own, device=device)
 
     def reduced() -> tuple[Tensor, float]:
         values = mine.clone()
@@ -135,7 +150,7 @@ def contexts(device: torch.device, rank: int, size: int, store: dist.Store) -> d
     return {}
 
 
-MODES = {"collectives": collectives, "dead receiver": dead_receiver, "contexts": contexts}
+MODES = {"collectives": collectives, "exchanges": exchanges, "dead receiver": dead_receiver, "contexts": contexts}
 
 
 def main() -> None:

@@ -52,13 +52,16 @@ class ColumnWorker:
         rows = [row for item in items for row in item.rows]
         start = world.now + world.scenario.latency.fetch_s
         seconds = sum(work_s(world, name, rows) for name in (*self._task.fused, self._task.name))
-        world.span(self._name, self._task.name, start, start + seconds, step=partition, rows=len(rows))
+
+        def computed() -> None:
+            world.span(self._name, self._task.name, start, world.now, step=partition, rows=len(rows))
+            world.after(world.scenario.latency.put_s, done)
 
         def done() -> None:
             world.put(self._task.name, rows)
             self._ask()
 
-        world.at(start + seconds + world.scenario.latency.put_s, done)
+        world.at(start, lambda: world.compute(seconds, computed))
 
 
 def work_s(world: "World", task: str, rows: list[int]) -> float:

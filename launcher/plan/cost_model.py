@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from launcher.plan.devices import Device
+from launcher.plan.profile import COPY_IN, COPY_OUT, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Work, rollout_ranks, work_of_users
 from workers.config import RunConfig
 from workers.engines.device_memory import DTYPE_BYTES, ModelSizes
@@ -56,18 +57,25 @@ class CostModel:
     model: ModelSizes
     device: Device
     workload: Workload
+    profile: Profile | None = None
+    """Measured times, where there are any; what it lacks is estimated."""
 
     def times(self) -> Times:
         """Return how long computing takes."""
         config, number = self.config, self._rollout_number
         tensor = rollout_ranks(config)
         peak = tensor * self._peak(number) * self.device.achievable.forward
-        shared = config.schedule.n_samples_per_prompt if config.vllm.prefix_caching else 1
+        caches = config.vllm.prefix_caching if config.rollout.engine == "vllm" else True
+        shared = config.schedule.n_samples_per_prompt if caches else 1
         prompt = self.workload.prompt_tokens
         scorers = {"ref_log_probs": "ref", "actor_log_probs": "actor_fwd", "values": "critic"}
+        if self.profile is None:
+            prefill_s = 2 * self.model.num_parameters * prompt / peak
+        else:
+            prefill_s = self.profile.prefill_s() * prompt / tensor
         return Times(
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
-            prefill_s=2 * self.model.num_parameters * prompt / peak / shared,
+            prefill_s=prefill_s / shared,
             tasks={task: self._forward(self._frozen_number, self._copy(role)) for task, role in scorers.items()}
             | work_of_users(config),
             train=self.train(),
@@ -79,30 +87,27 @@ class CostModel:
     def latency(self) -> Latency:
         """Return the house's latencies, with what weights take on their way."""
         size, achievable = self._weight_bytes, self.device.achievable
-        host = self.device.host_gb_s * 1e9 * achievable.link
         tensor = rollout_ranks(self.config)
         several_nodes = sum(self.config.roles.values()) > self.device.devices_per_node
         network = self.device.network_gb_s * self.device.devices_per_node * 1e9 * achievable.link
         house = Latency()
         return replace(
             house,
-            publish_s=house.publish_s + size / self.config.roles["actor"] / host,
+            publish_s=house.publish_s + self._copy_s(COPY_OUT, size / self.config.roles["actor"]),
             transfer_s=house.transfer_s + (size / network if several_nodes else 0.0),
-            swap_s=house.swap_s + size / tensor / host,
+            swap_s=house.swap_s + self._copy_s(COPY_IN, size / tensor),
         )
 
     def decode_s(self, responses: int, tensor: int) -> float:
         """Return the seconds of a decode step: a token of each of so many responses."""
         model, device, number = self.model, self.device, self._rollout_number
+        reduce_s = 2 * model.num_layers * self._all_reduce_s(responses * model.hidden_size * number, tensor)
+        if self.profile is not None:
+            return self.profile.decode_s(responses, self._context) / tensor + reduce_s
         read = number * model.num_parameters + responses * self._context * self._cache_bytes(tensor) * tensor
         memory_s = read / tensor / (device.memory_gb_s * 1e9 * device.achievable.memory * self._share)
         compute_s = 2 * model.num_parameters * responses / tensor / (self._peak(number) * device.achievable.forward)
-        reduce_s = 0.0
-        if tensor > 1:
-            moved = 2 * (tensor - 1) / tensor * responses * model.hidden_size * number
-            hop_s = device.hop_s + moved / (device.link_gb_s * 1e9 * device.achievable.link)
-            reduce_s = 2 * model.num_layers * hop_s
-        return max(memory_s, compute_s) + reduce_s + device.step_overhead_s / self._share
+        return max(memory_s, compute_s) + reduce_s + device.step_overhead_s
 
     def slots(self) -> int:
         """Return how many responses fit beside each other at their mean length, at most `rollout.batch_size`."""
@@ -126,14 +131,18 @@ class CostModel:
             tensor, parts = layout.tensor, layout.tensor * layout.context * layout.stages
             bubble = (layout.stages - 1) / (actor.megatron.pipeline_pieces + layout.stages - 1)
         elif ranks > 1:
-            moved = (2 * number + 4) * model.num_parameters * (ranks - 1) / ranks
-            floor_s = moved / (self._between(ranks) * 1e9 * device.achievable.link)
+            gathered_s = self._exchange_s("all_gather", number * model.num_parameters, ranks)
+            floor_s = 2 * gathered_s + self._exchange_s("reduce_scatter", 4 * model.num_parameters, ranks)
         rate = parts * self._peak(number) * device.achievable.train * (1 - bubble)
-        token_s = passes * 2 * model.num_parameters / rate
+        work = Work(token_s=passes * 2 * model.num_parameters / rate, squared_s=passes * self._attention / rate)
+        if self.profile is not None:
+            measured = self.profile.work(TRAIN, shared_prompt=actor.shared_prompt)
+            work = measured.divided(parts * (1 - bubble) / self._models)
+        token_s = work.token_s
         if tensor > 1:
             moved = 2 * passes * model.num_layers * 2 * (tensor - 1) / tensor * model.hidden_size * number
             token_s += moved / (self._between(tensor) * 1e9 * device.achievable.link) * tensor / parts
-        return Work(token_s=token_s, squared_s=passes * self._attention / rate, floor_s=floor_s)
+        return replace(work, token_s=token_s, floor_s=floor_s)
 
     def _copy(self, role: str) -> int:
         """Return how many ranks score together: those of a copy. A replica's lead alone does what the actor hosts, but
@@ -144,6 +153,8 @@ class CostModel:
         return ranks // actor.num_replicas(ranks) if actor.tri_model else 1
 
     def _forward(self, number: int, ranks: int) -> Work:
+        if self.profile is not None:
+            return self.profile.work(FORWARD, shared_prompt=False).divided(ranks)
         rate = ranks * self._peak(number) * self.device.achievable.forward
         return Work(token_s=2 * self.model.num_parameters / rate, squared_s=self._attention / rate)
 
@@ -151,7 +162,8 @@ class CostModel:
         config, device, model = self.config, self.device, self.model
         ranks = config.roles["actor"]
         bytes_per_s = device.memory_gb_s * 1e9 * device.achievable.memory * self._share
-        update_s = 28 * model.num_parameters * self._models / ranks / bytes_per_s
+        owned = model.num_parameters * self._models / ranks
+        update_s = 28 * owned / bytes_per_s if self.profile is None else self.profile.update_s(owned)
         if config.actor.engine == "megatron":
             layout = config.actor.megatron.layout(ranks)
             number = DTYPE_BYTES[config.actor.autocast]
@@ -159,6 +171,31 @@ class CostModel:
             copies = layout.replicas * layout.context
             update_s += moved * (copies - 1) / copies / (self._between(ranks) * 1e9 * device.achievable.link)
         return update_s
+
+    def _copy_s(self, name: str, size: float) -> float:
+        """Return the time to copy so many bytes from the device, or to it (s)."""
+        measured = self.profile.exchange_s(name, size) if self.profile is not None else None
+        return size / (self.device.host_gb_s * 1e9 * self.device.achievable.link) if measured is None else measured
+
+    def _exchange_s(self, name: str, size: float, ranks: int) -> float:
+        """Return the time of a collective in which each rank ends or begins with so many bytes (s)."""
+        measured = None
+        if self.profile is not None and ranks <= self.device.devices_per_node:
+            measured = self.profile.exchange_s(name, size)
+        if measured is None:
+            return size * (ranks - 1) / ranks / (self._between(ranks) * 1e9 * self.device.achievable.link)
+        number = self.profile.num_ranks if self.profile is not None else ranks
+        return measured * (ranks - 1) / ranks * number / (number - 1)
+
+    def _all_reduce_s(self, size: float, ranks: int) -> float:
+        """Return the time of an all-reduce of so many bytes inside a node (s)."""
+        if ranks == 1:
+            return 0.0
+        measured = self.profile.exchange_s("all_reduce", size * self.profile.num_ranks) if self.profile else None
+        if measured is not None:
+            return measured
+        moved = 2 * (ranks - 1) / ranks * size
+        return self.device.hop_s + moved / (self.device.link_gb_s * 1e9 * self.device.achievable.link)
 
     @property
     def _models(self) -> int:
@@ -187,11 +224,18 @@ class CostModel:
         kind = "float32" if number == 4 else "bfloat16"
         return self.device.peak_tflops[kind] * 1e12 * self._share  # type: ignore[index]
 
-    @cached_property
-    def _share(self) -> float:
-        """Share of the device that a rank has."""
+    @property
+    def at_full_speed(self) -> float:
+        """Ranks that may compute side by side at full speed on the machine that they share; 0: each has a device."""
         cores = self.device.shared_by
-        return 1.0 if not cores else min(1 / cores, 1 / sum(self.config.roles.values()))
+        if cores and self.profile is not None:
+            cores = int(self.profile.device["cores"])
+        return max(1.0, cores / self.config.launcher.threads_per_worker) if cores else 0.0
+
+    @property
+    def _share(self) -> float:
+        """Share of the device that a rank has while it computes."""
+        return 1 / self.at_full_speed if self.device.shared_by else 1.0
 
     @property
     def _frozen_number(self) -> int:

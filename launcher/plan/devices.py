@@ -73,6 +73,25 @@ def find_device(name: str) -> Device:
         raise ConfigError(f"--device {path}: {where}: {first['msg']}; see configs/devices/h100.yaml") from error
 
 
+def device_of(measured: str, named: str | None, what: str) -> str | None:
+    """Return the name of the device that a profile was measured on.
+
+    Args:
+        measured: as the device calls itself.
+        named: by `--device`; None: it is looked up in the catalogue.
+        what: names the profile's file.
+
+    Raises:
+        ConfigError: the catalogue has it under another name than `named`.
+    """
+    known = [path.name.removesuffix(".yaml") for path in _catalogue()]
+    called = measured.lower().replace("-", "")
+    fitting = [name for name in known if name.replace("-", "") in called]
+    if named in known and fitting and named not in fitting:
+        raise ConfigError(f"{what}: was measured on {measured}, not on --device {named}; name --device {fitting[0]}")
+    return named or (fitting[0] if fitting else None)
+
+
 def _catalogue() -> list[Path]:
     directory = importlib.resources.files("configs") / "devices"
     return [Path(str(each)) for each in directory.iterdir() if each.name.endswith(".yaml")]

@@ -3,7 +3,7 @@
 ask for rounds (two ahead of the one in work) -> columns, micro-batches -> the last round -> updates -> publish
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -96,18 +96,31 @@ class Gang:
         self.look()
         ranks = self._walkers[walker]
         slices = [_rows(formed.slices[rank]) for rank in ranks]
-        begin = world.now + world.scenario.latency.round_s
         columns_s = max(sum(self._column_s(name, rows) for name in self._fused) for rows in slices)
         train_s = 0.0
         if self._trains_now(walker, formed):
             train_s = self._train_s(slices)
-        middle, end = begin + columns_s, begin + columns_s + train_s
-        for rank in ranks:
-            if columns_s:
-                world.span(f"actor-{rank}", self._fused[0], begin, middle, step=self._step)
-            if train_s:
-                world.span(f"actor-{rank}", "forward_backward", middle, end, step=self._step)
-        world.at(end, lambda: self._after_round(walker, formed.last))
+
+        def columns() -> None:
+            self._compute(ranks, self._fused[0] if self._fused else "", columns_s, train)
+
+        def train() -> None:
+            self._compute(ranks, "forward_backward", train_s, lambda: self._after_round(walker, formed.last))
+
+        world.compute(world.scenario.latency.round_s, columns, workers=len(ranks))
+
+    def _compute(self, ranks: Sequence[int], name: str, seconds: float, done: Callable[[], None]) -> None:
+        world, begin = self._world, self._world.now
+        if not seconds:
+            done()
+            return
+
+        def ended() -> None:
+            for rank in ranks:
+                world.span(f"actor-{rank}", name, begin, world.now, step=self._step)
+            done()
+
+        world.compute(seconds, ended, workers=len(ranks))
 
     def _trains_now(self, walker: int, formed: Formed) -> bool:
         """Whether a round is of the first mini-batch; the others are kept."""
@@ -128,10 +141,9 @@ class Gang:
 
     def _update(self) -> None:
         """All rounds are there: the updates of the step, one after the other."""
-        world, scenario = self._world, self._world.scenario
-        begin = world.now
+        scenario = self._world.scenario
         num_mini_batches = scenario.actor.num_mini_batches
-        end = begin
+        total_s = 0.0
         for number in range(scenario.actor.ppo_epochs if self._kept else 1):
             assigner = self._assigner(number)
             seconds = [0.0] * num_mini_batches
@@ -139,12 +151,13 @@ class Gang:
                 place = assigner.assign(total)
                 if (number, place) != (0, 0):
                     seconds[place] += self._train_s([_rows(part) for part in formed.slices])
-            end += sum(seconds) + num_mini_batches * scenario.times.update_s
-        for rank in range(self._replicas):
-            if end > begin:
-                world.span(f"actor-{rank}", "optimizer", begin, end, step=self._step)
-        published = end + scenario.latency.publish_s
-        world.span("actor-0", "publish weights", end, published, step=self._step)
+            total_s += sum(seconds) + num_mini_batches * scenario.times.update_s
+        self._compute(range(self._replicas), "optimizer", total_s, self._publish)
+
+    def _publish(self) -> None:
+        world = self._world
+        published = world.now + world.scenario.latency.publish_s
+        world.span("actor-0", "publish weights", world.now, published, step=self._step)
         world.at(published, self._published)
 
     def _published(self) -> None:

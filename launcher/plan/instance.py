@@ -47,6 +47,7 @@ class Instance:
         self._asked = self._draining = self._swapping = False
         self._looks = 0
         self._busy_since: float | None = None
+        self._computing = False
 
     def weights_arrived(self, version: int) -> None:
         """A version is at hand."""
@@ -58,7 +59,7 @@ class Instance:
         world = self._world
         if self._swapping:
             return
-        ended = self._decoding.ended(world.now)
+        ended = self._decoding.ended(world.worked)
         for row in ended:
             self._end(row)
         self._swap_if_due()
@@ -67,10 +68,13 @@ class Instance:
         self._fill()
         if ended and not self._running:
             self.note_idle()
+        if self._computing != bool(self._running):
+            self._computing = bool(self._running)
+            world.computing(1 if self._computing else -1)
         self._looks += 1
         end, number = self._decoding.next_end, self._looks
         if end is not None:
-            world.at(end, lambda: self._look_again(number))
+            world.at_work(end, lambda: self._look_again(number))
 
     def _look_again(self, number: int) -> None:
         if number == self._looks:  # else the end is another one by now
@@ -127,7 +131,7 @@ class Instance:
                 self.note_idle()
                 self._step = lease.partition
             tokens = world.tokens[row] = world.scenario.tokens(row)
-            self._decoding.begin(row, self._prefill_s + self._alone_s * tokens, world.now)
+            self._decoding.begin(row, self._prefill_s + self._alone_s * tokens, world.worked)
         if begun and self._busy_since is None:
             self._busy_since = world.now
         want = self._room() - len(self._waiting)

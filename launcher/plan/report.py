@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -10,39 +10,52 @@ from typing import Any
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import count_parameters
 from launcher.plan.cost_model import parameters_of
-from launcher.plan.devices import find_device
+from launcher.plan.devices import device_of, find_device
+from launcher.plan.profile import Profile
 from launcher.plan.search import Objective, Plan, Planner
 from launcher.timeline.gantt_chart import GanttChart, gantt_html
 from workers.config import RunConfig
+from workers.engines.device_memory import ModelSizes
 from workers.engines.model_files import read_model_config
 from workers.engines.sim.lengths import SimLengths
 
 
 def open_planner(
-    config: RunConfig, *, devices: int, device: str | None, objective: Objective = "time", lengths: Path | None = None
+    config: RunConfig,
+    *,
+    devices: int,
+    device: str | None,
+    objective: Objective = "time",
+    lengths: Path | None = None,
+    profile: Path | None = None,
 ) -> Planner:
     """Return what plans a run.
 
     Args:
         config: of the run.
         devices: at most so many.
-        device: of the catalogue, or a YAML file; `sim` engines need none.
+        device: of the catalogue, or a YAML file; `sim` engines need none, nor does a profile of a device that is known.
         objective: see `Planner`.
         lengths: a run's directory, whose responses' lengths are drawn from; None: as section `sim` says.
+        profile: file of `asyncflow profile`; None: times are estimated.
 
     Raises:
         ConfigError: the device or the model's sizes are not known, or the run has no lengths.
     """
     simulated = config.rollout.engine == "sim"
+    if simulated and profile is not None:
+        raise ConfigError(f"--profile {profile}: sim engines have their times in section sim; leave it out")
+    measured = None
+    model: Mapping[str, Any] = {}
+    parameters = 0
+    if not simulated:
+        sizes, parameters, model = model_sizes(config)
+        if profile is not None:
+            measured = Profile.read(profile, "--profile")
+            measured.check(config, sizes, f"--profile {profile}")
+            device = device_of(str(measured.device["name"]), device, f"--profile {profile}")
     if device is None and not simulated:
         raise ConfigError("--device: is missing; name one of configs/devices, e.g. --device h100")
-    directory = Path(config.model.path)
-    model = {} if simulated else read_model_config(directory)
-    parameters = 0 if simulated else count_parameters(directory) or parameters_of(model)
-    if not simulated and not parameters:
-        raise ConfigError(
-            f"model.path: the sizes in {directory / 'config.json'} are not those of a model that is known"
-        )
     step_rows = config.schedule.step_rows
     drawn = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).tokens
     tokens = drawn if lengths is None else recorded_lengths(lengths, seed=config.seed)
@@ -56,11 +69,31 @@ def open_planner(
         prompt_tokens=0 if simulated else config.data.max_prompt_tokens // 2,
         tokens=lambda row: min(longest, tokens(row)),
         objective=objective,
+        profile=measured,
     )
+
+
+def model_sizes(config: RunConfig) -> tuple[ModelSizes, int, Mapping[str, Any]]:
+    """Return the sizes of a run's model, its parameters, and config.json; weights need not be there.
+
+    Raises:
+        ConfigError: it has no config.json, or one of another kind of model.
+    """
+    directory = Path(config.model.path)
+    model = read_model_config(directory)
+    parameters = count_parameters(directory) or parameters_of(model)
+    sizes = ModelSizes.of(model, parameters)
+    if not parameters or sizes is None:
+        raise ConfigError(
+            f"model.path: the sizes in {directory / 'config.json'} are not those of a model that is known"
+        )
+    return sizes, parameters, model
 
 
 def auto_roles(text: str, config: RunConfig) -> tuple[str, tuple[str, ...]] | None:
     """Return `--roles` and `--set` of the best plan for `auto:DEVICES[@DEVICE]`; None: the text is something else.
+
+    DEVICE may be a profile's file.
 
     Raises:
         ConfigError: the number or the device is not one, or no plan fits.
@@ -75,7 +108,9 @@ def auto_roles(text: str, config: RunConfig) -> tuple[str, tuple[str, ...]] | No
         if config.launcher.device != "cpu":
             raise ConfigError(f"--roles {text}: say of which device, e.g. --roles auto:{number}@h100")
         device = "cpu"
-    best = open_planner(config, devices=int(number), device=device or None).plans()[0]
+    profile = Path(device) if device.endswith(".json") else None
+    named = None if profile is not None else device or None
+    best = open_planner(config, devices=int(number), device=named, profile=profile).plans()[0]
     return best.roles_text, best.changes
 
 
@@ -133,6 +168,10 @@ def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float]) -> st
         lines.append(f"  with {role} a step takes {step_s:.3g} s ({100 * (step_s / best.step_s - 1):+.1f} %)")
     if planner.device is not None:
         share = planner.device.achievable
+        if planner.profile is not None:
+            lines.append(
+                f"measured: blocks of the model, on {planner.profile.device['name']}; what it lacks is assumed"
+            )
         lines.append(
             f"assumed: {share.train:g} of the peak in training, {share.forward:g} without gradients, {share.memory:g} "
             f"of the memory's bandwidth, {share.link:g} of links; see docs/planner.md"

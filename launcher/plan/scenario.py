@@ -39,6 +39,13 @@ class Work:
         computing_s = self.call_s + self.row_s * rows + self.token_s * tokens + self.squared_s * squares
         return max(self.floor_s, computing_s)
 
+    def divided(self, parts: float) -> "Work":
+        """Return it shared evenly by so many."""
+        return Work(
+            call_s=self.call_s / parts, row_s=self.row_s / parts, token_s=self.token_s / parts,
+            squared_s=self.squared_s / parts, floor_s=self.floor_s / parts,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Latency:
@@ -127,6 +134,8 @@ class Scenario:
         seed: of the run.
         tokens: row -> length of its response.
         times, latency: see there.
+        at_full_speed: workers of all roles that may compute side by side at full speed, on a machine that all share;
+            0: each has a device of its own.
     """
 
     schedule: ScheduleConfig
@@ -146,6 +155,7 @@ class Scenario:
     tokens: Callable[[int], int]
     times: Times
     latency: Latency = Latency()
+    at_full_speed: float = 0.0
 
     @staticmethod
     def of(
@@ -155,6 +165,7 @@ class Scenario:
         tokens: Callable[[int], int] | None = None,
         latency: Latency | None = None,
         slots: int = 0,
+        at_full_speed: float = 0.0,
     ) -> "Scenario":
         """Return the run that a configuration describes.
 
@@ -164,6 +175,7 @@ class Scenario:
             tokens: length of each row's response; None: as `sim` draws them.
             latency: of the house; None: the measured one.
             slots: responses that fit an instance at the same time; 0: `rollout.batch_size`.
+            at_full_speed: see there.
 
         Raises:
             ConfigError: the run has what is not simulated.
@@ -200,6 +212,7 @@ class Scenario:
             tokens=lambda row: min(longest, lengths(row)),
             times=times,
             latency=latency or Latency(),
+            at_full_speed=at_full_speed,
         )
 
 

@@ -18,6 +18,7 @@ from launcher.checks.batch_sizes import check_batch_sizes
 from launcher.checks.device_memory import device_memory
 from launcher.plan.cost_model import CostModel, Workload
 from launcher.plan.devices import Device
+from launcher.plan.profile import Profile
 from launcher.plan.scenario import Latency, Scenario, Times, rollout_ranks, workers_of
 from launcher.plan.simulation import Simulated, simulate
 from tq.config import ScheduleMode
@@ -102,6 +103,7 @@ class Planner:
         prompt_tokens: mean of the prompts.
         tokens: row -> length of its response.
         objective: the fastest step, or the most tokens per second and device.
+        profile: measured times of blocks, which override estimates.
     """
 
     config: RunConfig
@@ -112,6 +114,7 @@ class Planner:
     prompt_tokens: int
     tokens: Callable[[int], int]
     objective: Objective = "time"
+    profile: Profile | None = None
 
     def plans(self) -> list[Plan]:
         """Return the best plans, the best first.
@@ -169,8 +172,8 @@ class Planner:
 
     def scenario(self, config: RunConfig) -> Scenario:
         """Return the run to simulate."""
-        times, latency, slots = self._times(config)
-        return Scenario.of(config, times, tokens=self.tokens, latency=latency, slots=slots)
+        times, latency, slots, at_full_speed = self._times(config)
+        return Scenario.of(config, times, tokens=self.tokens, latency=latency, slots=slots, at_full_speed=at_full_speed)
 
     def _plan(self, candidate: _Candidate, headroom_gb: float | None) -> Plan:
         ran = self._simulated(candidate.config)
@@ -180,7 +183,10 @@ class Planner:
         )  # fmt: skip
 
     def _simulated(self, config: RunConfig) -> Simulated:
-        return simulate(self.scenario(config), steps=_steps(config))
+        schedule = config.schedule
+        # A run goes on: what it generates ahead at the end is what it had ahead after the first steps.
+        further = schedule.staleness_bound + schedule.lateness
+        return simulate(self.scenario(config), steps=_steps(config), further=further)
 
     def _candidates(self) -> list[_Candidate]:
         """Return what may be simulated, the lowest bound first."""
@@ -190,7 +196,9 @@ class Planner:
                 sized = config.model_copy(update={"roles": roles})
                 found.append(_Candidate(sized, changes, self.bound_s(sized)))
         if self.objective == "cost":
-            return sorted(found, key=lambda each: each.bound_s * sum(each.config.roles.values()))
+            house = Latency()
+            house_s = house.publish_s + house.admit_s + house.transfer_s + house.swap_s  # for which all devices wait
+            return sorted(found, key=lambda each: (each.bound_s + house_s) * sum(each.config.roles.values()))
         return sorted(found, key=lambda each: each.bound_s)
 
     def layouts(self) -> Iterator[tuple[RunConfig, tuple[str, ...]]]:
@@ -256,16 +264,21 @@ class Planner:
     def bound_s(self, config: RunConfig) -> float:
         """Return what a step takes at least (s)."""
         work = self._work_s(config)
-        if config.schedule.mode is ScheduleMode.SYNC:
-            return sum(work.values())
-        return max(work.values())
+        least_s = sum(work.values()) if config.schedule.mode is ScheduleMode.SYNC else max(work.values())
+        _, _, _, at_full_speed = self._times(config)
+        if not at_full_speed:
+            return least_s
+        workers = workers_of(config)
+        return max(least_s, sum(seconds * workers[role] for role, seconds in work.items()) / at_full_speed)
 
     def _work_s(self, config: RunConfig) -> dict[str, float]:
         """Return how long each role works on a step at least, all its workers alike (s)."""
-        times, _, slots = self._times(config)
+        times, _, slots, at_full_speed = self._times(config)
         workers, schedule, mean = workers_of(config), config.schedule, self.workload
         rows = schedule.step_rows
-        together = max(1, min(slots, -(-rows // workers["rollout"])))
+        in_flight = rows * (1 + schedule.staleness_bound)
+        # On devices of their own even shares are best; a machine that all share does least with few full batches.
+        together = min(slots, in_flight if at_full_speed else -(-in_flight // workers["rollout"]))
         fastest = min(times.decode_s(number) / number for number in {1, together})
         work = {"rollout": rows * mean.mean_tokens * fastest / workers["rollout"]}
         scored = rows * (
@@ -285,14 +298,15 @@ class Planner:
             work["ref"] = scored / workers["ref"]
         return work
 
-    def _times(self, config: RunConfig) -> tuple[Times, Latency, int]:
+    def _times(self, config: RunConfig) -> tuple[Times, Latency, int, float]:
+        """Return times, latencies, responses that fit an instance, and `Scenario.at_full_speed`."""
         if self.device is None or self._sizes is None:
-            return Times.of_sim(config, prompt_tokens=self.prompt_tokens), Latency(), config.rollout.batch_size
-        model = CostModel(config, self._sizes, self.device, self.workload)
+            return Times.of_sim(config, prompt_tokens=self.prompt_tokens), Latency(), config.rollout.batch_size, 0.0
+        model = CostModel(config, self._sizes, self.device, self.workload, self.profile)
         times, slots = model.times(), model.slots()
         # A prefill holds up all that an instance generates: over its life a response waits for as many as run.
         slowdown = times.decode_s(slots) / times.decode_s(1)
-        return replace(times, prefill_s=times.prefill_s * slots / slowdown), model.latency(), slots
+        return replace(times, prefill_s=times.prefill_s * slots / slowdown), model.latency(), slots, model.at_full_speed
 
     def headroom_gb(self, config: RunConfig) -> float | None:
         """Return what the fullest rank leaves of its device.

@@ -56,13 +56,18 @@ class Simulated:
         return {role: 1 - sum(shares) / len(shares) for role, shares in busy.items()}
 
 
-def simulate(scenario: Scenario, *, steps: int) -> Simulated:
+def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
     """Run so many steps.
+
+    Args:
+        scenario: what is run.
+        steps: that are trained.
+        further: steps that are admitted beyond them, as in a run that goes on.
 
     Raises:
         AssertionError: everybody waits for each other.
     """
-    world = World(scenario, steps)
+    world = World(scenario, steps, further)
     world.run()
     return world.result()
 
@@ -83,7 +88,10 @@ class World:
 
     scenario: Scenario
     steps: int
+    further: int = 0
     now: float = 0.0
+    worked: float = 0.0
+    """Seconds that a worker has computed which always computes: slower than `now` while too many share a machine."""
     version: int = -1
     step_ends: list[float] = field(default_factory=list)
     tokens: dict[int, int] = field(default_factory=dict)
@@ -95,6 +103,8 @@ class World:
     def __post_init__(self) -> None:
         scenario = self.scenario
         self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._work: list[tuple[float, int, Callable[[], None]]] = []
+        self._computing = 0
         self._number = 0
         size = scenario.schedule.n_samples_per_prompt
         self.queues = {spec.name: TaskQueue(spec, group_size=size, tokens=self.tokens) for spec in scenario.specs}
@@ -102,7 +112,7 @@ class World:
         self._needs, self._readers = _dependencies(scenario.tasks)
         self._missing: dict[tuple[str, int], int] = {}
         self.turns = SwapTurns(scenario.max_updating)
-        self.admission = AdmissionState(scenario.schedule, version=0, last_step=self.steps)
+        self.admission = AdmissionState(scenario.schedule, version=0, last_step=self.steps + self.further)
         by_role = {task.role: task for task in scenario.tasks}
         self.instances = [
             Instance(self, by_role["rollout"].name, number) for number in range(scenario.workers["rollout"])
@@ -122,9 +132,10 @@ class World:
             worker.start()
         self.gang.start()
         while len(self.step_ends) <= self.steps:
-            assert self._events, f"step {len(self.step_ends)}: nothing happens any more at {self.now:.3f} s"
-            self.now, _, action = heapq.heappop(self._events)
-            action()
+            assert self._events or self._work, (
+                f"step {len(self.step_ends)}: nothing happens any more at {self.now:.3f} s"
+            )
+            self._next()()
 
     def result(self) -> Simulated:
         """Return what was seen."""
@@ -141,6 +152,42 @@ class World:
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Have something happen later."""
         self.at(self.now + seconds, action)
+
+    def at_work(self, worked: float, action: Callable[[], None]) -> None:
+        """Have something happen once `worked` is so far."""
+        if not self.scenario.at_full_speed:
+            self.at(worked, action)
+            return
+        self._number += 1
+        heapq.heappush(self._work, (max(worked, self.worked), self._number, action))
+
+    def compute(self, seconds: float, done: Callable[[], None], *, workers: int = 1) -> None:
+        """Have so many workers compute side by side, for so long if nothing else does (s)."""
+
+        def ended() -> None:
+            self.computing(-workers)
+            done()
+
+        self.computing(workers)
+        self.at_work(self.worked + seconds, ended)
+
+    def computing(self, more: int) -> None:
+        """So many more workers compute, or fewer."""
+        self._computing += more
+
+    def _next(self) -> Callable[[], None]:
+        """Let time pass until the next thing happens, and return it."""
+        most = self.scenario.at_full_speed
+        slowdown = max(1.0, self._computing / most) if most else 1.0
+        heap = self._events
+        if self._work and (not heap or self.now + (self._work[0][0] - self.worked) * slowdown <= heap[0][0]):
+            heap = self._work
+            self.now += (heap[0][0] - self.worked) * slowdown
+            self.worked = heap[0][0]
+        else:
+            self.worked = heap[0][0] if not most else self.worked + (heap[0][0] - self.now) / slowdown
+            self.now = heap[0][0]
+        return heapq.heappop(heap)[2]
 
     def span(self, process: str, name: str, start: float, end: float, **attributes: object) -> None:
         """Note what a process did."""

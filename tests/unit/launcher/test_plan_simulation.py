@@ -148,3 +148,15 @@ def test_when_an_instance_may_swap_is_the_runs_own(monkeypatch: pytest.MonkeyPat
     before = run(config_of()).step_s(2)
     monkeypatch.setattr(ScheduleMode, "may_swap", lambda *_, num_running, **__: num_running == 0)
     assert run(config_of()).step_s(2) > 1.01 * before
+
+
+def test_workers_that_share_a_machine_slow_each_other_down() -> None:
+    config = config_of(sim__lengths="constant")
+    times = Times.of_sim(config, prompt_tokens=0)
+    steps_s = [
+        simulate(Scenario.of(config, times, latency=FREE, at_full_speed=number), steps=8, further=1).step_s(2)
+        for number in (0.0, 5.0, 1.0)
+    ]
+    assert steps_s[1] == pytest.approx(steps_s[0])  # five workers at five places
+    # One place for two instances of 2 s, 32 x 100 tokens of the reference, and of the trainer
+    assert steps_s[2] == pytest.approx(2 * 2.0 + 32 * 100 * 0.0005 + 32 * 100 * 0.001, rel=0.02)

@@ -75,7 +75,7 @@ def test_parameters_follow_from_the_models_sizes() -> None:
 
 
 def test_decoding_is_bound_by_memory_with_few_responses_and_by_products_with_many(qwen: RunConfig) -> None:
-    times, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen)
+    times, _, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen)
     read_s = 2 * parameters_of(QWEN_7B) / (3.35e12 * 0.7)
     assert times.decode_s(1) == pytest.approx(read_s + 0.002, rel=0.02)
     assert times.decode_s(4000) > 2 * parameters_of(QWEN_7B) * 4000 / (989e12 * 0.5)
@@ -83,7 +83,7 @@ def test_decoding_is_bound_by_memory_with_few_responses_and_by_products_with_man
 
 def test_training_takes_the_flops_of_four_passes_and_adamw_its_bytes(qwen: RunConfig) -> None:
     roles = qwen.roles | {"actor": 4}
-    times, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen.model_copy(update={"roles": roles}))
+    times, _, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen.model_copy(update={"roles": roles}))
     least_s = 4 * 2 * parameters_of(QWEN_7B) / (4 * 989e12 * 0.4)  # recomputed activations, four tensor-parallel ranks
     assert least_s < times.train.token_s < 2.5 * least_s
     assert times.update_s == pytest.approx(28 * parameters_of(QWEN_7B) / 4 / (3.35e12 * 0.7))
@@ -137,6 +137,12 @@ def test_the_plan_is_as_fast_as_the_best_of_all_splits(times: dict[str, float]) 
             split = planner.config.model_copy(update={"roles": roles})
             every.append(simulate(planner.scenario(split), steps=12).step_s(1))
     assert best.step_s <= 1.03 * min(every)
+
+
+@pytest.mark.parametrize("devices", [4, 14])
+def test_no_step_is_shorter_than_its_bound_on_a_machine_that_all_ranks_share(devices: int) -> None:
+    plans = open_planner(load_config(find_recipe("quickstart")), devices=devices, device="cpu").plans()
+    assert all(plan.bound_s <= plan.step_s for plan in plans)
 
 
 def test_cost_takes_fewer_devices_where_more_do_not_pay() -> None:

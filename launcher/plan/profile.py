@@ -1,0 +1,318 @@
+"""The file of `asyncflow profile`: how long blocks take on a device, and what follows for a whole model. Pure.
+
+A model of one layer and one of several were measured; a layer takes their difference, and embedding, head and what
+Python does around them take the rest, so a model of any number of layers is predicted from these two.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from asyncflow.durable import replace_text
+from asyncflow.errors import ConfigError
+from launcher.plan.scenario import Work
+from workers.config import RunConfig
+from workers.engines.device_memory import ModelSizes
+
+FORMAT = 1
+TRAIN, FORWARD, OPTIMIZER, PREFILL, DECODE = "train", "forward", "optimizer", "prefill", "decode"
+COPY_OUT, COPY_IN = "copy_out", "copy_in"
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send and recv")
+_COPIED = 2**26
+EXCHANGED = (2**16, 2**20, 2**24)
+"""Bytes of collectives: of all ranks together where each has a part."""
+_STATE_BYTES = 24
+"""Of a parameter: state of training, and a copy of the weights that the engine is made from."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One thing that is measured.
+
+    Attributes:
+        name: one of the constants above.
+        layers: of the model that computes.
+        rows: samples, responses.
+        prompt, response: tokens of each; of `decode` the prompt is all that a token looks at.
+        size: bytes that are copied or exchanged.
+        ranks: of a collective.
+    """
+
+    name: str
+    layers: int = 0
+    rows: int = 0
+    prompt: int = 0
+    response: int = 0
+    size: int = 0
+    ranks: int = 0
+
+    def __str__(self) -> str:
+        values = {key: value for key, value in asdict(self).items() if value and key != "name"}
+        return f"{self.name:14} " + " ".join(f"{key} {value}" for key, value in values.items())
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        model: sizes of the model.
+        settings: of the configuration that decide how it computes.
+        device: name, kind, cores, memory in GB, PyTorch.
+        group_size: samples that share a prompt.
+        seconds: block -> what it takes (s); None: not measured yet.
+    """
+
+    model: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    device: Mapping[str, Any]
+    group_size: int
+    seconds: Mapping[Block, float | None]
+
+    @staticmethod
+    def of(config: RunConfig, model: ModelSizes, device: Mapping[str, Any], *, ranks: int) -> "Profile":
+        """Return one in which nothing is measured.
+
+        Args:
+            config: of the run.
+            model: its sizes.
+            device: that measures.
+            ranks: that can exchange tensors there.
+        """
+        size = config.schedule.n_samples_per_prompt
+        blocks = dict.fromkeys(_blocks(config, model, float(device["memory_gb"]), ranks))
+        return Profile(asdict(model), _settings(config), device, size, blocks)
+
+    @staticmethod
+    def read(path: Path, option: str) -> "Profile":
+        """Read a file; `option` names it in errors.
+
+        Raises:
+            ConfigError: it cannot be read, or is something else.
+        """
+        try:
+            values = json.loads(path.read_text())
+            if values["format"] != FORMAT:
+                raise ConfigError(f"{option} {path}: has format {values['format']}, not {FORMAT}; measure again")
+            blocks = values["blocks"]
+            seconds = {
+                Block(**{key: each[key] for key in each if key != "seconds"}): each["seconds"] for each in blocks
+            }
+            return Profile(values["model"], values["settings"], values["device"], values["group_size"], seconds)
+        except OSError as error:
+            raise ConfigError(f"{option} {path}: {error.strerror}; `asyncflow profile CONFIG` makes one") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{option} {path}: is no file of `asyncflow profile` ({error!r}); name one") from error
+
+    def write(self, path: Path) -> None:
+        """Write the file at once."""
+        blocks = [
+            {key: value for key, value in asdict(block).items() if value} | {"seconds": seconds}
+            for block, seconds in self.seconds.items()
+        ]
+        values = {key: value for key, value in vars(self).items() if key != "seconds" and not key.startswith("_")}
+        parts = [f'"{key}": {json.dumps(value)}' for key, value in {"format": FORMAT, **values}.items()]
+        lines = ",\n  ".join(map(json.dumps, blocks))
+        try:
+            replace_text(path, "{" + ",\n ".join(parts) + f',\n "blocks": [\n  {lines}\n ]}}\n')
+        except OSError as error:
+            raise ConfigError(f"--out {path}: {error.strerror}; name a file that can be written") from error
+
+    def joined(self, older: "Profile", what: str) -> "Profile":
+        """Return this one with what an older one has measured.
+
+        Args:
+            older: to go on with.
+            what: names its file.
+
+        Raises:
+            ConfigError: it is of another model, device or way to compute.
+        """
+        for part in ("model", "settings", "device", "group_size"):
+            older._check_same(part, getattr(self, part), what)
+        return replace(self, seconds={**self.seconds, **older.seconds})
+
+    def check(self, config: RunConfig, model: ModelSizes, what: str) -> None:
+        """Refuse to plan from it what it does not tell.
+
+        Args:
+            config: of the run.
+            model: its sizes.
+            what: names the file.
+
+        Raises:
+            ConfigError: it is of another model or way to compute, or not finished.
+        """
+        self._check_same("model", asdict(model), what)
+        self._check_same("settings", _settings(config), what)
+        missing = [block for block, seconds in self.seconds.items() if seconds is None]
+        if missing:
+            raise ConfigError(f"{what}: {len(missing)} of {len(self.seconds)} blocks are not measured; "
+                              f"`asyncflow profile` with this file as --out goes on")  # fmt: skip
+
+    def _check_same(self, part: str, now: Any, what: str) -> None:
+        found = getattr(self, part)
+        if found == now:
+            return
+        keys = [key for key in now if found.get(key) != now[key]] if isinstance(now, Mapping) else []
+        where = keys[0] if part == "settings" and keys else ".".join([part, *keys[:1]])
+        was, is_now = (found.get(keys[0]), now[keys[0]]) if keys else (found, now)
+        raise ConfigError(f"{what}: was measured with {where} {was}, here it is {is_now}; name another file")
+
+    @cached_property
+    def _layers(self) -> int:
+        return int(self.model["num_layers"])
+
+    def whole(self, name: str) -> dict[Block, float]:
+        """Return the measured shapes (with no `layers`) and how long the whole model takes for each (s)."""
+        by_depth: dict[int, dict[Block, float]] = {}
+        for block, seconds in self.seconds.items():
+            if block.name == name and seconds is not None:
+                by_depth.setdefault(block.layers, {})[replace(block, layers=0)] = seconds
+        low, high = min(by_depth), max(by_depth)
+        found = {}
+        for shape, most in by_depth[high].items():
+            least = by_depth[low].get(shape, most)
+            layer = max(0.0, most - least) / max(1, high - low)
+            found[shape] = most + layer * (self._layers - high)
+        return found
+
+    def work(self, name: str, *, shared_prompt: bool) -> Work:
+        """Return the work of `TRAIN` or `FORWARD` for the whole model on one device.
+
+        Args:
+            name: which.
+            shared_prompt: a prompt's tokens count once for all samples of a group.
+        """
+        points = []
+        for shape, seconds in self.whole(name).items():
+            prompts = -(-shape.rows // self.group_size) if shared_prompt else shape.rows
+            tokens = shape.prompt * prompts + shape.response * shape.rows
+            points.append((tokens, shape.rows * (shape.prompt + shape.response) ** 2, seconds))
+        return fit(points)
+
+    def decode_s(self, responses: int, context: float) -> float:
+        """Return the time of a token of each of so many responses (s).
+
+        Args:
+            responses: of an instance.
+            context: tokens that each looks at.
+        """
+        table, per_token_s, measured = self._decoding
+        numbers = sorted(table)
+        above = min(max(1, bisect_left(numbers, responses)), len(numbers) - 1)
+        low, high = numbers[above - 1], numbers[above]
+        slope = 0.0 if low == high else (table[high] - table[low]) / (high - low)
+        seconds = table[low] + slope * (responses - low)
+        return max(1e-9, seconds + per_token_s * responses * (context - measured))
+
+    @cached_property
+    def _decoding(self) -> tuple[dict[int, float], float, int]:
+        """Responses -> seconds at the context that comes third; seconds of each further token of each response."""
+        shapes = self.whole(DECODE)
+        context = min(shape.prompt for shape in shapes)
+        table = {shape.rows: seconds for shape, seconds in shapes.items() if shape.prompt == context}
+        longer = [(shape, seconds) for shape, seconds in shapes.items() if shape.prompt > context]
+        slopes = [(s - table[shape.rows]) / shape.rows / (shape.prompt - context) for shape, s in longer]
+        return table, max(0.0, *slopes, 0.0), context
+
+    def prefill_s(self) -> float:
+        """Return the time of a token of a prompt (s)."""
+        points = []
+        for shape, seconds in self.whole(PREFILL).items():
+            prompts = -(-shape.rows // self.group_size)
+            points.append(max(0.0, seconds - self.decode_s(shape.rows, shape.prompt)) / prompts / shape.prompt)
+        return sum(points) / len(points)
+
+    def update_s(self, parameters: float) -> float:
+        """Return the time of an optimizer update of so many parameters on a rank (s)."""
+        layer = ModelSizes(**self.model).layer_parameters
+        deepest = self._layers
+        points = [
+            (self.model["num_parameters"] - (deepest - block.layers) * layer, 0.0, seconds)
+            for block, seconds in self.seconds.items()
+            if block.name == OPTIMIZER and seconds is not None
+        ]
+        return fit(points).seconds(round(parameters), 0.0)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the collectives that were measured."""
+        return max((block.ranks for block in self.seconds), default=0)
+
+    def exchange_s(self, name: str, size: float) -> float | None:
+        """Return the time to copy or exchange so many bytes (s); None: not measured."""
+        points = [(b.size, 0.0, s) for b, s in self.seconds.items() if b.name == name and s is not None]
+        return fit(points).seconds(round(size), 0.0) if points else None
+
+
+def fit(points: Sequence[tuple[float, float, float]]) -> Work:
+    """Return the work that explains measured times best, by relative errors; no coefficient is negative.
+
+    Args:
+        points: tokens, sum of squares, seconds of each.
+    """
+    import numpy as np
+
+    table = np.array([(1.0, tokens, squares) for tokens, squares, _ in points])
+    seconds = np.array([max(1e-12, point[2]) for point in points])
+    scale = table.max(axis=0) + (table.max(axis=0) == 0)
+    table = table / scale / seconds[:, None]
+    best, least = np.zeros(3), np.inf
+    for columns in (list(each) for number in (1, 2, 3) for each in combinations((1, 0, 2), number)):
+        found, *_ = np.linalg.lstsq(table[:, columns], np.ones(len(points)), rcond=None)
+        error = float(((table[:, columns] @ found - 1) ** 2).sum())
+        if (found >= 0).all() and error < least - 1e-9:
+            best, least = np.zeros(3), error
+            best[columns] = found
+    return Work(*(best / scale).tolist())
+
+
+def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) -> Iterable[Block]:
+    """Yield what is to be measured; what needs the same engine follows each other."""
+    actor = config.actor
+    prompt = max(1, config.data.max_prompt_tokens // 2)
+    response = min(config.rollout.max_response_tokens, config.sim.mean_tokens)
+    budget = actor.max_tokens_per_micro_batch
+    trained = max(1, budget // (prompt + response)) if budget else actor.micro_batch_size
+    slots = config.rollout.batch_size
+    outside = model.num_parameters - model.num_layers * model.layer_parameters
+    fitting = (memory_gb * 1e9 / 2 / _STATE_BYTES - outside) // max(1, model.layer_parameters)
+    for layers in sorted({1, max(1, min(model.num_layers, int(fitting)))}):
+        middle = prompt + response // 2
+        for rows in sorted({*(2**k for k in range(slots.bit_length())), slots}):
+            yield Block(DECODE, layers, rows, middle)
+        yield Block(DECODE, layers, slots, middle + prompt + response)
+        yield Block(PREFILL, layers, slots, prompt)
+        for name, rows in ((TRAIN, trained), (FORWARD, config.ref.micro_batch_size)):
+            for shape in sorted(
+                {(1, response), (-(-rows // 4), response), (rows, response), (rows, -(-response // 2))}
+            ):
+                yield Block(name, layers, shape[0], prompt, shape[1])
+            if name == TRAIN:
+                yield Block(OPTIMIZER, layers, 1, prompt, response)
+    yield Block(COPY_OUT, size=_COPIED)
+    yield Block(COPY_IN, size=_COPIED)
+    if ranks > 1:
+        for moved in EXCHANGED:
+            yield from (Block(name, size=moved, ranks=ranks) for name in COLLECTIVES)
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    actor = config.actor
+    return {
+        "rollout.engine": config.rollout.engine,
+        "actor.engine": actor.engine,
+        "ref.engine": config.ref.engine,
+        "model.dtype": config.model.dtype,
+        "vllm.dtype": config.vllm.dtype,
+        "actor.autocast": actor.autocast,
+        "actor.gradient_checkpointing": actor.gradient_checkpointing,
+        "actor.shared_prompt": actor.shared_prompt,
+        "launcher.threads_per_worker": config.launcher.threads_per_worker,
+    }

@@ -1,0 +1,299 @@
+"""The process that measures: `python -m launcher.profile.child PARENT DEVICE`, order on stdin, lines on stdout.
+
+Models have weights of their own, made so that no response ends early. Started by `launcher.profile.command` alone.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncflow.device import open_device
+from asyncflow.process import die_with_parent
+from launcher.doctor.device_check import default_group, rank_devices, started_ranks
+from launcher.doctor.messages import reason
+from launcher.plan.profile import COLLECTIVES, COPY_IN, COPY_OUT, DECODE, FORWARD, OPTIMIZER, PREFILL, TRAIN, Block
+from workers.config import RunConfig
+from workers.engines.base import GenerateRequest, Sequences
+from workers.engines.load import load_frozen_model, load_generate_engine, load_train_engine
+from workers.engines.model_files import eos_token_ids, read_model_config
+
+_DECODED = 5
+"""Tokens of a response whose decoding is measured, beside the first one."""
+_LEAST, _MOST = 3, 25
+"""Rounds of a block, after one that does not count; fewer where they last longer than `_LONG_S`."""
+_ENOUGH_S, _LONG_S = 0.5, 5.0
+"""Of all rounds of a block (s)."""
+
+
+class Bench:
+    """Measures blocks on one device; has one engine at a time."""
+
+    def __init__(self, config: RunConfig, device: torch.device, place: Path, *, longest: int) -> None:
+        """Args:
+        config: of the run.
+        device: that measures.
+        place: for models; exists.
+        longest: prompt of all blocks (tokens).
+        """
+        positions = longest + config.rollout.max_response_tokens + _DECODED + 1
+        self._positions = positions
+        rollout = config.rollout.model_copy(
+            update={"max_response_tokens": max(config.rollout.max_response_tokens, _DECODED + 1)}
+        )
+        data = config.data.model_copy(update={"max_prompt_tokens": longest})
+        whole = {"tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}
+        megatron = config.actor.megatron.model_copy(update=whole)
+        actor = config.actor.model_copy(update={"megatron": megatron})
+        self._config = config.model_copy(update={"rollout": rollout, "data": data, "actor": actor})
+        self._device = device
+        # The time of one thread on the CPU is its own, so what else runs on the machine does not count.
+        alone = device.type == "cpu" and config.launcher.threads_per_worker == 1
+        self._clock = time.process_time if alone else time.monotonic
+        self._place = place
+        self._made: tuple[str, int, Any] = ("", 0, None)
+        self._eos = eos_token_ids(Path(config.model.path))
+        self._random = torch.Generator().manual_seed(0)
+        self._vocabulary = 0
+        self._exchanged: dict[str, float] = {}
+
+    def seconds(self, block: Block) -> float:
+        """Return the median time of a block (s)."""
+        if block.name in COLLECTIVES:
+            return self._collective(block)
+        kinds = {TRAIN: self._train, OPTIMIZER: self._optimizer, FORWARD: self._forward, DECODE: self._decode,
+                 PREFILL: self._prefill, COPY_OUT: self._copy, COPY_IN: self._copy}  # fmt: skip
+        once = kinds[block.name]
+        once(block)  # what is allocated or compiled once
+        took: list[float] = []
+        while len(took) < _MOST and (sum(took) < _ENOUGH_S or (len(took) < _LEAST and sum(took) < _LONG_S)):
+            took.append(once(block))
+        return statistics.median(took)
+
+    def close(self) -> None:
+        """Drop the engine."""
+        kind, _, engine = self._made
+        if kind == DECODE:
+            engine.close()
+        self._made = ("", 0, None)
+
+    def _train(self, block: Block) -> float:
+        engine = self._engine(TRAIN, block.layers)
+        batch = self._batch(block)
+        seconds = self._timed(lambda: engine.forward_backward(batch, _loss))
+        engine.zero_grad()
+        return seconds
+
+    def _optimizer(self, block: Block) -> float:
+        engine = self._engine(TRAIN, block.layers)
+        engine.forward_backward(self._batch(block), _loss)
+        return self._timed(lambda: engine.step(1e-3))
+
+    def _forward(self, block: Block) -> float:
+        engine = self._engine(FORWARD, block.layers)
+        batch = self._batch(block)
+        return self._timed(lambda: engine.log_probs(batch))
+
+    def _prefill(self, block: Block) -> float:
+        engine = self._engine(DECODE, block.layers)
+        seconds = self._timed(partial(self._begin, engine, block))
+        engine.abort()
+        return seconds
+
+    def _decode(self, block: Block) -> float:
+        engine = self._engine(DECODE, block.layers)
+        self._begin(engine, replace(block, prompt=max(1, block.prompt - _DECODED // 2)))
+
+        def rest() -> None:
+            while engine.num_running:
+                engine.step(_NEVER)
+
+        return self._timed(rest) / _DECODED
+
+    def _begin(self, engine: Any, block: Block) -> None:
+        prompts = self._prompts(block)
+        engine.submit(
+            [
+                GenerateRequest(row, prompts[row], seed=row, ticket=row, max_tokens=_DECODED + 1)
+                for row in range(block.rows)
+            ]
+        )
+        engine.step(_NEVER)
+
+    def _copy(self, block: Block) -> float:
+        device = self._device
+        host = torch.ones(block.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        there = torch.ones(block.size, dtype=torch.uint8, device=device)
+        target, source = (host, there) if block.name == COPY_OUT else (there, host)
+        return self._timed(lambda: target.copy_(source))
+
+    def _collective(self, block: Block) -> float:
+        """Measure all collectives of all sizes with the first one."""
+        if not self._exchanged:
+            self.close()
+            names = rank_devices(self._device.type)[: block.ranks]
+            with started_ranks("exchanges", names) as (_, finish):
+                said = finish()
+            for each in said:
+                if isinstance(each, str):
+                    raise RuntimeError(f"a rank died: {each}")
+                for name, took in each.items():
+                    if isinstance(took, str):
+                        raise RuntimeError(f"{name}: {took}")
+                    self._exchanged[name] = max(took, self._exchanged.get(name, 0.0))
+        return self._exchanged[f"{block.name} {block.size}"]
+
+    def _engine(self, kind: str, layers: int) -> Any:
+        """Return the run's engine for a model of so many layers."""
+        if self._made[:2] != (kind, layers):
+            self.close()
+            path = self._model(layers)
+            model = self._config.model.model_copy(update={"path": str(path)})
+            config = self._config.model_copy(update={"model": model})
+            made: Any
+            if kind == TRAIN:
+                made = load_train_engine(config, device=self._device)
+            elif kind == FORWARD:
+                made = load_frozen_model(config, device=self._device, weights_dir=None)
+            else:
+                made = load_generate_engine(config, config.rollout, device=self._device)
+                made.load_weights(_weights(path))
+            self._made = (kind, layers, made)
+        return self._made[2]
+
+    def _model(self, layers: int) -> Path:
+        """Return the directory of a model of so many layers; it is made once."""
+        path = self._place / f"{layers}-layers"
+        if path.is_dir():
+            return path
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        source = Path(self._config.model.path)
+        changed: dict[str, Any] = {"num_hidden_layers": layers}
+        known = read_model_config(source)
+        if isinstance(known.get("layer_types"), list):
+            changed["layer_types"] = known["layer_types"][:layers]
+        if "max_position_embeddings" in known:
+            changed["max_position_embeddings"] = max(known["max_position_embeddings"], self._positions)
+        torch.manual_seed(0)
+        settings = AutoConfig.from_pretrained(source, **changed)
+        kind: Any = AutoModelForCausalLM
+        model: Any = kind.from_config(settings, dtype=getattr(torch, self._config.model.dtype))
+        _never_end(model, self._eos)
+        model.generation_config.eos_token_id = list(self._eos)
+        model.save_pretrained(path)
+        return path
+
+    def _prompts(self, block: Block) -> list[Tensor]:
+        """Return a prompt for each row, groups of which have the same one."""
+        size = self._config.schedule.n_samples_per_prompt
+        tokens = [token for token in range(min(2**15, self._num_tokens())) if token not in self._eos]
+        number = -(-block.rows // size)
+        chosen = torch.randint(len(tokens), (number, block.prompt), generator=self._random)
+        prompts_GP = torch.tensor(tokens)[chosen]
+        return [prompts_GP[row // size] for row in range(block.rows)]
+
+    def _batch(self, block: Block) -> Sequences:
+        prompts = self._prompts(block)
+        responses = torch.randint(self._num_tokens(), (block.rows, block.response), generator=self._random)
+        return Sequences.of(prompts, list(responses))
+
+    def _num_tokens(self) -> int:
+        self._vocabulary = self._vocabulary or int(read_model_config(Path(self._config.model.path))["vocab_size"])
+        return self._vocabulary
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        self._wait()
+        began = self._clock()
+        call()
+        self._wait()
+        return self._clock() - began
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+_NEVER = threading.Event()
+
+
+def _loss(log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
+    return (log_probs_A - entropy_A).sum()
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+@torch.no_grad()
+def _never_end(model: Any, eos: tuple[int, ...]) -> None:
+    """Give a model weights with which it never draws an end token: hidden states point along the ones, and the rows of
+    these tokens the other way. They are random otherwise: products of zeros would draw less power, and be faster."""
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.1 / parameter.shape[-1] ** 0.5)
+    model.get_input_embeddings().weight.add_(1.0)
+    model.get_output_embeddings().weight[list(eos)] = -1.0
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return what tells devices apart."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = {"kind": device.type, "cores": cores, "torch": torch.__version__}
+    if device.type == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return {"name": f"cpu, {_processor()}", **found, "memory_gb": round(memory / 1e9, 1)}
+    memory = torch.accelerator.get_memory_info(device)[1]
+    name = torch.get_device_module(device).get_device_name(0)
+    return {"name": name, **found, "memory_gb": round(memory / 1e9, 1)}
+
+
+def _processor() -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), os.uname().machine)
+
+
+def main() -> None:
+    """Say what the device is, then measure what is asked for."""
+    die_with_parent(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # libraries print
+    kind = sys.argv[2]
+    device = open_device(kind if kind == "cpu" else f"{kind}:0")
+    answers.write(json.dumps({"device": describe(device), "ranks": len(rank_devices(kind))}) + "\n")
+    order = json.loads(sys.stdin.read())
+    blocks = [Block(**each) for each in order["blocks"]]
+    config = RunConfig.model_validate(order["config"])
+    torch.set_num_threads(config.launcher.threads_per_worker)
+    longest = max((block.prompt for block in blocks), default=1)
+    with tempfile.TemporaryDirectory(prefix="asyncflow-profile-") as place, default_group(device):
+        bench = Bench(config, device, Path(place), longest=longest)
+        for number, block in enumerate(blocks):
+            try:
+                answer: dict[str, Any] = {"number": number, "seconds": bench.seconds(block)}
+            except Exception as error:  # noqa: BLE001 (the process's boundary: the command says which block failed)
+                answer = {"number": number, "error": reason(error)}
+            answers.write(json.dumps(answer) + "\n")
+            if "error" in answer:
+                break
+        bench.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Measured blocks: what they say of a whole model, the file that keeps them, and `asyncflow profile` itself."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from asyncflow.errors import ConfigError
+from launcher.cli.commands import main
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe
+from launcher.plan.profile import DECODE, FORWARD, OPTIMIZER, PREFILL, TRAIN, Block, Profile, fit
+from launcher.plan.report import auto_roles, model_sizes, open_planner
+from workers.config import RunConfig
+
+CPU = {"name": "cpu, of the test", "kind": "cpu", "cores": 2, "torch": "2.10", "memory_gb": 16.0}
+LAYERS = 30
+SIZES = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS, "vocab_size": 512,
+    "tie_word_embeddings": True, "max_position_embeddings": 256, "eos_token_id": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """The quickstart with a deeper model."""
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    return load_config(find_recipe("quickstart"), overrides=[f"model.path={tmp_path}", "launcher.device=cpu"])
+
+
+def seconds_of(block: Block) -> float:
+    """A device on which everything is linear: a layer, and what is outside of the layers."""
+    if block.name == DECODE:
+        return 0.001 + block.layers * (2e-4 + 1e-5 * block.rows + 1e-7 * block.rows * block.prompt)
+    if block.name == PREFILL:
+        decoded = 0.001 + block.layers * (2e-4 + 1e-5 * block.rows + 1e-7 * block.rows * block.prompt)
+        return decoded + block.layers * 1e-6 * block.rows / 16 * block.prompt
+    if block.name == OPTIMIZER:
+        return 0.002 * (block.layers + 1)
+    tokens = block.rows * (block.prompt + block.response)
+    squares = block.rows * (block.prompt + block.response) ** 2
+    factor = 3 if block.name == TRAIN else 1
+    return factor * (0.004 + 1e-6 * tokens + block.layers * (0.0005 + 2e-6 * tokens + 1e-8 * squares))
+
+
+def measured(config: RunConfig, *, slower: float = 1.0) -> Profile:
+    blank = Profile.of(config, model_sizes(config)[0], CPU, ranks=1)
+    return replace(blank, seconds={block: slower * seconds_of(block) or 0.01 for block in blank.seconds})
+
+
+def test_times_are_explained_by_their_parts_and_never_by_negative_ones() -> None:
+    shapes = [(tokens, rows * 40.0**2) for tokens, rows in product((40, 400, 4000), (1, 7))]
+    work = fit([(t, s, 0.01 + 2e-5 * t + 3e-8 * s) for t, s in shapes])
+    assert (work.call_s, work.token_s, work.squared_s) == pytest.approx((0.01, 2e-5, 3e-8))
+    falling = fit([(10, 100, 0.02), (100, 1000, 0.01)])
+    assert min(falling.call_s, falling.token_s, falling.squared_s) == 0
+    assert fit([(100, 0, 0.5)]).seconds(200, 0) == pytest.approx(1.0)
+
+
+def test_a_few_layers_predict_many(config: RunConfig) -> None:
+    sizes = model_sizes(config)[0]
+    per_layer_gb = 2 * 24 * sizes.layer_parameters / 1e9
+    blank = Profile.of(config, sizes, {**CPU, "memory_gb": 5 * per_layer_gb}, ranks=1)
+    assert {block.layers for block in blank.seconds} == {0, 1, 4}
+    few = replace(blank, seconds={block: seconds_of(block) or 0.01 for block in blank.seconds})
+    for shape, seconds in few.whole(TRAIN).items():
+        assert seconds == pytest.approx(seconds_of(replace(shape, layers=LAYERS)))
+    work = few.work(TRAIN, shared_prompt=False)
+    assert work.seconds(700, 700 * 7.0) == pytest.approx(
+        3 * (0.004 + 7e-4 + LAYERS * (0.0005 + 1.4e-3 + 4.9e-5)), rel=0.02
+    )
+    assert few.update_s(sizes.num_parameters) == pytest.approx(0.002 * (LAYERS + 1))
+    assert few.work(FORWARD, shared_prompt=False).token_s < work.token_s / 2
+
+
+def test_decoding_is_measured_by_batch_and_context(config: RunConfig) -> None:
+    profile = measured(config)
+    for responses, context in ((1, 6), (3, 6), (100, 6), (256, 12), (200, 10)):
+        expected = seconds_of(Block(DECODE, LAYERS, responses, context))
+        assert profile.decode_s(responses, context) == pytest.approx(expected, rel=0.01)
+    assert profile.prefill_s() == pytest.approx(LAYERS * 1e-6, rel=0.05)
+
+
+def test_plans_follow_what_was_measured(config: RunConfig, tmp_path: Path) -> None:
+    file, slow = tmp_path / "fast.json", tmp_path / "slow.json"
+    measured(config).write(file)
+    measured(config, slower=3).write(slow)
+    steps_s = [open_planner(config, devices=4, device=None, profile=each).plans()[0].step_s for each in (file, slow)]
+    assert steps_s[1] > 2 * steps_s[0]
+    found = auto_roles(f"auto:4@{file}", config)
+    assert found is not None
+    assert found[0].startswith("rollout:")
+
+
+def test_a_file_comes_back_and_is_gone_on_with(config: RunConfig, tmp_path: Path) -> None:
+    whole = measured(config)
+    first = next(iter(whole.seconds))
+    some = replace(whole, seconds={**dict.fromkeys(whole.seconds), first: 1.5})
+    some.write(tmp_path / "some.json")
+    read = Profile.read(tmp_path / "some.json", "--out")
+    assert read == some
+    blank = Profile.of(config, model_sizes(config)[0], CPU, ranks=1)
+    assert blank.joined(read, "--out some.json").seconds == some.seconds
+    with pytest.raises(ConfigError, match=r"--profile .*some.json: \d+ of \d+ blocks are not measured; .* goes on"):
+        open_planner(config, devices=4, device="cpu", profile=tmp_path / "some.json")
+
+
+def test_a_file_of_something_else_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    file = tmp_path / "of.json"
+    whole = measured(config)
+    whole.write(file)
+    with pytest.raises(ConfigError, match=r"out: was measured with device.cores 2, here it is 64; name another file"):
+        replace(whole, device={**CPU, "cores": 64}).joined(whole, "out")
+    with pytest.raises(ConfigError, match=r"was measured on cpu, of the test, not on --device h100; name --device cpu"):
+        open_planner(config, devices=4, device="h100", profile=file)
+    bfloat16 = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    with pytest.raises(ConfigError, match=r"was measured with model.dtype float32, here it is bfloat16"):
+        open_planner(bfloat16, devices=4, device=None, profile=file)
+    refused = CliRunner().invoke(main, ["plan", "quickstart", "--devices", "4", "--profile", str(file)])
+    assert (refused.exit_code, "was measured with model.num_parameters" in refused.output) == (2, True)
+    refused = CliRunner().invoke(main, ["profile", "quickstart", "--set", "rollout.engine=sim", "--out", str(file)])
+    assert (refused.exit_code, "engine: sim takes no time" in refused.output) == (2, True)
+    for text in ("[]", "{", '{"format": 1}'):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"--profile .*of.json: is no file of `asyncflow profile`"):
+            open_planner(config, devices=4, device=None, profile=file)
+    file.write_text('{"format": 2}')
+    with pytest.raises(ConfigError, match=r"has format 2, not 1; measure again"):
+        Profile.read(file, "--profile")
+
+
+@pytest.mark.slow
+def test_a_profile_is_measured_gone_on_with_and_planned_from(tmp_path: Path) -> None:
+    small = ("rollout.batch_size=2", "schedule.n_samples_per_prompt=2", "actor.max_tokens_per_micro_batch=64",
+             "actor.micro_batch_size=2", "ref.micro_batch_size=2", "launcher.device=cpu")  # fmt: skip
+    file = tmp_path / "made.json"
+    settings = [word for setting in small for word in ("--set", setting)]
+    command = ["profile", "quickstart", "--out", str(file), *settings]
+    made = CliRunner().invoke(main, command, catch_exceptions=False)
+    assert made.exit_code == 0, made.output
+    profile = Profile.read(file, "--out")
+    assert all(seconds is not None and seconds > 0 for seconds in profile.seconds.values())
+    values = json.loads(file.read_text())
+    for block in values["blocks"][1:]:
+        block["seconds"] = 12.5
+    values["blocks"][0]["seconds"] = None
+    file.write_text(json.dumps(values))
+    again = CliRunner().invoke(main, command, catch_exceptions=False)
+    assert f"1 of {len(profile.seconds)} blocks to measure" in again.output
+    after = list(Profile.read(file, "--out").seconds.values())
+    assert after[0] != 12.5
+    assert set(after[1:]) == {12.5}
+    profile.write(file)
+    planned = CliRunner().invoke(main, ["plan", "quickstart", "--devices", "4", "--profile", str(file), *settings])
+    assert "measured: blocks of the model, on cpu" in planned.output
+    torch_free = "import sys, launcher.profile.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", torch_free], check=False).returncode == 0
+    values["device"]["name"] = "cpu, of another machine"
+    file.write_text(json.dumps(values))
+    refused = CliRunner().invoke(main, command)
+    assert (refused.exit_code, "was measured with device.name" in refused.output) == (2, True)
