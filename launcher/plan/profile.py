@@ -270,7 +270,8 @@ def fit(points: Sequence[tuple[float, float, float]]) -> Work:
         if (found >= 0).all() and error < least - 1e-9:
             best, least = np.zeros(3), error
             best[columns] = found
-    return Work(*(best / scale).tolist())
+    call_s, token_s, squared_s = (best / scale).tolist()
+    return Work(call_s=call_s, token_s=token_s, squared_s=squared_s)
 
 
 def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) -> Iterable[Block]:
