@@ -202,9 +202,12 @@ def _job_store(ranks: int) -> tuple[float, float, float, float]:
             client.set(f"status/rollout-{rank}/0", json.dumps(said | {"time": time.time()}))
             client.look(["phase"])
 
-        for rank in range(ranks):
-            beat(rank)  # every key is new
-        beats = _cpu_s(child.pid, lambda: [beat(rank) for rank in range(ranks)]) / ranks
+        def all_beat() -> None:
+            for rank in range(ranks):
+                beat(rank)
+
+        all_beat()  # every key is new
+        beats = _cpu_s(child.pid, all_beat) / ranks
         places = [(f"rollout-{rank}", 0) for rank in range(ranks)]
         never = 1e6
         watch = RankWatch(
