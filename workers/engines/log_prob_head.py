@@ -1,9 +1,8 @@
 """Log-probabilities and entropies from hidden states through a language model's head, without the logits as a whole.
 
 The head's rows are taken a run at a time (*tile*: all tokens x some of the vocabulary, at most `TILE` logits), and each
-token keeps four running numbers. The backward pass computes the tiles again; a single one is kept for it. So the memory
-does not depend on the size of the vocabulary, and each row of the head gets its gradient in one matrix product,
-whatever the element type.
+token keeps four running numbers. The backward pass computes the tiles again. So the memory does not depend on the size
+of the vocabulary, and each row of the head gets its gradient in one matrix product, whatever the element type.
 
     tile      z = (h W^T + b) / temperature          m = max z, s = sum e^(z - m), u = sum (z - m) e^(z - m)
     forward   log p = (z_target - m) - log s         entropy = log s - u / s
@@ -91,37 +90,27 @@ class _HeadLogProbs(torch.autograd.Function):
             sums.sum_A += e_An.sum(1)
             if request.entropy:
                 sums.weighted_A += e_An.mul_(z_An).sum(1)
-        kept = None
-        if tiles.num_tiles == 1 and any(ctx.needs_input_grad):
-            # z - m, or without entropies its exponential; m is that of this rank's rows
-            kept, ctx.most_A = z_An, sums.most_A
-            ctx.is_exponential = not request.entropy
         if request.group is not None:
             sums.merge(request.group)
         log_sum_A = sums.sum_A.log()
         entropy_A = log_sum_A - sums.weighted_A / sums.sum_A if request.entropy else torch.zeros_like(log_sum_A)
         ctx.mark_non_differentiable(entropy_A)
         ctx.request, ctx.main_grad = request, getattr(weight_VD, "main_grad", None)
-        ctx.save_for_backward(hidden_AD, weight_VD, bias_V, sums.most_A + log_sum_A, kept)
+        ctx.save_for_backward(hidden_AD, weight_VD, bias_V, sums.most_A + log_sum_A)
         return (sums.target_A - sums.most_A) - log_sum_A, entropy_A
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_A: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        hidden_AD, weight_VD, bias_V, log_total_A, kept_An = ctx.saved_tensors
-        tiles = _Tiles(hidden_AD, weight_VD, bias_V, ctx.request, kept_An)
+        hidden_AD, weight_VD, bias_V, log_total_A = ctx.saved_tensors
+        tiles = _Tiles(hidden_AD, weight_VD, bias_V, ctx.request)
         returned = ctx.main_grad is None and ctx.needs_input_grad[1]
         weight_grad_VD = torch.empty_like(weight_VD) if returned else ctx.main_grad
         bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V)
         hidden_grad_AD = torch.zeros_like(hidden_AD, dtype=tiles.dtype)
         factor_A1 = (gradient_A / -ctx.request.temperature).unsqueeze(1)
         for rows, z_An in tiles:
-            if kept_An is None:
-                z_An.sub_(log_total_A.unsqueeze(1)).exp_()
-            elif ctx.is_exponential:
-                z_An.mul_((ctx.most_A - log_total_A).exp_().unsqueeze(1))
-            else:
-                z_An.add_((ctx.most_A - log_total_A).unsqueeze(1)).exp_()
+            z_An.sub_(log_total_A.unsqueeze(1)).exp_()
             column_A1, inside_A1 = tiles.targets(rows)
             z_An.scatter_(1, column_A1, z_An.gather(1, column_A1) - inside_A1)
             dz_An = z_An.mul_(factor_A1).to(weight_VD.dtype)
@@ -146,31 +135,15 @@ class _Tiles:
     """Iterates over tiles: their rows of the head, and their tempered logits [A, n]; each takes the place of the one
     before it."""
 
-    def __init__(
-        self,
-        hidden_AD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        request: HeadRequest,
-        kept_An: Tensor | None = None,
-    ) -> None:
-        """Args:
-        hidden_AD, weight_VD, bias_V, request: as in `head_log_probs`.
-        kept_An: the only tile, as an earlier pass left it; None: tiles are computed.
-        """
+    def __init__(self, hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest) -> None:
         self._hidden_AD, self._weight_VD, self._bias_V, self._request = hidden_AD, weight_VD, bias_V, request
         self.num_rows = len(weight_VD) if request.num_rows is None else request.num_rows
         self.dtype = torch.promote_types(weight_VD.dtype, torch.float32)
         self._step = max(_ALIGNED, TILE // max(1, len(hidden_AD)) // _ALIGNED * _ALIGNED)
-        self.num_tiles = -(-self.num_rows // self._step)
-        self._kept_An = kept_An
-        size = len(hidden_AD) * min(self._step, self.num_rows) if kept_An is None else 0
+        size = len(hidden_AD) * min(self._step, self.num_rows)
         self.buffer = torch.empty(size, dtype=self.dtype, device=hidden_AD.device)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        if self._kept_An is not None:
-            yield slice(0, self.num_rows), self._kept_An
-            return
         for start in range(0, self.num_rows, self._step):
             rows = slice(start, min(start + self._step, self.num_rows))
             weight_nD = self._weight_VD[rows]

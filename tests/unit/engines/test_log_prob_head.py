@@ -30,13 +30,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_prob_head, "_ALIGNED", 32)
 
 
-@pytest.fixture(params=["several tiles", "one tile"])
-def either_number_of_tiles(request: pytest.FixtureRequest, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile that is the only one is kept for the backward pass."""
-    if request.param == "one tile":
-        monkeypatch.setattr(log_prob_head, "TILE", A * 160)
-
-
 @pytest.fixture(autouse=True)
 def strictly_deterministic() -> Iterator[None]:
     """It also fills memory that nothing has written with NaN."""
@@ -67,21 +60,17 @@ def backward(log_probs: Tensor) -> None:
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.usefixtures("either_number_of_tiles")
-def test_results_and_gradients_are_those_of_whole_logits(
-    dtype: torch.dtype, rtol: float, has_bias: bool, entropy: bool
-) -> None:
+def test_results_and_gradients_are_those_of_whole_logits(dtype: torch.dtype, rtol: float, has_bias: bool) -> None:
     *leaves, targets = inputs(dtype)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     bias, exact_bias = (leaves[2], exact[2]) if has_bias else (None, None)
     expected = whole(exact[0], exact[1], exact_bias, targets)
-    found = head_log_probs(leaves[0], leaves[1], bias, HeadRequest(targets, TEMPERATURE, entropy=entropy))
+    found = head_log_probs(leaves[0], leaves[1], bias, HeadRequest(targets, TEMPERATURE, entropy=True))
     backward(expected[0])
     backward(found[0])
     assert found[0].dtype == found[1].dtype == torch.promote_types(dtype, torch.float32)
     assert not found[1].requires_grad
-    for ours, theirs in zip(found[: 1 + entropy], expected, strict=False):
+    for ours, theirs in zip(found, expected, strict=True):
         assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < rtol
     for leaf, other in zip(leaves[: 2 + has_bias], exact, strict=False):
         assert leaf.grad is not None and other.grad is not None and leaf.grad.dtype == dtype
@@ -123,16 +112,6 @@ def test_no_tensor_is_larger_than_a_tile_or_the_gradient() -> None:
     assert seen.products == 5 + 3 * 5  # logits again, and both gradients
 
 
-def test_one_tile_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_prob_head, "TILE", A * 160)
-    hidden, weight, _, targets = inputs(torch.float32)
-    with Largest() as seen:
-        log_probs, _ = head_log_probs(hidden, weight, None, HeadRequest(targets, TEMPERATURE, entropy=True))
-        backward(log_probs)
-    assert seen.size == A * V
-    assert seen.products == 1 + 2
-
-
 def test_gradient_of_a_megatron_weight_is_added_to_main_grad() -> None:
     hidden, weight, _, targets = inputs(torch.bfloat16)
     other = weight.detach().clone().requires_grad_()
@@ -144,7 +123,6 @@ def test_gradient_of_a_megatron_weight_is_added_to_main_grad() -> None:
     torch.testing.assert_close(main_grad - 1, other.grad.float(), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.usefixtures("either_number_of_tiles")
 def test_ranks_with_parts_of_the_vocabulary_compute_what_one_does() -> None:
     """The third of three ranks has padding only, the second one some."""
     hidden, weight, _, targets = inputs(torch.float64)
