@@ -49,6 +49,20 @@ class Workload:
     mean_square: float
 
 
+def at_full_speed(config: RunConfig, device: Device, profile: Profile | None) -> float:
+    """Return how many ranks may compute side by side at full speed on a machine that they share; 0: each has a device.
+
+    Args:
+        config: of the run.
+        device: of the catalogue.
+        profile: knows the cores of the machine that was measured; None: they are the catalogue's.
+    """
+    cores = device.shared_by
+    if cores and profile is not None:
+        cores = int(profile.device["cores"])
+    return max(1.0, cores / config.launcher.threads_per_worker) if cores else 0.0
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Times of one configuration on one kind of device."""
@@ -225,17 +239,9 @@ class CostModel:
         return self.device.peak_tflops[kind] * 1e12 * self._share  # type: ignore[index]
 
     @property
-    def at_full_speed(self) -> float:
-        """Ranks that may compute side by side at full speed on the machine that they share; 0: each has a device."""
-        cores = self.device.shared_by
-        if cores and self.profile is not None:
-            cores = int(self.profile.device["cores"])
-        return max(1.0, cores / self.config.launcher.threads_per_worker) if cores else 0.0
-
-    @property
     def _share(self) -> float:
         """Share of the device that a rank has while it computes."""
-        return 1 / self.at_full_speed if self.device.shared_by else 1.0
+        return 1 / at_full_speed(self.config, self.device, self.profile) if self.device.shared_by else 1.0
 
     @property
     def _frozen_number(self) -> int:

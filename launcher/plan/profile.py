@@ -189,12 +189,19 @@ class Profile:
             name: which.
             shared_prompt: a prompt's tokens count once for all samples of a group.
         """
-        points = []
-        for shape, seconds in self.whole(name).items():
-            prompts = -(-shape.rows // self.group_size) if shared_prompt else shape.rows
-            tokens = shape.prompt * prompts + shape.response * shape.rows
-            points.append((tokens, shape.rows * (shape.prompt + shape.response) ** 2, seconds))
-        return fit(points)
+        if (name, shared_prompt) not in self._works:
+            points = []
+            for shape, seconds in self.whole(name).items():
+                prompts = -(-shape.rows // self.group_size) if shared_prompt else shape.rows
+                tokens = shape.prompt * prompts + shape.response * shape.rows
+                points.append((tokens, shape.rows * (shape.prompt + shape.response) ** 2, seconds))
+            self._works[name, shared_prompt] = fit(points)
+        return self._works[name, shared_prompt]
+
+    @cached_property
+    def _works(self) -> dict[tuple[str, bool], Work]:
+        """What `work` found: a search asks for each of its candidates."""
+        return {}
 
     def decode_s(self, responses: int, context: float) -> float:
         """Return the time of a token of each of so many responses (s).

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from asyncflow.errors import ConfigError
 from launcher.checks.batch_sizes import check_batch_sizes
 from launcher.checks.device_memory import device_memory
-from launcher.plan.cost_model import CostModel, Workload
+from launcher.plan.cost_model import CostModel, Workload, at_full_speed
 from launcher.plan.devices import Device
 from launcher.plan.profile import Profile
 from launcher.plan.scenario import Latency, Scenario, Times, rollout_ranks, workers_of
@@ -172,8 +172,10 @@ class Planner:
 
     def scenario(self, config: RunConfig) -> Scenario:
         """Return the run to simulate."""
-        times, latency, slots, at_full_speed = self._times(config)
-        return Scenario.of(config, times, tokens=self.tokens, latency=latency, slots=slots, at_full_speed=at_full_speed)
+        times, latency, slots = self._times(config)
+        return Scenario.of(
+            config, times, tokens=self.tokens, latency=latency, slots=slots, at_full_speed=self._at_full_speed
+        )
 
     def _plan(self, candidate: _Candidate, headroom_gb: float | None) -> Plan:
         ran = self._simulated(candidate.config)
@@ -265,20 +267,19 @@ class Planner:
         """Return what a step takes at least (s)."""
         work = self._work_s(config)
         least_s = sum(work.values()) if config.schedule.mode is ScheduleMode.SYNC else max(work.values())
-        _, _, _, at_full_speed = self._times(config)
-        if not at_full_speed:
+        if not self._at_full_speed:
             return least_s
         workers = workers_of(config)
-        return max(least_s, sum(seconds * workers[role] for role, seconds in work.items()) / at_full_speed)
+        return max(least_s, sum(seconds * workers[role] for role, seconds in work.items()) / self._at_full_speed)
 
     def _work_s(self, config: RunConfig) -> dict[str, float]:
         """Return how long each role works on a step at least, all its workers alike (s)."""
-        times, _, slots, at_full_speed = self._times(config)
+        times, _, slots = self._times(config)
         workers, schedule, mean = workers_of(config), config.schedule, self.workload
         rows = schedule.step_rows
         in_flight = rows * (1 + schedule.staleness_bound)
         # On devices of their own even shares are best; a machine that all share does least with few full batches.
-        together = min(slots, in_flight if at_full_speed else -(-in_flight // workers["rollout"]))
+        together = min(slots, in_flight if self._at_full_speed else -(-in_flight // workers["rollout"]))
         fastest = min(times.decode_s(number) / number for number in {1, together})
         work = {"rollout": rows * mean.mean_tokens * fastest / workers["rollout"]}
         scored = rows * (
@@ -298,15 +299,22 @@ class Planner:
             work["ref"] = scored / workers["ref"]
         return work
 
-    def _times(self, config: RunConfig) -> tuple[Times, Latency, int, float]:
-        """Return times, latencies, responses that fit an instance, and `Scenario.at_full_speed`."""
+    @cached_property
+    def _at_full_speed(self) -> float:
+        """`Scenario.at_full_speed`, whatever the split."""
         if self.device is None or self._sizes is None:
-            return Times.of_sim(config, prompt_tokens=self.prompt_tokens), Latency(), config.rollout.batch_size, 0.0
+            return 0.0
+        return at_full_speed(self.config, self.device, self.profile)
+
+    def _times(self, config: RunConfig) -> tuple[Times, Latency, int]:
+        """Return times, latencies, and how many responses fit an instance."""
+        if self.device is None or self._sizes is None:
+            return Times.of_sim(config, prompt_tokens=self.prompt_tokens), Latency(), config.rollout.batch_size
         model = CostModel(config, self._sizes, self.device, self.workload, self.profile)
         times, slots = model.times(), model.slots()
         # A prefill holds up all that an instance generates: over its life a response waits for as many as run.
         slowdown = times.decode_s(slots) / times.decode_s(1)
-        return replace(times, prefill_s=times.prefill_s * slots / slowdown), model.latency(), slots, model.at_full_speed
+        return replace(times, prefill_s=times.prefill_s * slots / slowdown), model.latency(), slots
 
     def headroom_gb(self, config: RunConfig) -> float | None:
         """Return what the fullest rank leaves of its device.

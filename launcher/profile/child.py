@@ -253,7 +253,7 @@ def _never_end(model: Any, eos: tuple[int, ...]) -> None:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Return what tells devices apart."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     found = {"kind": device.type, "cores": cores, "torch": torch.__version__}
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

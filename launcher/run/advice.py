@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from asyncflow.errors import ConfigError
@@ -171,8 +172,6 @@ class Advisor:
         self._steps: deque[Mapping[str, Any]] = deque(maxlen=_WINDOW)
         self._latest: Advice | None = None
         self._first = _FIRST
-        self._predicted_s: float | None = None
-        self._predicted = False
         self._said: tuple[str, Mapping[str, int] | None] | None = None
         self._said_at = -_WINDOW
 
@@ -213,16 +212,14 @@ class Advisor:
         in_turns = self._config.schedule.mode is ScheduleMode.SYNC
         split, split_s = better_split(loads, step_s=step_s, in_turns=in_turns)
         return Advice(
-            self._steps[0]["step"], self._steps[-1]["step"], step_s, self._prediction(), busy,
+            self._steps[0]["step"], self._steps[-1]["step"], step_s, self._predicted_s, busy,
             sum(load.ranks for load in loads.values() if load.sizes),
             tuple(role for role in busy if role in self._free), split and roles | split, split_s,
         )  # fmt: skip
 
-    def _prediction(self) -> float | None:
-        if not self._predicted:
-            self._predicted = True
-            self._predicted_s = predicted_step_s(self._config)
-        return self._predicted_s
+    @cached_property
+    def _predicted_s(self) -> float | None:
+        return predicted_step_s(self._config)
 
     def _log(self, advice: Advice) -> None:
         """Say it when it is new: at most one line for as many steps as it rests on."""

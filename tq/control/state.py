@@ -375,7 +375,7 @@ class ControlState:
         if not self._book.losses.undecided or (self._recovery is not None and self._recovery.collecting):
             return
         new = self._book.losses.report(self._book.needed())
-        if new:  # nobody knows the fences of their unit
+        if new:  # the fences of their unit are lost with it
             units = {self._book.rows.rows[number].unit.name for number in new} - {""} | self._book.rows.units.keys()
             for task in self._book.tasks.values():
                 fence_void_leases(self._book, task, units if task.leases.some_void else ())

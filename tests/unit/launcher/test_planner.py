@@ -75,7 +75,7 @@ def test_parameters_follow_from_the_models_sizes() -> None:
 
 
 def test_decoding_is_bound_by_memory_with_few_responses_and_by_products_with_many(qwen: RunConfig) -> None:
-    times, _, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen)
+    times, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen)
     read_s = 2 * parameters_of(QWEN_7B) / (3.35e12 * 0.7)
     assert times.decode_s(1) == pytest.approx(read_s + 0.002, rel=0.02)
     assert times.decode_s(4000) > 2 * parameters_of(QWEN_7B) * 4000 / (989e12 * 0.5)
@@ -83,7 +83,7 @@ def test_decoding_is_bound_by_memory_with_few_responses_and_by_products_with_man
 
 def test_training_takes_the_flops_of_four_passes_and_adamw_its_bytes(qwen: RunConfig) -> None:
     roles = qwen.roles | {"actor": 4}
-    times, _, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen.model_copy(update={"roles": roles}))
+    times, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen.model_copy(update={"roles": roles}))
     least_s = 4 * 2 * parameters_of(QWEN_7B) / (4 * 989e12 * 0.4)  # recomputed activations, four tensor-parallel ranks
     assert least_s < times.train.token_s < 2.5 * least_s
     assert times.update_s == pytest.approx(28 * parameters_of(QWEN_7B) / 4 / (3.35e12 * 0.7))

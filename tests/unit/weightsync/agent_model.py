@@ -4,7 +4,7 @@ What holds after every event:
 
 - Memory: nobody is given memory to write a version into (`Grant`, `Pull`) while anybody may still touch it for another
   version: a writer that did not say that it is done, a reader that did not release it, a bucket under way from another
-  agent, whichever of these vanished. `Renew` gives fresh memory. Nobody pulls a bucket that its rank is writing.
+  agent, whichever of these vanished. `Renew` gives fresh memory. A bucket that its rank is writing is not pulled.
 - Offers: every bucket was sealed or pulled into exactly this memory with the checksum that is offered; the version is
   the newest complete one, newer than what the watcher has, and never has other checksums than before.
 - Calls: each is answered once at most, and none after its session ended. A rank is granted only what it asked for last.
