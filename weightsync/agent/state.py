@@ -354,7 +354,7 @@ class AgentState:
     def _pull(self, slot: Slot, bucket: int, peer: str) -> Pull:
         assert slot.version is not None and slot.plan is not None
         slot.pulling[bucket] = peer
-        checksum = self._peers.start(peer, slot.version, bucket)
+        checksum = self._peers.start(peer, slot.version, slot.digest, bucket)
         base = self._slots.newest
         usable = base is not None and base is not slot and base.digest == slot.digest
         base_version = base.version if base is not None and usable else None
