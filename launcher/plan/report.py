@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def open_planner(
         parameters=parameters,
         model_config=model,
         prompt_tokens=0 if simulated else config.data.max_prompt_tokens // 2,
-        tokens=lambda row: min(longest, tokens(row)),
+        tokens=lru_cache(maxsize=None)(lambda row: min(longest, tokens(row))),
         objective=objective,
         profile=measured,
     )
