@@ -1,7 +1,7 @@
 """What a plan may change beside the sizes of roles: layouts, the actor's micro-batch, the schedule. Pure."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tq.config import Fill, ScheduleConfig, ScheduleMode
 from workers.config import RunConfig
@@ -78,5 +78,5 @@ def _ways(schedule: ScheduleConfig) -> tuple[ScheduleMode, int, Fill]:
     return schedule.mode, schedule.staleness_bound, schedule.fill
 
 
-def _told(changes: dict[str, int | str] | dict[str, int]) -> tuple[str, ...]:
+def _told(changes: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in changes.items())
