@@ -113,7 +113,9 @@ def test_context_parallelism_is_planned_where_nothing_else_fits_the_longest_resp
     qwen: RunConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 27}))  # no stages divide them
-    long = qwen.model_copy(update={"rollout": qwen.rollout.model_copy(update={"max_response_tokens": 180000})})
+    rollout = qwen.rollout.model_copy(update={"max_response_tokens": 139000})
+    ref = qwen.ref.model_copy(update={"micro_batch_size": 1})
+    long = qwen.model_copy(update={"rollout": rollout, "ref": ref})
     planner = open_planner(long, devices=16, device="ascend-910b")
     best = planner.plans()[0]
     assert best.config.actor.megatron.context_parallel > 1
