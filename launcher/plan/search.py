@@ -32,7 +32,7 @@ from workers.tasks.dataflow import roles_on_device
 from workers.tasks.graph import graph_of
 
 Objective = Literal["time", "cost"]
-_SIMULATED = ((512, 8), (4096, 4), (math.inf, 3))
+_SIMULATED = ((512, 8), (4096, 3), (math.inf, 2))
 """(rows of a step, plans): so many are simulated at most where a step has at most so many rows."""
 _ROWS = 4000
 """Rows of a simulated run, about."""
@@ -219,8 +219,11 @@ class Planner:
         found = []
         for config, changes in self.layouts():
             largest = max(self._micro_batches(config), key=_size)[0]
+            known: dict[tuple[int, bool], tuple[Times, Latency, int]] = {}  # bounds need no latencies
             for roles in self._splits(config):
-                bound_s = self.bound_s(largest.model_copy(update={"roles": roles}))
+                sized, same = largest.model_copy(update={"roles": roles}), (roles["actor"], "ref" in roles)
+                times, _, slots = known.get(same) or known.setdefault(same, self._times(sized))
+                bound_s = self._bounds.step_s(sized, times, slots)
                 found.append(_Candidate(config.model_copy(update={"roles": roles}), changes, bound_s))
         return sorted(found, key=self._order)
 
