@@ -26,7 +26,6 @@ from launcher.plan.profile import COPY_IN, COPY_OUT, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Work, rollout_ranks, work_of_users
 from workers.config import RunConfig
 from workers.engines.device_memory import DTYPE_BYTES, ModelSizes
-from workers.engines.megatron.config import MegatronLayout
 
 
 def parameters_of(config: Mapping[str, Any]) -> int:
@@ -151,7 +150,9 @@ class CostModel:
             parts = layout.tensor * layout.context * layout.stages
             pieces = min(actor.megatron.pipeline_pieces, self._samples_together())
             bubble = (layout.stages - 1) / (pieces + layout.stages - 1)
-            moved = (forwards + 1) * self._models * number * self._exchanged_s(layout)
+            moved = (
+                (forwards + 1) * self._models * number * self._exchanged_s(layout.tensor, layout.context, layout.stages)
+            )
         elif ranks > 1:
             gathered_s = self._exchange_s("all_gather", number * model.num_parameters, ranks)
             floor_s = 2 * gathered_s + self._exchange_s("reduce_scatter", 4 * model.num_parameters, ranks)
@@ -162,13 +163,13 @@ class CostModel:
             work = measured.divided(parts * (1 - bubble) / self._models)
         return replace(work, token_s=work.token_s + moved, floor_s=floor_s)
 
-    def _exchanged_s(self, layout: MegatronLayout) -> float:
+    def _exchanged_s(self, tensor: int, context: int, stages: int) -> float:
         """Return what tensor and context parallelism move for a token in one pass, of numbers of one byte (s)."""
-        model, tensor, context = self.model, layout.tensor, layout.context
+        model = self.model
         reduced = 4 * (tensor - 1) / tensor * model.hidden_size / self._between(tensor)
         heads = model.num_heads // tensor + math.lcm(max(1, model.num_kv_heads // tensor), context)
         shared = 2 * (context - 1) / context * heads * model.head_dim / self._between(tensor * context)
-        layers = model.num_layers / layout.stages
+        layers = model.num_layers / stages
         return layers * (reduced + shared) / context / (1e9 * self.device.achievable.link)
 
     def _samples_together(self) -> float:
