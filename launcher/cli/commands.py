@@ -156,6 +156,7 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
 @click.option("--lengths", metavar="RUN_DIR", type=click.Path(path_type=Path), help="Lengths of that run's responses.")
 @click.option("--profile", metavar="FILE", type=click.Path(path_type=Path), help="Measured by `asyncflow profile`.")
+@click.option("--schedules", is_flag=True, help="Also plan other modes and staleness: what they would gain.")
 @click.option("--timeline", metavar="FILE", type=click.Path(path_type=Path), help="Draw the best plan's run as HTML.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def plan_command(
@@ -167,6 +168,7 @@ def plan_command(
     overrides: tuple[str, ...],
     lengths: Path | None,
     profile: Path | None,
+    schedules: bool,
     timeline: Path | None,
     as_json: bool,
 ) -> None:
@@ -184,7 +186,8 @@ def plan_command(
         more = planner.one_more(plans[0])
         if timeline is not None:
             write_timeline(plans[0], timeline, title=f"{loaded.name}, planned: {plans[0].roles_text}")
-        click.echo((plan_json if as_json else plan_text)(planner, plans, more))
+        others = planner.other_schedules() if schedules else ()
+        click.echo((plan_json if as_json else plan_text)(planner, plans, more, others))
 
 
 @main.command("profile", cls=OneLineCommand)

@@ -3,15 +3,19 @@
     matrix products    2 FLOPs a parameter and token; attention 2 L H d n^2 for a sample of n tokens (causal)
     training           3 forwards, 4 with recomputed activations
     a decode step      the larger of: reading weights and keys and values, and computing; and a fixed overhead
-    tensor parallel    2 all-reduces a layer and forward: 2 (TP - 1) / TP x D c bytes a token each
-    pipeline           (stages - 1) / (pieces + stages - 1) of the time is the bubble
+    tensor parallel    2 all-reduces a layer and pass: 2 (TP - 1) / TP x D c bytes a token each; backward is one pass
+    context parallel   q, k, v and the output all-to-all a layer and pass: (CP - 1) / CP x 2 (H + K) d c / TP bytes each
+                       of a rank's tokens, 1 / CP of all; K is what CP divides (Ulysses, arXiv 2309.14509, section 3.2)
+    pipeline           (stages - 1) / (pieces + stages - 1) of the time is the bubble; a piece is a sample or more
     FSDP2              a micro-batch lasts at least as long as gathering weights twice and reducing gradients once
     AdamW              28 bytes a parameter of a rank; Megatron also reduces gradients and gathers weights
 
 Letters as in `workers.engines.device_memory`. Shares of peaks that are reached are `Achievable`; attention runs as fast
-as matrix products, and communication of tensor parallelism is not hidden. docs/planner.md lists all assumptions.
+as matrix products, and communication of tensor and context parallelism is not hidden. docs/planner.md lists what is
+assumed.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -137,13 +141,18 @@ class CostModel:
         """Return the work of a micro-batch on one replica of the actor."""
         config, device, model = self.config, self.device, self.model
         actor, number = config.actor, DTYPE_BYTES[config.actor.autocast]
-        passes = (4 if actor.gradient_checkpointing else 3) * self._models
+        forwards = 2 if actor.gradient_checkpointing else 1
+        passes = (forwards + 2) * self._models
         ranks = config.roles["actor"]
-        tensor, parts, bubble, floor_s = 1, 1, 0.0, 0.0
+        moved, parts, bubble, floor_s = 0.0, 1, 0.0, 0.0
         if actor.engine == "megatron":
             layout = actor.megatron.layout(ranks)
-            tensor, parts = layout.tensor, layout.tensor * layout.context * layout.stages
-            bubble = (layout.stages - 1) / (actor.megatron.pipeline_pieces + layout.stages - 1)
+            parts = layout.tensor * layout.context * layout.stages
+            pieces = min(actor.megatron.pipeline_pieces, self._samples_together())
+            bubble = (layout.stages - 1) / (pieces + layout.stages - 1)
+            moved = (
+                (forwards + 1) * self._models * number * self._exchanged_s(layout.tensor, layout.context, layout.stages)
+            )
         elif ranks > 1:
             gathered_s = self._exchange_s("all_gather", number * model.num_parameters, ranks)
             floor_s = 2 * gathered_s + self._exchange_s("reduce_scatter", 4 * model.num_parameters, ranks)
@@ -152,11 +161,26 @@ class CostModel:
         if self.profile is not None:
             measured = self.profile.work(TRAIN, shared_prompt=actor.shared_prompt)
             work = measured.divided(parts * (1 - bubble) / self._models)
-        token_s = work.token_s
-        if tensor > 1:
-            moved = 2 * passes * model.num_layers * 2 * (tensor - 1) / tensor * model.hidden_size * number
-            token_s += moved / (self._between(tensor) * 1e9 * device.achievable.link) * tensor / parts
-        return replace(work, token_s=token_s, floor_s=floor_s)
+        return replace(work, token_s=work.token_s + moved, floor_s=floor_s)
+
+    def _exchanged_s(self, tensor: int, context: int, stages: int) -> float:
+        """Return what tensor and context parallelism move for a token in one pass, of numbers of one byte (s)."""
+        model = self.model
+        reduced = 4 * (tensor - 1) / tensor * model.hidden_size / self._between(tensor)
+        heads = model.num_heads // tensor + math.lcm(max(1, model.num_kv_heads // tensor), context)
+        shared = 2 * (context - 1) / context * heads * model.head_dim / self._between(tensor * context)
+        layers = model.num_layers / stages
+        return layers * (reduced + shared) / context / (1e9 * self.device.achievable.link)
+
+    def _samples_together(self) -> float:
+        """Return the samples of a micro-batch, about."""
+        actor, mean = self.config.actor, self.workload
+        size = self.config.schedule.n_samples_per_prompt
+        if not actor.max_tokens_per_micro_batch:
+            return actor.micro_batch_size
+        tokens = mean.mean_tokens + mean.prompt_tokens / (size if actor.shared_prompt else 1)
+        fitting = actor.max_tokens_per_micro_batch / tokens
+        return max(1.0, min(fitting, max(actor.micro_batch_size, size)))
 
     def _copy(self, role: str) -> int:
         """Return how many ranks score together: those of a copy. A replica's lead alone does what the actor hosts, but

@@ -2,7 +2,8 @@
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def open_planner(
         parameters=parameters,
         model_config=model,
         prompt_tokens=0 if simulated else config.data.max_prompt_tokens // 2,
-        tokens=lambda row: min(longest, tokens(row)),
+        tokens=lru_cache(maxsize=None)(lambda row: min(longest, tokens(row))),
         objective=objective,
         profile=measured,
     )
@@ -131,13 +132,14 @@ def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
     return lambda row: random.Random(f"{seed}/{row}").choices(values, cum_weights=weights)[0]
 
 
-def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float]) -> str:
+def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], others: Sequence[Plan] = ()) -> str:
     """Return plans for people: a table, the line to paste, and why.
 
     Args:
         planner: that made them.
         plans: the best first.
         more: `planner.one_more` of the best.
+        others: `planner.other_schedules`, where they are asked for.
     """
     config, best = planner.config, plans[0]
     schedule = config.schedule
@@ -159,13 +161,17 @@ def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float]) -> st
             + " ".join([roles, *plan.changes])
         )
     busiest = min(best.idle, key=lambda role: best.idle[role])
-    lines += ["", " ".join([f"--roles {best.roles_text}", *(f"--set {change}" for change in best.changes)]), ""]
+    lines += ["", _options(best), ""]
     lines.append(
         f"why: {busiest} limits (idle {100 * best.idle[busiest]:.0f} %); no step of these devices is shorter than "
         f"{best.bound_s:.3g} s with this layout"
     )
     for role, step_s in more.items():
         lines.append(f"  with {role} a step takes {step_s:.3g} s ({100 * (step_s / best.step_s - 1):+.1f} %)")
+    if others:
+        lines.append("other schedules, each with its own best split; they change what is trained on:")
+    for plan in others:
+        lines.append(f"  {plan.step_s:.3g} s ({100 * (plan.step_s / best.step_s - 1):+.1f} %)  {_options(plan)}")
     if planner.device is not None:
         share = planner.device.achievable
         if planner.profile is not None:
@@ -179,7 +185,11 @@ def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float]) -> st
     return "\n".join(lines)
 
 
-def plan_json(planner: Planner, plans: list[Plan], more: dict[str, float]) -> str:
+def _options(plan: Plan) -> str:
+    return " ".join([f"--roles {plan.roles_text}", *(f"--set {change}" for change in plan.changes)])
+
+
+def plan_json(planner: Planner, plans: list[Plan], more: dict[str, float], others: Sequence[Plan] = ()) -> str:
     """Return the same as one JSON object."""
 
     def told(plan: Plan) -> dict[str, Any]:
@@ -197,6 +207,8 @@ def plan_json(planner: Planner, plans: list[Plan], more: dict[str, float]) -> st
 
     device = None if planner.device is None else planner.device.name
     values = {"device": device, "plans": [told(plan) for plan in plans], "one_more_step_s": more}
+    if others:
+        values["other_schedules"] = [told(plan) for plan in others]
     return json.dumps(values, indent=1)
 
 

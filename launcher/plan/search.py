@@ -1,13 +1,16 @@
-"""The search: role sizes and layouts under a number of devices. Bounds prune, simulated runs rank.
+"""The search: role sizes, layouts and micro-batches under a number of devices. Bounds prune, simulated runs rank.
 
-    layouts x sizes of the actor x copies of the reference --bound--> in order of the bound
-        --memory--> fits --simulated--> ranked; ends once no bound is below the best simulated step
+    layouts x sizes of the actor x copies of the reference --bound with the largest micro-batch--> in order of the bound
+        --micro-batches, memory--> what fits, each at its own bound
+        --simulated--> ranked; ends once no bound is below the best simulated step
 
-A bound is what a step takes at least: the work of the busiest role, spread evenly, with nothing else in the way.
+A bound is what a step takes at least: the work of the busiest role, spread evenly, with nothing else in the way; or its
+longest response.
 """
 
 import itertools
 import math
+from bisect import insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,23 +19,25 @@ from typing import Any, Literal
 from asyncflow.errors import ConfigError
 from launcher.checks.batch_sizes import check_batch_sizes
 from launcher.checks.device_memory import device_memory
+from launcher.plan.bounds import Bounds, longest_tokens
+from launcher.plan.choices import Choice, layouts, micro_batches, schedules
 from launcher.plan.cost_model import CostModel, Workload, at_full_speed
 from launcher.plan.devices import Device
 from launcher.plan.profile import Profile
 from launcher.plan.scenario import Latency, Scenario, Times, rollout_ranks, workers_of
 from launcher.plan.simulation import Simulated, simulate
-from tq.config import ScheduleMode
 from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
 from workers.tasks.dataflow import roles_on_device
 from workers.tasks.graph import graph_of
 
 Objective = Literal["time", "cost"]
-_DIVISIONS = (1, 2, 4, 8)
-_SIMULATED = ((512, 8), (4096, 4), (math.inf, 3))
+_SIMULATED = ((512, 8), (4096, 3), (math.inf, 2))
 """(rows of a step, plans): so many are simulated at most where a step has at most so many rows."""
 _ROWS = 4000
 """Rows of a simulated run, about."""
+_WORTH = 0.98
+"""Another micro-batch is tried where it lowers the bound to this share of it."""
 _OTHERS = 2
 """So many others are tried before what is like one that was."""
 _STEPS, _SKIP = (3, 12), 1
@@ -81,13 +86,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Candidate:
+    """`config` has its roles and layouts, `layout` says these; `micro_batch` is what is changed of the actor's, None
+    while that is open and the bound is the largest one's."""
+
     config: RunConfig
-    changes: tuple[str, ...]
+    layout: tuple[str, ...]
     bound_s: float
+    micro_batch: tuple[str, ...] | None = None
+    headroom_gb: float | None = None
 
     def is_like(self, other: "_Candidate") -> bool:
         """Whether layouts and the actor's size are the same."""
-        return self.changes == other.changes and self.config.roles["actor"] == other.config.roles["actor"]
+        return self.layout == other.layout and self.config.roles["actor"] == other.config.roles["actor"]
 
 
 @dataclass(frozen=True)
@@ -131,13 +141,16 @@ class Planner:
             best_s = min((plan.step_s for plan in found), default=math.inf)
             if self.objective == "time" and candidate.bound_s >= best_s:
                 continue
-            try:
-                check_batch_sizes(candidate.config)
-                headroom = self.headroom_gb(candidate.config)
-            except ConfigError as error:
-                refused = refused or error
+            if candidate.micro_batch is None:
+                try:
+                    fitting = self._fitting(candidate)
+                except ConfigError as error:
+                    refused = refused or error
+                    continue
+                for each in fitting:
+                    insort_left(candidates, each, key=self._order)
                 continue
-            found.append(self._plan(candidate, headroom))
+            found.append(self._plan(candidate))
             # What differs in the copies of the reference alone comes behind other layouts and sizes of the actor.
             like = [each for each in candidates if each.is_like(candidate)]
             candidates = [each for each in candidates if not each.is_like(candidate)]
@@ -177,11 +190,22 @@ class Planner:
             config, times, tokens=self.tokens, latency=latency, slots=slots, at_full_speed=self._at_full_speed
         )
 
-    def _plan(self, candidate: _Candidate, headroom_gb: float | None) -> Plan:
+    def other_schedules(self) -> list[Plan]:
+        """Return the best plan of each other schedule that can be planned, the strictest first."""
+        found = []
+        for config, told in schedules(self.config):
+            try:
+                best = replace(self, config=config).plans()[0]
+            except ConfigError:  # e.g. versions of the policy that the actor keeps do not fit
+                continue
+            found.append(replace(best, changes=(*told, *best.changes)))
+        return found
+
+    def _plan(self, candidate: _Candidate) -> Plan:
         ran = self._simulated(candidate.config)
         return Plan(
-            candidate.config, candidate.changes, candidate.bound_s, ran.step_s(_SKIP), ran.tokens_per_s(_SKIP),
-            ran.idle(_SKIP), headroom_gb, ran,
+            candidate.config, candidate.layout + (candidate.micro_batch or ()), candidate.bound_s, ran.step_s(_SKIP),
+            ran.tokens_per_s(_SKIP), ran.idle(_SKIP), candidate.headroom_gb, ran,
         )  # fmt: skip
 
     def _simulated(self, config: RunConfig) -> Simulated:
@@ -194,40 +218,60 @@ class Planner:
         """Return what may be simulated, the lowest bound first."""
         found = []
         for config, changes in self.layouts():
+            largest = max(self._micro_batches(config), key=_size)[0]
+            known: dict[tuple[int, bool], tuple[Times, Latency, int]] = {}  # bounds need no latencies
             for roles in self._splits(config):
-                sized = config.model_copy(update={"roles": roles})
-                found.append(_Candidate(sized, changes, self.bound_s(sized)))
-        if self.objective == "cost":
-            house = Latency()
-            house_s = house.publish_s + house.admit_s + house.transfer_s + house.swap_s  # for which all devices wait
-            return sorted(found, key=lambda each: (each.bound_s + house_s) * sum(each.config.roles.values()))
-        return sorted(found, key=lambda each: each.bound_s)
+                sized, same = largest.model_copy(update={"roles": roles}), (roles["actor"], "ref" in roles)
+                times, _, slots = known.get(same) or known.setdefault(same, self._times(sized))
+                bound_s = self._bounds.step_s(sized, times, slots)
+                found.append(_Candidate(config.model_copy(update={"roles": roles}), changes, bound_s))
+        return sorted(found, key=self._order)
 
-    def layouts(self) -> Iterator[tuple[RunConfig, tuple[str, ...]]]:
-        """Yield the configuration with every tensor and pipeline parallelism that divides the model."""
-        config, sizes = self.config, self._sizes
-        if sizes is None:
-            yield config, ()
-            return
-        divides = [n for n in _DIVISIONS if sizes.num_heads % n == 0 and sizes.ffn_size % n == 0]
-        inside = [n for n in divides if self.device is None or n <= self.device.devices_per_node]
-        generating = inside if config.rollout.engine == "vllm" else [0]
-        training: Sequence[tuple[int, int]] = [(0, 0)]
-        if config.actor.engine == "megatron":
-            stages = [n for n in _DIVISIONS if sizes.num_layers % n == 0]
-            whole = [n for n in inside if sizes.num_kv_heads % n == 0]
-            training = list(itertools.product(whole, stages))
-        for size, (tensor, pipeline) in itertools.product(generating, training):
-            changes: dict[str, int] = {"vllm.tensor_parallel_size": size} if size else {}
-            if tensor:
-                changes |= {"actor.megatron.tensor_parallel": tensor, "actor.megatron.pipeline_parallel": pipeline}
-            vllm = config.vllm.model_copy(update={"tensor_parallel_size": size or 1})
-            megatron = config.actor.megatron.model_copy(
-                update={"tensor_parallel": tensor, "pipeline_parallel": pipeline} if tensor else {}
-            )
-            actor = config.actor.model_copy(update={"megatron": megatron})
-            told = tuple(f"{name}={value}" for name, value in changes.items())
-            yield config.model_copy(update={"vllm": vllm, "actor": actor}), told
+    def _order(self, candidate: _Candidate) -> float:
+        if self.objective == "time":
+            return candidate.bound_s
+        house = Latency()
+        house_s = house.publish_s + house.admit_s + house.transfer_s + house.swap_s  # for which all devices wait
+        return (candidate.bound_s + house_s) * sum(candidate.config.roles.values())
+
+    def layouts(self) -> Iterator[Choice]:
+        """Yield the configuration with every layout that divides the model; see `launcher.plan.choices`."""
+        if self.device is None or self._sizes is None:
+            return iter([(self.config, ())])
+        return layouts(self.config, self._sizes, self.device.devices_per_node)
+
+    def _micro_batches(self, config: RunConfig) -> Iterator[Choice]:
+        """Yield micro-batches of the actor to try; on a machine that all share, whose memory is not known, one."""
+        if self._sizes is None or self._at_full_speed:
+            return iter([(config, ())])
+        return micro_batches(config)
+
+    def _fitting(self, candidate: _Candidate) -> list[_Candidate]:
+        """Return it with the configured micro-batch and larger ones, as long as they lower the bound; or with the
+        largest smaller one that fits.
+
+        Raises:
+            ConfigError: nothing fits; what the configured micro-batch lacks.
+        """
+        found: list[_Candidate] = []
+        refused: ConfigError | None = None
+        own = _size((candidate.config, ()))
+        for choice in self._micro_batches(candidate.config):
+            if found and _size(choice) < own:
+                break
+            config, told = choice
+            bound_s = self.bound_s(config)
+            if found and bound_s > _WORTH * found[-1].bound_s:
+                continue
+            try:
+                check_batch_sizes(config)
+                found.append(_Candidate(config, candidate.layout, bound_s, told, self.headroom_gb(config)))
+            except ConfigError as error:
+                refused = refused or error
+        if not found:
+            assert refused is not None, "there is the configured one"
+            raise refused
+        return found
 
     def _splits(self, config: RunConfig) -> Iterator[dict[str, int]]:
         """Yield roles: all replicas of the actor over which the batch divides, and the rest shared by work."""
@@ -237,67 +281,47 @@ class Planner:
         fixed = {role: number for role, number in config.roles.items() if role not in ("rollout", "actor", "ref")}
         room = self.num_devices - sum(number for role, number in fixed.items() if role in taking)
         totals = [room] if self.objective == "time" else [room >> k for k in range(10) if room >> k >= 2]
-        scores = any(task.name == "ref_log_probs" for task in graph_of(config))
+        scores = self._bounds.scores
+        share = self._scoring_share(config, replica) if scores else 0.0
         groups = config.schedule.rollout_batch_size
         for total, replicas in itertools.product(totals, (n for n in range(1, groups + 1) if groups % n == 0)):
             actor = replicas * replica
-            for ref in self._copies(config, replica, total - actor) if scores else (0,):
+            for ref in self._copies(config, total - actor, share) if scores else (0,):
                 rollout = (total - actor - ref) // instance * instance
                 if rollout > 0:
                     own = {"rollout": rollout, "actor": actor} | ({"ref": ref} if ref else {})
                     yield {role: (own | fixed)[role] for role in dict.fromkeys((*own, *fixed))}
 
-    def _copies(self, config: RunConfig, replica: int, room: int) -> Sequence[int]:
+    def _scoring_share(self, config: RunConfig, replica: int) -> float:
+        """Return the reference's share of what generating and scoring take."""
+        instance, copy = rollout_ranks(config), config.ranks_per_copy("ref")
+        sized = config.model_copy(update={"roles": {"rollout": instance, "actor": replica, "ref": copy}})
+        times, _, slots = self._times(sized)
+        work = self._bounds.work_s(sized, times, slots)
+        scoring = work["ref"] * copy
+        return scoring / max(1e-12, scoring + work["rollout"] * instance)
+
+    def _copies(self, config: RunConfig, room: int, share: float) -> Sequence[int]:
         """Return numbers of the reference's ranks: none (the actor hosts one that is not sharded), and those around
         their share of the work."""
         copy = config.ranks_per_copy("ref")
         none = {0} if copy == 1 or config.actor.tri_model else set()
         if room < 2:
             return sorted(none)
-        instance = rollout_ranks(config)
-        work = self._work_s(
-            config.model_copy(update={"roles": {"rollout": instance, "actor": replica, "ref": copy}}),
-        )
-        scoring = work["ref"] * copy
-        best = room * scoring / max(1e-12, scoring + work["rollout"] * instance) / copy
+        best = room * share / copy
         near = {math.floor(best), math.ceil(best), math.ceil(best) + 1}
         return sorted(none | {number * copy for number in near if 1 <= number * copy < room})
 
     def bound_s(self, config: RunConfig) -> float:
         """Return what a step takes at least (s)."""
-        work = self._work_s(config)
-        least_s = sum(work.values()) if config.schedule.mode is ScheduleMode.SYNC else max(work.values())
-        if not self._at_full_speed:
-            return least_s
-        workers = workers_of(config)
-        return max(least_s, sum(seconds * workers[role] for role, seconds in work.items()) / self._at_full_speed)
-
-    def _work_s(self, config: RunConfig) -> dict[str, float]:
-        """Return how long each role works on a step at least, all its workers alike (s)."""
         times, _, slots = self._times(config)
-        workers, schedule, mean = workers_of(config), config.schedule, self.workload
-        rows = schedule.step_rows
-        in_flight = rows * (1 + schedule.staleness_bound)
-        # On devices of their own even shares are best; a machine that all share does least with few full batches.
-        together = min(slots, in_flight if self._at_full_speed else -(-in_flight // workers["rollout"]))
-        fastest = min(times.decode_s(number) / number for number in {1, together})
-        work = {"rollout": rows * mean.mean_tokens * fastest / workers["rollout"]}
-        scored = rows * (
-            times.tasks["ref_log_probs"].token_s * (mean.mean_tokens + times.prompt_tokens)
-            + times.tasks["ref_log_probs"].squared_s * mean.mean_square
-        )
-        hosts = any(task.name == "ref_log_probs" for task in self._graph) and "ref" not in config.roles
-        shared = schedule.n_samples_per_prompt if config.actor.shared_prompt else 1
-        trained = rows * (
-            times.train.token_s * (mean.mean_tokens + times.prompt_tokens / shared)
-            + times.train.squared_s * mean.mean_square
-        )
-        passes = config.actor.ppo_epochs
-        actor = (trained * passes + (scored if hosts else 0.0)) / workers["actor"]
-        work["actor"] = actor + config.actor.num_updates * times.update_s
-        if "ref" in config.roles:
-            work["ref"] = scored / workers["ref"]
-        return work
+        return self._bounds.step_s(config, times, slots)
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        longest = longest_tokens(self.config.schedule, self.tokens, steps=_steps(self.config), skip=_SKIP)
+        scores = any(task.name == "ref_log_probs" for task in graph_of(self.config))
+        return Bounds(self.workload, longest, scores, self._at_full_speed)
 
     @cached_property
     def _at_full_speed(self) -> float:
@@ -339,12 +363,14 @@ class Planner:
         )
 
     @cached_property
-    def _graph(self) -> Sequence[Any]:
-        return graph_of(self.config)
-
-    @cached_property
     def _sizes(self) -> ModelSizes | None:
         return None if self.device is None else ModelSizes.of(self.model_config, self.parameters)
+
+
+def _size(choice: Choice) -> tuple[int, int]:
+    """Return how large the actor's micro-batches are: tokens where those count, rows."""
+    actor = choice[0].actor
+    return actor.max_tokens_per_micro_batch, actor.micro_batch_size
 
 
 def _steps(config: RunConfig) -> int:

@@ -78,7 +78,10 @@ class TaskQueue:
         else:
             rows = (row,)
             item = Item(rows, self._tokens.get(row, 0))
-        insort(part.ready, item)
+        if not part.ready or item > part.ready[-1]:
+            part.ready.append(item)
+        else:
+            insort(part.ready, item)
         part.num_ready += len(rows)
         part.num_tokens += item.tokens
 
@@ -142,8 +145,11 @@ class TaskQueue:
     def _pick(self, part: _Partition, want: Want) -> list[Item]:
         policy: Policy = Fifo() if self.spec.in_order else self.spec.policy
         chosen = policy.pick(_each(part.ready), want)
-        names = {item.rows[0] for item in chosen}
-        part.ready = [item for item in part.ready if item.rows[0] not in names]
+        if part.ready[: len(chosen)] == chosen:
+            del part.ready[: len(chosen)]
+        else:
+            names = {item.rows[0] for item in chosen}
+            part.ready = [item for item in part.ready if item.rows[0] not in names]
         rows = sum(len(item.rows) for item in chosen)
         part.num_ready -= rows
         part.num_taken += rows

@@ -1,6 +1,7 @@
 """The planner: catalogue, cost model, memory, the search, and what `asyncflow plan` says."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.plan.cost_model import parameters_of
 from launcher.plan.devices import Device, find_device
-from launcher.plan.report import auto_roles, open_planner, recorded_lengths
+from launcher.plan.report import auto_roles, open_planner, plan_json, plan_text, recorded_lengths
 from launcher.plan.simulation import simulate
+from tq.config import Fill
 from workers.config import RunConfig
 
 QWEN_7B = {
@@ -34,6 +36,12 @@ def qwen(tmp_path: Path) -> RunConfig:
     overrides = [f"model.path={tmp_path}", f"data.path={data}", "sim.mean_tokens=1000"]
     recipe = find_recipe("qwen2.5-7b-grpo-deepscaler-npu")
     return load_config(recipe, overrides=[*overrides, "schedule.rollout_batch_size=16"])
+
+
+def changed(config: RunConfig, *, megatron: dict[str, int] | None = None, **actor: object) -> RunConfig:
+    """Return it with another actor."""
+    layout = config.actor.megatron.model_copy(update=megatron or {})
+    return config.model_copy(update={"actor": config.actor.model_copy(update={**actor, "megatron": layout})})
 
 
 def sim_run(**times: float) -> RunConfig:
@@ -89,6 +97,58 @@ def test_training_takes_the_flops_of_four_passes_and_adamw_its_bytes(qwen: RunCo
     assert times.update_s == pytest.approx(28 * parameters_of(QWEN_7B) / 4 / (3.35e12 * 0.7))
 
 
+def test_context_parallelism_divides_tokens_and_exchanges_heads(qwen: RunConfig) -> None:
+    planner = open_planner(qwen, devices=16, device="h100")
+    alone, shared = (
+        planner._times(changed(qwen, megatron={"context_parallel": number, "tensor_parallel": 1}))[0].train
+        for number in (1, 2)
+    )
+    a_pass = 28 * 2 * (28 + 4) * 128 * 2 / 2  # q, k, v and output of each layer; half of them goes to the other rank
+    exchanged_s = 3 * a_pass / 2 / (planner.device.link_gb_s * 1e9 * 0.7) if planner.device else 0.0
+    assert shared.token_s == pytest.approx(alone.token_s / 2 + exchanged_s)
+    assert shared.squared_s == pytest.approx(alone.squared_s / 2)
+
+
+def test_context_parallelism_is_planned_where_nothing_else_fits_the_longest_response(
+    qwen: RunConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 27}))  # no stages divide them
+    rollout = qwen.rollout.model_copy(update={"max_response_tokens": 139000})
+    ref = qwen.ref.model_copy(update={"micro_batch_size": 1})
+    long = qwen.model_copy(update={"rollout": rollout, "ref": ref})
+    planner = open_planner(long, devices=16, device="ascend-910b")
+    best = planner.plans()[0]
+    assert best.config.actor.megatron.context_parallel > 1
+    assert "actor.megatron.context_parallel=2" in best.changes
+    alone = [config for config, _ in planner.layouts() if config.actor.megatron.context_parallel == 1]
+    for config in alone:
+        with pytest.raises(ConfigError, match="a rank of actor needs"):
+            planner.headroom_gb(config.model_copy(update={"roles": best.config.roles}))
+
+
+def test_a_smaller_micro_batch_is_planned_where_the_configured_one_does_not_fit(qwen: RunConfig) -> None:
+    large = changed(qwen, max_tokens_per_micro_batch=2**20)
+    planner = open_planner(large, devices=16, device="ascend-910b")
+    best = planner.plans()[0]
+    tokens = best.config.actor.max_tokens_per_micro_batch
+    assert f"actor.max_tokens_per_micro_batch={tokens}" in best.changes
+    assert tokens < 2**20
+    assert best.headroom_gb is not None
+    assert best.headroom_gb > 0
+    with pytest.raises(ConfigError, match="a rank of actor needs"):
+        planner.headroom_gb(changed(best.config, max_tokens_per_micro_batch=2 * tokens))
+
+
+def test_larger_micro_batches_are_planned_where_gathering_weights_takes_long(qwen: RunConfig) -> None:
+    gathered = changed(qwen, engine="fsdp", max_tokens_per_micro_batch=0, micro_batch_size=1)
+    planner = open_planner(gathered, devices=32, device="ascend-910b")
+    best = planner.plans()[0]
+    assert best.config.actor.micro_batch_size > 1
+    assert f"actor.micro_batch_size={best.config.actor.micro_batch_size}" in best.changes
+    own = changed(best.config, micro_batch_size=1)
+    assert best.step_s < replace(planner, config=own).step_s()
+
+
 def test_plans_use_no_more_devices_fit_memory_and_are_what_the_command_takes(qwen: RunConfig) -> None:
     plans = open_planner(qwen, devices=16, device="ascend-910b").plans()
     for plan in plans:
@@ -139,6 +199,33 @@ def test_the_plan_is_as_fast_as_the_best_of_all_splits(times: dict[str, float]) 
     assert best.step_s <= 1.03 * min(every)
 
 
+def test_other_schedules_are_planned_beside_and_say_what_they_change() -> None:
+    planner = open_planner(sim_run(train_s_per_token=0.002, sigma=1.0), devices=8, device=None)
+    others = planner.other_schedules()
+    ways = [(plan.config.schedule.mode, plan.config.schedule.staleness_bound) for plan in others]
+    assert ways == [("sync", 0), ("periodic", 0), ("async", 2), ("async", 4), ("substep", 1)]
+    assert others[0].changes == ("schedule.mode=sync",)
+    assert others[2].changes == ("schedule.mode=async", "schedule.max_staleness=2")
+    own = planner.plans()
+    assert {plan.config.schedule for plan in own} == {planner.config.schedule}
+    assert own[0].step_s < others[1].step_s < others[0].step_s
+    told = json.loads(plan_json(planner, own, {}, others))
+    assert [each["set"][0] for each in told["other_schedules"]][:2] == ["schedule.mode=sync", "schedule.mode=periodic"]
+    assert f"--roles {others[0].roles_text} --set schedule.mode=sync" in plan_text(planner, own, {}, others)
+
+
+@pytest.mark.parametrize("fill", ["in_order", "first_ready"])
+def test_no_step_is_shorter_than_its_bound_however_long_its_longest_response(fill: str) -> None:
+    long = sim_run(sigma=1.5, train_s_per_token=0.0001)
+    schedule = long.schedule.model_copy(update={"max_staleness": 2, "fill": Fill(fill)})
+    planner = open_planner(long.model_copy(update={"schedule": schedule}), devices=14, device=None)
+    plans = [*planner.plans(), *planner.other_schedules()]
+    assert all(plan.bound_s <= plan.step_s for plan in plans)
+    in_turn = plans[-5]
+    assert in_turn.config.schedule.mode == "sync"
+    assert in_turn.bound_s > 0.8 * in_turn.step_s
+
+
 @pytest.mark.parametrize("devices", [4, 14])
 def test_no_step_is_shorter_than_its_bound_on_a_machine_that_all_ranks_share(devices: int) -> None:
     plans = open_planner(load_config(find_recipe("quickstart")), devices=devices, device="cpu").plans()
@@ -180,7 +267,8 @@ def test_command_prints_the_line_to_paste_why_and_a_timeline(qwen: RunConfig, tm
     assert "why: " in text
     assert "step takes" in text
     assert "forward_backward" in (tmp_path / "plan.html").read_text()
-    told = json.loads(CliRunner().invoke(main, [*command, "--json"], catch_exceptions=False).output)
+    told = json.loads(CliRunner().invoke(main, [*command, "--json", "--schedules"], catch_exceptions=False).output)
+    assert "schedule.mode=periodic" in told["other_schedules"][1]["set"]
     assert told["plans"][0]["roles"]["rollout"] > 0
     refused = CliRunner().invoke(main, ["plan", "qwen2.5-7b-grpo-deepscaler-npu", "--devices", "16", *command[-6:]])
     assert (refused.exit_code, "--device: is missing" in refused.output) == (2, True)

@@ -1,0 +1,82 @@
+"""What a plan may change beside the sizes of roles: layouts, the actor's micro-batch, the schedule. Pure."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from tq.config import Fill, ScheduleConfig, ScheduleMode
+from workers.config import RunConfig
+from workers.engines.device_memory import ModelSizes
+
+Choice = tuple[RunConfig, tuple[str, ...]]
+"""A configuration, and what is changed in it, as `--set` takes that."""
+_DIVISIONS = (1, 2, 4, 8)
+_FACTORS = (1, 2, 4, 8, 1 / 2, 1 / 4, 1 / 8)
+_SCHEDULES = (
+    (ScheduleMode.SYNC, 0),
+    (ScheduleMode.PERIODIC, 0),
+    (ScheduleMode.ASYNC, 1),
+    (ScheduleMode.ASYNC, 2),
+    (ScheduleMode.ASYNC, 4),
+    (ScheduleMode.SUBSTEP, 1),
+)
+_LEAST_OF_FIRST_READY = 2
+"""Staleness that `fill: first_ready` needs."""
+
+
+def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iterator[Choice]:
+    """Yield every tensor parallelism of vLLM, and tensor, context and pipeline parallelism of Megatron, that divides
+    the model; tensor parallelism stays inside a node."""
+    divides = [n for n in _DIVISIONS if model.num_heads % n == 0 and model.ffn_size % n == 0]
+    inside = [n for n in divides if n <= devices_per_node]
+    generating = inside if config.rollout.engine == "vllm" else [0]
+    training: list[dict[str, int]] = [{}]
+    if config.actor.engine == "megatron":
+        shares = sorted({*_DIVISIONS, config.actor.megatron.context_parallel})
+        training = [
+            {"tensor_parallel": tensor, "context_parallel": context, "pipeline_parallel": stages}
+            for tensor, context, stages in itertools.product(inside, shares, _DIVISIONS)
+            if model.num_kv_heads % tensor == model.num_heads // tensor % context == model.num_layers % stages == 0
+        ]
+    for size, divided in itertools.product(generating, training):
+        vllm = config.vllm.model_copy(update={"tensor_parallel_size": size or 1})
+        actor = config.actor.model_copy(update={"megatron": config.actor.megatron.model_copy(update=divided)})
+        told = {"vllm.tensor_parallel_size": size} if size else {}
+        told |= {f"actor.megatron.{name}": number for name, number in divided.items()}
+        yield config.model_copy(update={"vllm": vllm, "actor": actor}), _told(told)
+
+
+def micro_batches(config: RunConfig) -> Iterator[Choice]:
+    """Yield the actor's micro-batch as it is, then up to eight times as large, then down to an eighth. With a token
+    budget a rank gets more rows at a time, too, so that larger ones can fill."""
+    actor = config.actor
+    for factor in _FACTORS:
+        sized = {"micro_batch_size": int(actor.micro_batch_size * factor)}
+        if actor.max_tokens_per_micro_batch:
+            budget = int(actor.max_tokens_per_micro_batch * factor)
+            rows = int(actor.micro_batch_size * max(1, factor))
+            sized = {"max_tokens_per_micro_batch": budget, "micro_batch_size": rows}
+        if min(sized.values()) < 1:
+            return
+        changed = {f"actor.{name}": value for name, value in sized.items() if value != getattr(actor, name)}
+        yield config.model_copy(update={"actor": actor.model_copy(update=sized)}), _told(changed)
+
+
+def schedules(config: RunConfig) -> Iterator[Choice]:
+    """Yield the configuration with other schedules, the strictest first; they change what is trained on."""
+    own = config.schedule
+    for mode, staleness in _SCHEDULES:
+        schedule = own.model_copy(update={"mode": mode, "max_staleness": staleness})
+        changed = {"schedule.mode": mode.value} | ({"schedule.max_staleness": staleness} if staleness else {})
+        if schedule.lateness and schedule.staleness_bound < _LEAST_OF_FIRST_READY:
+            schedule = schedule.model_copy(update={"fill": Fill.IN_ORDER})
+            changed["schedule.fill"] = Fill.IN_ORDER.value
+        if _ways(schedule) != _ways(own):
+            yield config.model_copy(update={"schedule": schedule}), _told(changed)
+
+
+def _ways(schedule: ScheduleConfig) -> tuple[ScheduleMode, int, Fill]:
+    return schedule.mode, schedule.staleness_bound, schedule.fill
+
+
+def _told(changes: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(f"{name}={value}" for name, value in changes.items())
