@@ -42,11 +42,13 @@ class Workload:
     Attributes:
         prompt_tokens: of a prompt.
         mean_tokens: of a response; `mean_square`: mean of the squares.
+        read_tokens: between the turns of a rollout.
     """
 
     prompt_tokens: int
     mean_tokens: float
     mean_square: float
+    read_tokens: int = 0
 
 
 def at_full_speed(config: RunConfig, device: Device, profile: Profile | None) -> float:
@@ -83,13 +85,12 @@ class CostModel:
         shared = config.schedule.n_samples_per_prompt if caches else 1
         prompt = self.workload.prompt_tokens
         scorers = {"ref_log_probs": "ref", "actor_log_probs": "actor_fwd", "values": "critic"}
-        if self.profile is None:
-            prefill_s = 2 * self.model.num_parameters * prompt / peak
-        else:
-            prefill_s = self.profile.prefill_s() * prompt / tensor
+        read_s = 2 * self.model.num_parameters / peak if self.profile is None else self.profile.prefill_s() / tensor
         return Times(
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
-            prefill_s=prefill_s / shared,
+            prefill_s=read_s * prompt / shared,
+            read_s=read_s,
+            reads_anew=config.rollout.engine == "hf" or not caches,
             tasks={task: self._forward(self._frozen_number, self._copy(role)) for task, role in scorers.items()}
             | work_of_users(config),
             train=self.train(),
@@ -223,7 +224,8 @@ class CostModel:
     @cached_property
     def _context(self) -> float:
         """Mean tokens that a decoded token looks at: long responses are decoded for longer."""
-        return self.workload.prompt_tokens + self.workload.mean_square / self.workload.mean_tokens / 2
+        mean = self.workload
+        return mean.prompt_tokens + (mean.read_tokens + mean.mean_square / mean.mean_tokens) / 2
 
     def _cache_bytes(self, tensor: int) -> float:
         """Return bytes of keys and values of a token on one of the ranks."""

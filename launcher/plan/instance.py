@@ -1,11 +1,13 @@
 """A simulated generating instance: what `workers.rollout.loop` does, in simulated time. Pure."""
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tq.policies import Item
 from workers.engines.sim.decoding import Decoding
+from workers.rollout.room import room
 
 if TYPE_CHECKING:
     from launcher.plan.simulation import World
@@ -23,6 +25,15 @@ class _Lease:
     finished: list[int]
 
 
+@dataclass
+class _Rollout:
+    """One that began; `number` counts them, `turns_s` are the turns to come, each as long as it takes alone (s)."""
+
+    number: int
+    lease: _Lease
+    turns_s: deque[float]
+
+
 class Instance:
     """One of them."""
 
@@ -38,9 +49,11 @@ class Instance:
         times = world.scenario.times
         self._decoding = Decoding(times.decode_s)
         self._alone_s = times.decode_s(1)
-        self._prefill_s = times.prefill_s
         self._waiting: deque[tuple[_Lease, int]] = deque()
-        self._running: dict[int, _Lease] = {}
+        self._running: dict[int, _Rollout] = {}
+        self._calls: list[tuple[int, int]] = []
+        """Turns that wait for a place: number of the rollout, row."""
+        self._num_begun = self._num_drawing = 0
         self._at_hand = self._version = -1
         self._needed = -1
         self._step = 0
@@ -61,15 +74,15 @@ class Instance:
             return
         ended = self._decoding.ended(world.worked)
         for row in ended:
-            self._end(row)
+            self._drawn(row)
         self._swap_if_due()
         if self._swapping:
             return
         self._fill()
-        if ended and not self._running:
+        if not self._running:
             self.note_idle()
-        if self._computing != bool(self._running):
-            self._computing = bool(self._running)
+        if self._computing != bool(self._num_drawing):
+            self._computing = bool(self._num_drawing)
             world.computing(1 if self._computing else -1)
         self._looks += 1
         end, number = self._decoding.next_end, self._looks
@@ -87,9 +100,27 @@ class Instance:
                 self._world.span(self.name, "generate", self._busy_since, self._world.now, step=self._step)
             self._busy_since = None
 
+    def _drawn(self, row: int) -> None:
+        """A turn ended; behind it come tools, then the next one."""
+        self._num_drawing -= 1
+        turns = self._world.scenario.turns
+        if turns is None:
+            self._end(row)
+            return
+
+        def go_on() -> None:
+            rollout = self._running[row]
+            if rollout.turns_s:
+                heapq.heappush(self._calls, (rollout.number, row))
+            else:
+                self._end(row)
+            self.look()
+
+        self._world.after(turns.tool_s / turns.replies, go_on)
+
     def _end(self, row: int) -> None:
         world = self._world
-        lease = self._running.pop(row)
+        lease = self._running.pop(row).lease
         lease.finished.append(row)
         if len(lease.finished) >= min(world.scenario.rows_per_put, lease.left):
             rows, lease.finished = lease.finished, []
@@ -104,7 +135,7 @@ class Instance:
         scenario = world.scenario
         newest = self._waiting[-1][0].partition if self._waiting else 0
         boundary = newest > self._step or self._needed > self._version
-        mode, running = scenario.schedule.mode, len(self._running)
+        mode, running = scenario.schedule.mode, self._num_drawing
         due = mode.may_swap(interruptible=scenario.interruptible, num_running=running, boundary=boundary)
         self._draining = not due and mode.may_swap(interruptible=True, num_running=running, boundary=boundary)
         if not due:
@@ -126,23 +157,44 @@ class Instance:
         begun = min(self._room(), len(self._waiting))
         for _ in range(begun):
             lease, row = self._waiting.popleft()
-            self._running[row] = lease
             if lease.partition > self._step:
                 self.note_idle()
                 self._step = lease.partition
-            tokens = world.tokens[row] = world.scenario.tokens(row)
-            self._decoding.begin(row, self._prefill_s + self._alone_s * tokens, world.worked)
+            self._num_begun += 1
+            self._running[row] = _Rollout(self._num_begun, lease, self._turns_s(row))
+            heapq.heappush(self._calls, (self._num_begun, row))
         if begun and self._busy_since is None:
             self._busy_since = world.now
+        while self._calls and self._num_drawing < world.scenario.slots and not self._draining:
+            _, row = heapq.heappop(self._calls)
+            self._num_drawing += 1
+            self._decoding.begin(row, self._running[row].turns_s.popleft(), world.worked)
         want = self._room() - len(self._waiting)
         if want > 0 and not self._asked and self._version >= 0 and self._needed <= self._version:
             self._asked = True
             world.fetch(self._task, want, self._version, self._granted, self._outdated)
 
+    def _turns_s(self, row: int) -> deque[float]:
+        """Note a row's tokens; return how long each of its turns takes alone (s), which share them evenly."""
+        scenario = self._world.scenario
+        times, turns, tokens = scenario.times, scenario.turns, scenario.tokens(row)
+        number, read = (1, 0) if turns is None else (turns.of(row), turns.read_tokens)
+        self._world.tokens[row] = tokens + read
+        found = deque([times.prefill_s + self._alone_s * tokens / number])
+        for turn in range(1, number):
+            new = read / (number - 1)
+            before = times.prompt_tokens + turn * tokens / number + (turn - 1) * new if times.reads_anew else 0.0
+            found.append(times.read_s * (before + new) + self._alone_s * tokens / number)
+        return found
+
     def _room(self) -> int:
-        if self._running and (self._world.scenario.deterministic or self._draining):
+        scenario, live = self._world.scenario, len(self._running)
+        if live and (scenario.deterministic or self._draining):
             return 0
-        return self._world.scenario.slots - len(self._running)
+        if scenario.turns is None:
+            return scenario.slots - live
+        most = scenario.schedule.step_rows * (scenario.schedule.staleness_bound + 1)
+        return room(places=scenario.slots, drawing=self._num_drawing, calls=len(self._calls), live=live, most=most)
 
     def _granted(self, partition: int, items: list[Item]) -> None:
         rows = [row for item in items for row in item.rows]
