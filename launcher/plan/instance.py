@@ -79,7 +79,7 @@ class Instance:
         if self._swapping:
             return
         self._fill()
-        if not self._running:
+        if ended and not self._running:
             self.note_idle()
         if self._computing != bool(self._num_drawing):
             self._computing = bool(self._num_drawing)
@@ -114,6 +114,8 @@ class Instance:
                 heapq.heappush(self._calls, (rollout.number, row))
             else:
                 self._end(row)
+                if not self._running:
+                    self.note_idle()
             self.look()
 
         self._world.after(turns.tool_s / turns.replies, go_on)
