@@ -53,6 +53,8 @@ class Instance:
         self._running: dict[int, _Rollout] = {}
         self._calls: list[tuple[int, int]] = []
         """Turns that wait for a place: number of the rollout, row."""
+        self._replied: deque[int] = deque()
+        """Rows whose replies the session service has still to pass on."""
         self._num_begun = self._num_drawing = 0
         self._at_hand = self._version = -1
         self._needed = -1
@@ -101,24 +103,38 @@ class Instance:
             self._busy_since = None
 
     def _drawn(self, row: int) -> None:
-        """A turn ended; behind it come tools, then the next one."""
+        """A turn ended; behind it come the session service, tools, then the next one."""
         self._num_drawing -= 1
-        turns = self._world.scenario.turns
-        if turns is None:
+        if self._world.scenario.turns is None:
             self._end(row)
             return
+        self._replied.append(row)
+        if len(self._replied) == 1:
+            self._serve()
 
-        def go_on() -> None:
-            rollout = self._running[row]
-            if rollout.turns_s:
-                heapq.heappush(self._calls, (rollout.number, row))
-            else:
-                self._end(row)
-                if not self._running:
-                    self.note_idle()
-            self.look()
+    def _serve(self) -> None:
+        """The service passes a reply on, then the next."""
+        world, turns = self._world, self._world.scenario.turns
+        assert turns is not None
 
-        self._world.after(turns.tool_s / turns.replies, go_on)
+        def served() -> None:
+            row = self._replied.popleft()
+            world.after(max(0.0, turns.tool_s - turns.cpu_s) / turns.replies, lambda: self._go_on(row))
+            if self._replied:
+                self._serve()
+
+        world.compute(turns.cpu_s / turns.replies, served)
+
+    def _go_on(self, row: int) -> None:
+        """Behind tools."""
+        rollout = self._running[row]
+        if rollout.turns_s:
+            heapq.heappush(self._calls, (rollout.number, row))
+        else:
+            self._end(row)
+            if not self._running:
+                self.note_idle()
+        self.look()
 
     def _end(self, row: int) -> None:
         world = self._world

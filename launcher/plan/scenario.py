@@ -78,11 +78,13 @@ class Turns:
     Attributes:
         replies: turns of the policy, at least 1.
         tool_s: seconds in which it waits for none; shared evenly by the replies, behind each.
+        cpu_s: processor time of the session service, which serves one reply of an instance at a time.
         read_tokens: between the replies: of tools, environments, users.
     """
 
     replies: float = 1.0
     tool_s: float = 0.0
+    cpu_s: float = 0.0
     read_tokens: int = 0
 
     def of(self, row: int) -> int:
