@@ -149,10 +149,8 @@ def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
         raise ConfigError(
             f"--lengths {run_dir}: has no turns in metrics.jsonl; name a run of rollout functions or agents"
         )
-    replies, tool_s, cpu_s = (
-        sum(step.get(f"reward/{name}_mean", 0.0) for step in steps) / len(steps)
-        for name in ("turns", "tool_s", "cpu_s")
-    )
+    names = ("reward/turns_mean", "reward/tool_s_mean", "reward/cpu_s_mean")
+    replies, tool_s, cpu_s = (sum(step.get(name, 0.0) for step in steps) / len(steps) for name in names)
     read = sum(step["train_tokens"] / step["samples"] - step["response_tokens_mean"] for step in steps) / len(steps)
     read = 0.0 if config.rollout.engine == "sim" else read - config.data.max_prompt_tokens // 2
     return Turns(max(1.0, replies), tool_s, cpu_s, max(0, round(read)))

@@ -103,6 +103,13 @@ def test_tools_hold_no_place_and_what_they_write_is_read_scored_and_trained(
     assert ran.tokens[-1] == 16 * 100
 
 
+def test_the_session_service_passes_one_reply_on_at_a_time() -> None:
+    turns = Turns(replies=2.0, tool_s=0.5, cpu_s=0.5)
+    # 32 replies of 0.25 s, behind the first one's 0.5 s; nothing else takes so long
+    ran = run(with_turns(mode="sync"), turns=turns, train=Work(), tasks={})
+    assert ran.step_s(1) == pytest.approx(0.5 + 32 * 0.25)
+
+
 def test_mean_turns_may_be_a_fraction() -> None:
     assert [Turns(replies=1.5).of(row) for row in range(6)] == [1, 2, 1, 2, 1, 2]
     assert sum(Turns(replies=2.3).of(row) for row in range(1000)) == 2300

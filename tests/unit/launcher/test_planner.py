@@ -172,12 +172,13 @@ def test_turns_and_tools_are_those_of_a_run(tmp_path: Path) -> None:
     file.write_text(json.dumps(step) + "\n")
     with pytest.raises(ConfigError, match=r"--lengths .*: has no turns"):
         open_planner(config, devices=2, device="cpu", lengths=tmp_path)
-    step |= {"train_tokens": 512 * 24, "reward/turns_mean": 1.5, "reward/tool_s_mean": 0.25}
+    step |= {"train_tokens": 512 * 24, "reward/turns_mean": 1.5, "reward/tool_s_mean": 0.25,
+             "reward/cpu_s_mean": 0.01}  # fmt: skip
     later = step | {"reward/turns_mean": 2.0, "reward/tool_s_mean": 0.75}
     file.write_text(f"{json.dumps(step)}\n{json.dumps(later)}\n")
     planner = open_planner(config, devices=2, device="cpu", lengths=tmp_path)
     # 24 tokens of which 11 were drawn; a prompt counts as 4
-    assert planner.turns == Turns(replies=1.75, tool_s=0.5, read_tokens=9)
+    assert planner.turns == Turns(replies=1.75, tool_s=0.5, cpu_s=0.01, read_tokens=9)
     assert {planner.tokens(row) for row in range(100)} == {5, 12}  # of all replies; a reply has at most 8
     assert planner.plans()[0].step_s > 0
 
