@@ -19,7 +19,7 @@ from typing import Any
 
 from launcher.plan.devices import Device
 from launcher.plan.profile import COPY_IN, COPY_OUT, FORWARD, TRAIN, Profile
-from launcher.plan.scenario import Latency, Times, Work, rollout_ranks, work_of_users
+from launcher.plan.scenario import Latency, Times, Turns, Work, rollout_ranks, work_of_users
 from workers.config import RunConfig
 from workers.engines.device_memory import DTYPE_BYTES, ModelSizes
 
@@ -42,13 +42,13 @@ class Workload:
     Attributes:
         prompt_tokens: of a prompt.
         mean_tokens: of a response; `mean_square`: mean of the squares.
-        read_tokens: between the turns of a rollout.
+        turns: of rollouts of functions and agents.
     """
 
     prompt_tokens: int
     mean_tokens: float
     mean_square: float
-    read_tokens: int = 0
+    turns: Turns
 
 
 def at_full_speed(config: RunConfig, device: Device, profile: Profile | None) -> float:
@@ -85,12 +85,13 @@ class CostModel:
         shared = config.schedule.n_samples_per_prompt if caches else 1
         prompt = self.workload.prompt_tokens
         scorers = {"ref_log_probs": "ref", "actor_log_probs": "actor_fwd", "values": "critic"}
+        turns = self.workload.turns
+        before = 0.0 if caches and config.rollout.engine != "hf" else self._context  # keys and values that are not kept
         read_s = 2 * self.model.num_parameters / peak if self.profile is None else self.profile.prefill_s() / tensor
         return Times(
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
             prefill_s=read_s * prompt / shared,
-            read_s=read_s,
-            reads_anew=config.rollout.engine == "hf" or not caches,
+            later_s=read_s * (turns.read_tokens / max(1.0, turns.replies - 1) + before),
             tasks={task: self._forward(self._frozen_number, self._copy(role)) for task, role in scorers.items()}
             | work_of_users(config),
             train=self.train(),
@@ -225,7 +226,7 @@ class CostModel:
     def _context(self) -> float:
         """Mean tokens that a decoded token looks at: long responses are decoded for longer."""
         mean = self.workload
-        return mean.prompt_tokens + (mean.read_tokens + mean.mean_square / mean.mean_tokens) / 2
+        return mean.prompt_tokens + (mean.turns.read_tokens + mean.mean_square / mean.mean_tokens) / 2
 
     def _cache_bytes(self, tensor: int) -> float:
         """Return bytes of keys and values of a token on one of the ranks."""

@@ -25,15 +25,6 @@ class _Lease:
     finished: list[int]
 
 
-@dataclass
-class _Rollout:
-    """One that began; `number` counts them, `turns_s` are the turns to come, each as long as it takes alone (s)."""
-
-    number: int
-    lease: _Lease
-    turns_s: deque[float]
-
-
 class Instance:
     """One of them."""
 
@@ -50,12 +41,14 @@ class Instance:
         self._decoding = Decoding(times.decode_s)
         self._alone_s = times.decode_s(1)
         self._waiting: deque[tuple[_Lease, int]] = deque()
-        self._running: dict[int, _Rollout] = {}
-        self._calls: list[tuple[int, int]] = []
-        """Turns that wait for a place: number of the rollout, row."""
+        self._running: dict[int, _Lease] = {}
+        self._turns_s: dict[int, list[float]] = {}
+        """Row -> how long its turns to come take alone (s), the last one first."""
+        self._calls: list[int] = []
+        """Rows whose next turn waits for a place, a heap: what began earlier goes first."""
         self._replied: deque[int] = deque()
         """Rows whose replies the session service has still to pass on."""
-        self._num_begun = self._num_drawing = 0
+        self._num_drawing = 0
         self._at_hand = self._version = -1
         self._needed = -1
         self._step = 0
@@ -105,7 +98,7 @@ class Instance:
     def _drawn(self, row: int) -> None:
         """A turn ended; behind it come the session service, tools, then the next one."""
         self._num_drawing -= 1
-        if self._world.scenario.turns is None:
+        if not self._world.scenario.most_live:
             self._end(row)
             return
         self._replied.append(row)
@@ -115,7 +108,6 @@ class Instance:
     def _serve(self) -> None:
         """The service passes a reply on, then the next."""
         world, turns = self._world, self._world.scenario.turns
-        assert turns is not None
 
         def served() -> None:
             row = self._replied.popleft()
@@ -127,9 +119,8 @@ class Instance:
 
     def _go_on(self, row: int) -> None:
         """Behind tools."""
-        rollout = self._running[row]
-        if rollout.turns_s:
-            heapq.heappush(self._calls, (rollout.number, row))
+        if self._turns_s[row]:
+            heapq.heappush(self._calls, row)
         else:
             self._end(row)
             if not self._running:
@@ -138,7 +129,8 @@ class Instance:
 
     def _end(self, row: int) -> None:
         world = self._world
-        lease = self._running.pop(row).lease
+        lease = self._running.pop(row)
+        del self._turns_s[row]
         lease.finished.append(row)
         if len(lease.finished) >= min(world.scenario.rows_per_put, lease.left):
             rows, lease.finished = lease.finished, []
@@ -175,43 +167,33 @@ class Instance:
         begun = min(self._room(), len(self._waiting))
         for _ in range(begun):
             lease, row = self._waiting.popleft()
+            self._running[row] = lease
             if lease.partition > self._step:
                 self.note_idle()
                 self._step = lease.partition
-            self._num_begun += 1
-            self._running[row] = _Rollout(self._num_begun, lease, self._turns_s(row))
-            heapq.heappush(self._calls, (self._num_begun, row))
+            tokens, turns = world.scenario.tokens(row), world.scenario.turns
+            number, times = turns.of(row), world.scenario.times
+            world.tokens[row] = tokens + turns.read_tokens
+            share_s = self._alone_s * tokens / number
+            self._turns_s[row] = [times.later_s + share_s] * (number - 1) + [times.prefill_s + share_s]
+            heapq.heappush(self._calls, row)
         if begun and self._busy_since is None:
             self._busy_since = world.now
         while self._calls and self._num_drawing < world.scenario.slots and not self._draining:
-            _, row = heapq.heappop(self._calls)
+            row = heapq.heappop(self._calls)
             self._num_drawing += 1
-            self._decoding.begin(row, self._running[row].turns_s.popleft(), world.worked)
+            self._decoding.begin(row, self._turns_s[row].pop(), world.worked)
         want = self._room() - len(self._waiting)
         if want > 0 and not self._asked and self._version >= 0 and self._needed <= self._version:
             self._asked = True
             world.fetch(self._task, want, self._version, self._granted, self._outdated)
 
-    def _turns_s(self, row: int) -> deque[float]:
-        """Note a row's tokens; return how long each of its turns takes alone (s), which share them evenly."""
-        scenario = self._world.scenario
-        times, turns, tokens = scenario.times, scenario.turns, scenario.tokens(row)
-        number, read = (1, 0) if turns is None else (turns.of(row), turns.read_tokens)
-        self._world.tokens[row] = tokens + read
-        found = deque([times.prefill_s + self._alone_s * tokens / number])
-        for turn in range(1, number):
-            new = read / (number - 1)
-            before = times.prompt_tokens + turn * tokens / number + (turn - 1) * new if times.reads_anew else 0.0
-            found.append(times.read_s * (before + new) + self._alone_s * tokens / number)
-        return found
-
     def _room(self) -> int:
         scenario, live = self._world.scenario, len(self._running)
         if live and (scenario.deterministic or self._draining):
             return 0
-        if scenario.turns is None:
+        if not (most := scenario.most_live):
             return scenario.slots - live
-        most = scenario.schedule.step_rows * (scenario.schedule.staleness_bound + 1)
         return room(places=scenario.slots, drawing=self._num_drawing, calls=len(self._calls), live=live, most=most)
 
     def _granted(self, partition: int, items: list[Item]) -> None:

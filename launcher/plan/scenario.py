@@ -104,8 +104,7 @@ class Times:
         update_s: of the optimizer.
         prompt_tokens: tokens of a prompt, where tasks and training compute it, too; `sim` engines do not.
         in_step: replicas of the actor wait for each other at every micro-batch (FSDP2's collectives).
-        read_s: of a token that a later turn begins with.
-        reads_anew: earlier turns' tokens are among these; an engine that keeps their keys and values reads new ones.
+        later_s: of the prompt of a later turn.
     """
 
     decode_s: Callable[[int], float]
@@ -115,8 +114,7 @@ class Times:
     update_s: float
     prompt_tokens: int = 0
     in_step: bool = False
-    read_s: float = 0.0
-    reads_anew: bool = True
+    later_s: float = 0.0
 
     @staticmethod
     def of_sim(config: RunConfig, *, prompt_tokens: float) -> "Times":
@@ -129,7 +127,7 @@ class Times:
         return Times(
             decode_s=lru_cache(maxsize=None)(sim.decode_s),
             prefill_s=sim.prefill_s_per_token * prompt_tokens,
-            read_s=sim.prefill_s_per_token,
+            later_s=sim.prefill_s_per_token * prompt_tokens,
             tasks={
                 "ref_log_probs": Work(token_s=sim.ref_s_per_token),
                 "actor_log_probs": Work(token_s=sim.policy_forward_s_per_token),
@@ -159,7 +157,8 @@ class Scenario:
         deterministic: responses that began together end their batch together.
         seed: of the run.
         tokens: row -> length of its response.
-        turns: of rollouts of functions and agents; None: one response to each prompt.
+        turns: of rollouts of functions and agents.
+        most_live: such rollouts of an instance at a time; 0: there is one response to each prompt.
         times, latency: see there.
         at_full_speed: workers of all roles that may compute side by side at full speed, on a machine that all share;
             0: each has a device of its own.
@@ -183,7 +182,8 @@ class Scenario:
     times: Times
     latency: Latency = Latency()
     at_full_speed: float = 0.0
-    turns: Turns | None = None
+    turns: Turns = Turns()
+    most_live: int = 0
 
     @staticmethod
     def of(
@@ -241,7 +241,8 @@ class Scenario:
             times=times,
             latency=latency or Latency(),
             at_full_speed=at_full_speed,
-            turns=turns if config.rollout.is_own else None,
+            turns=turns or Turns(),
+            most_live=schedule.step_rows * (schedule.staleness_bound + 1) if config.rollout.is_own else 0,
         )
 
 

@@ -318,7 +318,7 @@ class Planner:
         # A prefill holds up all that an instance generates: over its life a response waits for as many as run.
         slowdown = times.decode_s(slots) / times.decode_s(1)
         held = slots / slowdown
-        return replace(times, prefill_s=times.prefill_s * held, read_s=times.read_s * held), model.latency(), slots
+        return replace(times, prefill_s=times.prefill_s * held, later_s=times.later_s * held), model.latency(), slots
 
     def headroom_gb(self, config: RunConfig) -> float | None:
         """Return what the fullest rank leaves of its device.
@@ -338,10 +338,8 @@ class Planner:
     def workload(self) -> Workload:
         """What the first steps' responses are like."""
         drawn = [self.tokens(row) for row in range(min(4096, 8 * self.config.schedule.step_rows))]
-        read = self.turns.read_tokens if self.turns else 0
-        return Workload(
-            self.prompt_tokens, sum(drawn) / len(drawn), sum(number * number for number in drawn) / len(drawn), read
-        )
+        mean, square = sum(drawn) / len(drawn), sum(number * number for number in drawn) / len(drawn)
+        return Workload(self.prompt_tokens, mean, square, self.turns or Turns())
 
     @cached_property
     def _graph(self) -> Sequence[Any]:
