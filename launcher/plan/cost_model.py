@@ -86,12 +86,13 @@ class CostModel:
         prompt = self.workload.prompt_tokens
         scorers = {"ref_log_probs": "ref", "actor_log_probs": "actor_fwd", "values": "critic"}
         turns = self.workload.turns
-        before = 0.0 if caches and config.rollout.engine != "hf" else self._context  # keys and values that are not kept
+        new = turns.read_tokens / max(1.0, turns.replies - 1)
+        anew = config.rollout.engine == "hf" or not caches  # keys and values of earlier turns are not kept
         read_s = 2 * self.model.num_parameters / peak if self.profile is None else self.profile.prefill_s() / tensor
         return Times(
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
             prefill_s=read_s * prompt / shared,
-            later_s=read_s * (turns.read_tokens / max(1.0, turns.replies - 1) + before),
+            later_s=read_s * (self._context + new / 2 if anew else new),
             tasks={task: self._forward(self._frozen_number, self._copy(role)) for task, role in scorers.items()}
             | work_of_users(config),
             train=self.train(),
