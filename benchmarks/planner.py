@@ -7,7 +7,7 @@
     choice    choice_gap                        throughput that the plan for 14 devices misses: the best of random
                                                 splits and of the plan's neighbours, and the plan, again in pairs
     real      real_error_max, and each signed    the same error of recipes with real engines, after a profile of this
-                                                machine: quickstart, quickstart-tools, SmolLM2 where its packages are there
+                                                machine: quickstart, quickstart-tools, SmolLM2 with its packages
     speed     plan_64_s, plan_1024_s            processor time of a plan for 64 and 1,024 devices with what one more
                                                 device would give: Qwen2.5-7B, 128 and 1,024 prompts of 8 responses
     scale     scale_devices_*                   devices at which each service of the house saturates: service times
