@@ -7,7 +7,7 @@
     choice    choice_gap                        throughput that the plan for 14 devices misses: the best of random
                                                 splits and of the plan's neighbours, and the plan, again in pairs
     real      real_error_max, and each signed    the same error of recipes with real engines, after a profile of this
-                                                machine: quickstart, and SmolLM2 where its packages are installed
+                                                machine: quickstart, quickstart-tools, SmolLM2 with its packages
     speed     plan_64_s, plan_1024_s            processor time of a plan for 64 and 1,024 devices with what one more
                                                 device would give: Qwen2.5-7B, 128 and 1,024 prompts of 8 responses
     scale     scale_devices_*                   devices at which each service of the house saturates: service times
@@ -77,7 +77,7 @@ def real(given: Given) -> dict[str, float]:
     for name, settings in recipes(given.directory, _say).items():
         where = given.directory / f"real-{name}"
         errors[name] = predict_and_run(name, settings, where, steps=given.steps, skip=_SKIP, say=_say)
-    told = {f"real_error_{name.partition('-')[0]}": error for name, error in errors.items()}
+    told = {f"real_error_{name.removesuffix('-arithmetic-cpu')}": error for name, error in errors.items()}
     return {**told, "real_error_max": max(map(abs, errors.values()))}
 
 

@@ -1,6 +1,7 @@
 """Recipes with real engines: what a profile of this machine predicts of each, and what it took.
 
-A short run of each comes first: the prediction has the lengths of its responses, and nothing else of it.
+A short run of each comes first: the prediction has the lengths of its responses, and its turns and tools where it has
+several, and nothing else of it.
 """
 
 import subprocess
@@ -35,7 +36,8 @@ def recipes(directory: Path, say: Callable[[str], None]) -> dict[str, tuple[str,
         model = directory / _SMOLLM2
         subprocess.run([sys.executable, "-c", _COMMAND, "import-gguf", _SMOLLM2, str(model)], check=True)
         found["smollm2-arithmetic-cpu"] = (*_ALWAYS, f"model.path={model}")
-    say("real: quickstart-tools is left out: rollouts of several turns are not planned")
+    # It learns to call its tool within ten steps; one that does not learn has the turns of the short run.
+    found["quickstart-tools"] = (*_ALWAYS, "actor.lr=1.0e-9")
     return found
 
 

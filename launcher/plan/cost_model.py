@@ -23,7 +23,7 @@ from typing import Any
 
 from launcher.plan.devices import Device
 from launcher.plan.profile import COPY_IN, COPY_OUT, FORWARD, TRAIN, Profile
-from launcher.plan.scenario import Latency, Times, Work, rollout_ranks, work_of_users
+from launcher.plan.scenario import Latency, Times, Turns, Work, rollout_ranks, work_of_users
 from workers.config import RunConfig
 from workers.engines.device_memory import DTYPE_BYTES, ModelSizes
 
@@ -46,11 +46,13 @@ class Workload:
     Attributes:
         prompt_tokens: of a prompt.
         mean_tokens: of a response; `mean_square`: mean of the squares.
+        turns: of rollouts of functions and agents.
     """
 
     prompt_tokens: int
     mean_tokens: float
     mean_square: float
+    turns: Turns
 
 
 def at_full_speed(config: RunConfig, device: Device, profile: Profile | None) -> float:
@@ -87,13 +89,14 @@ class CostModel:
         shared = config.schedule.n_samples_per_prompt if caches else 1
         prompt = self.workload.prompt_tokens
         scorers = {"ref_log_probs": "ref", "actor_log_probs": "actor_fwd", "values": "critic"}
-        if self.profile is None:
-            prefill_s = 2 * self.model.num_parameters * prompt / peak
-        else:
-            prefill_s = self.profile.prefill_s() * prompt / tensor
+        turns = self.workload.turns
+        new = turns.read_tokens / max(1.0, turns.replies - 1)
+        anew = config.rollout.engine == "hf" or not caches  # keys and values of earlier turns are not kept
+        read_s = 2 * self.model.num_parameters / peak if self.profile is None else self.profile.prefill_s() / tensor
         return Times(
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
-            prefill_s=prefill_s / shared,
+            prefill_s=read_s * prompt / shared,
+            later_s=read_s * (self._context + new / 2 if anew else new),
             tasks={task: self._forward(self._frozen_number, self._copy(role)) for task, role in scorers.items()}
             | work_of_users(config),
             train=self.train(),
@@ -247,7 +250,8 @@ class CostModel:
     @cached_property
     def _context(self) -> float:
         """Mean tokens that a decoded token looks at: long responses are decoded for longer."""
-        return self.workload.prompt_tokens + self.workload.mean_square / self.workload.mean_tokens / 2
+        mean = self.workload
+        return mean.prompt_tokens + (mean.turns.read_tokens + mean.mean_square / mean.mean_tokens) / 2
 
     def _cache_bytes(self, tensor: int) -> float:
         """Return bytes of keys and values of a token on one of the ranks."""

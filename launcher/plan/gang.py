@@ -163,7 +163,7 @@ class Gang:
     def _published(self) -> None:
         world = self._world
         rows = [row for formed in self._formed[: self._taken[0]] for part in formed.slices for row in _rows(part)]
-        world.trained.append(sum(world.tokens[row] for row in rows))
+        world.trained.append(sum(world.tokens[row] - world.scenario.turns.read_tokens for row in rows))
         self._formed = self._formed[self._taken[0] :]
         self._taken = [0] * len(self._taken)
         world.publish(self._step)

@@ -1,11 +1,13 @@
 """A simulated generating instance: what `workers.rollout.loop` does, in simulated time. Pure."""
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tq.policies import Item
 from workers.engines.sim.decoding import Decoding
+from workers.rollout.room import room
 
 if TYPE_CHECKING:
     from launcher.plan.simulation import World
@@ -38,9 +40,15 @@ class Instance:
         times = world.scenario.times
         self._decoding = Decoding(times.decode_s)
         self._alone_s = times.decode_s(1)
-        self._prefill_s = times.prefill_s
         self._waiting: deque[tuple[_Lease, int]] = deque()
         self._running: dict[int, _Lease] = {}
+        self._turns_s: dict[int, list[float]] = {}
+        """Row -> how long its turns to come take alone (s), the last one first."""
+        self._calls: list[int] = []
+        """Rows whose next turn waits for a place, a heap: what began earlier goes first."""
+        self._replied: deque[int] = deque()
+        """Rows whose replies the session service has still to pass on."""
+        self._num_drawing = 0
         self._at_hand = self._version = -1
         self._needed = -1
         self._step = 0
@@ -61,15 +69,15 @@ class Instance:
             return
         ended = self._decoding.ended(world.worked)
         for row in ended:
-            self._end(row)
+            self._drawn(row)
         self._swap_if_due()
         if self._swapping:
             return
         self._fill()
         if ended and not self._running:
             self.note_idle()
-        if self._computing != bool(self._running):
-            self._computing = bool(self._running)
+        if self._computing != bool(self._num_drawing):
+            self._computing = bool(self._num_drawing)
             world.computing(1 if self._computing else -1)
         self._looks += 1
         end, number = self._decoding.next_end, self._looks
@@ -87,9 +95,42 @@ class Instance:
                 self._world.span(self.name, "generate", self._busy_since, self._world.now, step=self._step)
             self._busy_since = None
 
+    def _drawn(self, row: int) -> None:
+        """A turn ended; behind it come the session service, tools, then the next one."""
+        self._num_drawing -= 1
+        if not self._world.scenario.most_live:
+            self._end(row)
+            return
+        self._replied.append(row)
+        if len(self._replied) == 1:
+            self._serve()
+
+    def _serve(self) -> None:
+        """The service passes a reply on, then the next."""
+        world, turns = self._world, self._world.scenario.turns
+
+        def served() -> None:
+            row = self._replied.popleft()
+            world.after(max(0.0, turns.tool_s - turns.cpu_s) / turns.replies, lambda: self._go_on(row))
+            if self._replied:
+                self._serve()
+
+        world.compute(turns.cpu_s / turns.replies, served)
+
+    def _go_on(self, row: int) -> None:
+        """Behind tools."""
+        if self._turns_s[row]:
+            heapq.heappush(self._calls, row)
+        else:
+            self._end(row)
+            if not self._running:
+                self.note_idle()
+        self.look()
+
     def _end(self, row: int) -> None:
         world = self._world
         lease = self._running.pop(row)
+        del self._turns_s[row]
         lease.finished.append(row)
         if len(lease.finished) >= min(world.scenario.rows_per_put, lease.left):
             rows, lease.finished = lease.finished, []
@@ -104,7 +145,7 @@ class Instance:
         scenario = world.scenario
         newest = self._waiting[-1][0].partition if self._waiting else 0
         boundary = newest > self._step or self._needed > self._version
-        mode, running = scenario.schedule.mode, len(self._running)
+        mode, running = scenario.schedule.mode, self._num_drawing
         due = mode.may_swap(interruptible=scenario.interruptible, num_running=running, boundary=boundary)
         self._draining = not due and mode.may_swap(interruptible=True, num_running=running, boundary=boundary)
         if not due:
@@ -130,19 +171,30 @@ class Instance:
             if lease.partition > self._step:
                 self.note_idle()
                 self._step = lease.partition
-            tokens = world.tokens[row] = world.scenario.tokens(row)
-            self._decoding.begin(row, self._prefill_s + self._alone_s * tokens, world.worked)
+            tokens, turns = world.scenario.tokens(row), world.scenario.turns
+            number, times = turns.of(row), world.scenario.times
+            world.tokens[row] = tokens + turns.read_tokens
+            share_s = self._alone_s * tokens / number
+            self._turns_s[row] = [times.later_s + share_s] * (number - 1) + [times.prefill_s + share_s]
+            heapq.heappush(self._calls, row)
         if begun and self._busy_since is None:
             self._busy_since = world.now
+        while self._calls and self._num_drawing < world.scenario.slots and not self._draining:
+            row = heapq.heappop(self._calls)
+            self._num_drawing += 1
+            self._decoding.begin(row, self._turns_s[row].pop(), world.worked)
         want = self._room() - len(self._waiting)
         if want > 0 and not self._asked and self._version >= 0 and self._needed <= self._version:
             self._asked = True
             world.fetch(self._task, want, self._version, self._granted, self._outdated)
 
     def _room(self) -> int:
-        if self._running and (self._world.scenario.deterministic or self._draining):
+        scenario, live = self._world.scenario, len(self._running)
+        if live and (scenario.deterministic or self._draining):
             return 0
-        return self._world.scenario.slots - len(self._running)
+        if not (most := scenario.most_live):
+            return scenario.slots - live
+        return room(places=scenario.slots, drawing=self._num_drawing, calls=len(self._calls), live=live, most=most)
 
     def _granted(self, partition: int, items: list[Item]) -> None:
         rows = [row for item in items for row in item.rows]

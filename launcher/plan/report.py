@@ -13,6 +13,7 @@ from launcher.checks.preflight import count_parameters
 from launcher.plan.cost_model import parameters_of
 from launcher.plan.devices import device_of, find_device
 from launcher.plan.profile import Profile
+from launcher.plan.scenario import Turns
 from launcher.plan.search import Objective, Plan, Planner
 from launcher.timeline.gantt_chart import GanttChart, gantt_html
 from workers.config import RunConfig
@@ -37,7 +38,8 @@ def open_planner(
         devices: at most so many.
         device: of the catalogue, or a YAML file; `sim` engines need none, nor does a profile of a device that is known.
         objective: see `Planner`.
-        lengths: a run's directory, whose responses' lengths are drawn from; None: as section `sim` says.
+        lengths: a run's directory, whose responses' lengths are drawn from, and whose turns and tools rollouts of
+            functions and agents have; None: as section `sim` says.
         profile: file of `asyncflow profile`; None: times are estimated.
 
     Raises:
@@ -60,7 +62,7 @@ def open_planner(
     step_rows = config.schedule.step_rows
     drawn = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).tokens
     tokens = drawn if lengths is None else recorded_lengths(lengths, seed=config.seed)
-    longest = config.rollout.max_response_tokens
+    own, longest = config.rollout.is_own, config.rollout.max_response_tokens
     return Planner(
         config=config,
         num_devices=devices,
@@ -68,9 +70,10 @@ def open_planner(
         parameters=parameters,
         model_config=model,
         prompt_tokens=0 if simulated else config.data.max_prompt_tokens // 2,
-        tokens=lru_cache(maxsize=None)(lambda row: min(longest, tokens(row))),
+        tokens=lru_cache(maxsize=None)(tokens if own else lambda row: min(longest, tokens(row))),
         objective=objective,
         profile=measured,
+        turns=recorded_turns(lengths, config) if own and lengths is not None else None,
     )
 
 
@@ -122,14 +125,41 @@ def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
         ConfigError: it has none.
     """
     counts: dict[int, int] = {}
-    path = run_dir / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        for length, count in json.loads(line).get("histograms", {}).get("response_tokens", {}).items():
+    for step in _recorded(run_dir):
+        for length, count in step.get("histograms", {}).get("response_tokens", {}).items():
             counts[round(float(length))] = counts.get(round(float(length)), 0) + count
     if not counts:
         raise ConfigError(f"--lengths {run_dir}: has no lengths of responses in metrics.jsonl; name a run")
     values, weights = [max(1, value) for value in counts], list(accumulate(counts.values()))
     return lambda row: random.Random(f"{seed}/{row}").choices(values, cum_weights=weights)[0]
+
+
+def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
+    """Return what rollouts of a run were like beside their lengths, on average over the steps of `metrics.jsonl`.
+
+    Args:
+        run_dir: of the run.
+        config: that is planned. What was not drawn, and is beyond a prompt, came between replies; `sim` engines take
+            no time for either.
+
+    Raises:
+        ConfigError: its rollouts have one response each.
+    """
+    steps = [step for step in _recorded(run_dir) if "reward/turns_mean" in step]
+    if not steps:
+        raise ConfigError(
+            f"--lengths {run_dir}: has no turns in metrics.jsonl; name a run of rollout functions or agents"
+        )
+    names = ("reward/turns_mean", "reward/tool_s_mean", "reward/cpu_s_mean")
+    replies, tool_s, cpu_s = (sum(step.get(name, 0.0) for step in steps) / len(steps) for name in names)
+    read = sum(step["train_tokens"] / step["samples"] - step["response_tokens_mean"] for step in steps) / len(steps)
+    read = 0.0 if config.rollout.engine == "sim" else read - config.data.max_prompt_tokens // 2
+    return Turns(max(1.0, replies), tool_s, cpu_s, max(0, round(read)))
+
+
+def _recorded(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], others: Sequence[Plan] = ()) -> str:

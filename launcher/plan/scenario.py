@@ -72,6 +72,27 @@ class Latency:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """What rollouts of a user's function or agent do beside drawing, as a run recorded it: means of a rollout.
+
+    Attributes:
+        replies: turns of the policy, at least 1.
+        tool_s: seconds in which it waits for none; shared evenly by the replies, behind each.
+        cpu_s: processor time of the session service, which serves one reply of an instance at a time.
+        read_tokens: between the replies: of tools, environments, users.
+    """
+
+    replies: float = 1.0
+    tool_s: float = 0.0
+    cpu_s: float = 0.0
+    read_tokens: int = 0
+
+    def of(self, row: int) -> int:
+        """Return a row's replies: whole numbers with this mean."""
+        return int((row + 1) * self.replies) - int(row * self.replies)
+
+
+@dataclass(frozen=True)
 class Times:
     """How long computing takes.
 
@@ -83,6 +104,7 @@ class Times:
         update_s: of the optimizer.
         prompt_tokens: tokens of a prompt, where tasks and training compute it, too; `sim` engines do not.
         in_step: replicas of the actor wait for each other at every micro-batch (FSDP2's collectives).
+        later_s: of the prompt of a later turn.
     """
 
     decode_s: Callable[[int], float]
@@ -92,6 +114,7 @@ class Times:
     update_s: float
     prompt_tokens: int = 0
     in_step: bool = False
+    later_s: float = 0.0
 
     @staticmethod
     def of_sim(config: RunConfig, *, prompt_tokens: float) -> "Times":
@@ -104,6 +127,7 @@ class Times:
         return Times(
             decode_s=lru_cache(maxsize=None)(sim.decode_s),
             prefill_s=sim.prefill_s_per_token * prompt_tokens,
+            later_s=sim.prefill_s_per_token * prompt_tokens,
             tasks={
                 "ref_log_probs": Work(token_s=sim.ref_s_per_token),
                 "actor_log_probs": Work(token_s=sim.policy_forward_s_per_token),
@@ -133,6 +157,8 @@ class Scenario:
         deterministic: responses that began together end their batch together.
         seed: of the run.
         tokens: row -> length of its response.
+        turns: of rollouts of functions and agents.
+        most_live: such rollouts of an instance at a time; 0: there is one response to each prompt.
         times, latency: see there.
         at_full_speed: workers of all roles that may compute side by side at full speed, on a machine that all share;
             0: each has a device of its own.
@@ -156,6 +182,8 @@ class Scenario:
     times: Times
     latency: Latency = Latency()
     at_full_speed: float = 0.0
+    turns: Turns = Turns()
+    most_live: int = 0
 
     @staticmethod
     def of(
@@ -166,27 +194,27 @@ class Scenario:
         latency: Latency | None = None,
         slots: int = 0,
         at_full_speed: float = 0.0,
+        turns: Turns | None = None,
     ) -> "Scenario":
         """Return the run that a configuration describes.
 
         Args:
             config: checked; its roles say how many workers there are.
             times: of its engines.
-            tokens: length of each row's response; None: as `sim` draws them.
+            tokens: that are drawn for each row; None: as `sim` draws them.
             latency: of the house; None: the measured one.
             slots: responses that fit an instance at the same time; 0: `rollout.batch_size`.
-            at_full_speed: see there.
+            at_full_speed, turns: see there.
 
         Raises:
-            ConfigError: the run has what is not simulated.
+            ConfigError: the run has what is not simulated, or turns that nobody recorded.
         """
-        _check(config)
+        _check(config, turns)
         roles = [role for role in config.roles if role not in OBSERVERS]
         tasks = place_tasks(graph_of(config), roles)
         schedule, actor = config.schedule, config.actor
         longest = config.rollout.max_response_tokens
         drawn = SimLengths(config.sim, samples_per_step=schedule.step_rows, seed=config.seed).tokens
-        lengths = tokens or drawn
         size = schedule.n_samples_per_prompt
         rows_per_fetch = {
             "ref": config.ref.micro_batch_size, "actor_fwd": config.ref.micro_batch_size, "advantages": 8 * size,
@@ -209,10 +237,12 @@ class Scenario:
             rows_per_put=config.rollout.batch_size if config.deterministic else size,
             deterministic=config.deterministic,
             seed=config.seed,
-            tokens=lambda row: min(longest, lengths(row)),
+            tokens=tokens or (lambda row: min(longest, drawn(row))),
             times=times,
             latency=latency or Latency(),
             at_full_speed=at_full_speed,
+            turns=turns or Turns(),
+            most_live=schedule.step_rows * (schedule.staleness_bound + 1) if config.rollout.is_own else 0,
         )
 
 
@@ -235,13 +265,13 @@ def work_of_users(config: RunConfig) -> dict[str, Work]:
     return {task.name: Work(row_s=task.seconds_per_row / task.concurrency) for task in config.tasks}
 
 
-def _check(config: RunConfig) -> None:
+def _check(config: RunConfig, turns: Turns | None) -> None:
     if TRAINERS & config.roles.keys() != {"actor"}:
         raise ConfigError("roles: 'critic' is not simulated as a role of its own; leave it out, so the actor hosts it")
     if config.outside_roles:
         raise ConfigError(f"roles: {config.outside_roles[0]}:0 cannot be planned: nobody knows how fast it is outside")
-    if config.rollout.is_own:
+    if config.rollout.is_own and turns is None:
         raise ConfigError(
-            "rollout.function and agents cannot be planned: their turns and tools take as long as they take; plan the "
-            "same run with one response to each prompt"
+            "rollout.function and agents are planned from what a run recorded of their turns and tools; make a short "
+            "run (--steps 3), and give its directory to `asyncflow plan`: --lengths RUN_DIR"
         )

@@ -24,7 +24,7 @@ from launcher.plan.choices import Choice, layouts, micro_batches, schedules
 from launcher.plan.cost_model import CostModel, Workload, at_full_speed
 from launcher.plan.devices import Device
 from launcher.plan.profile import Profile
-from launcher.plan.scenario import Latency, Scenario, Times, rollout_ranks, workers_of
+from launcher.plan.scenario import Latency, Scenario, Times, Turns, rollout_ranks, workers_of
 from launcher.plan.simulation import Simulated, simulate
 from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
@@ -114,6 +114,7 @@ class Planner:
         tokens: row -> length of its response.
         objective: the fastest step, or the most tokens per second and device.
         profile: measured times of blocks, which override estimates.
+        turns: of rollouts of functions and agents.
     """
 
     config: RunConfig
@@ -125,6 +126,7 @@ class Planner:
     tokens: Callable[[int], int]
     objective: Objective = "time"
     profile: Profile | None = None
+    turns: Turns | None = None
 
     def plans(self) -> list[Plan]:
         """Return the best plans, the best first.
@@ -187,8 +189,9 @@ class Planner:
         """Return the run to simulate."""
         times, latency, slots = self._times(config)
         return Scenario.of(
-            config, times, tokens=self.tokens, latency=latency, slots=slots, at_full_speed=self._at_full_speed
-        )
+            config, times, tokens=self.tokens, latency=latency, slots=slots, at_full_speed=self._at_full_speed,
+            turns=self.turns,
+        )  # fmt: skip
 
     def other_schedules(self) -> list[Plan]:
         """Return the best plan of each other schedule that can be planned, the strictest first."""
@@ -338,7 +341,8 @@ class Planner:
         times, slots = model.times(), model.slots()
         # A prefill holds up all that an instance generates: over its life a response waits for as many as run.
         slowdown = times.decode_s(slots) / times.decode_s(1)
-        return replace(times, prefill_s=times.prefill_s * slots / slowdown), model.latency(), slots
+        held = slots / slowdown
+        return replace(times, prefill_s=times.prefill_s * held, later_s=times.later_s * held), model.latency(), slots
 
     def headroom_gb(self, config: RunConfig) -> float | None:
         """Return what the fullest rank leaves of its device.
@@ -358,9 +362,8 @@ class Planner:
     def workload(self) -> Workload:
         """What the first steps' responses are like."""
         drawn = [self.tokens(row) for row in range(min(4096, 8 * self.config.schedule.step_rows))]
-        return Workload(
-            self.prompt_tokens, sum(drawn) / len(drawn), sum(number * number for number in drawn) / len(drawn)
-        )
+        mean, square = sum(drawn) / len(drawn), sum(number * number for number in drawn) / len(drawn)
+        return Workload(self.prompt_tokens, mean, square, self.turns or Turns())
 
     @cached_property
     def _sizes(self) -> ModelSizes | None:

@@ -95,7 +95,7 @@ class World:
     version: int = -1
     step_ends: list[float] = field(default_factory=list)
     tokens: dict[int, int] = field(default_factory=dict)
-    """Row -> tokens of its response, once it is begun."""
+    """Row -> tokens behind its prompt, once it is begun."""
     partition: dict[int, int] = field(default_factory=dict)
     spans: dict[str, list[Span]] = field(default_factory=dict)
     trained: list[int] = field(default_factory=list)

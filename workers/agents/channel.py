@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -11,6 +12,18 @@ from workers.calls.frames import frame, read_frame
 
 S = TypeVar("S", bound=msgspec.Struct)
 R = TypeVar("R")
+
+
+class ProcessorTime:
+    """Counts the processor time of this process."""
+
+    def __init__(self) -> None:
+        self._counted_s = time.process_time()
+
+    def since_last(self) -> float:
+        """Return what it took since this was asked for the last time (s)."""
+        before, self._counted_s = self._counted_s, time.process_time()
+        return self._counted_s - before
 
 
 class Channel(Generic[S, R]):

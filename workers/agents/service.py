@@ -18,10 +18,12 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeNotStarted, one_line
 from asyncflow.extras import pip_line
 from asyncflow.process import die_with_parent, end_session_with_me
-from workers.agents.channel import Channel
+from workers.agents.channel import Channel, ProcessorTime
 from workers.agents.command import run_command
 from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
 from workers.agents.rendering import load_renderer
@@ -89,6 +91,7 @@ class Service:
         self._num_runs = 0
         self._drawing: dict[int, asyncio.Future[Drawn]] = {}
         self._num_calls = 0
+        self._cpu = ProcessorTime()
         self._replacing: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -288,7 +291,7 @@ class Service:
 
     def _finish(self, run: Run, done: Done, *, spent: bool = False) -> None:
         try:
-            self._engine.send(run.result(done, spent=spent))
+            self._engine.send(replace(run.result(done, spent=spent), cpu_s=done.cpu_s + self._cpu.since_last()))
         except (AsyncFlowError, TypeError, ValueError) as error:  # also what cannot travel: text that is no Unicode
             self._fail(run, f"its budget was spent, and {error}" if spent else str(error))
             return

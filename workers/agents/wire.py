@@ -149,6 +149,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
         conversations: messages of each sample, for people.
         turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
         bridge_failures: turns that began a new sample though they went on from a reply.
+        cpu_s: processor time of the service, and of the function's process, since their last rollout ended (s).
     """
 
     ticket: int
@@ -161,6 +162,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     turns: int
     tool_s: float
     bridge_failures: int
+    cpu_s: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -263,12 +265,14 @@ class Done(msgspec.Struct, frozen=True, tag=True):
         run: which attempt.
         nodes: drawn pieces; each that no other goes on from ends a sample. Empty: all that were drawn.
         reward, metrics: of the rollout.
+        cpu_s: processor time of its process since another rollout returned (s).
     """
 
     run: int
     nodes: list[int]
     reward: float | None
     metrics: dict[str, float]
+    cpu_s: float = 0.0
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):

@@ -24,10 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.process import die_with_parent, limit_resources
 from workers.agents.api import BudgetSpent, Context, Model, Reply, Sample, TaskSkipped, task_of
-from workers.agents.channel import Channel
+from workers.agents.channel import Channel, ProcessorTime
 from workers.agents.other_model import OtherModel
 from workers.agents.requests import ChatRequest
 from workers.agents.tools import Tool, load_tools
@@ -109,6 +111,7 @@ class Worker:
         self._models = {name: OtherModel(name, settings) for name, settings in setup.models.items()}
         self._rollout = load_rollout(setup.function, setup.agent)
         self._body = self._call_function if setup.agent is None else self._call_agent
+        self._cpu = ProcessorTime()
 
     async def serve(self) -> None:
         """Start and stop rollouts, and pass replies on, until the service is gone."""
@@ -161,7 +164,7 @@ class Worker:
     async def _run(self, start: Start) -> None:
         outcome: Done | Raised
         try:
-            outcome = await self._body(start)
+            outcome = replace(await self._body(start), cpu_s=self._cpu.since_last())
         except BudgetSpent as error:
             outcome = Raised(start.run, str(error), spent=True)
         except TaskSkipped as error:

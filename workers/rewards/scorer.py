@@ -113,7 +113,7 @@ class Scorer:
         """
         parts = dict(rollout.metrics)
         if rollout.conversations:
-            parts |= {"turns": float(rollout.turns), "tool_s": rollout.tool_s}
+            parts |= {"turns": float(rollout.turns), "tool_s": rollout.tool_s, "cpu_s": rollout.cpu_s}
             parts["bridge_failures"] = float(rollout.bridge_failures)
         if rollout.reward is None and not rollout.failure:
             return self._submit(rollout.prompt, rollout.drawn, answer, task, text=rollout.response, parts=parts)

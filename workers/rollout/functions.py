@@ -44,14 +44,13 @@ from workers.engines.model_files import max_positions
 from workers.rollout.config import SamplingConfig
 from workers.rollout.live_rollouts import LiveRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
+from workers.rollout.room import room
 from workers.rollout.session_service import open_service
 
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
 """How often a step that has nothing to draw returns (s)."""
-_KEPT_SHARE = 0.25
-"""Of the engine's places: so many calls wait for it, so that one that gets free is filled at once."""
 _MOST_RESTARTS = 10
 """Deaths of the service under one rollout that end the run, or in a row, without a finished rollout in between."""
 _IN_A_ROW = -1
@@ -111,11 +110,11 @@ class FunctionRollouts:
 
     @property
     def free_slots(self) -> int:
-        """As many as the engine, and a few calls that wait for it, have room for; and as may run at all."""
-        free = self._engine.free_slots
-        kept = int(_KEPT_SHARE * (free + self._engine.num_running))
+        """See `room`."""
+        drawing = self._engine.num_running
         calls = len(self._wanted) + self._live.num_coming
-        return max(0, min(free + kept - calls, self._max_running - len(self._running)))
+        places = self._engine.free_slots + drawing
+        return room(places=places, drawing=drawing, calls=calls, live=len(self._running), most=self._max_running)
 
     def figures(self) -> dict[str, float]:
         """See `Rollouts`."""

@@ -61,6 +61,7 @@ class FinishedRollout:
         conversations: messages of each sample, for people.
         turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
         bridge_failures: turns that began a new sample though they went on from a reply.
+        cpu_s: see `Finished`.
         failure: why there is none; "" if there is one.
         leaves: its group leaves the run, and the next prompt takes its place.
         failures: how often it failed, where it leaves for that.
@@ -81,6 +82,7 @@ class FinishedRollout:
     turns: int = 1
     tool_s: float = 0.0
     bridge_failures: int = 0
+    cpu_s: float = 0.0
     failure: str = ""
     leaves: bool = False
     failures: int = 0
@@ -133,6 +135,7 @@ class FinishedRollout:
             turns=message.turns,
             tool_s=message.tool_s,
             bridge_failures=message.bridge_failures,
+            cpu_s=message.cpu_s,
         )
 
     @staticmethod

@@ -31,7 +31,7 @@ from workers.rollout.rollouts import FinishedRollout, RolloutRequest
 
 MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
 MODULE = """
-import asyncio, os
+import asyncio, os, time
 from configs.quickstart_tools.renderer import CalculatorRenderer
 from workers.agents import Environment
 
@@ -40,6 +40,14 @@ async def waits(task, model, context):
     await chat.reply()
     open(os.path.join(task["seen"], f"{task.index}-{context.attempt}"), "w").close()
     await asyncio.sleep(1000)
+
+async def computes(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    end_s = time.process_time() + 0.2
+    while time.process_time() < end_s:
+        pass
+    return chat.sample(reward=0.5)
 
 async def fails(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
@@ -269,6 +277,14 @@ def test_turns_that_could_not_be_bridged_are_trained_as_samples_and_counted_for_
     parts = scorer.score(one, "2368").result(timeout=60).parts
     scorer.close()
     assert (parts["turns"], parts["bridge_failures"]) == (2.0, 1.0)
+
+
+def test_processor_time_of_service_and_functions_is_counted_once(start: Any) -> None:
+    rollouts, _ = start(function="my_rollouts:computes")
+    rollouts.begin([request(0), request(1)])
+    counted_s = sum(one.cpu_s for one in finished(rollouts, lambda done: len(done) == 2))
+    whole = [child_of_service(number).cpu_times() for number in (0, 1)]
+    assert 0.4 <= counted_s <= sum(each.user + each.system for each in whole) + 0.05
 
 
 def test_several_samples_lie_in_one_row(start: Any) -> None:

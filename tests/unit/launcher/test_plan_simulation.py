@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from launcher.plan.scenario import Latency, Scenario, Times, Work
+from asyncflow.errors import ConfigError
+from launcher.plan import instance
+from launcher.plan.scenario import Latency, Scenario, Times, Turns, Work
 from launcher.plan.simulation import Simulated, simulate
 from tq.config import ScheduleMode
 from tq.policies import Fifo, Item
@@ -40,9 +42,18 @@ def config_of(**changed: Any) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def run(config: RunConfig, latency: Latency = FREE, **times: Any) -> Simulated:
+def run(config: RunConfig, latency: Latency = FREE, *, turns: Turns | None = None, **times: Any) -> Simulated:
     made = replace(Times.of_sim(config, prompt_tokens=0), **times)
-    return simulate(Scenario.of(config, made, latency=latency), steps=config.steps)
+    return simulate(Scenario.of(config, made, latency=latency, turns=turns), steps=config.steps)
+
+
+def with_turns(**schedule: Any) -> RunConfig:
+    """One instance of 8 places, 16 rollouts of 100 tokens a step."""
+    size = {"rollout_batch_size": 8, "n_samples_per_prompt": 2, **schedule}
+    rollout = {"engine": "sim", "batch_size": 8, "max_response_tokens": 4000, "function": "mine:rollout"}
+    return config_of(
+        roles={"rollout": 1, "actor": 2, "ref": 1}, schedule=size, rollout=rollout, sim__lengths="constant"
+    )
 
 
 def test_sequential_steps_last_as_long_as_generating_scoring_and_training() -> None:
@@ -70,6 +81,50 @@ def test_a_task_of_a_user_takes_its_time_for_every_row() -> None:
     assert ran.step_s(2) == pytest.approx(32 * 0.5 / 2, rel=0.02)
     assert ran.idle(2)["safety"] == pytest.approx(0.0, abs=0.02)
     assert run(config_of(roles=roles, tasks=[task | {"concurrency": 4}])).step_s(2) < 4.0
+
+
+@pytest.mark.parametrize(
+    ("times", "generating_s"),
+    [
+        # Two turns of 0.5 s each in 8 places: four waves; 0.2 s of tools behind each turn, of which the last one shows
+        ({}, 4 * 0.5 + 0.2),
+        # What tools wrote is read before each second turn
+        ({"later_s": 0.1}, 4 * 0.5 + 2 * 0.1 + 0.2),
+    ],
+)
+def test_tools_hold_no_place_and_what_they_write_is_read_scored_and_trained(
+    times: dict[str, Any], generating_s: float
+) -> None:
+    turns = Turns(replies=2.0, tool_s=0.4, read_tokens=50)
+    ran = run(with_turns(mode="sync"), turns=turns, **times)
+    assert ran.step_s(1) == pytest.approx(generating_s + 16 * 150 * 0.0005 + 8 * 150 * 0.001)
+    assert ran.tokens[-1] == 16 * 100
+
+
+def test_the_session_service_passes_one_reply_on_at_a_time() -> None:
+    turns = Turns(replies=2.0, tool_s=0.5, cpu_s=0.5)
+    # 32 replies of 0.25 s, behind the first one's 0.5 s; nothing else takes so long
+    ran = run(with_turns(mode="sync"), turns=turns, train=Work(), tasks={})
+    assert ran.step_s(1) == pytest.approx(0.5 + 32 * 0.25)
+
+
+def test_mean_turns_may_be_a_fraction() -> None:
+    assert [Turns(replies=1.5).of(row) for row in range(6)] == [1, 2, 1, 2, 1, 2]
+    assert sum(Turns(replies=2.3).of(row) for row in range(1000)) == 2300
+
+
+def test_turns_that_nobody_recorded_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--lengths RUN_DIR"):
+        run(with_turns())
+
+
+def test_how_many_rollouts_run_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns(replies=2.0, tool_s=1.0)
+    config = with_turns(mode="async", max_staleness=1)
+    before = run(config, turns=turns).step_s(2)
+    assert before == pytest.approx(2.0, rel=0.05)
+    monkeypatch.setattr(instance, "room", lambda *, places, live, **_: places - live)
+    assert run(config, turns=turns).step_s(2) > 1.5 * before
 
 
 @pytest.mark.parametrize("mode", list(ScheduleMode))

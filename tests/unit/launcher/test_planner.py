@@ -16,6 +16,7 @@ from launcher.config.paths import find_recipe
 from launcher.plan.cost_model import parameters_of
 from launcher.plan.devices import Device, find_device
 from launcher.plan.report import auto_roles, open_planner, plan_json, plan_text, recorded_lengths
+from launcher.plan.scenario import Turns
 from launcher.plan.simulation import simulate
 from tq.config import Fill
 from workers.config import RunConfig
@@ -247,6 +248,26 @@ def test_lengths_may_be_those_of_a_run(tmp_path: Path) -> None:
     assert drawn == [lengths(row) for row in range(400)]
     with pytest.raises(ConfigError, match="--lengths .*: has no lengths"):
         recorded_lengths(tmp_path / "absent", seed=0)
+
+
+def test_turns_and_tools_are_those_of_a_run(tmp_path: Path) -> None:
+    config = load_config(find_recipe("quickstart-tools"))
+    with pytest.raises(ConfigError, match="--lengths RUN_DIR"):
+        open_planner(config, devices=2, device="cpu").plans()
+    step = {"histograms": {"response_tokens": {"5": 1, "12": 3}}, "response_tokens_mean": 11.0, "samples": 512}
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps(step) + "\n")
+    with pytest.raises(ConfigError, match=r"--lengths .*: has no turns"):
+        open_planner(config, devices=2, device="cpu", lengths=tmp_path)
+    step |= {"train_tokens": 512 * 24, "reward/turns_mean": 1.5, "reward/tool_s_mean": 0.25,
+             "reward/cpu_s_mean": 0.01}  # fmt: skip
+    later = step | {"reward/turns_mean": 2.0, "reward/tool_s_mean": 0.75}
+    file.write_text(f"{json.dumps(step)}\n{json.dumps(later)}\n")
+    planner = open_planner(config, devices=2, device="cpu", lengths=tmp_path)
+    # 24 tokens of which 11 were drawn; a prompt counts as 4
+    assert planner.turns == Turns(replies=1.75, tool_s=0.5, cpu_s=0.01, read_tokens=9)
+    assert {planner.tokens(row) for row in range(100)} == {5, 12}  # of all replies; a reply has at most 8
+    assert planner.plans()[0].step_s > 0
 
 
 def test_roles_may_be_planned_by_the_launcher() -> None:
