@@ -164,27 +164,30 @@ class Instance:
 
     def _fill(self) -> None:
         world = self._world
-        begun = min(self._room(), len(self._waiting))
+        scenario = world.scenario
+        turns, times, waiting = scenario.turns, scenario.times, self._waiting
+        begun = min(self._room(), len(waiting)) if waiting else 0
         for _ in range(begun):
-            lease, row = self._waiting.popleft()
+            lease, row = waiting.popleft()
             self._running[row] = lease
             if lease.partition > self._step:
                 self.note_idle()
                 self._step = lease.partition
-            tokens, turns = world.scenario.tokens(row), world.scenario.turns
-            number, times = turns.of(row), world.scenario.times
+            tokens, number = scenario.tokens(row), turns.of(row)
             world.tokens[row] = tokens + turns.read_tokens
             share_s = self._alone_s * tokens / number
             self._turns_s[row] = [times.later_s + share_s] * (number - 1) + [times.prefill_s + share_s]
             heapq.heappush(self._calls, row)
         if begun and self._busy_since is None:
             self._busy_since = world.now
-        while self._calls and self._num_drawing < world.scenario.slots and not self._draining:
+        while self._calls and self._num_drawing < scenario.slots and not self._draining:
             row = heapq.heappop(self._calls)
             self._num_drawing += 1
             self._decoding.begin(row, self._turns_s[row].pop(), world.worked)
-        want = self._room() - len(self._waiting)
-        if want > 0 and not self._asked and self._version >= 0 and self._needed <= self._version:
+        if self._asked or self._version < max(0, self._needed):
+            return
+        want = self._room() - len(waiting)
+        if want > 0:
             self._asked = True
             world.fetch(self._task, want, self._version, self._granted, self._outdated)
 
