@@ -29,7 +29,7 @@ is `workers/engines/log_prob_head.py`:
     torn_transfers          broadcasts meanwhile; every other one is struck; `_survived`: after which all went on
     torn_outputs            that were compared
 
-`late`, some twenty minutes, on the fake device `late` (`tests/device`, needs g++), in both of its schedules:
+`late`, some forty minutes, on the fake device `late` (`tests/device`, needs g++), in both of its schedules:
 
     syncs_per_micro_batch   how often the host waits for the device in a micro-batch of GRPO, but for an engine's first
     syncs_per_update        and in an update, with the transfer of all figures of its micro-batches

@@ -35,6 +35,7 @@ def run_ranks(
     num_ranks: int = 1,
     plant: str = "",
     device: str = "late",
+    deadline_s: float = DEADLINE_S,
 ) -> list[dict[str, Any]] | None:
     """Return what each rank said; None: one of them failed, or did not end.
 
@@ -43,16 +44,17 @@ def run_ranks(
         directory: for what they write; is made.
         mode, schedule: see `ranks.py` and the device.
         plant: see `plants.py`.
+        deadline_s: for each rank's end.
     """
     directory.mkdir()
     env = os.environ | env | {"LATE_DEVICE_SCHEDULE": schedule, "GLOO_SOCKET_IFNAME": "lo", "PLANT": plant}
     command = [sys.executable, HERE / "ranks.py", mode, device, directory]
     processes = [subprocess.Popen([*command, str(rank), str(num_ranks)], env=env) for rank in range(num_ranks)]
     try:
-        if any(process.wait(DEADLINE_S) for process in processes):
+        if any(process.wait(deadline_s) for process in processes):
             return None
     except subprocess.TimeoutExpired:
-        print(f"{mode} {schedule} {plant}: not ended after {DEADLINE_S} s", file=sys.stderr)
+        print(f"{mode} {schedule} {plant}: not ended after {deadline_s} s", file=sys.stderr)
         return None
     finally:
         for process in processes:
