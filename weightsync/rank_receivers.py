@@ -11,7 +11,9 @@ all load, so a version takes its size once, however many ranks there are. The us
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from io import FileIO
 from math import prod
@@ -37,8 +39,10 @@ from weightsync.version import Version
 from weightsync.version_cache import ReadyVersion
 
 _CPU = torch.device("cpu")
-_NEWS = struct.Struct("<qqq")
-"""What a rank says in the pipe: its number, and the version that it has. Short enough to be written as a whole."""
+_NEWS = struct.Struct("<qqqd?")
+"""What a rank says in the pipe: its number, the version that it has, the seconds of its last span, and whether that was
+a broadcast. Short enough to be written as a whole."""
+_BROADCAST, _AGENT = "receive weights", "check weights"
 
 Share = Callable[[Tensor, int], object]
 """(tensor, rank): gives all ranks that rank's tensor, in place; collective."""
@@ -153,8 +157,9 @@ class RanksReceiver(WeightReceiver):
         """Hear which versions the ranks have, until they end."""
         with open(read_end, "rb", buffering=0) as pipe:
             while len(said := pipe.read(_NEWS.size)) == _NEWS.size:
-                rank, lineage, step = _NEWS.unpack(said)
+                rank, lineage, step, seconds, by_broadcast = _NEWS.unpack(said)
                 self._newest_of[rank] = version = Version(lineage, step)
+                self._timeline.record(_BROADCAST if by_broadcast else _AGENT, seconds, version=step, rank=rank)
                 if self._newest_of.count(version) < len(self._newest_of):
                     self._agree.clear()
                     continue
@@ -177,6 +182,21 @@ class RanksReceiver(WeightReceiver):
         return ready.version
 
 
+class _LastSpan(threading.local):
+    """What a thread did last, and for how long."""
+
+    name, seconds = "", 0.0
+
+    @contextmanager
+    def span(self, name: str, **attributes: int | float | str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.name, self.seconds = name, time.monotonic() - began
+
+    def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
+        self.name, self.seconds = name, seconds
+
+
 class RankReceiver(WeightReceiver):
     """In a rank's process. One thread of the engine holds and loads."""
 
@@ -191,7 +211,7 @@ class RankReceiver(WeightReceiver):
         Raises:
             WeightSyncError: the engine's user is gone.
         """
-        self._rank = rank
+        self._rank, self._last = rank, _LastSpan()
         self._owners = owners(following.needs, num_ranks)
         self._held: ReadyVersion | None = None
         try:
@@ -207,6 +227,7 @@ class RankReceiver(WeightReceiver):
             credentials, following.agent, name, following.needs,
             device=device, share=[each for each, owner in self._owners.items() if owner == rank], arrived=self._say,
             member=BroadcastMember(meeting, name, device), lead=following.lead, timeout_s=following.timeout_s,
+            timeline=self._last,
         )  # fmt: skip
 
     def hold(self, version: Version) -> bool:
@@ -241,7 +262,8 @@ class RankReceiver(WeightReceiver):
     def _say(self) -> None:
         newest = self.newest
         assert newest is not None, "it has arrived"
-        self._pipe.write(_NEWS.pack(self._rank, *newest))
+        last = self._last
+        self._pipe.write(_NEWS.pack(self._rank, *newest, last.seconds, last.name == _BROADCAST))
 
 
 def owners(needs: Mapping[str, Need], num_ranks: int) -> dict[str, int]:
