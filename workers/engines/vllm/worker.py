@@ -147,7 +147,8 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
             read = self._reader.read(Letter(**vars(update_info)))
             load((name, each.to(self._device)) for name, each in read)
         else:
-            load(self.receiver.held(get_tp_group().broadcast))
+            group = get_tp_group()
+            load(self.receiver.held(group.broadcast))
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
 
