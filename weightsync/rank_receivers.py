@@ -166,6 +166,7 @@ class RanksReceiver(WeightReceiver):
                 self._agree.set()
                 self._cache.put(ReadyVersion(version, {}, own=False, release=lambda: None))
         self._cache.fail(EngineFailed("the engine's ranks have ended; the log above says why"))
+        self._agree.set()  # on nothing any more: the engine raises when it is to hold a version
 
     def _take(self, connection: Connection, offered: Offered) -> bool:
         """Check that the engine fits the trainer; the ranks take the version themselves."""

@@ -17,6 +17,7 @@ from weightsync import version_cache
 from weightsync.bucket_buffer import BucketLayout
 from weightsync.plan import Need
 from weightsync.rank_receivers import Following, RankReceiver
+from weightsync.slot_memory import private_memory
 from weightsync.version import Version
 
 NUM_RANKS = 2
@@ -60,11 +61,10 @@ class Rank:
         store = PrefixStore(f"engine/{following.pid}/{following.fd}", credentials(port).group_store(DEADLINE_S))
         self._group = connect_group(store, rank, NUM_RANKS, CPU)
         self._copies: list[int] = []
-        plain = version_cache.private_memory
 
         def counted(num_bytes: int) -> Tensor:
             self._copies.append(num_bytes)
-            return plain(num_bytes)
+            return private_memory(num_bytes)
 
         setattr(version_cache, "private_memory", counted)  # noqa: B010 - a test's hook
         self._receiver = RankReceiver(following, rank, NUM_RANKS, CPU)
