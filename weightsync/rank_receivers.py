@@ -159,12 +159,12 @@ class RanksReceiver(WeightReceiver):
             while len(said := pipe.read(_NEWS.size)) == _NEWS.size:
                 rank, lineage, step, seconds, by_broadcast = _NEWS.unpack(said)
                 self._newest_of[rank] = version = Version(lineage, step)
-                self._timeline.record(_BROADCAST if by_broadcast else _AGENT, seconds, version=step, rank=rank)
                 if self._newest_of.count(version) < len(self._newest_of):
                     self._agree.clear()
-                    continue
-                self._agree.set()
-                self._cache.put(ReadyVersion(version, {}, own=False, release=lambda: None))
+                else:
+                    self._agree.set()
+                    self._cache.put(ReadyVersion(version, {}, own=False, release=lambda: None))
+                self._timeline.record(_BROADCAST if by_broadcast else _AGENT, seconds, version=step, rank=rank)
         self._cache.fail(EngineFailed("the engine's ranks have ended; the log above says why"))
         self._agree.set()  # on nothing any more: the engine raises when it is to hold a version
 

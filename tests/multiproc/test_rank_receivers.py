@@ -14,6 +14,7 @@ import pytest
 from echo_peers import SECRET, credentials
 from rank_peers import NUM_RANKS, Ranks
 from torch.distributed import TCPStore
+from waiting import wait_until
 from weight_run import WeightRun, ask, ask_all, steps
 
 from asyncflow.clock import HostClock
@@ -105,8 +106,8 @@ def test_nothing_is_loaded_while_one_rank_lags(weight_run: WeightRun, open_user:
     user.engine.ranks[1].signal(signal.SIGSTOP)
     newest = next(versions)
     weight_run.publish(newest)
-    while ask(user.engine.ranks[0], "hold", newest) is False:  # from its agent: the broadcast was called off
-        pass
+    from_agent = ("check weights", newest.step, 0)  # the broadcast was called off
+    wait_until(lambda: from_agent in user.said.spans, "the other rank has no newer version", deadline_s=60)
     assert user.receiver.newest == former
     assert user.receiver.load(lambda _: pytest.fail("torn"), newer_than=None) is None
     user.engine.ranks[1].signal(signal.SIGCONT)
