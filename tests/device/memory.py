@@ -26,11 +26,11 @@ def memory(device: torch.device, rank: int, num_ranks: int, directory: Path) -> 
     import workers.engines.packed_attention as attention
 
     attention.kernel_of = lambda _: attention.cpu_attention
+    path = directory / f"model-{rank}"
+    sizes = write_model(path)  # before there is a group: transformers would have rank 0 alone write
     store = dist.FileStore(str(directory / "store"), num_ranks)
     limit = timedelta(seconds=120)
     dist.init_process_group(group_backends(device), store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    path = directory / f"model-{rank}"
-    sizes = write_model(path)
     cases: dict[str, Callable[[], Parts]] = {
         f"fsdp {autocast}{' recomputed' * again}": lambda autocast=autocast, again=again: train(  # type: ignore[misc]
             path, sizes, device, num_ranks, autocast=autocast, gradient_checkpointing=again

@@ -36,7 +36,7 @@ def run_ranks(
     plant: str = "",
     device: str = "late",
 ) -> list[dict[str, Any]] | None:
-    """Return what each rank said; None: one of them failed.
+    """Return what each rank said; None: one of them failed, or did not end.
 
     Args:
         env: of `environment`, and more.
@@ -51,6 +51,9 @@ def run_ranks(
     try:
         if any(process.wait(DEADLINE_S) for process in processes):
             return None
+    except subprocess.TimeoutExpired:
+        print(f"{mode} {schedule} {plant}: not ended after {DEADLINE_S} s", file=sys.stderr)
+        return None
     finally:
         for process in processes:
             process.kill()
