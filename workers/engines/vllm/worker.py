@@ -117,7 +117,13 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         return self._receiver
 
     def follow(self, following: Following) -> None:
-        """Have a receiver of its own from now on."""
+        """Have a receiver of its own from now on.
+
+        Raises:
+            RuntimeError: this vLLM does not say where the model is.
+        """
+        if self._module is None:
+            raise RuntimeError("this vLLM is too old to receive broadcasts: set weightsync.path to staged")
         group = get_tp_group()
         self._receiver = RankReceiver(following, group.rank_in_group, group.world_size, self._device)
 
@@ -149,8 +155,7 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         else:
             group = get_tp_group()
             load(self.receiver.held(group.broadcast))
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
+        self._wait_for_device()
 
     def finish_weight_update(self) -> None:
         """Put the last layers into the kernels' layout."""
@@ -158,12 +163,17 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
 
         finalize_layerwise_reload(self._module, self._model_config)
         _pack_tied_weights(self._module)
+        self._wait_for_device()  # what was held may still be read until now
 
     def shutdown(self) -> None:
         """Unmap the shared memory, and receive no more."""
         self._reader.close()
         if self._receiver is not None:
             self._receiver.close()
+
+    def _wait_for_device(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
 
 
 def _pack_tied_weights(model: Any) -> None:
