@@ -177,7 +177,8 @@ class BroadcastMember:
         Args:
             transfer: the lead agent's.
             layout: of its plan.
-            target: where a piece is written to, a tensor of its shape on any device; with a cast, where types differ.
+            target: where a piece is written to, a tensor of its shape on any device, with a cast where types differ;
+                nowhere on device `meta`.
             timeout_s: for all members to be ready, and for the transfer.
 
         Raises:
@@ -191,7 +192,10 @@ class BroadcastMember:
         def take(bucket: BucketLayout, words: Tensor) -> None:
             summaries[bucket.bucket.index].copy_(bucket.summary(words))
             targets = [target(piece) for piece in bucket.bucket.pieces]
-            torch._foreach_copy_(targets, bucket.pieces(words), non_blocking=True)
+            wanted = [k for k, each in enumerate(targets) if not each.is_meta]
+            if wanted:
+                pieces = bucket.pieces(words)
+                torch._foreach_copy_([targets[k] for k in wanted], [pieces[k] for k in wanted], non_blocking=True)
 
         try:
             self._group.connect(transfer, layout.plan)

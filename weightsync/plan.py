@@ -50,6 +50,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that it takes of a region, with what alignment adds."""
+        return -(-self.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
 
 class ShardSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a trainer rank holds of one tensor.
@@ -117,13 +122,13 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
         starts, end = [], 0
         for tensor in self.tensors.values():
             starts.append(end)
-            end += -(-tensor.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            end += tensor.room_bytes
         return starts
 
     @cached_property
     def region_bytes(self) -> int:
         """Bytes of one version in memory, with what alignment adds."""
-        return sum(-(-tensor.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES for tensor in self.tensors.values())
+        return sum(tensor.room_bytes for tensor in self.tensors.values())
 
     @property
     def num_bytes(self) -> int:

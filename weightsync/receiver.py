@@ -16,7 +16,7 @@ A version that does not come whole that way is taken from the agent, and the nex
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
@@ -68,6 +68,7 @@ class WeightReceiver:
         *,
         device: torch.device,
         whole: bool = True,
+        share: Collection[str] | None = None,
         adopts: bool = False,
         arrived: Callable[[], None] = lambda: None,
         best_effort: bool = False,
@@ -88,6 +89,7 @@ class WeightReceiver:
             needs: what the engine wants, by its own names; None: everything, by the trainer's.
             device: that the engine loads to.
             whole: the engine takes the whole model; False: its ranks share it.
+            share: of `needs`: what this process keeps and checks, where others have the rest; None: all.
             adopts: the engine computes with what `load` gives it, in place, until it has loaded the next version. That
                 is memory of this process then, of up to three versions; else the node's shared memory.
             arrived: called, by a thread of the receiver, when a newer version is ready.
@@ -108,7 +110,7 @@ class WeightReceiver:
         self._credentials = credentials
         self._agent = agent
         self._name = name
-        self._views = EngineViews(needs, whole=whole)
+        self._views = EngineViews(needs, whole=whole, share=share)
         self._slots = SlotMappings(write=False, device=device)
         self._device = device
         memory = torch.device("cpu") if keeps_on_host else device
@@ -158,7 +160,7 @@ class WeightReceiver:
         if not self._cache.has_newer(newer_than) or not self._ask_turn(patience_s):
             return None
         try:
-            loaded = self._cache.load(apply, newer_than=newer_than)  # perhaps a newer one by now
+            loaded = self._load(apply, newer_than)  # perhaps a newer one by now
         finally:
             if self._takes_turns:
                 self._tell(EndSwap())
@@ -193,6 +195,9 @@ class WeightReceiver:
         self._watch_again()
         for thread in self._threads:
             thread.join(timeout_s)
+
+    def _load(self, apply: Callable[[Mapping[str, Tensor]], None], newer_than: Version | None) -> Version | None:
+        return self._cache.load(apply, newer_than=newer_than)
 
     def _wait(self, wanted: Callable[[], bool], what: str, *, timeout_s: float, stop: threading.Event | None) -> bool:
         return self._cache.wait(wanted, what, timeout_s=timeout_s, over=lambda: stop is not None and stop.is_set())
@@ -326,7 +331,7 @@ class WeightReceiver:
         """
         layout = self._views.layout(transfer.plan, connection)
         with self._cache.coming(transfer.version):
-            region = self._cache.memory(layout)
+            region = self._cache.memory(self._views.own_layout(layout))
             try:
                 with self._timeline.span("receive weights", version=transfer.version.step):
                     member.receive(transfer, layout, region.piece, timeout_s=self._timeout_s)

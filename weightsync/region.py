@@ -4,7 +4,7 @@ Weights are written, checked, sent and loaded through a region: the trainer's ra
 receivers view whole tensors in it. A region does not know whose memory it is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,12 +15,26 @@ from weightsync.plan import DTYPE_BYTES, Bucket, Piece, TensorSpec, TransferPlan
 
 
 class RegionLayout:
-    """Where everything of a plan lies; made once per plan."""
+    """Where everything of a plan lies, or a share of it; made once per plan."""
 
-    def __init__(self, plan: TransferPlan) -> None:
+    def __init__(self, plan: TransferPlan, share: Collection[int] | None = None) -> None:
+        """Args:
+        plan: of all tensors.
+        share: numbers of those that have a place; None: all.
+        """
         self.plan = plan
-        self._starts = plan.starts()
         self._specs = tuple(plan.tensors.values())
+        self._starts: dict[int, int] = {}
+        self.num_bytes = 0
+        """Of memory with this layout."""
+        for number, spec in enumerate(self._specs):
+            if share is None or number in share:
+                self._starts[number] = self.num_bytes
+                self.num_bytes += spec.room_bytes
+
+    def has(self, number: int) -> bool:
+        """Return whether a tensor has a place."""
+        return number in self._starts
 
     def run(self, piece: Piece) -> tuple[int, int] | None:
         """Return (first byte, bytes) of a piece that is one run of the region, else None."""
@@ -45,17 +59,19 @@ class Region:
 
     def __init__(self, memory: Tensor, layout: RegionLayout) -> None:
         """Args:
-        memory: uint8 [at least plan.region_bytes], 64-byte aligned; what hashes or packs needs it on the CPU.
+        memory: uint8 [at least layout.num_bytes], 64-byte aligned; what hashes or packs needs it on the CPU.
         layout: of the plan.
         """
         self._memory = memory
         self.layout = layout
 
     def tensor(self, number: int) -> Tensor:
-        """Return a whole tensor, a view."""
+        """Return a whole tensor, a view; on device `meta` if it has no place."""
         spec = self.layout.spec(number)
-        start, num_bytes = self.layout.extent(number)
         dtype: torch.dtype = getattr(torch, spec.dtype)
+        if not self.layout.has(number):
+            return torch.empty(spec.shape, dtype=dtype, device="meta")
+        start, num_bytes = self.layout.extent(number)
         return self._memory[start : start + num_bytes].view(dtype).view(spec.shape)
 
     def piece(self, piece: Piece) -> Tensor:

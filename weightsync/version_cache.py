@@ -8,14 +8,14 @@ Thread-safe. It knows no agent and no broadcast: with a version comes what to do
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from asyncflow.errors import PlanError, TransportError, WeightsLate
+from asyncflow.errors import EngineFailed, PlanError, TransportError, WeightsLate
 from asyncflow.transport.connection import Connection
 from weightsync.connections import fetch_plan
 from weightsync.plan import Bucket, Need, Piece, buckets_of, match_needs
@@ -107,19 +107,33 @@ class VersionCache:
 
     def load(self, apply: Callable[[Mapping[str, Tensor]], None], *, newer_than: Version | None) -> Version | None:
         """Give the newest version to `apply`, if it is newer; returns it, or None."""
+        ready = self.hold(lambda version: newer_than is None or version > newer_than)
+        if ready is None:
+            return None
+        apply(ready.views)
+        self.let_go(ready)
+        return ready.version
+
+    def hold(self, wanted: Callable[[Version], bool]) -> ReadyVersion | None:
+        """Return the newest version if it is `wanted`; it stays as it is until `let_go`, or until one is held again."""
         with self._changed:
             ready = self._ready
-            if ready is None or not self.has_newer(newer_than):
+            if ready is None or not wanted(ready.version):
                 return None
-            former = self._used
-            self._used = [*former, ready]
-        apply(ready.views)
+            former, kept = self._used, self._used if self._adopts else []
+            self._used = [*kept, ready]
+            unused = self._unused(former)
+        _release(unused)
+        return ready
+
+    def let_go(self, ready: ReadyVersion) -> None:
+        """The engine has a version that was held."""
         with self._changed:
+            former = self._used
             self._loaded = ready.version
             self._used = [ready] if self._adopts else []
             unused = self._unused([*former, ready])
         _release(unused)
-        return ready.version
 
     def drop(self) -> None:
         """Forget the ready version if it was loaded, so that its memory can be used again."""
@@ -138,7 +152,7 @@ class VersionCache:
             self._free = fitting[1:]
         if fitting:
             return fitting[0]
-        num_bytes = layout.plan.region_bytes
+        num_bytes = layout.num_bytes
         on_host = self._device.type == "cpu"
         return Region(
             private_memory(num_bytes) if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=self._device),
@@ -197,6 +211,7 @@ class VersionCache:
         Raises:
             WeightsLate: not within `timeout_s`; says why.
             PlanError: trainer and engine do not agree on a tensor.
+            EngineFailed: the engine has ended.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -208,7 +223,7 @@ class VersionCache:
                 error = self._error
             if over():
                 return False
-            if isinstance(error, PlanError):
+            if isinstance(error, PlanError | EngineFailed):
                 raise error
             if time.monotonic() >= deadline:
                 why = f": {error}" if error is not None else f"; {self._source} has none"
@@ -233,14 +248,16 @@ class VersionCache:
 class EngineViews:
     """Which parts of a version an engine wants, under its own names; found once per plan."""
 
-    def __init__(self, needs: Mapping[str, Need] | None, *, whole: bool) -> None:
+    def __init__(self, needs: Mapping[str, Need] | None, *, whole: bool, share: Collection[str] | None = None) -> None:
         """Args:
         needs: what the engine wants, by its own names; None: everything, by the trainer's.
         whole: the engine takes the whole model; False: its ranks share it.
+        share: names of which this process keeps copies, and reads anything; None: all.
         """
         self._needs = needs
         self._whole = whole
-        self._known: dict[str, tuple[RegionLayout, dict[str, Piece], frozenset[int]]] = {}
+        self._share = share
+        self._known: dict[str, tuple[RegionLayout, dict[str, Piece], frozenset[int], RegionLayout]] = {}
 
     def layout(self, digest: str, connection: Connection) -> RegionLayout:
         """Return a plan's layout, the same object every time.
@@ -257,16 +274,22 @@ class EngineViews:
             plan, needs = fetch_plan(connection, digest), self._needs
             if needs is None:
                 needs = {name: Need(tensor.shape) for name, tensor in plan.tensors.items()}
-            matched = match_needs(plan, needs, whole=self._whole)
-            self._known.setdefault(digest, (RegionLayout(plan), matched, buckets_of(plan, matched.values())))
+            matched, layout = match_needs(plan, needs, whole=self._whole), RegionLayout(plan)
+            read = list(matched.values()) if self._share is None else [matched[name] for name in self._share]
+            own = layout if self._share is None else RegionLayout(plan, {piece.tensor for piece in read})
+            self._known.setdefault(digest, (layout, matched, buckets_of(plan, read), own))
         return self._known[digest][0]
 
+    def own_layout(self, layout: RegionLayout) -> RegionLayout:
+        """Return the layout of copies in this process's memory; `layout` is from here."""
+        return self._known[layout.plan.digest()][3]
+
     def reads(self, bucket: Bucket, layout: RegionLayout) -> bool:
-        """Return whether the engine reads anything of a bucket; `layout` is from here."""
+        """Return whether this process reads anything of a bucket; `layout` is from here."""
         return bucket.index in self._known[layout.plan.digest()][2]
 
     def of(self, region: Region) -> dict[str, Tensor]:
-        """Return the engine's views of a region whose layout is from here."""
+        """Return the engine's views of a region whose layout is from here, on device `meta` where it has nothing."""
         return region.views(self._known[region.layout.plan.digest()][1])
 
 

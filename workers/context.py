@@ -81,10 +81,10 @@ class WorkerContext:
         name, role = self.gang.devices[self.rank], self.gang.role
         if role in ("actor", "critic"):
             grow_segments(name)
-        # vLLM computes in processes of its own: this one makes no context, and reads slots with the CPU alone.
+        # vLLM computes and receives in processes of its own: this one makes no context, and reads with the CPU alone.
         rollout = self.config.rollout
         engines = {"rollout": rollout.engine, "evaluate": self.config.evaluate.engine or rollout.engine}
-        elsewhere = engines.get(role) == "vllm" and self.config.weightsync.path == "staged"
+        elsewhere = engines.get(role) == "vllm"
         self.device = name_device(name) if elsewhere else open_device(name)
         self.reading_device = torch.device("cpu") if elsewhere else self.device
         """That this process itself copies weights to."""

@@ -3,6 +3,7 @@ weights from it."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -11,12 +12,13 @@ from weightsync.agreement import agree_on_plan
 from weightsync.broadcast import Broadcaster, BroadcastMember
 from weightsync.broadcast_group import STALL_S
 from weightsync.plan import Need
+from weightsync.rank_receivers import RanksEngine, RanksReceiver
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
 from weightsync.shard_writer import describe
 from weightsync.version import Version
 from workers.context import WorkerContext
-from workers.engines.base import LocalShard
+from workers.engines.base import GenerateEngine, LocalShard
 from workers.tasks.dataflow import WEIGHTS
 
 
@@ -91,6 +93,32 @@ def open_receiver(
         whole=whole, member=member, lead=_lead(context), keeps_on_host=keeps_on_host, timeout_s=config.timeout_s,
         timeline=context.timeline,
     )  # fmt: skip
+
+
+def follow_policy(
+    context: WorkerContext, engine: GenerateEngine, *, arrived: Callable[[], None], loaded: Callable[[Version], None]
+) -> "HeldWeights":
+    """Return what has a rollout's engine follow what the trainer publishes.
+
+    Args:
+        engine: the rollout's.
+        arrived: called, by another thread, when a newer version is ready.
+        loaded: called after each swap.
+    """
+    config = context.config
+    if config.weightsync.path == "broadcast" and isinstance(engine, RanksEngine):
+        ranks = RanksReceiver(
+            context.credentials(), _agent(context), context.name, engine,
+            run_dir=context.run_dir, lead=_lead(context), arrived=arrived,
+            takes_turns=config.weightsync.max_updating is not None, timeout_s=config.weightsync.timeout_s,
+            timeline=context.timeline,
+        )  # fmt: skip
+        return HeldWeights(context, ranks, lambda _: engine.load_held(), loaded=loaded)
+    receiver = open_receiver(
+        context, engine.weight_needs(), adopts=engine.adopts_weights, arrived=arrived,
+        keeps_on_host=config.rollout.engine == "openai",  # it hands them on to other processes
+    )  # fmt: skip
+    return HeldWeights(context, receiver, partial(engine.load_weights, adopt=receiver.adopts), loaded=loaded)
 
 
 def _agent(context: WorkerContext) -> str:

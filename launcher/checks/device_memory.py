@@ -19,6 +19,8 @@ _REMEDIES = {
     "rollout": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
     "evaluate": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
 }
+_BESIDE_VLLM = ("next version", "buckets")
+"""Not part of what vLLM takes."""
 
 
 def device_memory(config: RunConfig, num_parameters: int) -> dict[str, Parts]:
@@ -34,12 +36,21 @@ def device_memory(config: RunConfig, num_parameters: int) -> dict[str, Parts]:
         return {}
     roles = memory_of_roles(config, model)
     for role, parts in roles.items():
-        share = config.vllm.gpu_memory_utilization if _is_vllm(config, role) else 1.0
-        if sum(parts.values()) > share * limit * 1e9:
+        is_vllm = _is_vllm(config, role)
+        share = config.vllm.gpu_memory_utilization if is_vllm else 1.0
+        inside = {name: size for name, size in parts.items() if not is_vllm or name not in _BESIDE_VLLM}
+        if sum(inside.values()) > share * limit * 1e9:
             most = f"{limit:g} GB" if share == 1 else f"{share:g} of {limit:g} GB (vllm.gpu_memory_utilization)"
             raise ConfigError(
-                f"launcher.device_memory_gb: a rank of {role} needs about {sum_text(parts)}, more than the device's "
+                f"launcher.device_memory_gb: a rank of {role} needs about {sum_text(inside)}, more than the device's "
                 f"{most}; {_REMEDIES[role]}"
+            )
+        beside = {name: size for name, size in parts.items() if name not in inside}
+        if config.vllm.kv_cache_gb is None and sum(beside.values()) > (1 - share) * limit * 1e9:
+            raise ConfigError(
+                f"launcher.device_memory_gb: a rank of {role} needs about {sum_text(beside)} beside vLLM, which takes "
+                f"{share:g} of the device's {limit:g} GB; lower vllm.gpu_memory_utilization, raise "
+                f"vllm.tensor_parallel_size, or set weightsync.path to staged"
             )
     return roles
 

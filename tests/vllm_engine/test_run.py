@@ -1,7 +1,9 @@
 """Whole runs whose answers vLLM generates, on its CPU build, in the environment that `.ci/run` makes for it."""
 
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.runs import command
@@ -34,6 +36,38 @@ def test_run_swaps_weights_within_answers(tmp_path: Path) -> None:
         assert versions == sorted(set(versions))
         assert sum(tokens for _, tokens in line["versions"]) == line["response_tokens"]
     assert any(line.versions[0] < line.versions[1] for _, line in read_ledger(tmp_path / "run").trained)
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_receive_broadcasts_themselves_and_one_that_is_killed_costs_a_restart(tmp_path: Path, ranks: int) -> None:
+    words = tiny_run.arguments(
+        tmp_path,
+        **{"weightsync.path": "broadcast", "weightsync.timeout_s": 60, "vllm.tensor_parallel_size": ranks},
+        **{"schedule.mode": "sync", "schedule.max_staleness": 0, "schedule.rollout_batch_size": 8},
+    )
+    with command.started(
+        *words, "--run-dir", "run", "--steps", "12", "--roles", f"rollout:{ranks},actor:1", cwd=tmp_path
+    ) as process:
+        if ranks > 1:
+            command.wait_until(lambda: command.last_step(tmp_path / "run") >= 2, "no second step", deadline_s=900)
+            _engine_rank(process).kill()
+        _, err = process.communicate(timeout=_DEADLINE_S)
+    assert process.returncode == 0, err
+    command.check_ledger(tmp_path / "run", groups_per_step=8, last=12)
+    diffs = [line["rollout_log_prob_diff_max"] for line in command.lines(tmp_path / "run" / "metrics.jsonl")]
+    assert len(diffs) == 12 and max(diffs) < 1e-3, "all ranks have the trainer's weights of that very step"
+    spans = command.lines(tmp_path / "run" / "timeline" / "rollout-0-0.jsonl")
+    received = [span for span in spans if span.get("name") in ("receive weights", "check weights")]
+    assert all("rank" in span for span in received), "the rollout's process itself reads no weights"
+    by_broadcast = {(span["rank"], span["version"]) for span in received if span["name"] == "receive weights"}
+    assert all((rank, 11) in by_broadcast for rank in range(ranks)), by_broadcast
+
+
+def _engine_rank(process: "subprocess.Popen[str]") -> psutil.Process:
+    """Return vLLM's process of the second rank."""
+    (found,) = (each for each in command.descendants(process.pid) if "Worker_TP1" in " ".join(each.cmdline()))
+    return found
 
 
 @pytest.mark.timeout(1600)

@@ -100,8 +100,8 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
         every["buckets"] = 3 * config.weightsync.bucket_bytes
         wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
         for role in {"actor_fwd", "rollout"} & roles.keys():  # they compute with a version while the next one arrives
-            if role != "rollout" or config.rollout.engine == "hf":
-                roles[role]["next version"] = wire * model.num_parameters
+            divided = config.vllm.tensor_parallel_size if role == "rollout" and config.rollout.engine == "vllm" else 1
+            roles[role]["next version"] = wire * model.num_parameters // divided
     return {role: parts | every for role, parts in roles.items()}
 
 

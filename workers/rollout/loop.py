@@ -32,7 +32,7 @@ from workers.rollout.outbox import Outbox, RolloutLease
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest
 from workers.tasks.dataflow import TASKS
 from workers.tasks.graph import task_of
-from workers.weight_path import HeldWeights, open_receiver
+from workers.weight_path import follow_policy
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +75,7 @@ class Rollout:
         self._client = context.queue_client()
         self._wake = threading.Event()
         context.wake_to_stop(self._wake)  # an engine may wait long for a server that says nothing
-        receiver = open_receiver(
-            context, self._engine.weight_needs(), adopts=self._engine.adopts_weights, arrived=self._wake.set,
-            keeps_on_host=config.rollout.engine in ("vllm", "openai"),  # it hands them on to other processes
-        )  # fmt: skip
-        load = partial(self._engine.load_weights, adopt=receiver.adopts)
-        self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
+        self._weights = follow_policy(context, self._engine, arrived=self._wake.set, loaded=self._loaded)
         columns = ("prompts", "ground_truth", *((TASKS,) if config.sends_tasks else ()))
         self._feeder = Feeder(self._client, columns=columns, wake=self._wake)
         self._rollouts = open_rollouts(context, self._engine, config.rollout, wake=self._wake)

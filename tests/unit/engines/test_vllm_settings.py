@@ -76,6 +76,18 @@ def test_ranks_that_share_a_model_are_processes_of_vllm_with_devices_side_by_sid
     assert threads[1] == max(1, threads[0] // 2)
 
 
+def test_processes_of_vllm_stay_on_loopback_unless_they_join_the_trainers_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    alone, joined = (
+        process_variables(VllmConfig(), CPU, sockets="/tmp", joins_groups=joins) for joins in (False, True)
+    )
+    assert (alone["GLOO_SOCKET_IFNAME"], alone["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    assert (joined["GLOO_SOCKET_IFNAME"], joined["NCCL_SOCKET_IFNAME"]) == ("eth7", "lo")
+
+
 def test_child_sees_its_devices_alone() -> None:
     assert visible_alone(CPU, env={}) == {}
     assert visible_alone(CUDA, env={}) == {"CUDA_VISIBLE_DEVICES": "1"}

@@ -445,6 +445,16 @@ def test_what_does_not_fit_on_its_device_is_refused_with_the_sum(write_config: W
     assert "more than the device's 1.2 GB; lower actor.max_tokens_per_micro_batch" in message
 
 
+def test_weights_that_arrive_beside_vllm_are_refused_where_it_leaves_no_room(
+    write_config: WriteConfig, tmp_path: Path
+) -> None:
+    given = ("launcher.device_memory_gb=5", "rollout.engine=vllm", "weightsync.path=broadcast")
+    words = [word for setting in given for word in ("--set", setting)]
+    message = refuse(tmp_path, write_config(), *words, "--set", "vllm.gpu_memory_utilization=0.98", "--dry-run")
+    assert "a rank of rollout needs about" in message and "beside vLLM, which takes 0.98 of" in message
+    assert "buckets 201 MB" in message and "lower vllm.gpu_memory_utilization" in message
+
+
 def test_dry_run_shows_what_takes_memory(write_config: WriteConfig) -> None:
     shown = run(write_config(), "--set", "launcher.device_memory_gb=80", "--dry-run").stdout
     assert "MEMORY OF A RANK'S DEVICE, of 80 GB (estimated)\n  rollout " in shown

@@ -106,3 +106,16 @@ def test_run_is_where_the_bytes_of_a_piece_lie_together(box: Box, run: tuple[int
     assert RegionLayout(plan).run(piece) == run
     across = match_needs(plan, {"w": Need((6, 8), box=Box((0, 1), (2, 3)))}, whole=False)["w"]
     assert RegionLayout(plan).run(across) is None
+
+
+def test_a_share_has_room_for_its_own_tensors_alone() -> None:
+    plan = make_plan(0, 2, 100)
+    whole, layout = filled(plan), RegionLayout(plan, {0, 2})
+    share = Region(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
+    assert layout.num_bytes == sum(plan.tensors[plan.names[number]].room_bytes for number in (0, 2))
+    for number in (0, 2):
+        share.tensor(number).copy_(whole.tensor(number))
+    for number in range(4):
+        mine, expected = share.tensor(number), whole.tensor(number)
+        assert (mine.shape, mine.dtype, mine.is_meta) == (expected.shape, expected.dtype, number not in (0, 2))
+        assert mine.is_meta or mine.equal(expected)

@@ -150,3 +150,17 @@ def test_version_that_is_being_received_is_waited_for() -> None:
         assert not seen
     waits.join(10)
     assert seen == [True]
+
+
+def test_version_that_is_held_stays_until_it_is_let_go_or_another_is_held() -> None:
+    cache, released = VersionCache("weights-0", adopts=False), list[int]()
+    cache.put(ready(1, released))
+    assert cache.hold(lambda version: version.step == 1) is not None
+    cache.put(ready(2, released))
+    assert cache.hold(lambda version: version.step == 1) is None, "there is a newer one"
+    assert released == []
+    held = cache.hold(lambda version: version.step == 2)
+    assert held is not None and released == [1]
+    cache.let_go(held)
+    cache.put(ready(3, released))
+    assert (released, cache.loaded) == ([1, 2], Version(0, 2))

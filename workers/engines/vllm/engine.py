@@ -3,6 +3,7 @@
     rollout process                                        vLLM's engine process (ends with the rollout)
     submit: a task per response -> AsyncLLM ...............  scheduler, model, sampler
     load_weights: copy to shared memory, pause, resume ..  read, load layer by layer
+    load_held: pause, resume ............................  load what its ranks received themselves (`RankReceiver`)
 
 Running responses go on with new weights: the scheduler pauses between two tokens, nothing is lost, and vLLM says which
 version drew which tokens. Prompts are cached per version; `on_swap: keep` keeps the cache of running responses alone.
@@ -16,11 +17,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from asyncflow.errors import EngineFailed
 from weightsync.plan import Need
+from weightsync.rank_receivers import Following
+from weightsync.version import Version
 from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
@@ -67,6 +71,7 @@ class VllmEngine:
         sampling: SamplingConfig,
         max_prompt_tokens: int,
         device: torch.device,
+        joins_groups: bool = False,
     ) -> None:
         """Start vLLM's process with a model whose weights are random; `load_weights` must come before `submit`.
 
@@ -77,6 +82,7 @@ class VllmEngine:
             sampling: how, and limits.
             max_prompt_tokens: longest prompt.
             device: where it computes.
+            joins_groups: its ranks are going to `follow`.
 
         Raises:
             ConfigError: vLLM is missing, or refuses the settings.
@@ -97,7 +103,7 @@ class VllmEngine:
         arguments = engine_arguments(
             model_dir, model, config, self._plan, max_len=self._max_len, num_slots=sampling.batch_size, device=device
         )
-        process = VllmProcess(arguments, config, device)
+        process = VllmProcess(arguments, config, device, joins_groups=joins_groups)
         self._llm = process.llm
         self._tasks: ResponseTasks[_Response] = ResponseTasks("vllm")
         self._tasks.run(self._prepare(), what="vLLM to take settings", timeout_s=config.swap_timeout_s)
@@ -113,6 +119,7 @@ class VllmEngine:
             sampling=setup.sampling,
             max_prompt_tokens=setup.max_prompt_tokens,
             device=setup.device,
+            joins_groups=setup.run.weightsync.path == "broadcast",
         )
 
     @property
@@ -182,14 +189,21 @@ class VllmEngine:
             EngineFailed: vLLM could not load them; it must be started again.
         """
         check_weights(self._needs, weights)
-        letter = self._mailbox.fill(weights)
-        number = self._load_number + 1
-        swap = self._swap(letter.as_dict(), number)
-        self._tasks.run(swap, what="vLLM to load weights", timeout_s=self._config.swap_timeout_s)
-        if not self._tasks.num_running:
-            self._versions = {}
-        self._load_number = number
-        self.version = 0
+        self._load(self._mailbox.fill(weights).as_dict())
+
+    @property
+    def num_ranks(self) -> int:
+        return self._config.tensor_parallel_size
+
+    def follow(self, following: Following) -> None:
+        self._call_ranks("follow_weights", msgspec.to_builtins(following))
+
+    def hold(self, version: Version) -> bool:
+        return all(self._call_ranks("hold_weights", list(version)))
+
+    def load_held(self) -> None:
+        self._load({})
+        self._call_ranks("let_weights_go")
 
     def weight_needs(self) -> Mapping[str, Need]:
         return self._needs
@@ -202,6 +216,26 @@ class VllmEngine:
             self._tasks.call(end, what="vLLM to end", timeout_s=self._config.swap_timeout_s)
             self._tasks.close()
             self._llm = None
+
+    def _load(self, letter: dict[str, object]) -> None:
+        number = self._load_number + 1
+        swap = self._swap(letter, number)
+        self._tasks.run(swap, what="vLLM to load weights", timeout_s=self._config.swap_timeout_s)
+        if not self._tasks.num_running:
+            self._versions = {}
+        self._load_number = number
+        self.version = 0
+
+    def _call_ranks(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of `AsyncFlowWorker` in all ranks, between two tokens."""
+
+        async def call() -> list[Any]:
+            try:
+                return list(await self._llm.collective_rpc(method, args=arguments))
+            except Exception as error:
+                raise EngineFailed(f"vLLM's ranks: {method} failed ({error}); the log above says why") from error
+
+        return self._tasks.run(call(), what=f"vLLM's ranks: {method}", timeout_s=self._config.swap_timeout_s)
 
     async def _prepare(self) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest

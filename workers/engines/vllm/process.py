@@ -39,13 +39,14 @@ _SOCKET_NAME = "/asyncflow-12345678/12345678-1234-1234-1234-123456789012"
 class VllmProcess:
     """vLLM's `AsyncLLM`, and the process of its engine, which ends with the thread that starts it."""
 
-    def __init__(self, arguments: dict[str, Any], config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, arguments: dict[str, Any], config: VllmConfig, device: torch.device, *, joins_groups: bool
+    ) -> None:
         """Start it.
 
         Args:
             arguments: see `engine_arguments`.
-            config: of vLLM.
-            device: where it computes.
+            config, device, joins_groups: see `process_variables`.
 
         Raises:
             ConfigError: vLLM is missing, or refuses the arguments.
@@ -53,7 +54,8 @@ class VllmProcess:
         """
         self._sockets = socket_directory()
         try:
-            with variables_set(process_variables(config, device, sockets=self._sockets.name)), tied_children():
+            variables = process_variables(config, device, sockets=self._sockets.name, joins_groups=joins_groups)
+            with variables_set(variables), tied_children():
                 self.llm = _started(arguments)
         except BaseException:
             self._sockets.cleanup()
@@ -124,23 +126,26 @@ def engine_arguments(
     }
 
 
-def process_variables(config: VllmConfig, device: torch.device, *, sockets: str) -> dict[str, str]:
+def process_variables(
+    config: VllmConfig, device: torch.device, *, sockets: str, joins_groups: bool = False
+) -> dict[str, str]:
     """Return the environment of vLLM's processes.
 
     Args:
         config: of vLLM.
         device: of its first rank.
         sockets: directory for the sockets' files.
+        joins_groups: its ranks take part in broadcasts of weights, from wherever the trainer is.
     """
+    interfaces = os.environ if joins_groups else {}
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would break
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.start_timeout_s)),
         "VLLM_HOST_IP": LOOPBACK,
         "VLLM_RPC_BASE_PATH": sockets,
         "VLLM_NO_USAGE_STATS": "1",
-        # Ranks that share the model are on this host.
-        GLOO_INTERFACE: LOOPBACK_INTERFACE,
-        NCCL_INTERFACE: LOOPBACK_INTERFACE,
+        # Ranks that share the model are on this host. NCCL reads its variable once.
+        **{name: interfaces.get(name, LOOPBACK_INTERFACE) for name in (GLOO_INTERFACE, NCCL_INTERFACE)},
         **visible_alone(device, number=config.tensor_parallel_size),
         **without_growing(device),  # vLLM's own allocator, which lets go of memory while it sleeps, refuses it
     }

@@ -1,0 +1,139 @@
+"""Engines whose ranks receive by themselves: all load one version, of which each keeps a share."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from echo_peers import SECRET, credentials
+from rank_peers import NUM_RANKS, Ranks
+from torch.distributed import TCPStore
+from waiting import wait_until
+from weight_run import WeightRun, ask, ask_all, steps
+
+from asyncflow.clock import HostClock
+from asyncflow.errors import EngineFailed
+from asyncflow.job import Job
+from weightsync.rank_receivers import RanksReceiver
+from weightsync.version import Version
+
+DEADLINE_S = 3.0
+SLACK_S = 15.0
+
+
+class Said:
+    """The spans of the ranks: (name, version, rank)."""
+
+    def __init__(self) -> None:
+        self.spans: set[tuple[str, object, object]] = set()
+
+    def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
+        self.spans.add((name, attributes["version"], attributes["rank"]))
+
+
+class User:
+    """What uses the engine, in this process."""
+
+    def __init__(self, run: WeightRun, store: TCPStore, run_dir: Path) -> None:
+        self.engine, self.said, self.arrived = Ranks(run._start, run.setup), Said(), threading.Event()
+        job = Job("127.0.0.1", store.port, SECRET.hex(), os.getpid(), (), 0, "", 100, time.time(), HostClock.measure())
+        job.save(run_dir)
+        self.receiver = RanksReceiver(
+            credentials(store.port), "weights-0", "rollout-0", self.engine, run_dir=run_dir, lead="weights-0",
+            arrived=self.arrived.set, takes_turns=True, timeout_s=DEADLINE_S, timeline=self.said,
+        )  # fmt: skip
+        self.held: Version | None = None
+
+    def load(self, version: Version) -> None:
+        """Load as soon as this version is at hand."""
+        self.receiver.wait_for(version.step, lineage=version.lineage, timeout_s=60)
+        while self.held is None or self.held < version:
+            self.held = (
+                self.receiver.load(lambda _: self.engine.load_held(), newer_than=self.held, patience_s=30) or self.held
+            )
+
+
+@pytest.fixture(name="open_user")
+def _open_user(weight_run: WeightRun, store: TCPStore, tmp_path: Path) -> Callable[[], User]:
+    weight_run.configure(broadcast=True, timeout_s=DEADLINE_S)
+    return lambda: User(weight_run, store, tmp_path)
+
+
+def broadcast_until_all_take_part(run: WeightRun, user: User, versions: Any) -> Version:
+    """Publish and load until a version came to every rank by broadcast; returns it."""
+    for version in versions:
+        run.publish(version, wait=False)
+        user.load(version)
+        if {("receive weights", version.step, rank) for rank in range(NUM_RANKS)} <= user.said.spans:
+            return Version(*version)
+    raise AssertionError("no version was broadcast to all ranks")
+
+
+def test_ranks_load_one_version_of_which_each_keeps_a_share(
+    weight_run: WeightRun, open_user: Callable[[], User]
+) -> None:
+    weight_run.configure(wide=100, bucket_bytes=2**14)
+    weight_run.start_node()
+    user = open_user()
+    versions = iter(steps(1, 30))
+    newest = broadcast_until_all_take_part(weight_run, user, versions)
+    for version in itertools.islice(versions, 4):
+        weight_run.publish(version, wait=False)
+        user.load(version)
+        newest = version
+    assert user.receiver.newest == user.held == newest
+    assert weight_run.status().holders == {}
+    copies = ask_all(user.engine.ranks, "copies")
+    assert all(each and max(each) < weight_run.plan().region_bytes for each in copies), copies
+    assert ask_all(user.engine.ranks, "end") == ["closed"] * NUM_RANKS
+    user.receiver.close()
+
+
+def test_nothing_is_loaded_while_one_rank_lags(weight_run: WeightRun, open_user: Callable[[], User]) -> None:
+    weight_run.start_node()
+    user = open_user()
+    versions = iter(steps(1, 30))
+    former = broadcast_until_all_take_part(weight_run, user, versions)
+    user.engine.ranks[1].signal(signal.SIGSTOP)
+    newest = next(versions)
+    weight_run.publish(newest)
+    from_agent = ("check weights", newest.step, 0)  # the broadcast was called off
+    wait_until(lambda: from_agent in user.said.spans, "the other rank has no newer version", deadline_s=60)
+    assert user.receiver.newest == former
+    assert user.receiver.load(lambda _: pytest.fail("torn"), newer_than=None) is None
+    user.engine.ranks[1].signal(signal.SIGCONT)
+    user.load(newest)
+    assert not user.engine.hold(former)
+
+
+def test_engine_whose_rank_is_killed_in_a_broadcast_fails_and_its_successor_goes_on(
+    weight_run: WeightRun, open_user: Callable[[], User]
+) -> None:
+    weight_run.configure(wide=4000, bucket_bytes=2**18)
+    weight_run.start_node()
+    user, versions = open_user(), iter(steps(1, 40))
+    former = broadcast_until_all_take_part(weight_run, user, versions)
+    doomed = user.engine.ranks[1]
+    assert ask(doomed, "stop_in_broadcast") == "will stop"
+    newest = next(versions)
+    for trainer in weight_run.trainers:
+        trainer.tell(("publish", newest))
+    assert doomed.hear() == "midway"
+    doomed.kill()
+    user.engine.ranks[0].kill()  # as an engine ends when a rank does
+    with pytest.raises(EngineFailed, match="ranks have ended"):
+        user.receiver.wait_for(newest.step, timeout_s=60)
+    assert user.receiver.newest == former
+    assert all(max(trainer.hear()) < 2 * DEADLINE_S + SLACK_S for trainer in weight_run.trainers)
+    successor = open_user()
+    successor.load(newest)
+    broadcast_until_all_take_part(weight_run, successor, versions)
