@@ -86,7 +86,8 @@ def _result(path: Path) -> tuple[float | None, dict[str, float]]:
             text = file.read(_MOST_RESULT_BYTES + 1)
         result = json.loads(text) if 0 < len(text) <= _MOST_RESULT_BYTES else None
         if not isinstance(result, dict):
-            raise UserCodeFailed(f"write a file of at most {_MOST_RESULT_BYTES} bytes with an object of numbers")
+            wanted = f"a file of at most {_MOST_RESULT_BYTES} bytes with an object of numbers"
+            raise UserCodeFailed(f"write {wanted}, not {text[:40]!r}")
         return reward_of(result)
     except UserCodeFailed as error:
         raise UserCodeFailed(f"rollout.agent_command: its result cannot be used: {error}") from error
