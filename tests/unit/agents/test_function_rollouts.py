@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,7 +60,8 @@ async def two(task, model, context):
     return [chat.sample(reward=1.0), other.sample()]
 
 async def odd(task, model, context):
-    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    role = "tutor" if task["kind"] == "role" else "user"
+    chat = model.chat([{"role": role, "content": task["prompt"]}])
     await chat.reply()
     if task["kind"] == "unicode":
         raise RuntimeError("\\ud800")
@@ -418,13 +420,16 @@ def test_a_programs_result_that_cannot_be_used_fails_it_and_holds_nothing_up(
     assert not (tmp_path / "1").exists()
 
 
-@pytest.mark.parametrize("kind", ["unicode", "inf"])
-def test_what_cannot_be_passed_on_or_trained_is_a_failure(start: Any, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("unicode", "ud800"), ("inf", "inf"), ("role", "model.renderer cannot write .* KeyError: 'tutor'")],
+)
+def test_what_cannot_be_passed_on_or_trained_is_a_failure(start: Any, kind: str, words: str) -> None:
     rollouts, _ = start(function="my_rollouts:odd", max_attempts=1)
     rollouts.begin([request(0, kind=kind)])
     (one,) = finished(rollouts, lambda done: len(done) == 1)
     assert one.leaves
-    assert ("inf" if kind == "inf" else "ud800") in one.failure
+    assert re.search(words, one.failure)
 
 
 def test_a_judge_says_the_reward_or_fails_the_rollout(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
