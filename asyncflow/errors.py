@@ -133,10 +133,15 @@ class LastSaveFailed(CheckpointError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return type and message of a foreign error on one line, cut to what a message bears."""
+    """Return type and message of a foreign error on one line, cut to what a message bears, and printable."""
     try:
         message = " ".join(str(error).split())
     except Exception:  # noqa: BLE001  `__str__` may be a user's code, too
         message = ""
     shown = message if len(message) <= _SHOWN_CHARACTERS else f"{message[: _SHOWN_CHARACTERS - 3]}..."
-    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+    return f"{type(error).__name__}: {printable(shown)}" if shown else type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes for control characters and lone surrogates; what it returned stays as it is."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

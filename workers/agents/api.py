@@ -15,11 +15,15 @@ Every call goes on behind exactly the tokens that were drawn before; what the po
 import asyncio
 import contextvars
 import json
+import reprlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from asyncflow.errors import UserCodeFailed
 from workers.agents.messages import Message
@@ -27,9 +31,19 @@ from workers.agents.other_model import OtherModel, Utterance
 from workers.agents.requests import ChatRequest
 from workers.agents.tools import Tool, call_tool
 from workers.agents.wire import Begin
-from workers.rewards.base import finite
+from workers.rewards.base import metrics_of
 
 T = TypeVar("T")
+
+_ARGUMENTS: Mapping[str, Any] = {
+    "messages": Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)],
+    "tools": list[dict[str, Any]],
+    "token_ids": Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(min_length=1)],
+    "max_tokens": Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None,
+    "stop": list[Annotated[str, msgspec.Meta(min_length=1)]],
+}
+_THREADS = ThreadPoolExecutor(256, thread_name_prefix="rollout")
+"""Of `Context.run`, for all rollouts of a process; a thread starts when it is needed."""
 
 
 class BudgetSpent(Exception):
@@ -72,11 +86,12 @@ class Reply(Utterance):
 
     Attributes:
         token_ids: that were drawn.
-        node: names them.
+        node: names them, in its rollout's attempt `run`.
     """
 
     token_ids: list[int]
     node: int
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,7 @@ class Sample:
     """What is trained: the token sequence that ends with one drawn piece.
 
     Attributes:
-        node: that piece.
+        node: that piece, drawn in the rollout's attempt `run`.
         reward: of the whole rollout; None: `reward.function` scores the last reply.
         metrics: numbers by name.
         earlier: pieces of the same conversation: what the last one does not go on from in tokens is trained beside it.
@@ -94,6 +109,7 @@ class Sample:
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     earlier: tuple[int, ...] = ()
+    run: int = 0
 
 
 Policy = Callable[[ChatRequest, Sequence[int] | None], Awaitable[Reply]]
@@ -117,21 +133,27 @@ class Model:
         return Chat(self._policy, [dict(message) for message in messages], described)
 
     async def generate(
-        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop: str | Sequence[str] = ()
     ) -> Reply:
         """Go on behind tokens; those of an earlier reply and its prompt are continued, not begun anew.
 
         Args:
             token_ids: of the whole prompt, at least 1.
             max_tokens, stop: see `Chat.reply`.
+
+        Raises:
+            BudgetSpent: see there.
+            UserCodeFailed: an argument cannot be used.
         """
+        stop = [stop] if isinstance(stop, str) else stop
+        _check(token_ids=token_ids, max_tokens=max_tokens, stop=stop)
         return await self._policy(ChatRequest([], max_tokens=max_tokens, stop=tuple(stop)), token_ids)
 
     def sample(
         self, reply: Reply, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
     ) -> Sample:
         """Return the sample that ends with this reply."""
-        return Sample(reply.node, reward, metrics or {})
+        return Sample(reply.node, reward, metrics or {}, run=reply.run)
 
 
 class Chat:
@@ -145,33 +167,35 @@ class Chat:
         self.messages = messages
         self._policy = policy
         self._tools = tools
-        self._nodes: list[int] = []
+        self._replies: list[Reply] = []
 
     def add(self, *messages: Message) -> None:
         """Append messages, e.g. `{"role": "tool", "tool_call_id": ..., "content": ...}`."""
         self.messages.extend(dict(message) for message in messages)
 
-    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
+    async def reply(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Reply:
         """Have the policy reply, and append what it said.
 
         Args:
             max_tokens: at most so many; None: `rollout.max_response_tokens`.
-            stop: texts; the reply's text ends before the first of them. What was drawn stays as it is.
+            stop: a text, or several; the reply's text ends before the first of them. What was drawn stays as it is.
 
         Raises:
             BudgetSpent: see there.
-            UserCodeFailed: the conversation cannot be rendered.
+            UserCodeFailed: an argument cannot be used, or the conversation not be rendered.
         """
+        stop = [stop] if isinstance(stop, str) else stop
+        _check(messages=self.messages, tools=self._tools, max_tokens=max_tokens, stop=stop)
         request = ChatRequest(self.messages, self._tools or None, max_tokens, tuple(stop))
         reply = await self._policy(request, None)
         self.messages.append(reply.message)
-        self._nodes.append(reply.node)
+        self._replies.append(reply)
         return reply
 
     def fork(self) -> "Chat":
         """Return a conversation that goes on from here by itself."""
         other = Chat(self._policy, [dict(message) for message in self.messages], self._tools)
-        other._nodes = list(self._nodes)
+        other._replies = list(self._replies)
         return other
 
     def sample(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Sample:
@@ -181,9 +205,10 @@ class Chat:
         Raises:
             UserCodeFailed: there was none.
         """
-        if not self._nodes:
+        if not self._replies:
             raise UserCodeFailed("chat.sample: the policy has not replied yet; call chat.reply() first")
-        return Sample(self._nodes[-1], reward, metrics or {}, earlier=tuple(self._nodes[:-1]))
+        *earlier, last = self._replies
+        return Sample(last.node, reward, metrics or {}, tuple(reply.node for reply in earlier), last.run)
 
 
 @dataclass
@@ -215,9 +240,9 @@ class Context:
         """Report a number of this rollout; the last one of a name counts.
 
         Raises:
-            UserCodeFailed: it is no finite number.
+            UserCodeFailed: it is no finite number, or the name cannot be used.
         """
-        self.metrics[name] = finite(f"context.log: {name}", value)
+        self.metrics |= metrics_of({name: value})
 
     def skip(self, reason: str) -> None:
         """Give this task up: its group leaves the run, and the next prompt takes its place."""
@@ -230,7 +255,8 @@ class Context:
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run a function that blocks in a thread, so that other rollouts of this process go on.
 
-        A rollout that is cancelled meanwhile ends when the function does; one that hangs costs the process.
+        256 calls of a process run at a time; others wait in line. A rollout that is cancelled meanwhile ends when the
+        function does, at once if it has not begun; one that hangs costs the process.
         """
         surroundings = contextvars.copy_context()
 
@@ -240,14 +266,29 @@ class Context:
             except StopIteration as error:  # no future takes it: the wait would never end
                 raise RuntimeError("StopIteration: what was iterated over has ended") from error
 
-        work = asyncio.get_running_loop().run_in_executor(None, call)
+        work = _THREADS.submit(call)
+        ended = asyncio.wrap_future(work)
         try:
-            return await asyncio.shield(work)
+            return await asyncio.shield(ended)
         except asyncio.CancelledError:
-            await asyncio.wait({work})
+            if not work.cancel():  # it has begun
+                await asyncio.wait({ended})
             raise
 
 
 def task_of(begin: Begin) -> Task:
     """Return the task of a row that was sent."""
     return Task(json.loads(begin.task), index=begin.index, group=begin.group, member=begin.member, seed=begin.seed)
+
+
+def _check(**arguments: object) -> None:
+    """Refuse what the session service could not read: there it would cost the process, with all its rollouts.
+
+    Raises:
+        UserCodeFailed: names the argument.
+    """
+    for name, value in arguments.items():
+        try:
+            msgspec.convert(value, _ARGUMENTS[name])
+        except msgspec.ValidationError as error:
+            raise UserCodeFailed(f"{name} is {reprlib.repr(value)}: {error}") from error

@@ -2,11 +2,13 @@
 
 It finds the policy by `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its task (the data row, JSON) in `ASYNCFLOW_TASK`, and a
 directory of its own, removed at its end, in `ASYNCFLOW_SCRATCH`. It ends with code 0 and writes `{"reward": 1.0}`,
-maybe with more numbers, into the file `ASYNCFLOW_RESULT`; without one, `reward.function` scores the last reply.
+maybe with more numbers, into the file `ASYNCFLOW_RESULT`; without one, or with null for the reward, `reward.function`
+scores the last reply.
 """
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -16,9 +18,10 @@ from pathlib import Path
 from asyncflow.errors import UserCodeFailed, one_line
 from asyncflow.process import die_with_parent, limit_resources
 from workers.agents.wire import Setup, Start
-from workers.rewards.base import finite
+from workers.rewards.base import reward_of
 
 _RESULT = "result.json"
+_MOST_RESULT_BYTES = 2**20
 
 
 async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[str, float]]:
@@ -62,11 +65,11 @@ async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[st
         if code:
             why = " for a file longer than rollout.max_file_gb" if code == -signal.SIGXFSZ else ""
             raise UserCodeFailed(f"rollout.agent_command {ended_how(code)}{why}")
-        return _result(scratch / _RESULT)
+        return await asyncio.to_thread(_result, scratch / _RESULT)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it left behind
-        shutil.rmtree(scratch, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
 
 def ended_how(code: int) -> str:
@@ -75,10 +78,18 @@ def ended_how(code: int) -> str:
 
 
 def _result(path: Path) -> tuple[float | None, dict[str, float]]:
+    """Return what the program wrote, which may be anything: a pipe without a writer, say, or a disk's content."""
     if not path.exists():
         return None, {}
     try:
-        numbers = {str(name): finite(name, value) for name, value in json.loads(path.read_text()).items()}
-    except Exception as error:
-        raise UserCodeFailed(f"rollout.agent_command: its result is no object of numbers: {one_line(error)}") from error
-    return numbers.pop("reward", None), numbers
+        with path.open("rb") if path.is_file() else io.BytesIO() as file:
+            text = file.read(_MOST_RESULT_BYTES + 1)
+        result = json.loads(text) if 0 < len(text) <= _MOST_RESULT_BYTES else None
+        if not isinstance(result, dict):
+            wanted = f"a file of at most {_MOST_RESULT_BYTES} bytes with an object of numbers"
+            raise UserCodeFailed(f"write {wanted}, not {text[:40]!r}")
+        return reward_of(result)
+    except UserCodeFailed as error:
+        raise UserCodeFailed(f"rollout.agent_command: its result cannot be used: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserCodeFailed(f"rollout.agent_command: its result is no JSON: {one_line(error)}") from error

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeNotStarted, one_line
+from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeNotStarted, one_line, printable
 from asyncflow.extras import pip_line
 from asyncflow.process import die_with_parent, end_session_with_me
 from workers.agents.channel import Channel, ProcessorTime
@@ -200,7 +200,9 @@ class Service:
         except (BudgetIsSpent, ContextLengthExceeded, SessionGone) as error:
             worker.send(NotTold(ask.number, str(error), budget=True))
         except Exception as error:  # noqa: BLE001  templates raise what they like at messages that they do not know
-            worker.send(NotTold(ask.number, ascii(one_line(error)), budget=False))
+            known = isinstance(error, AsyncFlowError)
+            text = str(error) if known else f"model.renderer cannot write these messages and tools: {one_line(error)}"
+            worker.send(NotTold(ask.number, printable(text), budget=False))
 
     def done(self, worker: UserWorker, message: Done) -> None:
         """A function returned."""
@@ -217,7 +219,7 @@ class Service:
             self._cut(run)
         elif message.skipped:
             self._end(run)
-            self._engine.send(Failed(run.begin.ticket, ascii(message.text), skipped=True))
+            self._engine.send(Failed(run.begin.ticket, printable(message.text), skipped=True))
         else:
             self._fail(run, message.text)
 
@@ -298,12 +300,13 @@ class Service:
         self._end(run)
 
     def _fail(self, run: Run, text: str) -> None:
+        text = printable(text)
         if run.attempt + 1 < self._setup.max_attempts:
             logger.warning("rollout of row %d: %s; it begins again", run.begin.index, text)
             self._again(run, pays=True)
         else:
             self._end(run)
-            self._engine.send(Failed(run.begin.ticket, ascii(text)))
+            self._engine.send(Failed(run.begin.ticket, text))
 
     def _again(self, run: Run, *, pays: bool = False) -> None:
         """Begin another attempt, with nothing of this one."""

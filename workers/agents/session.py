@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message, Tools, call_id, canonical, normalized
 from workers.agents.rendering import Renderer
 
@@ -181,9 +182,14 @@ class Session:
 
         Args:
             nodes: where the paths end; None: all leaves.
+
+        Raises:
+            BadAgentRequest: there is no such node.
         """
         if nodes is None:
             nodes = [number for number, node in enumerate(self._nodes) if not node.children]
+        if not all(0 <= node < len(self._nodes) for node in nodes):
+            raise BadAgentRequest("sample", f"this rollout has no pieces {list(nodes)}, only {len(self._nodes)}")
         inner = {id(node) for end in nodes for node in self._path(end)[:-1]}
         trained: set[int] = set()
         ends = [end for end in dict.fromkeys(nodes) if id(self._nodes[end]) not in inner]

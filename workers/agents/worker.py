@@ -51,7 +51,7 @@ from workers.agents.wire import (
 )
 from workers.calls.child import outlive_stop_signals
 from workers.calls.user_function import load_function
-from workers.rewards.base import finite
+from workers.rewards.base import finite, metrics_of, reward_of
 from workers.rollout.config import FUNCTIONS
 
 NOBODY = -1
@@ -104,7 +104,7 @@ class Worker:
         """
         self._channel = channel
         self._number = 0
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._waiting: dict[int, asyncio.Future[Told]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._told = False
         self.tools: Sequence[Tool] = load_tools(setup.tools)
@@ -126,8 +126,7 @@ class Worker:
                         # Behind its first step: a task that never began would not say that it ended.
                         asyncio.get_running_loop().call_soon(task.cancel)
                 case Told():
-                    reply = Reply(message.message, message.finish_reason, message.token_ids, message.node)
-                    self._settle(message.number, reply)
+                    self._settle(message.number, message)
                 case NotTold():
                     error = BudgetSpent(message.text) if message.budget else UserCodeFailed(message.text)
                     self._settle(message.number, error)
@@ -140,23 +139,24 @@ class Worker:
         """See `workers.agents.api.Policy`."""
         self._number += 1
         number = self._number
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = reply
+        waiting: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = waiting
         try:
             prompt = None if token_ids is None else list(token_ids)
             stop = list(request.stop)
             self._channel.send(Ask(number, run, request.messages, request.tools, prompt, request.max_tokens, stop))
-            return await reply
-        except (TypeError, ValueError) as error:  # what msgpack has no word for
+            told = await waiting
+            return Reply(told.message, told.finish_reason, told.token_ids, told.node, run)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # what msgpack has no word for
             raise UserCodeFailed(f"messages and tools must be plain JSON: {one_line(error)}") from error
         finally:
             self._waiting.pop(number, None)
 
-    def _settle(self, number: int, outcome: Reply | Exception) -> None:
+    def _settle(self, number: int, outcome: Told | Exception) -> None:
         waiting = self._waiting.get(number)
         if waiting is None or waiting.done():
             return
-        if isinstance(outcome, Reply):
+        if isinstance(outcome, Told):
             waiting.set_result(outcome)
         else:
             waiting.set_exception(outcome)
@@ -173,12 +173,12 @@ class Worker:
             outcome = self._raised(start.run, error)
         finally:
             del self._running[start.run]
-            if Path(start.scratch).exists():
-                shutil.rmtree(start.scratch, ignore_errors=True)
         try:
             self._channel.send(outcome)
         except (TypeError, ValueError, OverflowError) as error:  # text that is no Unicode, a number beyond JSON's
-            self._channel.send(Raised(start.run, ascii(f"what cannot be passed on: {one_line(error)}")))
+            self._channel.send(Raised(start.run, f"what cannot be passed on: {one_line(error)}"))
+        if Path(start.scratch).exists():
+            await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
 
     def _raised(self, run: int, error: BaseException) -> Raised:
         if not self._told and not isinstance(error, asyncio.CancelledError | UserCodeFailed):
@@ -197,7 +197,7 @@ class Worker:
 
     async def _call_agent(self, start: Start) -> Done:
         returned = await self._rollout(task_of(start.rollout), f"{start.base_url}/v1", start.key)
-        return Done(start.run, [], *_reward_of(returned))
+        return Done(start.run, [], *reward_of(returned))
 
 
 class _Marked(Coroutine[Any, Any, Any]):
@@ -211,16 +211,17 @@ class _Marked(Coroutine[Any, Any, Any]):
         self.__qualname__ = getattr(inner, "__qualname__", "coroutine")
 
     def send(self, value: Any) -> Any:
-        MARK.pack_into(self._mark, 0, self._run)
-        try:
-            return self._inner.send(value)
-        finally:
-            MARK.pack_into(self._mark, 0, NOBODY)
+        return self._step(self._inner.send, value)
 
     def throw(self, *error: Any) -> Any:
+        return self._step(self._inner.throw, *error)
+
+    def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
         MARK.pack_into(self._mark, 0, self._run)
         try:
-            return self._inner.throw(*error)
+            return step(*arguments)
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end its loop, and so all other rollouts
+            raise RuntimeError(f"a task of the rollout raised {one_line(error)}") from error
         finally:
             MARK.pack_into(self._mark, 0, NOBODY)
 
@@ -275,6 +276,8 @@ def _done(run: int, returned: Any, logged: Mapping[str, float]) -> Done:
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
         kinds = type(returned).__name__ if not isinstance(returned, list) else [type(one).__name__ for one in returned]
         raise UserCodeFailed(f"the rollout function returned {kinds}; return chat.sample(...), or a list of such")
+    if any(sample.run != run for sample in samples):
+        raise UserCodeFailed("the rollout function returned a sample of another rollout; return one of its own chats")
     nodes = [sample.node for sample in samples]
     if len(set(nodes)) < len(nodes):
         raise UserCodeFailed("the rollout function returned one sample twice")
@@ -283,17 +286,9 @@ def _done(run: int, returned: Any, logged: Mapping[str, float]) -> Done:
         raise UserCodeFailed(f"the samples of one rollout have rewards {sorted(rewards)}; a rollout has one reward")
     metrics = dict(logged)
     for sample in samples:
-        metrics |= {str(name): finite(name, value) for name, value in sample.metrics.items()}
+        metrics |= metrics_of(sample.metrics)
     nodes = list(dict.fromkeys(node for sample in samples for node in (*sample.earlier, sample.node)))
     return Done(run, nodes, rewards.pop() if rewards else None, metrics)
-
-
-def _reward_of(returned: Any) -> tuple[float | None, dict[str, float]]:
-    """Return reward and metrics of what an agent returned: a number, {"reward": ..., more}, or None."""
-    if isinstance(returned, Mapping):
-        numbers = {str(name): finite(name, value) for name, value in returned.items()}
-        return numbers.pop("reward", None), numbers
-    return (None if returned is None else finite("the reward", returned)), {}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from asyncflow.errors import UserCodeFailed
 from workers.calls.user_function import excerpt
 
+RUNS_OWN_METRICS = ("turns", "tool_s", "bridge_failures")
+"""Of each rollout with several turns."""
 LARGEST_REWARD = 3.4028234e38
 """Of float32, rounded down."""
 
@@ -122,10 +124,41 @@ def finite(name: str, value: object) -> float:
     Raises:
         UserCodeFailed: it is none, or not between -`LARGEST_REWARD` and that.
     """
-    number = as_number(value)
+    try:
+        number = as_number(value)
+    except Exception:  # noqa: BLE001  the boundary to a user's objects
+        number = math.nan
     if not abs(number) <= LARGEST_REWARD:
-        raise UserCodeFailed(f"{name} is {number}; give a number of at most {LARGEST_REWARD:g}")
+        raise UserCodeFailed(f"{name} is {reprlib.repr(value)}; give a number of at most {LARGEST_REWARD:g}")
     return number
+
+
+def metrics_of(numbers: Mapping[Any, object]) -> dict[str, float]:
+    """Return a rollout's metrics, checked.
+
+    Raises:
+        UserCodeFailed: a value is no finite number, or a name is the run's own, or cannot be printed.
+    """
+    for name in map(str, numbers):
+        if name in RUNS_OWN_METRICS or not (name and name.isprintable()):
+            raise UserCodeFailed(f"metric {name!r}: the name is the run's own or not printable; choose another one")
+    return {str(name): finite(f"metric {name}", value) for name, value in numbers.items()}
+
+
+def reward_of(returned: object) -> tuple[float | None, dict[str, float]]:
+    """Return reward and metrics of an agent's result: a number, `{"reward": ..., more}`, or None.
+
+    Raises:
+        UserCodeFailed: it is none of these; a misspelt `reward` would be a metric.
+    """
+    metrics: dict[str, float] = {}
+    if isinstance(returned, Mapping):
+        if "reward" not in returned:
+            advice = "give one, or null, and reward.function scores the last reply"
+            raise UserCodeFailed(f"the result {reprlib.repr(dict(returned))} has no `reward`; {advice}")
+        metrics = metrics_of({name: value for name, value in returned.items() if name != "reward"})
+        returned = returned["reward"]
+    return None if returned is None else finite("the reward", returned), metrics
 
 
 NO_FIELDS = "{}"

@@ -1,6 +1,8 @@
 """Rollouts of users' functions and agents: real service and worker processes, and an engine that knows its lines."""
 
+import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,12 +18,13 @@ import pytest
 import torch
 
 from asyncflow.clock import HostClock
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.timeline import Timeline
 from launcher.config.paths import find_recipe
 from tests.support.judge import Judge
 from tests.support.run_files import lines
-from workers.agents.wire import Setup
+from workers.agents.command import run_command
+from workers.agents.wire import Begin, Setup, Start
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
 from workers.rewards.config import RewardConfig
@@ -65,7 +68,8 @@ async def two(task, model, context):
     return [chat.sample(reward=1.0), other.sample()]
 
 async def odd(task, model, context):
-    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    role = "tutor" if task["kind"] == "role" else "user"
+    chat = model.chat([{"role": role, "content": task["prompt"]}])
     await chat.reply()
     if task["kind"] == "unicode":
         raise RuntimeError("\\ud800")
@@ -404,13 +408,44 @@ def test_any_program_is_an_agent(start: Any, tmp_path: Path) -> None:
     assert (one.reward, one.turns) == (0.25, 1)
 
 
-@pytest.mark.parametrize("kind", ["unicode", "inf"])
-def test_what_cannot_be_passed_on_or_trained_is_a_failure(start: Any, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("os.mkfifo(path)", "at most 1048576 bytes"),
+        ("os.symlink('/dev/zero', path)", "at most 1048576 bytes"),
+        ("os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 2**34)", "at most 1048576 bytes"),
+        ("os.mkdir(path)", "at most 1048576 bytes"),
+        ("open(path, 'w').write('[1]')", "an object of numbers"),
+        ("open(path, 'w').write('{')", "is no JSON"),
+        ("""open(path, 'w').write('{"rewrad": 1}')""", "no `reward`"),
+        ("""open(path, 'w').write('{"reward": "great"}')""", "the reward is 'great'"),
+    ],
+)
+def test_a_programs_result_that_cannot_be_used_fails_it_and_holds_nothing_up(
+    tmp_path: Path, code: str, words: str
+) -> None:
+    program = f"import os; path = os.environ['ASYNCFLOW_RESULT']; {code}"
+    setup = Setup(
+        model_dir="", renderer=None, function=None, agent=None, command=[sys.executable, "-c", program], tools=[],
+        timeout_s=60, max_turns=0, max_tokens=0, max_context=0, max_response_tokens=8, max_attempts=1, num_workers=1,
+        path=[], scratch="",
+    )  # fmt: skip
+    start = Start(1, Begin(1, "{}", 0, 0, 0, 1), 0, "", "", 60.0, str(tmp_path / "1"))
+    with pytest.raises(UserCodeFailed, match=words):
+        asyncio.run(asyncio.wait_for(run_command(setup, start), 60))
+    assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("unicode", "ud800"), ("inf", "inf"), ("role", "model.renderer cannot write .* KeyError: 'tutor'")],
+)
+def test_what_cannot_be_passed_on_or_trained_is_a_failure(start: Any, kind: str, words: str) -> None:
     rollouts, _ = start(function="my_rollouts:odd", max_attempts=1)
     rollouts.begin([request(0, kind=kind)])
     (one,) = finished(rollouts, lambda done: len(done) == 1)
     assert one.leaves
-    assert ("inf" if kind == "inf" else "ud800") in one.failure
+    assert re.search(words, one.failure)
 
 
 def test_a_judge_says_the_reward_or_fails_the_rollout(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,12 @@ def test_preflight_refuses_a_template_that_ignores_the_tools_of_the_run(model_di
         check_rollout_code(load_config(find_recipe("quickstart-tools"), overrides=settings))
 
 
+def test_preflight_refuses_a_program_that_does_not_exist() -> None:
+    settings = ["rollout.function=null", "rollout.tools=[]", "rollout.agent_command=[./no_such_program]"]
+    with pytest.raises(ConfigError, match=r"rollout\.agent_command: there is no program '\./no_such_program'"):
+        check_rollout_code(load_config(find_recipe("quickstart-tools"), overrides=settings))
+
+
 @pytest.mark.skipif(not NO_PACKAGE, reason="the package renderers is installed")
 def test_a_missing_package_is_told(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.renderer: 'qwen3' needs the package renderers: pip install"):

@@ -179,3 +179,11 @@ def test_a_call_seed_is_the_same_for_ever() -> None:
 def test_what_is_no_text_message_is_refused(bad: Message) -> None:
     with pytest.raises(BadAgentRequest, match="^messages: "):
         Rollout().session.prompt([*ASKED, bad])
+
+
+@pytest.mark.parametrize("node", [1, -1])
+def test_a_sample_of_a_node_that_is_not_there_is_refused(node: int) -> None:
+    rollout = Rollout()
+    rollout.reply(ASKED, "42.<|im_end|>")
+    with pytest.raises(BadAgentRequest, match="only 1"):
+        rollout.session.samples([0, node])

@@ -13,7 +13,7 @@ from workers.agents.user_workers import UserWorker, WorkerDeath
 from workers.agents.wire import Ask, Begin, Done, Raised, Setup, Start, Told
 
 MODULE = """
-import asyncio, os, time
+import asyncio, os, sys, time
 from workers.agents.api import BudgetSpent
 
 async def talk(task, model, context):
@@ -49,6 +49,30 @@ async def odd(task, model, context):
     if kind == "raise":
         raise RuntimeError("it broke")
     return chat.sample()
+
+held = []
+
+async def shared(task, model, context):
+    chat = model.chat([{"role": "user", "content": "x"}])
+    await chat.reply()
+    held.append(chat.sample())
+    return held[0]
+
+async def careless(task, model, context):
+    if task["question"] == "wait":
+        while not held:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    chat = model.chat([{"role": "user", "content": "x"}])
+    held.append(1)
+    if task["question"] == "exit":
+        await asyncio.gather(asyncio.sleep(0), _leave())
+    await chat.reply(max_tokens=4.5 if task["question"] == "float" else 4)
+    return chat.sample()
+
+async def _leave():
+    await asyncio.sleep(0)
+    sys.exit(4)
 
 async def _die():
     await asyncio.sleep(0)
@@ -127,6 +151,21 @@ def test_what_a_function_raises_is_told_with_its_run(users: Path, question: str,
     assert raised.run == 1
     assert words in raised.text
     assert raised.skipped == (question == "skip")
+
+
+@pytest.mark.parametrize(("question", "words"), [("float", "max_tokens is 4.5"), ("exit", "SystemExit: 4")])
+def test_a_mistake_costs_the_rollout_that_makes_it_and_no_other(users: Path, question: str, words: str) -> None:
+    told, _ = asyncio.run(told_by(users, "careless", "wait", question, number=2))
+    by_run = {getattr(one, "run", None): one for one in told}
+    assert isinstance(by_run[1], Done)
+    assert isinstance(by_run[2], Raised)
+    assert words in by_run[2].text
+
+
+def test_a_sample_of_another_rollout_is_refused(users: Path) -> None:
+    told, _ = asyncio.run(told_by(users, "shared", "x", "x", number=2))
+    assert sorted(type(one).__name__ for one in told) == ["Done", "Raised"]
+    assert [one.text for one in told if isinstance(one, Raised) and "of another rollout" in one.text]
 
 
 def test_a_process_that_ends_names_the_rollout_whose_code_ran_though_in_a_task_of_its_own(users: Path) -> None:

@@ -126,7 +126,9 @@ class Fields:
 @functools.cache
 def warn_of_sampling() -> None:
     """Say once that requests' sampling is overridden."""
-    logger.warning("agents set %s; the run's own are used (rollout.sampling), here and later", ", ".join(_SAMPLING))
+    logger.warning(
+        "agents set %s; the run's own are used (rollout.temperature ...), here and later", ", ".join(_SAMPLING)
+    )
 
 
 def function_tool(function: Fields, parameters: str) -> Message:
