@@ -40,6 +40,7 @@ class PromptFeed:
             over: the run is.
 
         Raises:
+            QueueFull: the run's disk is full.
             TransportError: the run does not answer.
         """
         self.name = name
@@ -84,11 +85,7 @@ class PromptFeed:
         with self._lock:
             first = self._known_last() + 1
             self._last = None
-            try:
-                self._last = self._call(PutFeed(self.name, self._process, first, encoded))
-            except (ConfigError, QueueFull):
-                self._last = first - 1
-                raise
+            self._last = self._call(PutFeed(self.name, self._process, first, encoded))
             return self._last
 
     def end(self) -> None:

@@ -81,6 +81,22 @@ def test_returning_feeder_is_told_its_last_row_and_the_one_before_it_is_refused(
         one.close()
 
 
+def test_feeder_that_lost_its_name_is_refused_after_a_restart_too_and_the_one_that_has_it_is_not(feed: Feed) -> None:
+    old = feed.client()
+    assert old.put(ROWS[:2]) == 2
+    new = feed.client()
+    assert new.put(ROWS[2:5]) == 5
+    feed.stop()
+    feed.start()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="feeder sums: another process has this name now"):
+            old.put(ROWS[5:8])
+    assert new.put(ROWS[5:]) == 9
+    assert feed.rows == ROWS
+    for one in (old, new):
+        one.close()
+
+
 def test_put_whose_answer_was_lost_is_sent_again_and_taken_once(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
     client, call, lost = feed.client(), Connection.call, list[Any]()
 
