@@ -143,6 +143,9 @@ def test_feeder_that_does_not_know_what_became_of_a_put_asks(feed: Feed, monkeyp
         ),
         ([{"prompt": "1+1=", "answer": object()}], "feed sums: a row is no object of JSON"),
         ([["1+1=", "2"]], "feed sums: a row is no object of JSON"),
+        ([{**ROWS[0], "image": b"\x00"}], r"feed sums: a row is no object of JSON: b'\\x00' is none of its values"),
+        ([{**ROWS[0], "scores": [1.0, float("inf")]}], "a row is no object of JSON: inf is none of its values"),
+        ([{**ROWS[0], "levels": {5: "hard"}}], "a row is no object of JSON: key 5 is no text"),
     ],
 )
 def test_put_with_a_bad_row_is_refused_by_one_line_and_nothing_of_it_is_stored(
@@ -155,6 +158,15 @@ def test_put_with_a_bad_row_is_refused_by_one_line_and_nothing_of_it_is_stored(
     assert feed.rows == []
     assert client.put(ROWS[:1]) == 1
     client.close()
+
+
+def test_feed_that_was_closed_puts_nothing(feed: Feed) -> None:
+    client = feed.client()
+    client.put(ROWS[:1])
+    client.close()
+    with pytest.raises(TransportError, match="feed sums: it is closed"):
+        client.put(ROWS[1:2])
+    assert feed.rows == ROWS[:1]
 
 
 def test_feed_that_has_ended_takes_no_rows_and_a_run_that_is_over_says_so(feed: Feed) -> None:
