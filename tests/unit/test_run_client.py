@@ -105,6 +105,15 @@ def test_what_does_not_fit_is_refused_and_not_put(wrong: dict[str, Any], message
     assert not queue.puts
 
 
+@pytest.mark.parametrize("reward", [float("inf"), 1e39])
+def test_reward_that_float32_does_not_have_is_refused_and_a_failed_one_is_not(reward: float) -> None:
+    queue = Queue()
+    with pytest.raises(ConfigError, match="task: rewards are not finite as float32; give numbers, NaN where scoring"):
+        lease_of(queue, REWARDS).put({"rewards": [1.0, reward], "correct": [True, True]})
+    assert not queue.puts
+    assert lease_of(queue, REWARDS).put({"rewards": [1.0, float("nan")], "correct": [True, False]})
+
+
 def test_announcement_has_the_tasks_of_roles_without_processes_and_no_secret() -> None:
     config = load_config(find_recipe("quickstart"), roles="rollout:1,actor:1,reward:0")
     gangs = (GangSpec("rollout-0", "rollout", 0, 1, ("cpu",)), GangSpec("actor", "actor", 0, 1, ("cpu",)))
