@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError
 from workers.data.config import DataConfig
-from workers.data.prompt_rows import PromptRow, conversation, read_prompt_rows
+from workers.data.prompt_rows import PromptRow, as_row, conversation, read_prompt_rows
 
 ROWS = [{"prompt": 'say "1", 2\nand 3', "answer": "x"}, {"prompt": "\u00fcber", "answer": "4"}]
 
@@ -66,13 +66,9 @@ def test_parquet_is_read_by_whatever_name(tmp_path: Path) -> None:
         (math.nan, "'answer' is nan"),
     ],
 )
-def test_parquet_with_other_values_is_refused(tmp_path: Path, answer: object, words: str) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install pyarrow")
-    import pyarrow
-
-    path = tmp_path / "rows.parquet"
-    parquet.write_table(pyarrow.table({"prompt": ["a"], "answer": [answer]}), path)
-    assert f"{path}:1: {words}" in refusal(path)
+def test_answers_that_parquet_has_and_json_has_not_are_named(answer: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        as_row({"prompt": "a", "answer": answer}, 1, DataConfig(path="x"), own_rollout=False, where="rows.parquet:1")
 
 
 def test_parquet_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
