@@ -81,9 +81,9 @@ class PromptFeed:
                 says so.
         """
         try:
-            for row in rows:
-                _check_plain(row)
-            encoded = msgspec.json.encode([dict(row) for row in rows])
+            given = [dict(row) for row in rows]
+            _check_plain(given)
+            encoded = msgspec.json.encode(given)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"feed {self.name}: a row is no object of JSON: {error}; give dicts") from error
         if len(encoded) > _MOST_BYTES:
