@@ -120,7 +120,7 @@ def test_a_show_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_engines_are_of_a_subclass() -> None:
     with pytest.raises(ConfigError, match="kind: <class 'dict'> is no subclass of asyncflow.LocalEngines"):
-        asyncflow.Trainer("quickstart").init_engines(dict)  # type: ignore[arg-type]  # a mistake
+        asyncflow.Trainer("quickstart").init_engines(dict)
 
 
 def test_where_no_run_wrote_nothing_is_finished(tmp_path: Path) -> None:
