@@ -13,7 +13,9 @@ written once (most are: they carry a lineage, an attempt or a number) have no ol
 import logging
 import secrets
 import socket
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -227,5 +229,23 @@ def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore,
 
 
 def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Connect to a store; a thread that may block in it needs a client of its own."""
-    return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    """Connect to a store; a thread that may block in it needs a client of its own.
+
+    Raises:
+        DistError: no store answers there in time.
+    """
+    made: Future[TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            made.set_result(TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False))
+        except BaseException as error:  # noqa: BLE001  the caller's
+            made.set_exception(error)
+
+    # PyTorch's client waits without a deadline for the first answer of what accepts and then says nothing.
+    thread = threading.Thread(target=connect, name="connect-store", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds())
+    if thread.is_alive():
+        raise dist.DistNetworkError(f"{host}:{port} did not answer as a job store within {timeout.total_seconds():g} s")
+    return made.result()

@@ -81,8 +81,12 @@ class Trainer:
         run_dir: where the run writes; None: each run gets a directory of its own.
 
         Raises:
-            ConfigError: a value has no form in YAML, or `run_dir` is no path.
+            ConfigError: a value has no form in YAML, or is of another type, or `run_dir` is no path.
         """
+        if not isinstance(roles, str | Mapping | None):
+            raise ConfigError(f"roles: {roles!r} is no dict; give {{'rollout': 8, 'actor': 4}}, or 'rollout:8,actor:4'")
+        if not isinstance(overrides, Mapping | None):
+            raise ConfigError(f"overrides: {overrides!r} is no dict; give dotted key -> value, {{'actor.lr': 1e-6}}")
         if isinstance(roles, Mapping):
             roles = ",".join(f"{role}:{count}" for role, count in roles.items())
         self.run_dir = None if run_dir is None else user_path(str(run_dir), "run_dir")
@@ -202,6 +206,8 @@ class Trainer:
         from asyncflow.device import open_device
         from workers.local_engines import LocalEngines
 
+        if kind is not None and not (isinstance(kind, type) and issubclass(kind, LocalEngines)):
+            raise ConfigError(f"kind: {kind!r} is no subclass of asyncflow.LocalEngines; derive one, or leave it out")
         found = find_devices(self.config.launcher.device).kind
         return (kind or LocalEngines)(self.config, open_device(found if found == "cpu" else f"{found}:0"))
 
@@ -233,9 +239,18 @@ class Results:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step of the configuration was made; else `fit(resume=True)` goes on."""
+        """Whether the last step of the configuration was made; else `fit(resume=True)` goes on.
+
+        Raises:
+            ConfigError: there is no run.
+        """
         last = max((line["step"] for line in self.steps), default=0)
-        return last >= RunConfig.load(self.run_dir).steps
+        try:
+            return last >= RunConfig.load(self.run_dir).steps
+        except OSError as error:
+            raise ConfigError(
+                f"{self.run_dir}: no run has written there ({error.strerror}); name a run's directory"
+            ) from error
 
     def frame(self) -> Any:
         """Return the steps as a pandas DataFrame by step; figures inside of figures are `idle_fraction/rollout`.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, one_line
 from asyncflow.registry import Registry
 from tq.balance import split_evenly
 
@@ -255,14 +255,17 @@ def load_policy(text: str) -> Policy:
         raise ConfigError(f"policy {text!r}: {error}") from error
     try:
         found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"policy {name!r} cannot be imported: {error}") from error
+    except Exception as error:  # it may be a user's module
+        raise ConfigError(f"policy {name!r} cannot be imported: {one_line(error)}") from error
     if not all(callable(getattr(found, method, None)) for method in ("pick", "assign")):
         raise ConfigError(f"policy {name!r}: {found!r} has no methods pick and assign (see tq.policies.Policy)")
+    given = _settings(text, settings[1:-1])
     try:
-        policy: Policy = found(**_settings(settings[1:-1]))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"policy {text!r}: {error}") from error
+        policy: Policy = found(**given)
+    except ConfigError:
+        raise
+    except Exception as error:  # it may be a user's class
+        raise ConfigError(f"policy {text!r}: {one_line(error)}") from error
     return policy
 
 
@@ -274,11 +277,15 @@ def _parts(text: str) -> tuple[str, str]:
     return match[1], match[2] or ""
 
 
-def _settings(text: str) -> dict[str, Any]:
+def _settings(policy: str, text: str) -> dict[str, Any]:
     settings = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         key, _, value = item.partition("=")
-        settings[key.strip()] = msgspec.json.decode(value.strip())
+        try:
+            settings[key.strip()] = msgspec.json.decode(value.strip())
+        except ValueError as error:
+            message = f"policy {policy!r}: {item!r} is not of the form setting=value, with a value as in JSON"
+            raise ConfigError(f'{message} (2, false, "text")') from error
     return settings
 
 

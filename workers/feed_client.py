@@ -10,6 +10,8 @@ A put whose answer did not come, since the lead controller died, is sent again w
 so the run takes each once.
 """
 
+import math
+import reprlib
 import threading
 import time
 import uuid
@@ -40,6 +42,7 @@ class PromptFeed:
             over: the run is.
 
         Raises:
+            QueueFull: the run's disk is full.
             TransportError: the run does not answer.
         """
         self.name = name
@@ -48,6 +51,7 @@ class PromptFeed:
         self._process = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._connection: Connection | None = None
+        self._closed = False
         self._last: int | None = self._call(OpenFeed(name, self._process))
         """None: what became of the last put is not known."""
 
@@ -73,10 +77,13 @@ class PromptFeed:
             ConfigError: a row is none that the run can train on, the feed has ended, or another process feeds under
                 this name; nothing is stored.
             QueueFull: the run's disk is full; nothing is stored.
-            TransportError: the run is over, or does not answer. The rows may be stored: `last_sequence` says so.
+            TransportError: it was closed, the run is over, or does not answer. The rows may be stored: `last_sequence`
+                says so.
         """
         try:
-            encoded = msgspec.json.encode([dict(row) for row in rows])
+            given = [dict(row) for row in rows]
+            _check_plain(given)
+            encoded = msgspec.json.encode(given)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"feed {self.name}: a row is no object of JSON: {error}; give dicts") from error
         if len(encoded) > _MOST_BYTES:
@@ -84,11 +91,7 @@ class PromptFeed:
         with self._lock:
             first = self._known_last() + 1
             self._last = None
-            try:
-                self._last = self._call(PutFeed(self.name, self._process, first, encoded))
-            except (ConfigError, QueueFull):
-                self._last = first - 1
-                raise
+            self._last = self._call(PutFeed(self.name, self._process, first, encoded))
             return self._last
 
     def end(self) -> None:
@@ -101,7 +104,11 @@ class PromptFeed:
             self._call(EndFeed(self.name, self._process))
 
     def close(self) -> None:
-        """Leave; idempotent."""
+        """Leave, for good; idempotent."""
+        self._closed = True
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -115,6 +122,8 @@ class PromptFeed:
         timeout_s = self._credentials.timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
+            if self._closed:
+                raise TransportError(f"feed {self.name}: it is closed; get another one from a run that is not")
             try:
                 if self._connection is None:
                     self._connection = Connection(
@@ -126,7 +135,7 @@ class PromptFeed:
             except PeerRefused as error:
                 raise ConfigError(str(error)) from error
             except (TransportError, DistError) as error:
-                self.close()
+                self._disconnect()
                 if self._over.wait(_RETRY_S):
                     raise TransportError(f"feed {self.name}: the run is over") from error
                 if time.monotonic() >= deadline:
@@ -134,3 +143,17 @@ class PromptFeed:
             else:
                 last: int = reply.last_sequence
                 return last
+
+
+def _check_plain(value: object) -> None:
+    """Raise TypeError where msgspec would write something else: bytes as base64, a date as text, inf as null."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"key {key!r} is no text")
+            _check_plain(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _check_plain(each)
+    elif not (value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))):
+        raise TypeError(f"{reprlib.repr(value)} is none of its values")

@@ -15,6 +15,7 @@ are those of a run; launcher, admission, staleness gate, checkpoints and ledger 
 process outside of a run (`workers.run_client`), and are checked alike.
 """
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.device import group_backends
-from asyncflow.errors import ConfigError, DeadlineExceeded
+from asyncflow.errors import ConfigError, DeadlineExceeded, LeaseFenced
 from asyncflow.network import LOOPBACK, choose_interface
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
@@ -85,6 +86,8 @@ class LocalEngines:
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
         self._draws = np.random.Generator(np.random.PCG64(config.seed))
         self._reference: FrozenEngine | None = None
+        self._trained: set[int] = set()
+        """Tokens of leases."""
         self._own = ExitStack()
         try:
             choose_interface(LOOPBACK)
@@ -124,17 +127,22 @@ class LocalEngines:
         Args:
             rows: data rows, with the fields that `data` names.
         Raises:
-            ConfigError: a row lacks its prompt or its answer, or the prompt is too long.
+            ConfigError: there are no rows, a row lacks its prompt or its answer, or the prompt is too long.
         """
         data, size = self.config.data, self.config.schedule.n_samples_per_prompt
+        if isinstance(rows, str | Mapping) or not rows or not all(isinstance(row, Mapping) for row in rows):
+            raise ConfigError(f"rows: {reprlib.repr(rows)} is no list of rows; give one dict or more, in a list")
         given = [
             as_row(dict(row), place, data, own_rollout=False, where=f"row {place}") for place, row in enumerate(rows)
         ]
         prompts = self._tokens.of(given)[1]
-        kept = [k for k, row in enumerate(given) if self._tokens.fits(row, len(prompts[k]))]
-        if not kept:
-            return
-        members = [k for k in kept for _ in range(size)]
+        for k, row in enumerate(given):
+            if not self._tokens.fits(row, len(prompts[k])):
+                raise ConfigError(
+                    f"row {k}: the prompt has {len(prompts[k])} tokens, more than data.max_prompt_tokens = "
+                    f"{data.max_prompt_tokens}; raise that, or leave the row out"
+                )
+        members = [k for k in range(len(given)) for _ in range(size)]
         columns = {
             "prompts": Column.of_rows([torch.tensor(prompts[k]) for k in members]),
             "ground_truth": Column.of_texts([given[k].ground_truth for k in members]),
@@ -179,11 +187,13 @@ class LocalEngines:
 
         Raises:
             ConfigError: a column is missing, is no output, or does not fit; nothing was put.
+            LeaseFenced: the rows took longer than `tq.lease_timeout_s`, and are another lease's; nothing was put.
         """
-        if columns is None:
-            lease.ack()
-        else:
-            lease.put(columns)
+        if not (lease.ack() if columns is None else lease.put(columns)):
+            raise LeaseFenced(
+                f"task {lease.grant.task}: the lease is void, others may have its rows, and nothing was put; get rows "
+                f"again, or raise tq.lease_timeout_s"
+            )
 
     def responses(self, lease: Lease) -> list[str]:
         """Return the text of each row's response."""
@@ -213,7 +223,13 @@ class LocalEngines:
 
         Returns:
             `step`, `loss`, `grad_norm`, `lr`, `reward_mean` and `accuracy`.
+        Raises:
+            ConfigError: the lease is of another task, or was trained on before.
         """
+        if lease.grant.task != ACTOR_TRAIN or lease.grant.token in self._trained:
+            what = "was trained on already" if lease.grant.task == ACTOR_TRAIN else f"is of task {lease.grant.task}"
+            raise ConfigError(f"update: the lease {what}; get another one, get_experience_data({ACTOR_TRAIN!r})")
+        self._trained.add(lease.grant.token)
         batch = self._with_columns(lease.read(self._tasks[ACTOR_TRAIN].inputs))
         samples, algorithm = samples_of(batch), self._algorithm
         if algorithm.whole_step:

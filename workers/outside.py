@@ -5,10 +5,11 @@ with the settings as each class's `Config` has them; a worker then imports its c
 and sources of data are tried in children of their own. Torch-free.
 """
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from asyncflow.errors import ConfigError, UserCodeFailed
+from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 from tq.policies import POLICIES, load_policy, policy_name
@@ -75,25 +76,40 @@ def resolving(run: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Callee:
     config = RunConfig.model_validate(run)
     found: dict[str, Any] = {}
     for field, registry, name in _outside(config):
-        section = field.partition(".")[0]
-        if section == "algorithm":
-            from workers.algorithms.load import outside_algorithm
-
-            _, own = outside_algorithm(name, algorithm)
-            found[section] = {**own.model_dump(mode="json"), "name": name, "reads": list(own.advantage_inputs)}
-            _check_run(own, config)
-        elif section == "tq":
-            check_function(name, field=field)
-            check_policy(config)
-        elif section == "loggers":
-            load_class(name, field=field, methods=("log", "show", "rewind", "close"))
-        else:
-            from workers.engines.load import outside_engine
-
-            _, options = outside_engine(registry, section, name, getattr(config, section).engine_options)
-            found[section] = options.model_dump(mode="json")
-            _check_run(options, config)
+        try:
+            found |= _settings_of(field, registry, name, config, algorithm)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:  # the boundary to a user's code
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError(f"{field}: {name} raised {one_line(error)} ({at.filename}:{at.lineno})") from error
     return Callee(lambda: found)
+
+
+def _settings_of(
+    field: str, registry: Registry, name: str, config: RunConfig, algorithm: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return section -> settings of a class, if its section keeps them."""
+    section = field.partition(".")[0]
+    if section == "algorithm":
+        from workers.algorithms.load import outside_algorithm, try_algorithm
+
+        kind, own = outside_algorithm(name, algorithm)
+        _check_run(own, config)
+        try_algorithm(name, kind, own, config.rollout, group_size=config.schedule.n_samples_per_prompt)
+        return {section: {**own.model_dump(mode="json"), "name": name, "reads": list(own.advantage_inputs)}}
+    if section == "tq":
+        check_function(name, field=field)
+        check_policy(config)
+        return {}
+    if section == "loggers":
+        load_class(name, field=field, methods=("log", "show", "rewind", "close"))
+        return {}
+    from workers.engines.load import outside_engine
+
+    _, options = outside_engine(registry, section, name, getattr(config, section).engine_options)
+    _check_run(options, config)
+    return {section: options.model_dump(mode="json")}
 
 
 def check_policy(config: RunConfig) -> None:

@@ -79,6 +79,8 @@ class OutsideLease(Lease):
         packed = {column: _packed(column, columns[column]) for column in outputs}
         if set(SAMPLE_COLUMNS) <= set(packed):
             self._check_samples(packed)
+        if "rewards" in packed and packed["rewards"].values.isinf().any():
+            raise ConfigError(f"{name}: rewards are not finite as float32; give numbers, NaN where scoring failed")
         return super().put(packed, rows)
 
     def _check_samples(self, columns: Mapping[str, Column]) -> None:

@@ -29,7 +29,7 @@ from torch.distributed import DistError
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, SealBroken, TransportError
 from asyncflow.job import Job
-from asyncflow.network import address_towards, choose_interface
+from asyncflow.network import address_towards, choose_interface, resolve
 from asyncflow.sealed_store import connect_store
 from asyncflow.transport.handshake import Credentials
 from tq.client.lease import Lease, LeaseStream
@@ -96,17 +96,23 @@ def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_
     """Join a run that goes on.
 
     Args:
-        run: its directory, or `HOST:PORT` of its job store (`store_host`, `store_port` of `job.json`).
+        run: its directory, or `HOST:PORT` of its job store (`store_host`, `store_port` of `job.json`); a name, or IPv4.
         key: with an address: the run's key (`secret` of `job.json`, 64 hex digits). It is proved, never sent.
         name: of this process, for messages and metrics; default: host and process id.
         timeout_s: for the run to start, and to answer.
 
     Raises:
-        ConfigError: nothing runs there, or key or name cannot be.
+        ConfigError: nothing runs there, the host is not known, or key, name or timeout cannot be.
         TransportError: the run is over, or does not answer.
     """
     name = _checked(name or f"{socket.gethostname()}-{os.getpid()}")
+    if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"timeout_s: {timeout_s} is no time to wait for; give seconds, more than 0")
     host, port, secret = _endpoint(run, key)
+    try:
+        host = resolve(host)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"run: host {host!r} cannot be resolved ({error}); give its address") from error
     choose_interface(host)
     if not _answers(host, port, timeout_s):
         raise TransportError(f"run {run}: nothing answers at {host}:{port}; is it over?")
@@ -277,8 +283,8 @@ class RunClient:
 
 
 def _checked(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"name: {name!r} has other characters than letters, digits, '.', '_' and '-'")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"name: {name!r} is no text of letters, digits, '.', '_' and '-' alone")
     return name
 
 
@@ -302,6 +308,6 @@ def _answers(host: str, port: int, timeout_s: float) -> bool:
     """Whether a server listens there; a client of the store would try for long, and print traces."""
     try:
         socket.create_connection((host, port), timeout_s).close()
-    except OSError:
+    except (OSError, OverflowError):  # a port above 65535
         return False
     return True

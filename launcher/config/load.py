@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError
+from asyncflow.run_files import CONFIG_FILE
 from launcher.config.errors import Origins, explain
 from launcher.config.hub import is_hub_name, located_data, located_model, snapshot_of
 from launcher.config.paths import packaged_recipes, user_path
@@ -70,7 +71,15 @@ def load_config(
     if model is not None:
         located = _located(model, "reward.model", source, options)
         resolved["reward"] = config.reward.model_copy(update={"model": located})
-    config = resolve(config.model_copy(update=resolved))
+    try:
+        config = resolve(config.model_copy(update=resolved))
+    except ConfigError as error:
+        if source.name != CONFIG_FILE:
+            raise
+        raise ConfigError(
+            f"{error} ({source} has the settings that the run began with; if the class is another one since, correct "
+            f"it there, too)"
+        ) from error
     _refuse_surprises(values, config.model_dump(mode="python"), origins, ())  # now in outside classes' settings, too
     return config
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.durable import replace_text
-from asyncflow.errors import one_line
+from asyncflow.errors import ConfigError, one_line
 from asyncflow.json_lines import LineTail
 from asyncflow.process import die_with_parent, ignore_stop_signals
 from asyncflow.run_files import EVALUATION_FILE, LOGGERS, METRICS_FILE, SAMPLES
@@ -54,8 +54,15 @@ class Progress:
 
     @staticmethod
     def load(path: Path) -> "Progress":
-        """Return what an earlier process of this logger left, or that of a new one."""
-        return Progress(**json.loads(path.read_text())) if path.exists() else Progress()
+        """Return what an earlier process of this logger left, or that of a new one.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        try:
+            return Progress(**json.loads(path.read_text())) if path.exists() else Progress()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}; restore it, or remove it to log the run anew") from error
 
 
 class Feed:
@@ -142,6 +149,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a library may ask for a password
     try:
         _feed(name, run_dir, run_end)
+    except ConfigError as error:
+        sys.exit(str(error))
     except Exception as error:  # the boundary of a process: libraries, and users' classes, raise anything
         logging.exception("the logger failed")
         sys.exit(one_line(error))

@@ -31,6 +31,8 @@ def test_a_step_by_hand_trains_and_the_generator_draws_by_the_new_weights() -> N
             torch.testing.assert_close(engines.trainer.log_probs(sequences_of(batch.batch)), drawn, atol=1e-3, rtol=0)
             figures = engines.update(batch)
             assert figures["step"] == step
+            with pytest.raises(ConfigError, match="update: the lease was trained on already; get another one"):
+                engines.update(batch)
             assert figures["grad_norm"] > 0
             assert figures["reward_mean"] == pytest.approx(sum(rewards) / 8)
             moved = engines.trainer.log_probs(sequences_of(batch.batch)) - drawn
@@ -54,6 +56,11 @@ def test_a_subclass_generates_in_its_own_way() -> None:
             return columns
 
     with asyncflow.Trainer("quickstart", overrides=SMALL).init_engines(Constant) as engines:
+        for wrong in ([], "1+1=", ROWS[0], ["1+1="]):
+            with pytest.raises(ConfigError, match="is no list of rows; give one dict or more, in a list"):
+                engines.put_prompts_data(wrong)
+        with pytest.raises(ConfigError, match=r"the prompt has \d+ tokens, more than data.max_prompt_tokens = "):
+            engines.put_prompts_data([*ROWS, {"prompt": "11111111111111111111+1=", "answer": "2"}])
         engines.put_prompts_data(ROWS[:1])
         prompts = engines.get_experience_data("actor_rollout")
         engines.put_experience_data(prompts, engines.generate_sequences(prompts))

@@ -2,14 +2,17 @@
 
 import csv
 import json
+import math
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError
 from workers.data.config import DataConfig
-from workers.data.prompt_rows import PromptRow, conversation, read_prompt_rows
+from workers.data.prompt_rows import PromptRow, as_row, conversation, read_prompt_rows
 
 ROWS = [{"prompt": 'say "1", 2\nand 3', "answer": "x"}, {"prompt": "\u00fcber", "answer": "4"}]
 
@@ -55,12 +58,32 @@ def test_parquet_is_read_by_whatever_name(tmp_path: Path) -> None:
     assert refusal(path).startswith(f"data.path: {path} is no whole Parquet file: Arrow")
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Decimal("1.5"), "'answer' is of type Decimal; data.answer_field must name text or a number"),
+        (b"1", "'answer' is of type bytes"),
+        (math.nan, "'answer' is nan"),
+    ],
+)
+def test_answers_that_parquet_has_and_json_has_not_are_named(answer: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        as_row({"prompt": "a", "answer": answer}, 1, DataConfig(path="x"), own_rollout=False, where="rows.parquet:1")
+
+
 def test_parquet_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = tmp_path / "rows"
     path.write_bytes(b"PAR1\x15\x04PAR1")
     message = refusal(path)
     assert message.startswith(f"data.path: {path} is a Parquet file, which needs pyarrow: pip install ")
+
+
+@pytest.mark.parametrize("weight", [math.inf, 1e308])
+def test_weight_that_has_no_share_is_refused(weight: float) -> None:
+    sources = [{"path": "a.jsonl", "weight": weight}, {"path": "b.jsonl", "weight": 1e308}]
+    with pytest.raises(ValidationError, match="less than or equal to 1000000000"):
+        DataConfig.model_validate({"mixture": sources})
 
 
 def test_jsonl_named_otherwise_is_read(tmp_path: Path) -> None:
@@ -75,7 +98,13 @@ def test_jsonl_named_otherwise_is_read(tmp_path: Path) -> None:
         ("rows.csv", b"prompt,answer\na,1\nb\n", ":2: the row has not as many fields as the header"),
         ("rows.csv", b"prompt,answer\na,1,2\n", ":1: the row has not as many fields as the header"),
         ("rows.csv", b"prompt,answer\n\xff,1\n", ": is no table of text: 'utf-8' codec"),
-        ("rows.csv", b"prompt,answer\n", " holds no rows"),
+        ("rows.csv", b"prompt,answer\n", " holds no rows; put some into it"),
+        (
+            "rows.csv",
+            b"prompt,answer,answer\na,1,2\n",
+            ": the header has a name twice: prompt, answer, answer; rename one",
+        ),
+        ("rows.json", b"[]", " holds no rows; put some into it"),
         ("rows.csv", b"question,answer\na,1\n", ":1: no field 'prompt'; found: answer, question"),
         ("rows.json", b'[{"prompt": "a", "answer": "1"}', ": malformed JSON: "),
         ("rows.json", b'[{"prompt": "a", "answer": "1"}, 3]', ":2: the row is a number, not a JSON object"),

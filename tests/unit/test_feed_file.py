@@ -30,7 +30,7 @@ def test_line_that_a_crash_cut_is_gone_and_its_row_is_not_known(tmp_path: Path) 
     file.close()
     os.truncate(path, path.stat().st_size - 4)  # in the middle of the third row of the put
     again = FeedFile(path, appends=True)
-    assert again.num_known("math", 1, 4) == 2
+    assert again.num_known("math", 1, ROWS[:4]) == 2
     again.put("math", ROWS[2:4])
     assert [again.row(k) for k in range(4)] == ROWS[:4]
     again.close()
@@ -40,12 +40,40 @@ def test_numbers_that_were_left_out_and_rows_after_the_end_are_refused(tmp_path:
     file = FeedFile(tmp_path / "feed.jsonl", appends=True)
     file.put("math", ROWS[:2])
     with pytest.raises(ConfigError, match="feeder math: row 4 follows row 2; go on with row 3"):
-        file.num_known("math", 4, 1)
+        file.num_known("math", 4, ROWS[:1])
     file.end("code")
-    assert file.num_known("math", 1, 2) == 2, "a repeated put whose answer was lost"
+    assert file.num_known("math", 1, ROWS[:2]) == 2, "a repeated put whose answer was lost"
     with pytest.raises(ConfigError, match="1 rows after the feed's end"):
-        file.num_known("math", 2, 2)
+        file.num_known("math", 2, ROWS[1:3])
     file.close()
+
+
+def test_put_that_repeats_a_number_with_another_row_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "feed.jsonl"
+    file = FeedFile(path, appends=True)
+    file.put("math", ROWS[:1])
+    file.put("code", ROWS[3:])
+    file.put("math", ROWS[1:3])
+    for one in (file, FeedFile(path)):
+        assert [one.num_known("math", 2, ROWS[1:]), one.num_known("code", 1, ROWS[3:])] == [2, 2]
+        with pytest.raises(ConfigError, match="feeder math: row 2 is another one already; go on with row 4"):
+            one.num_known("math", 1, [ROWS[0], ROWS[3], ROWS[2]])
+        one.close()
+
+
+def test_who_has_a_name_is_kept_beside_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "feed.jsonl"
+    file = FeedFile(path, appends=True)
+    file.take("math", "first")
+    file.put("math", ROWS[:2])
+    file.take("math", "second")
+    file.put("math", ROWS[2:3])
+    file.end("math")
+    file.take("code", "third")
+    for one in (file, FeedFile(path)):
+        assert [one.owner(name) for name in ("math", "code", "none")] == ["second", "third", ""]
+        assert (one.fed, [one.row(k) for k in range(3)]) == (Fed(3, ended=True), ROWS[:3])
+        one.close()
 
 
 def test_full_disk_refuses_a_put_whole_and_takes_it_once_there_is_room(

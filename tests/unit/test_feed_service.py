@@ -81,6 +81,22 @@ def test_returning_feeder_is_told_its_last_row_and_the_one_before_it_is_refused(
         one.close()
 
 
+def test_feeder_that_lost_its_name_is_refused_after_a_restart_too_and_the_one_that_has_it_is_not(feed: Feed) -> None:
+    old = feed.client()
+    assert old.put(ROWS[:2]) == 2
+    new = feed.client()
+    assert new.put(ROWS[2:5]) == 5
+    feed.stop()
+    feed.start()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="feeder sums: another process has this name now"):
+            old.put(ROWS[5:8])
+    assert new.put(ROWS[5:]) == 9
+    assert feed.rows == ROWS
+    for one in (old, new):
+        one.close()
+
+
 def test_put_whose_answer_was_lost_is_sent_again_and_taken_once(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
     client, call, lost = feed.client(), Connection.call, list[Any]()
 
@@ -127,6 +143,9 @@ def test_feeder_that_does_not_know_what_became_of_a_put_asks(feed: Feed, monkeyp
         ),
         ([{"prompt": "1+1=", "answer": object()}], "feed sums: a row is no object of JSON"),
         ([["1+1=", "2"]], "feed sums: a row is no object of JSON"),
+        ([{**ROWS[0], "image": b"\x00"}], r"feed sums: a row is no object of JSON: b'\\x00' is none of its values"),
+        ([{**ROWS[0], "scores": [1.0, float("inf")]}], "a row is no object of JSON: inf is none of its values"),
+        ([{**ROWS[0], "levels": {5: "hard"}}], "a row is no object of JSON: key 5 is no text"),
     ],
 )
 def test_put_with_a_bad_row_is_refused_by_one_line_and_nothing_of_it_is_stored(
@@ -139,6 +158,15 @@ def test_put_with_a_bad_row_is_refused_by_one_line_and_nothing_of_it_is_stored(
     assert feed.rows == []
     assert client.put(ROWS[:1]) == 1
     client.close()
+
+
+def test_feed_that_was_closed_puts_nothing(feed: Feed) -> None:
+    client = feed.client()
+    assert client.put(iter(ROWS[:1])) == 1  # type: ignore[arg-type]  # what is read once will do
+    client.close()
+    with pytest.raises(TransportError, match="feed sums: it is closed"):
+        client.put(ROWS[1:2])
+    assert feed.rows == ROWS[:1]
 
 
 def test_feed_that_has_ended_takes_no_rows_and_a_run_that_is_over_says_so(feed: Feed) -> None:

@@ -1,5 +1,7 @@
 """What a process outside puts is checked before the run sees it; what it is told of the run has no secrets."""
 
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 
 from asyncflow.clock import HostClock
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
 from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import SealedStore, serve_store
@@ -103,6 +105,15 @@ def test_what_does_not_fit_is_refused_and_not_put(wrong: dict[str, Any], message
     assert not queue.puts
 
 
+@pytest.mark.parametrize("reward", [float("inf"), 1e39])
+def test_reward_that_float32_does_not_have_is_refused_and_a_failed_one_is_not(reward: float) -> None:
+    queue = Queue()
+    with pytest.raises(ConfigError, match="task: rewards are not finite as float32; give numbers, NaN where scoring"):
+        lease_of(queue, REWARDS).put({"rewards": [1.0, reward], "correct": [True, True]})
+    assert not queue.puts
+    assert lease_of(queue, REWARDS).put({"rewards": [1.0, float("nan")], "correct": [True, False]})
+
+
 def test_announcement_has_the_tasks_of_roles_without_processes_and_no_secret() -> None:
     config = load_config(find_recipe("quickstart"), roles="rollout:1,actor:1,reward:0")
     gangs = (GangSpec("rollout-0", "rollout", 0, 1, ("cpu",)), GangSpec("actor", "actor", 0, 1, ("cpu",)))
@@ -132,6 +143,37 @@ def test_where_there_is_no_run_the_key_is_not_shown(run: str, key: str | None, m
     assert key is None or key not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"timeout_s": 0}, "timeout_s: 0 is no time to wait for; give seconds, more than 0"),
+        ({"timeout_s": float("nan")}, "timeout_s: nan"),
+        ({"name": 5}, "name: 5 is no text of letters"),
+        ({"run": "no-such-host.invalid:80"}, "run: host 'no-such-host.invalid' cannot be resolved .*; give its addres"),
+        ({"run": "a..b:80"}, "run: host 'a..b' cannot be resolved"),
+    ],
+)
+def test_what_cannot_be_connected_to_is_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        connect(**{"run": f"{LOOPBACK}:80", "key": SECRET, **given})
+    assert "\n" not in str(caught.value)
+
+
+def test_host_may_be_a_name(server: tuple[SealedStore, int]) -> None:
+    with pytest.raises(ConfigError, match=f"the run at {LOOPBACK}:{server[1]} has another one"):
+        server[0].put("outside/run", b"")
+        connect(f"localhost:{server[1]}", "ab" * 32, timeout_s=10)
+
+
+def test_peer_that_accepts_and_says_nothing_is_left_in_time() -> None:
+    with socket.create_server((LOOPBACK, 0)) as mute:
+        begin = time.monotonic()
+        with pytest.raises(TransportError, match=r"it let nobody in within 0\.5 s") as caught:
+            connect(f"{LOOPBACK}:{mute.getsockname()[1]}", SECRET, timeout_s=0.5)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - begin < 10
+
+
 def test_another_runs_key_is_said_to_be_wrong(server: tuple[SealedStore, int]) -> None:
     store, port = server
     store.put("outside/run", b"")
@@ -149,6 +191,8 @@ def test_numbers_are_in_one_step_and_gone_from_the_next(server: tuple[SealedStor
     assert read.new() == {"outside/judge/ms": 4.0, "outside/other/n": 1}
     report_metrics(store, "judge", {"ms": 4.0}, stamp="3")
     assert read.new() == {"outside/judge/ms": 4.0}
+    with pytest.raises(ConfigError, match="metrics: None is no dict"):
+        report_metrics(store, "judge", None, stamp="4")  # type: ignore[arg-type]  # a mistake
     with pytest.raises(ConfigError, match="ms: nan is not finite"):
         report_metrics(store, "judge", {"ms": float("nan")}, stamp="4")
     assert read.new() == {}

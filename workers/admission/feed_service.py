@@ -21,7 +21,7 @@ SERVICE = "feed"
 
 
 class OpenFeed(msgspec.Struct, tag=True):
-    """A process feeds under a name from now on; with `again` it did before, and no other one may since.
+    """A process feeds under a name from now on; with `again` it did before, and is refused if another one does since.
 
     Attributes:
         feeder: the name.
@@ -71,8 +71,6 @@ class FeedService:
         threads: of the service that this is a part of.
         """
         self._prompts = prompts
-        self._processes: dict[str, str] = {}
-        """Which process feeds under a name."""
         self._lock = threading.Lock()
         self._server = ChannelServer(credentials, SERVICE, OpenFeed | PutFeed | EndFeed, self, threads=threads)
 
@@ -86,8 +84,8 @@ class FeedService:
         message, rows = call.message, self._prompts.rows
         with self._lock:
             if isinstance(message, OpenFeed) and not message.again:
-                self._processes[message.feeder] = message.process
-            if self._processes.setdefault(message.feeder, message.process) != message.process:
+                rows.take(message.feeder, message.process)
+            elif rows.owner(message.feeder) != message.process:
                 raise ConfigError(f"feeder {message.feeder}: another process has this name now; use another one")
             if isinstance(message, PutFeed):
                 self._put(message)
@@ -108,7 +106,7 @@ class FeedService:
             given: list[dict[str, Any]] = json_decoder(list[dict[str, Any]]).decode(message.rows)
         except UNREADABLE as error:
             raise ConfigError(f"feeder {message.feeder}: a put of something else than objects ({error})") from error
-        new = given[self._prompts.rows.num_known(message.feeder, message.first, len(given)) :]
+        new = given[self._prompts.rows.num_known(message.feeder, message.first, given) :]
         self._prompts.check(new)
         if new:
             self._prompts.rows.put(message.feeder, new)

@@ -11,9 +11,9 @@ PPOClipConfig           PPO's clip and the dual one, of all but CISPO and DPPO
 import contextlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
@@ -49,6 +49,21 @@ class OffPolicyConfig(Settings):
             raise ValueError("give algorithm.off_policy.mask: geometric, which it was, and leave method out")
         return method
 
+    @model_validator(mode="after")
+    def _has_no_idle_setting(self) -> Self:
+        if self.method == "icepop" and self.band_low == self.band_high:
+            raise ValueError("icepop leaves out all tokens but those of weight 1; set band_high above band_low")
+        idle = {
+            "cap": (self.method in ("icepop", "none"), "method truncated_is or decoupled"),
+            "band_low": (self.method != "icepop", "method icepop"),
+            "band_high": (self.method != "icepop", "method icepop"),
+            "mask_log_ratio": (self.mask is None, "mask"),
+        }
+        for name, (unread, reader) in idle.items():
+            if unread and getattr(self, name) != type(self).model_fields[name].default:  # a run writes defaults down
+                raise ValueError(f"{name} is for {reader}; set that, or leave {name} out")
+        return self
+
     @property
     def has_proximal_policy(self) -> bool:
         """Whether PPO's old policy is another one than that which drew the tokens."""
@@ -67,6 +82,15 @@ class PPOClipConfig(Settings):
     """Upper clip: the ratio counts up to 1 + eps_clip_high; null: `eps_clip`."""
     dual_clip: float | None = Field(3.0, gt=1)
     """Where the advantage is negative the ratio counts up to this (arXiv 1912.09729, eq. 5); null: without bound."""
+
+    @model_validator(mode="after")
+    def _dual_clip_is_beyond_the_upper_one(self) -> Self:
+        default = type(self).model_fields["dual_clip"].default  # a run writes it down
+        if self.dual_clip not in (None, default) and self.dual_clip <= 1 + self.upper_clip:
+            raise ValueError(
+                f"dual_clip {self.dual_clip} must be greater than 1 + eps_clip_high = {1 + self.upper_clip}"
+            )
+        return self
 
     @property
     def upper_clip(self) -> float:
@@ -202,6 +226,12 @@ class DPPOConfig(GroupConfig):
     """A token further away is left out where it would move on; null: the authors' 0.15 of `tv`, 0.05 of `kl`."""
     max_ratio: float = Field(20.0, ge=1)
     """The ratio, a weight without gradient, counts up to this (the authors' code)."""
+
+    @model_validator(mode="after")
+    def _bound_can_be_reached(self) -> Self:
+        if self.divergence == "tv" and (self.max_divergence or 0) > 1:
+            raise ValueError(f"max_divergence {self.max_divergence}: total variation is 1 at most; set it below that")
+        return self
 
 
 class DAPOConfig(PPOClipConfig, KlLossConfig):

@@ -1,12 +1,18 @@
 """The algorithm that a configuration names, ready to be asked; the registry is `config.NAMES`."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
+
 from asyncflow.errors import ConfigError
+from tq.batch import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import NAMES, AlgorithmConfig, KlLossConfig, OutsideConfig, PolicyConfig
 from workers.calls.user_class import load_class, own_settings
+from workers.tasks.dataflow import DRAWN_COLUMNS
+from workers.tasks.rollouts import sample_columns
 
 FIELD = "algorithm.name"
 _NOT_ITS_OWN = ("name", "reads")
@@ -37,10 +43,7 @@ def load_algorithm(config: AlgorithmConfig, answers: AnswerSettings) -> Algorith
         kind, settings = outside_algorithm(config.name, config.model_dump())
     else:
         kind, settings = load_class(NAMES.locate(config.name), field=FIELD, methods=()), config
-    algorithm: Algorithm[Any] = kind(
-        settings, max_response_tokens=answers.longest_rollout, mask_truncated=answers.truncated == "mask"
-    )
-    return algorithm
+    return _made(kind, settings, answers)
 
 
 def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algorithm[Any]], KlLossConfig]:
@@ -58,4 +61,42 @@ def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algor
         raise ConfigError(
             f"{FIELD}: {name} has a critic, or its KL penalty in the reward; only built-in ones have that"
         )
+    inputs: object = config.advantage_inputs
+    if not isinstance(inputs, tuple | list) or not all(isinstance(column, str) for column in inputs):
+        raise ConfigError(f"{FIELD}: {name}: advantage_inputs of its Config are {inputs!r}; give a tuple of columns")
     return kind, config
+
+
+def try_algorithm(name: str, kind: Any, settings: KlLossConfig, answers: AnswerSettings, *, group_size: int) -> None:
+    """Make an algorithm of a user's, and have it compare a made-up group, if that has the columns.
+
+    Raises:
+        ConfigError: its advantages are not such that a run can use them.
+        Exception: what it raises.
+    """
+    algorithm, ones = _made(kind, settings, answers), [torch.ones(1)] * group_size
+    columns = {
+        **sample_columns([torch.tensor([0])] * group_size, [torch.tensor([0])] * group_size),
+        **{column: Column.of_rows(ones) for column in DRAWN_COLUMNS},
+        **{column: Column.of_scalars(torch.zeros(group_size, dtype=torch.bool)) for column in ("truncated", "correct")},
+        "rewards": Column.of_scalars(torch.arange(group_size, dtype=torch.float32)),
+    }
+    inputs = settings.advantage_inputs
+    if not set(inputs) <= set(columns):
+        return  # a users' task writes one
+    batch = PackedBatch(tuple(range(group_size)), {column: columns[column] for column in inputs}, (0,) * group_size)
+    made = algorithm.advantages(batch, group_size=group_size)
+    found = made.get("advantages") if isinstance(made, Mapping) else made
+    if not isinstance(found, Column) or found.lengths.tolist() != [1] * group_size:
+        shown = " ".join(reprlib.repr(made).split())
+        raise ConfigError(
+            f"{FIELD}: {name}.advantages returned {shown} for a group of {group_size} with a token each; return "
+            f"{{'advantages': Column}} with a number per row, or per drawn token"
+        )
+
+
+def _made(kind: Any, settings: PolicyConfig, answers: AnswerSettings) -> Algorithm[Any]:
+    algorithm: Algorithm[Any] = kind(
+        settings, max_response_tokens=answers.longest_rollout, mask_truncated=answers.truncated == "mask"
+    )
+    return algorithm

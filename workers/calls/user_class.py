@@ -30,6 +30,7 @@ def load_class(name: str, *, field: str, methods: Collection[str]) -> Any:
     """
     found = load_function(name, field=field, arguments=None)
     missing = [method for method in methods if not callable(getattr(found, method, None))]
+    missing += sorted(getattr(found, "__abstractmethods__", ()))
     if missing or not isinstance(found, type):
         what = f"lacks {' '.join(missing)}" if missing else "is no class"
         raise ConfigError(f"{field}: {name} {what}; docs/outside.md says what it must have")
@@ -67,4 +68,6 @@ def _explained(error: ValidationError, name: str, section: str, known: list[str]
         near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"{name} has {' '.join(known) or 'none'}"
         return f"{key}: unknown key; {hint}"
+    if detail["type"] == "missing":
+        return f"{key}: missing; set it, {name} has no default"
     return f"{key}: {reprlib.repr(detail['input'])} cannot be used; {as_advice(detail['msg'])}"

@@ -40,7 +40,7 @@ class MixtureSource(HubPart):
 
     path: str
     """As `data.path`."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, le=1e9)
     """Share of the prompts, in proportion to the other weights, however many rows there are."""
     prompt_field: str | None = None
     """Null: `data.prompt_field`."""

@@ -1,12 +1,14 @@
 """The rows that processes outside feed to a run (`data.source: feed`): `feed.jsonl`, a line a row. Torch-free.
 
+    {"feeder": "math", "sequence": 0, "owner": "5b1f..."}                            a process has the name from here on
     {"feeder": "math", "sequence": 1, "row": {"question": "...", "answer": "4"}}     row 0: the prompt of group 0
     {"feeder": "code", "sequence": 1, "row": {"question": "...", "answer": "7"}}     row 1
     {"feeder": "math", "sequence": 1, "end": true}                                   nothing follows
 
 A feeder counts its rows from 1. `put` returns when the rows are durable; what is put a second time, since its answer
-was lost, is known by these numbers and left out. The lead controller's process alone appends; a line that it was just
-writing when it died is cut when it starts again. The file is never cut back to a checkpoint: group g is row g for ever.
+was lost, is known by these numbers, compared, and left out. Who has a name is durable, too: a process that lost it
+cannot put after a restart, either. The lead controller's process alone appends; a line that it was just writing when
+it died is cut when it starts again. The file is never cut back to a checkpoint: group g is row g for ever.
 """
 
 import os
@@ -43,15 +45,17 @@ class FeedLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         feeder: name.
-        sequence: of the row among the feeder's, from 1; at the end, of its last one.
-        row: a JSON object; empty at the end.
-        end: it is the last line.
+        sequence: of the row among the feeder's, from 1; on a line without a row, of its last one.
+        row: a JSON object; empty at the end, and with an owner.
+        end: no rows follow.
+        owner: the process that feeds under the name from here on.
     """
 
     feeder: str
     sequence: int
     row: msgspec.Raw = msgspec.Raw()
     end: bool = False
+    owner: str = ""
 
 
 class FeedFile:
@@ -71,7 +75,9 @@ class FeedFile:
         self._lock = threading.Lock()
         self._offsets = array("q")
         """Where each row's line begins, and where the last one ends."""
-        self._last: dict[str, int] = {}
+        self._rows: dict[str, array[int]] = {}
+        """The numbers of each feeder's rows."""
+        self._owners: dict[str, str] = {}
         self._ended = False
         self._listener: Callable[[Fed], None] = lambda fed: None
         try:
@@ -93,7 +99,11 @@ class FeedFile:
 
     def last_sequence(self, feeder: str) -> int:
         """Return the number of a feeder's last row; 0: there is none."""
-        return self._last.get(feeder, 0)
+        return len(self._rows.get(feeder, ()))
+
+    def owner(self, feeder: str) -> str:
+        """Return the process that has a name; "": none."""
+        return self._owners.get(feeder, "")
 
     def row(self, number: int) -> dict[str, Any]:
         """Return a row."""
@@ -104,19 +114,35 @@ class FeedFile:
         fields: dict[str, Any] = msgspec.json.decode(json_decoder(FeedLine).decode(line).row)
         return fields
 
-    def num_known(self, feeder: str, first: int, count: int) -> int:
+    def num_known(self, feeder: str, first: int, rows: Sequence[dict[str, Any]]) -> int:
         """Return how many rows at the front of a put are here already.
 
         Raises:
-            ConfigError: numbers were left out, or the feed has ended.
+            ConfigError: numbers were left out, a row differs from the one of its number, or the feed has ended.
         """
         last = self.last_sequence(feeder)
-        if first > last + 1:
+        if not 1 <= first <= last + 1:
             raise ConfigError(f"feeder {feeder}: row {first} follows row {last}; go on with row {last + 1}")
-        known = min(count, last + 1 - first)
-        if self._ended and known < count:
-            raise ConfigError(f"feeder {feeder}: {count - known} rows after the feed's end; start a new run for them")
+        known = min(len(rows), last + 1 - first)
+        for sequence, row in enumerate(rows[:known], first):
+            if self.row(self._rows[feeder][sequence - 1]) != row:
+                raise ConfigError(f"feeder {feeder}: row {sequence} is another one already; go on with row {last + 1}")
+        if self._ended and known < len(rows):
+            raise ConfigError(
+                f"feeder {feeder}: {len(rows) - known} rows after the feed's end; start a new run for them"
+            )
         return known
+
+    def take(self, feeder: str, owner: str) -> None:
+        """A process has a name from now on, durably.
+
+        Raises:
+            QueueFull: the file system refuses.
+        """
+        with self._lock:
+            if self.owner(feeder) != owner:
+                self._write(msgspec.json.encode(FeedLine(feeder, self.last_sequence(feeder), owner=owner)) + b"\n")
+                self._owners[feeder] = owner
 
     def put(self, feeder: str, rows: Sequence[dict[str, Any]]) -> int:
         """Append a feeder's next rows, durably; returns the number of the last one.
@@ -131,11 +157,10 @@ class FeedFile:
             ]
             self._write(b"".join(lines))
             for line in lines:
-                self._offsets.append(offset)
+                self._add(feeder, offset)
                 offset += len(line)
-            self._last[feeder] = last + len(rows)
             self._listener(self.fed)
-            return self._last[feeder]
+            return self.last_sequence(feeder)
 
     def end(self, feeder: str) -> None:
         """No rows follow, of any feeder; idempotent.
@@ -161,6 +186,10 @@ class FeedFile:
         if descriptor >= 0:
             os.close(descriptor)
 
+    def _add(self, feeder: str, offset: int) -> None:
+        self._rows.setdefault(feeder, array("q")).append(len(self._offsets))
+        self._offsets.append(offset)
+
     def _write(self, data: bytes) -> None:
         try:
             os.ftruncate(self._descriptor, self._size)  # what is left of a write that failed
@@ -185,8 +214,10 @@ class FeedFile:
                     line = decoder.decode(text)
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise ConfigError(f"{self._path}:{number}: no line of a feed ({error}); restore it") from error
-                if not line.end:
-                    self._offsets.append(offset)
-                self._last[line.feeder], self._ended = line.sequence, line.end
+                if line.owner:
+                    self._owners[line.feeder] = line.owner
+                elif not line.end:
+                    self._add(line.feeder, offset)
+                self._ended |= line.end
                 offset += len(text)
         return offset

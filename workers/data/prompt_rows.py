@@ -7,6 +7,7 @@ Never tokenizes: that is `workers.data.prompt_dataset`. What lies on the Hub is 
 
 import csv
 import io
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -96,7 +97,7 @@ def read_prompt_rows(
             raise ConfigError(f"{where}: the row is {kind_of(fields)}, not a JSON object; write one object a line")
         rows.append(as_row(fields, number, config, own_rollout=own_rollout, where=where, part=part))
     if not rows:
-        raise ConfigError(f"{key}: {path} holds no rows; write one JSON object a line")
+        raise ConfigError(f"{key}: {path} holds no rows; put some into it")
     return rows
 
 
@@ -108,7 +109,7 @@ def _all_fields(path: Path, content: bytes, key: str) -> Iterator[tuple[int, Any
         yield from enumerate(_parquet(path, content, key), start=1)
     elif path.suffix.lower() in _DIALECTS and not start.startswith(b"{"):
         yield from enumerate(_table(path, content), start=1)
-    elif re.match(rb"\[\s*\{", start):
+    elif re.match(rb"\[\s*[{\]]", start):
         yield from enumerate(_decoded(content, str(path), "an array of objects"), start=1)
     else:
         for number, text in enumerate(content.split(b"\n"), start=1):
@@ -140,7 +141,11 @@ def _table(path: Path, content: bytes) -> Iterator[dict[str, str]]:
     csv.field_size_limit(2**31 - 1)
     try:
         text = io.StringIO(content.decode("utf-8-sig"), newline="")
-        for number, row in enumerate(csv.DictReader(text, dialect=_DIALECTS[path.suffix.lower()]), start=1):
+        reader = csv.DictReader(text, dialect=_DIALECTS[path.suffix.lower()])
+        names = reader.fieldnames or ()
+        if len({*names}) < len(names):
+            raise ConfigError(f"{path}: the header has a name twice: {', '.join(names)}; rename one")
+        for number, row in enumerate(reader, start=1):
             if None in row or None in row.values():
                 raise ConfigError(f"{path}:{number}: the row has not as many fields as the header; correct it")
             yield row
@@ -254,7 +259,7 @@ def _prompt_and_answer(row: dict[str, Any], config: DataConfig, where: str) -> t
         )
     elif not prompt.strip():
         raise ConfigError(f"{where}: {config.prompt_field!r} is empty; remove the row or write a prompt")
-    if type(answer) is int or type(answer) is float:
+    if type(answer) is int or (type(answer) is float and math.isfinite(answer)):
         answer = str(answer)
     if type(answer) is not str:
         raise ConfigError(
@@ -294,6 +299,8 @@ def _refuse_missing(row: dict[str, Any], where: str, config: DataConfig) -> NoRe
 
 
 def kind_of(value: object) -> str:
-    """Return what a JSON value is, in words."""
+    """Return what a value of JSON or Parquet is, in words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+    return names.get(type(value), "null" if value is None else f"of type {type(value).__name__}")

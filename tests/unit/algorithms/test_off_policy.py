@@ -1,6 +1,7 @@
 """Corrections for tokens of older weights, against their formulas in float64."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +177,34 @@ def test_no_token_moves_the_policy_by_more_than_a_small_multiple_of_its_advantag
 def test_the_mask_by_its_old_name_is_refused_by_the_new_one() -> None:
     with pytest.raises(ConfigError, match=r"'sequence_mask' cannot be used .*; give algorithm\.off_policy\.mask: geom"):
         load_config(find_recipe("quickstart"), overrides=["algorithm.off_policy.method=sequence_mask"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("off_policy.method=icepop", "off_policy.cap=3"), "cap is for method truncated_is or decoupled"),
+        (("off_policy.band_low=0.4",), "band_low is for method icepop"),
+        (("off_policy.band_high=4",), "band_high is for method icepop"),
+        (("off_policy.mask_log_ratio=0.3",), "mask_log_ratio is for mask; set that, or leave mask_log_ratio out"),
+        (
+            ("off_policy.method=icepop", "off_policy.band_low=1", "off_policy.band_high=1"),
+            "icepop leaves out all tokens but those of weight 1",
+        ),
+        (("dual_clip=1.2",), r"dual_clip 1\.2 must be greater than 1 \+ eps_clip_high = 1\.2"),
+        (("name=dppo", "max_divergence=1.5"), r"max_divergence 1\.5: total variation is 1 at most"),
+    ],
+)
+def test_setting_that_nothing_reads_or_that_bounds_nothing_is_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(find_recipe("quickstart"), overrides=[f"algorithm.{setting}" for setting in settings])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("off_policy.method=icepop",), ("eps_clip_high=5",), ("name=dppo", "divergence=kl", "max_divergence=2")],
+)
+def test_default_that_a_run_wrote_down_is_not_refused(settings: tuple[str, ...], tmp_path: Path) -> None:
+    config = load_config(find_recipe("quickstart"), overrides=[f"algorithm.{setting}" for setting in settings])
+    config.save(tmp_path)
+    assert load_config(tmp_path / "config.yaml") == config

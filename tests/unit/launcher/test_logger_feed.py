@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncflow.errors import ConfigError
 from launcher.loggers.base import Histogram, Logger
 from launcher.loggers.feed import SHOW_EVERY_S, Feed, Progress, figures
 from tests.support.logged_runs import add_sample, add_steps, append, go_back
@@ -146,3 +147,12 @@ def test_the_end_of_the_run_shows_the_samples_that_are_left(run_dir: Path) -> No
     feed.read(1.0, last=True)
     step, rows = logger.tables[-1]
     assert step == 30 and rows == sorted(rows) and len(rows) == 16
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"steps": 1}'])
+def test_progress_that_is_damaged_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"{path}: .*; restore it, or remove it to log the run anew") as caught:
+        Progress.load(path)
+    assert "\n" not in str(caught.value)

@@ -27,6 +27,55 @@ class Wide:
     window = 2.0
     def pick(self, ready, want): ...
     def assign(self, items, assigned): ...
+
+class Unmade(Wide):
+    def __init__(self, spare=1):
+        raise RuntimeError("no\\nspare")
+"""
+ALGORITHMS = """
+from pydantic import model_validator
+from tq.batch import Column
+from workers.algorithms.algorithm import Algorithm
+from workers.algorithms.config import GRPOConfig, KlLossConfig
+from workers.algorithms.grpo import GRPO
+
+class Own(GRPO):
+    class Config(GRPOConfig):
+        name: str = "grpo"
+
+class Abstract(Algorithm):
+    Config = KlLossConfig
+
+class Checks(GRPO):
+    class Config(Own.Config):
+        def check(self, run):
+            raise RuntimeError("boom\\nand more")
+
+class Validates(GRPO):
+    class Config(Own.Config):
+        @model_validator(mode="after")
+        def validated(self):
+            raise KeyError("zz")
+
+class Requires(GRPO):
+    class Config(Own.Config):
+        need: int
+
+class Text(GRPO):
+    class Config(Own.Config):
+        advantage_inputs = property(lambda self: "rewards")
+
+class Unmade(Own):
+    def __init__(self, config, **how):
+        raise SystemExit(3)
+
+class Compares(Own):
+    def advantages(self, batch, *, group_size):
+        raise ZeroDivisionError
+
+class Shapeless(Own):
+    def advantages(self, batch, *, group_size):
+        return {"advantages": Column.of_scalars(batch["rewards"].values[1:])}
 """
 
 
@@ -35,10 +84,11 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory with the example and other classes."""
     shutil.copy(EXAMPLE, tmp_path)
     (tmp_path / "outside_classes.py").write_text(CLASSES)
+    (tmp_path / "outside_algorithms.py").write_text(ALGORITHMS)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("ASYNCFLOW_CODE_DIRECTORY", str(tmp_path))
     yield tmp_path
-    for name in ("custom_engine", "outside_classes"):
+    for name in ("custom_engine", "outside_classes", "outside_algorithms"):
         sys.modules.pop(name, None)
 
 
@@ -82,6 +132,11 @@ def test_an_engine_s_settings_are_checked_without_torch_in_the_launcher(code: Pa
         ),
         ("tq", {"policy": "outside_classes:Half"}, "tq.policy: policy 'outside_classes:Half'"),
         ("tq", {"policy": "no_such_module:Policy"}, "tq.policy: no module 'no_such_module'"),
+        (
+            "tq",
+            {"policy": "outside_classes:Unmade"},
+            "tq.policy: policy 'outside_classes:Unmade': RuntimeError: no spare",
+        ),
         ("loggers", ({"name": "outside_classes:Half"},), "loggers.0.name: outside_classes:Half lacks log"),
     ],
 )
@@ -91,6 +146,43 @@ def test_what_cannot_be_used_is_one_line(code: Path, section: str, changes: Any,
     with pytest.raises(ConfigError) as refused:
         resolving(run, {})
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Abstract", "algorithm.name: outside_algorithms:Abstract lacks advantages; docs/outside.md"),
+        ("Checks", "algorithm.name: outside_algorithms:Checks raised RuntimeError: boom and more ("),
+        ("Validates", "algorithm.name: outside_algorithms:Validates raised KeyError: 'zz' ("),
+        ("Requires", "algorithm.need: missing; set it, outside_algorithms:Requires has no default"),
+        ("Text", "advantage_inputs of its Config are 'rewards'; give a tuple of columns"),
+        ("Unmade", "algorithm.name: outside_algorithms:Unmade raised SystemExit: 3 ("),
+        ("Compares", "algorithm.name: outside_algorithms:Compares raised ZeroDivisionError ("),
+        ("Shapeless", "algorithm.name: outside_algorithms:Shapeless.advantages returned {'advantages': Column"),
+    ],
+)
+def test_algorithm_that_fails_is_refused_by_what_it_raised_before_anything_starts(
+    code: Path, name: str, message: str
+) -> None:
+    run = load_config(find_recipe("quickstart")).model_dump(mode="json")
+    with pytest.raises(ConfigError) as refused:
+        resolving({**run, "algorithm": {"name": f"outside_algorithms:{name}"}}, {})
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+    if " raised " in message:
+        assert "(" in str(refused.value) and "outside_algorithms.py:" in str(refused.value)
+
+
+def test_run_whose_class_lost_a_setting_is_told_where_that_is_from(code: Path, tmp_path: Path) -> None:
+    config = load_config(
+        find_recipe("quickstart"), overrides=["algorithm.name=outside_algorithms:Own", f"code_directory={code}"]
+    )
+    config.save(tmp_path)
+    saved = tmp_path / "config.yaml"
+    saved.write_text(saved.read_text().replace("algorithm:\n", "algorithm:\n  lost: 1\n"))
+    with pytest.raises(
+        ConfigError, match=r"^algorithm\.lost: unknown key; .*config\.yaml has the settings that the run "
+    ):
+        load_config(saved)
 
 
 def test_a_policy_that_chooses_rows_is_refused_where_timing_must_not_matter(code: Path) -> None:

@@ -59,6 +59,8 @@ def test_a_recipe_a_dict_and_a_loaded_configuration_are_the_same_run(
         ({"overrides": {"actor.lr": {1, 2}}}, "actor.lr: a set has no form in YAML"),
         ({"overrides": {"actor.lrr": 1}}, "did you mean 'lr'?"),
         ({"roles": {"rolout": 1}}, "did you mean 'rollout'?"),
+        ({"roles": ["rollout:1"]}, "roles: ['rollout:1'] is no dict; give "),
+        ({"overrides": ["actor.lr=1"]}, "overrides: ['actor.lr=1'] is no dict; give "),
         ({"config": "quickstrat"}, "did you mean quickstart.yaml?"),
     ],
 )
@@ -114,6 +116,16 @@ def test_a_show_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
 
     with pytest.raises(ZeroDivisionError, match="starting"):
         asyncflow.Trainer(run_dir=tmp_path).fit(show=show)
+
+
+def test_engines_are_of_a_subclass() -> None:
+    with pytest.raises(ConfigError, match="kind: <class 'dict'> is no subclass of asyncflow.LocalEngines"):
+        asyncflow.Trainer("quickstart").init_engines(dict)
+
+
+def test_where_no_run_wrote_nothing_is_finished(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path}/none: no run has written there"):
+        _ = Results(tmp_path / "none").finished
 
 
 def test_results_are_a_dict_per_step_and_a_frame_where_pandas_is(tmp_path: Path) -> None:

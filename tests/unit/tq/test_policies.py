@@ -225,8 +225,9 @@ def test_policy_of_a_user_is_found_by_its_import_path(monkeypatch: pytest.Monkey
         ("group-affinity", "group_size"),
         ("group-affinity(group_size=0)", "at least 1"),
         ("token-budget(window=0.5)", "at least 1"),
-        ("token-budget(window=wide)", "token-budget"),
-        ("token-budget(window)", "token-budget"),
+        ("token-budget(window=wide)", "'window=wide' is not of the form setting=value, with a value as in JSON"),
+        ("token-budget(window)", "'window' is not of the form setting=value"),
+        ("fifo(3)", r"policy 'fifo\(3\)': '3' is not of the form setting=value"),
         ('token-budget(window="2")', "token-budget"),
     ],
 )
