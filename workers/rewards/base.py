@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from asyncflow.errors import UserCodeFailed
 from workers.calls.user_function import excerpt
 
-RUNS_OWN_METRICS = ("turns", "tool_s", "bridge_failures")
+RUNS_OWN_METRICS = ("turns", "tool_s", "cpu_s", "bridge_failures")
 """Of each rollout with several turns."""
 LARGEST_REWARD = 3.4028234e38
 """Of float32, rounded down."""

@@ -112,7 +112,7 @@ def test_a_cancelled_call_that_only_waits_in_line_ends_at_once_and_never_runs(
     assert not called
 
 
-@pytest.mark.parametrize("name", ["turns", "tool_s", "bridge_failures", "", "a\nb", "\x1b[31m"])
+@pytest.mark.parametrize("name", ["turns", "tool_s", "cpu_s", "bridge_failures", "", "a\nb", "\x1b[31m"])
 def test_a_metric_with_the_name_of_the_runs_own_or_of_none_is_refused(name: str) -> None:
     with pytest.raises(UserCodeFailed, match="metric"):
         metrics_of({name: 1.0})

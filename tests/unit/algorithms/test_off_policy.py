@@ -11,9 +11,9 @@ from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.batch import Column, PackedBatch
-from workers.algorithms.config import OffPolicyConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import PolicyLoss
+from workers.algorithms.off_policy import OffPolicyConfig
 from workers.algorithms.parts import DualClip, PPOClip, Tokens, answer_means, policy_parts
 from workers.tasks.rollouts import sample_columns, samples_of
 

@@ -7,9 +7,10 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from workers.algorithms.config import AlgorithmConfig, OffPolicyConfig
+from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import PolicyLoss, kl_divergence
+from workers.algorithms.off_policy import OffPolicyConfig
 from workers.algorithms.parts import (
     BinaryDivergence,
     DualClip,
