@@ -207,7 +207,7 @@ class Scenario:
             at_full_speed, turns: see there.
 
         Raises:
-            ConfigError: the run has what is not simulated, or turns that nobody recorded.
+            ConfigError: the run has what is not simulated, or turns of which there is no record.
         """
         _check(config, turns)
         roles = [role for role in config.roles if role not in OBSERVERS]

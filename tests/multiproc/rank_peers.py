@@ -9,12 +9,11 @@ from echo_peers import credentials
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore
 from weight_model import DEADLINE_S, Setup, needs, same
-from weight_peers import CPU, run_commands
+from weight_peers import CPU, run_commands, stop_in_broadcast
 from weight_run import ask_all
 
 from asyncflow.device import connect_group
 from weightsync import version_cache
-from weightsync.bucket_buffer import BucketLayout
 from weightsync.plan import Need
 from weightsync.rank_receivers import Following, RankReceiver
 from weightsync.slot_memory import private_memory
@@ -85,16 +84,7 @@ class Rank:
         return self._copies
 
     def stop_in_broadcast(self) -> str:
-        """In the next broadcast, say `midway` after the first bucket, then wait."""
-        summary = BucketLayout.summary
-
-        def waiting(bucket: BucketLayout, words: Tensor) -> Tensor:
-            self._pipe.send("midway")
-            self._pipe.recv()
-            return summary(bucket, words)
-
-        setattr(BucketLayout, "summary", waiting)  # noqa: B010 - a test's hook
-        return "will stop"
+        return stop_in_broadcast(self._pipe)
 
     def end(self) -> str:
         self._receiver.close()

@@ -48,6 +48,19 @@ class Part:
     values: Tensor
 
 
+def stop_in_broadcast(pipe: Pipe) -> str:
+    """Have this process say `midway` after the first bucket of its next broadcast, then wait."""
+    summary = BucketLayout.summary
+
+    def waiting(bucket: BucketLayout, words: Tensor) -> Tensor:
+        pipe.send("midway")
+        pipe.recv()
+        return summary(bucket, words)
+
+    setattr(BucketLayout, "summary", waiting)  # noqa: B010 - a test's hook
+    return "will stop"
+
+
 def run_commands(pipe: Pipe, party: Any) -> None:
     """Say `ready`, then carry out what the test wants, until it says `end`."""
     pipe.send("ready")
@@ -282,16 +295,7 @@ class Receiver:
         return len(self._built)
 
     def stop_in_broadcast(self) -> str:
-        """In the next broadcast, say `midway` after the first bucket, then wait."""
-        summary = BucketLayout.summary
-
-        def waiting(bucket: BucketLayout, words: Tensor) -> Tensor:
-            self._pipe.send("midway")
-            self._pipe.recv()
-            return summary(bucket, words)
-
-        setattr(BucketLayout, "summary", waiting)  # noqa: B010 - a test's hook
-        return "will stop"
+        return stop_in_broadcast(self._pipe)
 
     def end(self) -> list[str]:
         self._receiver.close()

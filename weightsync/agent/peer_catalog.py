@@ -1,6 +1,7 @@
 """What the agents of other nodes have, and from which of them a bucket is fetched. Pure.
 
-Kept by bucket: with a thousand agents each of which tells of each bucket, nobody looks through all of them each time.
+Kept by bucket, so that hearing of one does not mean looking through all agents: there may be a thousand, and each of
+them tells of each bucket.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

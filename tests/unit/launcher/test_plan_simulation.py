@@ -113,7 +113,7 @@ def test_mean_turns_may_be_a_fraction() -> None:
     assert sum(Turns(replies=2.3).of(row) for row in range(1000)) == 2300
 
 
-def test_turns_that_nobody_recorded_are_refused() -> None:
+def test_turns_without_a_record_are_refused() -> None:
     with pytest.raises(ConfigError, match="--lengths RUN_DIR"):
         run(with_turns())
 
