@@ -60,7 +60,7 @@ class PackedBatch:
             from tensordict import NonTensorStack, TensorDict
         except ImportError as error:
             raise ConfigError(f"tensordict is not installed; {pip_line('tensordict')}") from error
-        columns = {}
+        columns: dict[str, Any] = {}
         for name, column in self.columns.items():
             if column.kind is not ColumnKind.TENSOR:
                 columns[name] = NonTensorStack(*column)
