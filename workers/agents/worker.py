@@ -72,8 +72,13 @@ def main() -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     os.set_inheritable(page, False)
-    with mmap.mmap(page, MARK.size) as mark:
-        asyncio.run(_serve(connection, mark))
+    with mmap.mmap(page, MARK.size) as mark, asyncio.Runner() as runner:
+        serving = runner.get_loop().create_task(_serve(connection, mark))
+        while not serving.done():
+            try:
+                runner.get_loop().run_until_complete(serving)
+            except (SystemExit, KeyboardInterrupt) as error:  # of a bare callback: the loop goes on where it was
+                traceback.print_exception(error)
 
 
 async def _serve(connection: socket.socket, mark: mmap.mmap) -> None:

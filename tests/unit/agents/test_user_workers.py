@@ -67,6 +67,9 @@ async def careless(task, model, context):
     held.append(1)
     if task["question"] == "exit":
         await asyncio.gather(asyncio.sleep(0), _leave())
+    if task["question"] == "exit in a callback":
+        asyncio.get_running_loop().call_soon(sys.exit, 5)
+        await asyncio.sleep(0)
     await chat.reply(max_tokens=4.5 if task["question"] == "float" else 4)
     return chat.sample()
 
@@ -160,6 +163,11 @@ def test_a_mistake_costs_the_rollout_that_makes_it_and_no_other(users: Path, que
     assert isinstance(by_run[1], Done)
     assert isinstance(by_run[2], Raised)
     assert words in by_run[2].text
+
+
+def test_a_callback_that_exits_ends_no_rollout(users: Path) -> None:
+    told, _ = asyncio.run(told_by(users, "careless", "wait", "exit in a callback", number=2))
+    assert sorted(one.run for one in told if isinstance(one, Done)) == [1, 2]
 
 
 def test_a_sample_of_another_rollout_is_refused(users: Path) -> None:
