@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from asyncflow.settings import as_advice
+from asyncflow.settings import as_advice, description
 from launcher.config.reference import key_paths
 from launcher.config.yaml_file import YamlFile
 from workers.algorithms.config import ALGORITHMS, NAMES, PolicyConfig
@@ -214,6 +214,6 @@ def _submodel(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 def _description(keys: Sequence[str | int]) -> str:
     section = _section(keys[:-1])
-    info = section.model_fields.get(str(keys[-1])) if section else None
-    text = info.description if info is not None and info.description else ""
-    return " ".join(text.split()).split(". ")[0].rstrip(".")
+    if section is None or str(keys[-1]) not in section.model_fields:
+        return ""
+    return description(section, str(keys[-1])).split(". ")[0].rstrip(".")

@@ -6,7 +6,6 @@
 import difflib
 import inspect
 import json
-import re
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from asyncflow.errors import ConfigError
+from asyncflow.settings import description
 from workers.config import RunConfig
 
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -107,7 +107,7 @@ def _keys_of(model: type[BaseModel], prefix: str, variant: str = "") -> Iterator
         path = f"{prefix}{name}"
         models = _models_in(field.annotation)
         if not models:
-            yield Key(path, _type_text(field), _default(field), _meaning(field), variant)
+            yield Key(path, _type_text(field), _default(field), description(model, name), variant)
         elif len(models) == 1:
             yield from _keys_of(
                 models[0], f"{path}[]." if get_origin(field.annotation) is tuple else f"{path}.", variant
@@ -171,7 +171,3 @@ def _default(field: FieldInfo) -> str:
     if value is PydanticUndefined:
         return "required"
     return json.dumps(value, default=lambda one: dict(one) if hasattr(one, "keys") else str(one))
-
-
-def _meaning(field: FieldInfo) -> str:
-    return re.sub(r"\s+", " ", field.description or "").strip()
