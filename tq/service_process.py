@@ -8,6 +8,7 @@
 import faulthandler
 import gc
 import logging
+import os
 import signal
 import sys
 import threading
@@ -78,4 +79,6 @@ def serve_only() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # threads that wait in C++ would otherwise end the process with an abort
