@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from launcher.plan.cost_model import Workload
-from launcher.plan.scenario import Times, workers_of
+from launcher.plan.scenario import Times, Work, training_of, workers_of
 from tq.config import ScheduleConfig, ScheduleMode
 from workers.config import RunConfig
+from workers.engines.config import ActorConfig
 
 
 def longest_tokens(schedule: ScheduleConfig, tokens: Callable[[int], int], *, steps: int, skip: int) -> float:
@@ -66,25 +67,23 @@ class Bounds:
             times.tasks["ref_log_probs"].token_s * (mean.mean_tokens + times.prompt_tokens)
             + times.tasks["ref_log_probs"].squared_s * mean.mean_square
         )
-        hosted = scored if self.scores and "ref" not in config.roles else 0.0
-        work["actor"] = (
-            config.actor.ppo_epochs * self._train_s(config, times, rows / workers["actor"])
-            + hosted / workers["actor"]
-            + config.actor.num_updates * times.update_s
-        )
+        for role, training in training_of(config).items():
+            pass_s = self._train_s(config, training, times, times.train[role], rows / workers[role])
+            work[role] = training.ppo_epochs * pass_s + training.num_updates * times.update_s[role]
         if "ref" in config.roles:
             work["ref"] = scored / workers["ref"]
+        elif self.scores:
+            work["actor"] += scored / workers["actor"]
         return work
 
-    def _train_s(self, config: RunConfig, times: Times, rows: float) -> float:
+    def _train_s(self, config: RunConfig, training: ActorConfig, times: Times, work: Work, rows: float) -> float:
         """Return the least time of a pass over a replica's rows, in as few micro-batches as can be (s)."""
-        actor, mean, group_size = config.actor, self.workload, config.schedule.n_samples_per_prompt
-        tokens = rows * (mean.mean_tokens + times.prompt_tokens / (group_size if actor.shared_prompt else 1))
-        number = rows / actor.micro_batch_size
-        if actor.max_tokens_per_micro_batch:
+        mean, group_size = self.workload, config.schedule.n_samples_per_prompt
+        tokens = rows * (mean.mean_tokens + times.prompt_tokens / (group_size if training.shared_prompt else 1))
+        number = rows / training.micro_batch_size
+        if training.max_tokens_per_micro_batch:
             # A sample that is longer than the budget is alone; no micro-batch is larger than a round.
-            most = max(actor.max_tokens_per_micro_batch, times.prompt_tokens + config.rollout.max_response_tokens)
-            number = max(rows / max(actor.micro_batch_size, group_size), tokens / most)
-        work = times.train
+            most = max(training.max_tokens_per_micro_batch, times.prompt_tokens + config.rollout.max_response_tokens)
+            number = max(rows / max(training.micro_batch_size, group_size), tokens / most)
         computing_s = number * work.call_s + work.token_s * tokens + work.squared_s * rows * mean.mean_square
         return max(computing_s, number * work.floor_s)

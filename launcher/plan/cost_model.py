@@ -23,8 +23,9 @@ from typing import Any
 
 from launcher.plan.devices import Device
 from launcher.plan.profile import COPY_IN, COPY_OUT, FORWARD, TRAIN, Profile
-from launcher.plan.scenario import Latency, Times, Turns, Work, rollout_ranks, work_of_users
+from launcher.plan.scenario import Latency, Times, Turns, Work, rollout_ranks, training_of, work_of_users
 from workers.config import RunConfig
+from workers.engines.config import ActorConfig
 from workers.engines.device_memory import DTYPE_BYTES, ModelSizes
 
 
@@ -99,10 +100,10 @@ class CostModel:
             later_s=read_s * (self._context + new / 2 if anew else new),
             tasks={task: self._forward(self._frozen_number, self._copy(role)) for task, role in scorers.items()}
             | work_of_users(config),
-            train=self.train(),
-            update_s=self._update_s(),
+            train={role: self.train(role, training) for role, training in training_of(config).items()},
+            update_s={role: self._update_s(role) for role in training_of(config)},
             prompt_tokens=prompt,
-            in_step=config.actor.engine == "fsdp" and config.roles["actor"] > 1,
+            in_step=[role for role in training_of(config) if self._engine(role) == "fsdp" and config.roles[role] > 1],
         )
 
     def latency(self) -> Latency:
@@ -140,30 +141,29 @@ class CostModel:
         room -= self._rollout_number * self.model.num_parameters / tensor
         return max(1, min(config.rollout.batch_size, int(room / (self._context * self._cache_bytes(tensor)))))
 
-    def train(self) -> Work:
-        """Return the work of a micro-batch on one replica of the actor."""
+    def train(self, role: str, training: ActorConfig) -> Work:
+        """Return the work of a micro-batch on one replica of a role that trains so."""
         config, device, model = self.config, self.device, self.model
-        actor, number = config.actor, DTYPE_BYTES[config.actor.autocast]
-        forwards = 2 if actor.gradient_checkpointing else 1
-        passes = (forwards + 2) * self._models
-        ranks = config.roles["actor"]
+        number, models = DTYPE_BYTES[training.autocast], self._models(role)
+        forwards = 2 if training.gradient_checkpointing else 1
+        passes = (forwards + 2) * models
+        ranks = config.roles[role]
         moved, parts, bubble, floor_s = 0.0, 1, 0.0, 0.0
-        if actor.engine == "megatron":
-            layout = actor.megatron.layout(ranks)
+        if self._engine(role) == "megatron":
+            layout = training.megatron.layout(ranks)
             parts = layout.tensor * layout.context * layout.stages
-            pieces = min(actor.megatron.pipeline_pieces, self._samples_together())
+            pieces = min(training.megatron.pipeline_pieces, self._samples_together())
             bubble = (layout.stages - 1) / (pieces + layout.stages - 1)
-            moved = (
-                (forwards + 1) * self._models * number * self._exchanged_s(layout.tensor, layout.context, layout.stages)
-            )
+            exchanged_s = self._exchanged_s(layout.tensor, layout.context, layout.stages)
+            moved = (forwards + 1) * models * number * exchanged_s
         elif ranks > 1:
             gathered_s = self._exchange_s("all_gather", number * model.num_parameters, ranks)
             floor_s = 2 * gathered_s + self._exchange_s("reduce_scatter", 4 * model.num_parameters, ranks)
         rate = parts * self._peak(number) * device.achievable.train * (1 - bubble)
         work = Work(token_s=passes * 2 * model.num_parameters / rate, squared_s=passes * self._attention / rate)
         if self.profile is not None:
-            measured = self.profile.work(TRAIN, shared_prompt=actor.shared_prompt)
-            work = measured.divided(parts * (1 - bubble) / self._models)
+            measured = self.profile.work(TRAIN, shared_prompt=training.shared_prompt)
+            work = measured.divided(parts * (1 - bubble) / models)
         return replace(work, token_s=work.token_s + moved, floor_s=floor_s)
 
     def _exchanged_s(self, tensor: int, context: int, stages: int) -> float:
@@ -199,13 +199,13 @@ class CostModel:
         rate = ranks * self._peak(number) * self.device.achievable.forward
         return Work(token_s=2 * self.model.num_parameters / rate, squared_s=self._attention / rate)
 
-    def _update_s(self) -> float:
+    def _update_s(self, role: str) -> float:
         config, device, model = self.config, self.device, self.model
-        ranks = config.roles["actor"]
+        ranks = config.roles[role]
         bytes_per_s = device.memory_gb_s * 1e9 * device.achievable.memory * self._share
-        owned = model.num_parameters * self._models / ranks
+        owned = model.num_parameters * self._models(role) / ranks
         update_s = 28 * owned / bytes_per_s if self.profile is None else self.profile.update_s(owned)
-        if config.actor.engine == "megatron":
+        if self._engine(role) == "megatron":
             layout = config.actor.megatron.layout(ranks)
             number = DTYPE_BYTES[config.actor.autocast]
             moved = (4 + number) * model.num_parameters / (layout.tensor * layout.stages)
@@ -238,10 +238,13 @@ class CostModel:
         moved = 2 * (ranks - 1) / ranks * size
         return self.device.hop_s + moved / (self.device.link_gb_s * 1e9 * self.device.achievable.link)
 
-    @property
-    def _models(self) -> int:
-        """Models that the actor trains: the policy, and PPO's critic."""
-        return 2 if self.config.algorithm.has_critic else 1
+    def _models(self, role: str) -> int:
+        """Models that a role trains: the actor has the critic, too, where that has no role of its own."""
+        return 2 if role == "actor" and self.config.algorithm.has_critic and "critic" not in self.config.roles else 1
+
+    def _engine(self, role: str) -> str:
+        """Return what trains a role's model; a critic's is FSDP2 always."""
+        return "fsdp" if role == "critic" else self.config.actor.engine
 
     @property
     def _attention(self) -> float:

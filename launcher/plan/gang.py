@@ -1,6 +1,9 @@
-"""The simulated actor: rounds, micro-batches, mini-batches and versions of `workers.trainer`, in simulated time. Pure.
+"""A simulated role that trains: rounds, micro-batches, mini-batches of `workers.trainer`, in simulated time. Pure.
 
 ask for rounds (two ahead of the one in work) -> columns, micro-batches -> the last round -> updates -> publish
+
+A critic in a role of its own puts advantages after a round's columns, updates once the actor's last round is there,
+and publishes nothing; the actor begins its next step when both are done with this one.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +25,7 @@ _AHEAD = 2
 
 
 class Gang:
-    """All replicas of the actor. Replicas that wait for each other at every micro-batch go as one."""
+    """All replicas of the actor, or of a critic. Replicas that wait for each other at every micro-batch go as one."""
 
     def __init__(self, world: "World", task: PlacedTask) -> None:
         """Args:
@@ -32,12 +35,14 @@ class Gang:
         self.task = task
         self._world = world
         scenario = world.scenario
-        self._replicas = scenario.workers["actor"]
-        several = scenario.actor.num_updates > 1
-        self._together = scenario.times.in_step or several
+        self._role = task.role
+        self._replicas = scenario.workers[task.role]
+        self._training = scenario.training[task.role]
+        settings = self._training.settings
+        self._together = task.role in scenario.times.in_step or settings.num_updates > 1
         self._fused = [name for name in task.fused if name != CRITIC_TRAIN]
-        rows = max(scenario.actor.micro_batch_size, scenario.schedule.n_samples_per_prompt)
-        self._want = Want(rows * self._replicas, scenario.round_tokens * self._replicas, self._replicas)
+        rows = max(settings.micro_batch_size, scenario.schedule.n_samples_per_prompt)
+        self._want = Want(rows * self._replicas, self._training.round_tokens * self._replicas, self._replicas)
         self._formed: list[Formed] = []
         self._asking_for = 1
         num_walkers = 1 if self._together else self._replicas
@@ -46,13 +51,12 @@ class Gang:
         self._idle = [False] * num_walkers
         self._at_end = 0
         self._step = 0
-        self._free_at = 0.0
+        self.num_arrived = 0
+        """Steps whose last round is there."""
+        self.num_updated = 0
+        """Steps whose updates are made."""
         self._arriving = self._assigner(0)
         self._kept: list[tuple[Formed, int]] = []
-
-    def start(self) -> None:
-        """Begin the first step."""
-        self._begin()
 
     def look(self) -> None:
         """Rows came: form the rounds that are asked for."""
@@ -70,7 +74,8 @@ class Gang:
                     self._idle[walker] = False
                     world.after(world.scenario.latency.fetch_s, partial(self._take, walker))
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin the next step."""
         self._step += 1
         if self._step > self._world.steps:
             return
@@ -105,6 +110,8 @@ class Gang:
             self._compute(ranks, self._fused[0] if self._fused else "", columns_s, train)
 
         def train() -> None:
+            for rows in slices if self.task.outputs else ():
+                world.after(world.scenario.latency.put_s, partial(world.put, self.task.name, rows))
             self._compute(ranks, "forward_backward", train_s, lambda: self._after_round(walker, formed.last))
 
         world.compute(world.scenario.latency.round_s, columns, workers=len(ranks))
@@ -117,14 +124,14 @@ class Gang:
 
         def ended() -> None:
             for rank in ranks:
-                world.span(f"actor-{rank}", name, begin, world.now, step=self._step)
+                world.span(f"{self._role}-{rank}", name, begin, world.now, step=self._step)
             done()
 
         world.compute(seconds, ended, workers=len(ranks))
 
     def _trains_now(self, walker: int, formed: Formed) -> bool:
         """Whether a round is of the first mini-batch; the others are kept."""
-        if self._world.scenario.actor.num_updates == 1:
+        if self._training.settings.num_updates == 1:
             return True
         total = sum(len(item.rows) for part in formed.slices for item in part)
         number = self._arriving.assign(total)
@@ -137,22 +144,24 @@ class Gang:
             return
         self._at_end += 1
         if self._at_end == len(self._walkers):
-            self._update()
+            self.num_arrived = self._step
+            self._world.arrived(self)
 
-    def _update(self) -> None:
+    def update(self) -> None:
         """All rounds are there: the updates of the step, one after the other."""
-        scenario = self._world.scenario
-        num_mini_batches = scenario.actor.num_mini_batches
+        settings = self._training.settings
+        num_mini_batches = settings.num_mini_batches
         total_s = 0.0
-        for number in range(scenario.actor.ppo_epochs if self._kept else 1):
+        for number in range(settings.ppo_epochs if self._kept else 1):
             assigner = self._assigner(number)
             seconds = [0.0] * num_mini_batches
             for formed, total in self._kept:
                 place = assigner.assign(total)
                 if (number, place) != (0, 0):
                     seconds[place] += self._train_s([_rows(part) for part in formed.slices])
-            total_s += sum(seconds) + num_mini_batches * scenario.times.update_s
-        self._compute(range(self._replicas), "optimizer", total_s, self._publish)
+            total_s += sum(seconds) + num_mini_batches * self._world.scenario.times.update_s[self._role]
+        done = self._publish if self._role == "actor" else self._updated
+        self._compute(range(self._replicas), "optimizer", total_s, done)
 
     def _publish(self) -> None:
         world = self._world
@@ -164,13 +173,17 @@ class Gang:
         world = self._world
         rows = [row for formed in self._formed[: self._taken[0]] for part in formed.slices for row in _rows(part)]
         world.trained.append(sum(world.tokens[row] - world.scenario.turns.read_tokens for row in rows))
+        world.publish(self._step)
+        self._updated()
+
+    def _updated(self) -> None:
         self._formed = self._formed[self._taken[0] :]
         self._taken = [0] * len(self._taken)
-        world.publish(self._step)
-        self._begin()
+        self.num_updated = self._step
+        self._world.updated(self)
 
     def _column_s(self, task: str, rows: list[int]) -> float:
-        size = self._world.scenario.rows_per_call
+        size = self._training.rows_per_call
         return sum(work_s(self._world, task, rows[start : start + size]) for start in range(0, len(rows), size))
 
     def _train_s(self, slices: Sequence[list[int]]) -> float:
@@ -184,27 +197,27 @@ class Gang:
     def _micro_batches(self, rows: list[int]) -> list[float]:
         """Return how long each micro-batch of a replica takes (s)."""
         world = self._world
-        actor, times = world.scenario.actor, world.scenario.times
+        training, times = self._training.settings, world.scenario.times
         size, prompt = world.scenario.schedule.n_samples_per_prompt, times.prompt_tokens
-        if not actor.max_tokens_per_micro_batch:
-            cuts = micro_batches.cut_by_rows(range(len(rows)), len(rows), actor.micro_batch_size) if rows else []
+        if not training.max_tokens_per_micro_batch:
+            cuts = micro_batches.cut_by_rows(range(len(rows)), len(rows), training.micro_batch_size) if rows else []
         else:
-            shared = actor.shared_prompt
+            shared = training.shared_prompt
             prompts = [row // size if shared else row for row in rows]
             lengths = [(max(1, prompt), world.tokens[row]) for row in rows]
-            cuts = list(micro_batches.cut_by_tokens(prompts, lengths, actor.max_tokens_per_micro_batch))
+            cuts = list(micro_batches.cut_by_tokens(prompts, lengths, training.max_tokens_per_micro_batch))
         seconds = []
         for cut in cuts:
             lengths = [(prompt, world.tokens[rows[position]]) for position in cut]
-            groups = {rows[position] // size for position in cut} if actor.shared_prompt else cut
+            groups = {rows[position] // size for position in cut} if training.shared_prompt else cut
             tokens = prompt * len(groups) + sum(length for _, length in lengths)
             squares = sum((prompt + length) ** 2 for _, length in lengths)
-            seconds.append(times.train.seconds(tokens, squares))
+            seconds.append(times.train[self._role].seconds(tokens, squares))
         return seconds
 
     def _assigner(self, pass_number: int) -> RoundAssigner:
         scenario = self._world.scenario
-        number = scenario.actor.num_mini_batches
+        number = self._training.settings.num_mini_batches
         seed = f"{scenario.seed}/{self._step}/{pass_number}"
         return RoundAssigner(num_mini_batches=number, size=scenario.schedule.step_rows // number, seed=seed)
 

@@ -3,7 +3,7 @@
 Made from a run's configuration (`Scenario.of`), with times of its `sim` engines or of a cost model. Torch-free.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,7 +13,7 @@ from tq.task_spec import TaskSpec
 from workers.config import RunConfig
 from workers.engines.config import ActorConfig
 from workers.engines.sim.lengths import SimLengths
-from workers.tasks.dataflow import OBSERVERS, TRAINERS, PlacedTask, place_tasks
+from workers.tasks.dataflow import OBSERVERS, PlacedTask, place_tasks
 from workers.tasks.graph import graph_of, task_specs
 
 
@@ -93,27 +93,53 @@ class Turns:
 
 
 @dataclass(frozen=True)
+class Training:
+    """How a role trains its model.
+
+    Attributes:
+        settings: how rounds are cut, and how many updates a step makes.
+        round_tokens: token budget of a rank's round; 0: none.
+        rows_per_call: rows that a task inside the role takes at a time.
+    """
+
+    settings: ActorConfig
+    round_tokens: int
+    rows_per_call: int
+
+    @staticmethod
+    def of(config: RunConfig) -> "dict[str, Training]":
+        """Return that of the actor, and of a critic in a role of its own."""
+        found = {}
+        for role, settings in training_of(config).items():
+            rows = settings.micro_batch_size
+            if settings.max_tokens_per_micro_batch:
+                rows = min(rows, config.ref.micro_batch_size)
+            found[role] = Training(settings, config.round_tokens(settings), rows)
+        return found
+
+
+@dataclass(frozen=True)
 class Times:
     """How long computing takes.
 
     Attributes:
         decode_s: number of responses that an instance generates -> seconds of a token of each.
         prefill_s: of a prompt.
-        tasks: task -> work of one call on a worker of its role, or on a replica of the actor that hosts it.
-        train: of a micro-batch on a replica.
-        update_s: of the optimizer.
+        tasks: task -> work of one call on a worker of its role, or on a replica of the trainer that hosts it.
+        train: role that trains -> work of a micro-batch on a replica.
+        update_s: role that trains -> seconds of its optimizer.
         prompt_tokens: tokens of a prompt, where tasks and training compute it, too; `sim` engines do not.
-        in_step: replicas of the actor wait for each other at every micro-batch (FSDP2's collectives).
+        in_step: roles whose replicas wait for each other at every micro-batch (FSDP2's collectives).
         later_s: of the prompt of a later turn.
     """
 
     decode_s: Callable[[int], float]
     prefill_s: float
     tasks: Mapping[str, Work]
-    train: Work
-    update_s: float
+    train: Mapping[str, Work]
+    update_s: Mapping[str, float]
     prompt_tokens: int = 0
-    in_step: bool = False
+    in_step: Collection[str] = ()
     later_s: float = 0.0
 
     @staticmethod
@@ -133,8 +159,8 @@ class Times:
                 "actor_log_probs": Work(token_s=sim.policy_forward_s_per_token),
                 **work_of_users(config),
             },
-            train=Work(token_s=sim.train_s_per_token),
-            update_s=sim.optimizer_s,
+            train={"actor": Work(token_s=sim.train_s_per_token)},
+            update_s={"actor": sim.optimizer_s},
         )
 
 
@@ -144,13 +170,11 @@ class Scenario:
 
     Attributes:
         schedule: batch, group size, mode and staleness.
-        actor: how rounds are cut.
+        training: of each role that trains.
         tasks: as placed; `specs` are the same as the queue knows them.
         workers: role -> consumers that work side by side: instances, copies, replicas of the actor.
         slots: responses that an instance generates at the same time.
         rows_per_fetch: role -> rows that a worker takes at a time, of those that only compute columns.
-        rows_per_call: the same for tasks inside the actor.
-        round_tokens: token budget of a rank's round; 0: none.
         interruptible: engines take newer weights while responses run.
         max_updating: instances that may swap at once.
         rows_per_put: responses of a lease that an instance puts together.
@@ -165,14 +189,12 @@ class Scenario:
     """
 
     schedule: ScheduleConfig
-    actor: ActorConfig
+    training: Mapping[str, Training]
     tasks: Sequence[PlacedTask]
     specs: Sequence[TaskSpec]
     workers: Mapping[str, int]
     slots: int
     rows_per_fetch: Mapping[str, int]
-    rows_per_call: int
-    round_tokens: int
     interruptible: bool
     max_updating: int | None
     rows_per_put: int
@@ -212,26 +234,21 @@ class Scenario:
         _check(config, turns)
         roles = [role for role in config.roles if role not in OBSERVERS]
         tasks = place_tasks(graph_of(config), roles)
-        schedule, actor = config.schedule, config.actor
+        schedule = config.schedule
         longest = config.rollout.max_response_tokens
         drawn = SimLengths(config.sim, samples_per_step=schedule.step_rows, seed=config.seed).tokens
         size = schedule.n_samples_per_prompt
         rows_per_fetch = {
             "ref": config.ref.micro_batch_size, "actor_fwd": config.ref.micro_batch_size, "advantages": 8 * size,
         }  # fmt: skip
-        hosted = actor.micro_batch_size
-        if actor.max_tokens_per_micro_batch:
-            hosted = min(hosted, config.ref.micro_batch_size)
         return Scenario(
             schedule=schedule,
-            actor=actor,
+            training=Training.of(config),
             tasks=tasks,
             specs=task_specs(tasks, config),
             workers=workers_of(config),
             slots=slots or config.rollout.batch_size,
             rows_per_fetch={task.role: rows_per_fetch.get(task.role, size) for task in tasks},
-            rows_per_call=hosted,
-            round_tokens=config.round_tokens(actor),
             interruptible=config.rollout.engine != "openai" and config.rollout.on_swap != "finish",
             max_updating=config.weightsync.max_updating,
             rows_per_put=config.rollout.batch_size if config.deterministic else size,
@@ -244,6 +261,12 @@ class Scenario:
             turns=turns or Turns(),
             most_live=schedule.step_rows * (schedule.staleness_bound + 1) if config.rollout.is_own else 0,
         )
+
+
+def training_of(config: RunConfig) -> dict[str, ActorConfig]:
+    """Return the settings of the roles that train: the actor's, and those of a critic in a role of its own."""
+    own = {"critic": config.critic.training(config.actor)} if "critic" in config.roles else {}
+    return {"actor": config.actor, **own}
 
 
 def rollout_ranks(config: RunConfig) -> int:
@@ -266,8 +289,6 @@ def work_of_users(config: RunConfig) -> dict[str, Work]:
 
 
 def _check(config: RunConfig, turns: Turns | None) -> None:
-    if TRAINERS & config.roles.keys() != {"actor"}:
-        raise ConfigError("roles: 'critic' is not simulated as a role of its own; leave it out, so the actor hosts it")
     if config.outside_roles:
         raise ConfigError(f"roles: {config.outside_roles[0]}:0 cannot be planned: nobody knows how fast it is outside")
     if config.rollout.is_own and turns is None:

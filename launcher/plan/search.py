@@ -1,6 +1,6 @@
 """The search: role sizes, layouts and micro-batches under a number of devices. Bounds prune, simulated runs rank.
 
-    layouts x sizes of the actor x copies of the reference --bound with the largest micro-batch--> in order of the bound
+    layouts x sizes of actor, reference and critic --bound with the largest micro-batch--> in order of the bound
         --micro-batches, memory--> what fits, each at its own bound
         --simulated--> ranked; ends once no bound is below the best simulated step
 
@@ -153,7 +153,7 @@ class Planner:
                     insort_left(candidates, each, key=self._order)
                 continue
             found.append(self._plan(candidate))
-            # What differs in the copies of the reference alone comes behind other layouts and sizes of the actor.
+            # What differs in reference and critic alone comes behind other layouts and sizes of the actor.
             like = [each for each in candidates if each.is_like(candidate)]
             candidates = [each for each in candidates if not each.is_like(candidate)]
             candidates[_OTHERS:_OTHERS] = like
@@ -222,9 +222,10 @@ class Planner:
         found = []
         for config, changes in self.layouts():
             largest = max(self._micro_batches(config), key=_size)[0]
-            known: dict[tuple[int, bool], tuple[Times, Latency, int]] = {}  # bounds need no latencies
+            known: dict[tuple[int, bool, int], tuple[Times, Latency, int]] = {}  # bounds need no latencies
             for roles in self._splits(config):
-                sized, same = largest.model_copy(update={"roles": roles}), (roles["actor"], "ref" in roles)
+                same = (roles["actor"], "ref" in roles, roles.get("critic", 0))
+                sized = largest.model_copy(update={"roles": roles})
                 times, _, slots = known.get(same) or known.setdefault(same, self._times(sized))
                 bound_s = self._bounds.step_s(sized, times, slots)
                 found.append(_Candidate(config.model_copy(update={"roles": roles}), changes, bound_s))
@@ -281,7 +282,8 @@ class Planner:
         replica = config.actor.megatron.ranks_per_copy if config.actor.engine == "megatron" else 1
         instance = rollout_ranks(config)
         taking = roles_on_device(reward_model=config.reward.model is not None)
-        fixed = {role: number for role, number in config.roles.items() if role not in ("rollout", "actor", "ref")}
+        sized = ("rollout", "actor", "ref", "critic")
+        fixed = {role: number for role, number in config.roles.items() if role not in sized}
         room = self.num_devices - sum(number for role, number in fixed.items() if role in taking)
         totals = [room] if self.objective == "time" else [room >> k for k in range(10) if room >> k >= 2]
         scores = self._bounds.scores
@@ -289,11 +291,12 @@ class Planner:
         groups = config.schedule.rollout_batch_size
         for total, replicas in itertools.product(totals, (n for n in range(1, groups + 1) if groups % n == 0)):
             actor = replicas * replica
-            for ref in self._copies(config, total - actor, share) if scores else (0,):
-                rollout = (total - actor - ref) // instance * instance
-                if rollout > 0:
-                    own = {"rollout": rollout, "actor": actor} | ({"ref": ref} if ref else {})
-                    yield {role: (own | fixed)[role] for role in dict.fromkeys((*own, *fixed))}
+            for critic in _critics(config, actor):
+                for ref in self._copies(config, total - actor - critic, share) if scores else (0,):
+                    rollout = (total - actor - critic - ref) // instance * instance
+                    if rollout > 0:
+                        own = {"rollout": rollout, "actor": actor, "ref": ref, "critic": critic}
+                        yield {role: number for role, number in (own | fixed).items() if number or role in fixed}
 
     def _scoring_share(self, config: RunConfig, replica: int) -> float:
         """Return the reference's share of what generating and scoring take."""
@@ -368,6 +371,17 @@ class Planner:
     @cached_property
     def _sizes(self) -> ModelSizes | None:
         return None if self.device is None else ModelSizes.of(self.model_config, self.parameters)
+
+
+def _critics(config: RunConfig, actor: int) -> Sequence[int]:
+    """Return numbers of the critic's ranks: none (an actor of FSDP2 hosts it), and those around the actor's, whose work
+    is alike, over which the batch divides."""
+    if not config.algorithm.has_critic:
+        return (0,)
+    groups = config.schedule.rollout_batch_size
+    own = [number for number in range(1, groups + 1) if groups % number == 0 and actor <= 2 * number <= 4 * actor]
+    hosts, alone = config.actor.engine == "fsdp", not config.schedule.lateness
+    return [*([0] if hosts else []), *(own if alone else [])]
 
 
 def _size(choice: Choice) -> tuple[int, int]:

@@ -123,14 +123,16 @@ class World:
             if role != "rollout" and role not in TRAINERS
             for number in range(scenario.workers[role])
         ]
-        self.gang = Gang(self, by_role["actor"])
+        self._gangs = [Gang(self, by_role[role]) for role in scenario.training]
+        """The actor, then a critic in a role of its own."""
 
     def run(self) -> None:
         """Run until the last step is published."""
         self.publish(0)
         for worker in self.columns:
             worker.start()
-        self.gang.start()
+        for gang in self._gangs:
+            gang.begin()
         while len(self.step_ends) <= self.steps:
             assert self._events or self._work, (
                 f"step {len(self.step_ends)}: nothing happens any more at {self.now:.3f} s"
@@ -227,11 +229,26 @@ class World:
         self.admission.published(version)
         latency = self.scenario.latency
         self.after(latency.admit_s, self._admit)
-        self.after(latency.admit_s + latency.transfer_s, lambda: self._arrived(version))
+        self.after(latency.admit_s + latency.transfer_s, lambda: self._weights_arrived(version))
         for queue in self.queues.values():
             queue.forget(version - 1)
 
-    def _arrived(self, version: int) -> None:
+    def arrived(self, gang: Gang) -> None:
+        """A gang has a step's last round: the actor updates, a critic once the actor has it, too."""
+        actor = self._gangs[0]
+        for each in self._gangs if gang is actor else [gang]:
+            if each.num_arrived == actor.num_arrived:
+                each.update()
+
+    def updated(self, gang: Gang) -> None:
+        """A gang made a step's updates: a critic goes on, the actor once both are of the same step."""
+        actor = self._gangs[0]
+        if gang is not actor:
+            gang.begin()
+        if len({each.num_updated for each in self._gangs}) == 1:
+            actor.begin()
+
+    def _weights_arrived(self, version: int) -> None:
         for instance in self.instances:
             instance.weights_arrived(version)
         for worker in self.columns:
@@ -253,9 +270,10 @@ class World:
                     self._wake(name)
 
     def _wake(self, task: str) -> None:
-        if task == self.gang.task.name:
-            self.gang.look()
-            return
+        for gang in self._gangs:
+            if task == gang.task.name:
+                gang.look()
+                return
         waiting = self._parked[task]
         if not waiting:
             return

@@ -104,7 +104,7 @@ def test_tools_hold_no_place_and_what_they_write_is_read_scored_and_trained(
 def test_the_session_service_passes_one_reply_on_at_a_time() -> None:
     turns = Turns(replies=2.0, tool_s=0.5, cpu_s=0.5)
     # 32 replies of 0.25 s, behind the first one's 0.5 s; nothing else takes so long
-    ran = run(with_turns(mode="sync"), turns=turns, train=Work(), tasks={})
+    ran = run(with_turns(mode="sync"), turns=turns, train={"actor": Work()}, tasks={})
     assert ran.step_s(1) == pytest.approx(0.5 + 32 * 0.25)
 
 
@@ -151,6 +151,28 @@ def test_several_updates_train_every_round_in_every_pass() -> None:
     assert twice.step_s(1) - once.step_s(1) == pytest.approx(trained_s + forward_s)
 
 
+def ppo_run(mode: str, *, critic_s: float) -> Simulated:
+    """A critic of two ranks takes 0.8 s for a step's values and `critic_s` a token to train, the actor 1.6 s."""
+    config = config_of(
+        roles={"rollout": 2, "actor": 2, "critic": 2}, algorithm={"name": "ppo"}, critic={"micro_batch_size": 16},
+        schedule__mode=mode, sim__lengths="constant",
+    )  # fmt: skip
+    train, values = {"actor": Work(token_s=0.001), "critic": Work(token_s=critic_s)}, Work(token_s=0.0005)
+    return run(config, train=train, tasks={"values": values}, update_s={"actor": 0.0, "critic": 0.1})
+
+
+def test_the_actor_waits_for_advantages_and_trains_beside_the_critic() -> None:
+    assert ppo_run("sync", critic_s=0.002).step_s(1) == pytest.approx(2.0 + 0.8 + 1.6)
+    # Responses of the next step find the critic at work until 0.8 + 8.0 + 0.1 s behind those of this one
+    assert ppo_run("sync", critic_s=0.005).step_s(1) == pytest.approx(0.8 + 8.0 + 0.1)
+
+
+def test_a_critic_may_limit_an_overlapped_run() -> None:
+    ran = ppo_run("async", critic_s=0.005)
+    assert ran.step_s(2) == pytest.approx(0.8 + 8.0 + 0.1, rel=0.01)
+    assert ran.idle(2)["critic"] == pytest.approx(0.0, abs=0.05)
+
+
 def test_deterministic_runs_are_simulated_and_slower() -> None:
     free, strict = (run(config_of(schedule__mode="periodic", deterministic=value)) for value in (False, True))
     assert strict.step_s(1) > free.step_s(1)
@@ -183,7 +205,7 @@ def test_policies_are_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_micro_batches_are_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = config_of(actor__max_tokens_per_micro_batch=2000, actor__micro_batch_size=8)
-    work = Work(call_s=0.2, token_s=0.001)
+    work = {"actor": Work(call_s=0.2, token_s=0.001)}
     before = run(budget, train=work).step_s(2)
     monkeypatch.setattr(micro_batches, "cut_by_tokens", lambda _, lengths, __: [[k] for k in range(len(lengths))])
     assert run(budget, train=work).step_s(2) > 1.5 * before

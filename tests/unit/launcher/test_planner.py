@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from click.testing import CliRunner
@@ -19,6 +19,7 @@ from launcher.plan.report import auto_roles, open_planner, plan_json, plan_text,
 from launcher.plan.scenario import Turns
 from launcher.plan.simulation import simulate
 from tq.config import Fill
+from workers.algorithms.config import PPOConfig
 from workers.config import RunConfig
 
 QWEN_7B = {
@@ -94,14 +95,14 @@ def test_training_takes_the_flops_of_four_passes_and_adamw_its_bytes(qwen: RunCo
     roles = qwen.roles | {"actor": 4}
     times, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen.model_copy(update={"roles": roles}))
     least_s = 4 * 2 * parameters_of(QWEN_7B) / (4 * 989e12 * 0.4)  # recomputed activations, four tensor-parallel ranks
-    assert least_s < times.train.token_s < 2.5 * least_s
-    assert times.update_s == pytest.approx(28 * parameters_of(QWEN_7B) / 4 / (3.35e12 * 0.7))
+    assert least_s < times.train["actor"].token_s < 2.5 * least_s
+    assert times.update_s["actor"] == pytest.approx(28 * parameters_of(QWEN_7B) / 4 / (3.35e12 * 0.7))
 
 
 def test_context_parallelism_divides_tokens_and_exchanges_heads(qwen: RunConfig) -> None:
     planner = open_planner(qwen, devices=16, device="h100")
     alone, shared = (
-        planner._times(changed(qwen, megatron={"context_parallel": number, "tensor_parallel": 1}))[0].train
+        planner._times(changed(qwen, megatron={"context_parallel": number, "tensor_parallel": 1}))[0].train["actor"]
         for number in (1, 2)
     )
     a_pass = 28 * 2 * (28 + 4) * 128 * 2 / 2  # q, k, v and output of each layer; half of them goes to the other rank
@@ -176,6 +177,28 @@ def test_ranks_that_share_a_copy_score_as_one_worker_and_are_planned_together(qw
     assert others_s == pytest.approx([alone_s / 4, alone_s, alone_s / 4])
     planner = open_planner(shared, devices=32, device="ascend-910b")
     assert all(plan.config.roles["ref"] % 4 == 0 for plan in planner.plans())
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_a_critic_has_a_role_of_its_own_where_the_actor_cannot_train_it_or_that_pays(
+    qwen: RunConfig, engine: Literal["megatron", "fsdp"]
+) -> None:
+    sized = {"micro_batch_size": 8, "max_tokens_per_micro_batch": 9216}
+    critic = {**sized, "gradient_checkpointing": True, "autocast": "bfloat16"}
+    ppo = {"algorithm": PPOConfig(), "critic": qwen.critic.model_copy(update=critic)}
+    config = changed(qwen.model_copy(update=ppo), engine=engine)
+    planner = open_planner(config, devices=64, device="h100")
+    critics = [candidate.config.roles.get("critic", 0) for candidate in planner._candidates()]
+    assert max(critics) > 1
+    assert (0 in critics) == (engine == "fsdp")
+    best = planner.plans()[0]
+    assert best.num_devices <= 64
+    if "critic" in best.config.roles:
+        assert set(best.idle) >= {"critic", "actor", "rollout"}
+    late = config.schedule.model_copy(update={"max_staleness": 2, "fill": Fill.FIRST_READY})
+    if engine == "fsdp":
+        late_planner = open_planner(config.model_copy(update={"schedule": late}), devices=64, device="h100")
+        assert {each.config.roles.get("critic", 0) for each in late_planner._candidates()} == {0}
 
 
 def test_what_does_not_fit_is_refused_with_the_sum(qwen: RunConfig, tmp_path: Path) -> None:
