@@ -148,6 +148,7 @@ class LocalEngines:
             "ground_truth": Column.of_texts([given[k].ground_truth for k in members]),
             "epochs": Column.of_scalars(torch.zeros(len(members), dtype=torch.int32)),
             "tasks": Column.of_texts([given[k].task for k in members]),
+            "sources": Column.of_texts([""] * len(members)),
         }
         self._client.put_rows({name: columns[name] for name in prompt_columns(self.config)}, group_size=size)
 

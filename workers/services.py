@@ -94,6 +94,7 @@ class DatasetPrompts:
             "ground_truth": Column.of_texts([prompt.ground_truth for prompt in prompts]),
             "epochs": Column.of_scalars(torch.tensor([prompt.epoch for prompt in prompts], dtype=torch.int32)),
             "tasks": Column.of_texts([prompt.task for prompt in prompts]),
+            "sources": Column.of_texts([prompt.source for prompt in prompts]),
         }
         return {name: columns[name] for name in self._names}
 

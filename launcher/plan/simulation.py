@@ -21,7 +21,7 @@ from launcher.timeline.run_timeline import RunTimeline, Span
 from tq.policies import Item, Want
 from weightsync.agent.swap_turns import SwapTurns
 from workers.admission.state import AdmissionState
-from workers.tasks.dataflow import PROMPT_COLUMNS, TRAINERS, PlacedTask
+from workers.tasks.dataflow import ADMITTED, TRAINERS, PlacedTask
 
 
 @dataclass(frozen=True)
@@ -302,6 +302,5 @@ class World:
 def _dependencies(tasks: Sequence[PlacedTask]) -> tuple[Mapping[str, set[str]], Mapping[str, list[str]]]:
     """Return whose outputs each task needs, and who needs its."""
     writers = {name: task.name for task in tasks for name in task.outputs}
-    first = {*PROMPT_COLUMNS, "tasks"}
-    needs = {task.name: {writers[name] for name in task.inputs if name not in first} for task in tasks}
+    needs = {task.name: {writers[name] for name in task.inputs if name not in ADMITTED} for task in tasks}
     return needs, {task.name: [other for other in needs if task.name in needs[other]] for task in tasks}

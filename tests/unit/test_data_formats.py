@@ -86,6 +86,14 @@ def test_weight_that_has_no_share_is_refused(weight: float) -> None:
         DataConfig.model_validate({"mixture": sources})
 
 
+def test_sources_have_names_of_their_own_or_their_numbers() -> None:
+    sources = [{"path": "a.jsonl", "name": "math"}, {"path": "b.jsonl"}]
+    assert DataConfig.model_validate({"mixture": sources}).source_names == ("math", "1")
+    for name, words in (("1", "the sources' names are 1 1; rename one"), ("a/b", "should match pattern")):
+        with pytest.raises(ValidationError, match=words):
+            DataConfig.model_validate({"mixture": [sources[0] | {"name": name}, sources[1]]})
+
+
 def test_jsonl_named_otherwise_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -6,9 +6,10 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from workers.algorithms.config import GRPOConfig
+from workers.config import RunConfig
 from workers.tasks.config import UserTaskConfig
 from workers.tasks.dataflow import PlacedTask, place_tasks
-from workers.tasks.graph import algorithm_tasks, with_reward_parts, with_user_tasks
+from workers.tasks.graph import algorithm_tasks, graph_of, prompt_columns, with_reward_parts, with_user_tasks
 
 GRPO = algorithm_tasks(GRPOConfig(kl_coef=0.1))
 
@@ -91,6 +92,21 @@ def test_tasks_of_one_role_are_computed_together_and_put_what_others_read() -> N
 def test_tasks_that_cannot_be_are_refused(users: list[UserTaskConfig], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         with_user_tasks(GRPO, users)
+
+
+def test_the_trainer_reads_from_which_source_of_a_mixture_a_row_is() -> None:
+    sources = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
+    for data in ({"path": "a.jsonl"}, {"mixture": sources}):
+        config = RunConfig.model_validate(
+            {"steps": 1, "roles": {"rollout": 1, "actor": 1}, "model": {"path": "m"},
+             "rollout": {"max_response_tokens": 8}, "data": {**data, "max_prompt_tokens": 8},
+             "schedule": {"rollout_batch_size": 4, "n_samples_per_prompt": 2}}
+        )  # fmt: skip
+        (train,) = (task for task in graph_of(config) if task.name == "actor_train")
+        assert ("sources" in prompt_columns(config)) == ("sources" in train.inputs) == ("mixture" in data)
+        place_tasks(graph_of(config), config.roles)
+    with pytest.raises(ConfigError, match="column 'sources' is written by another task"):
+        with_user_tasks(GRPO, [user(output="sources")])
 
 
 def test_parts_of_a_users_reward_travel_to_the_trainer_and_are_for_nobody_else() -> None:

@@ -139,6 +139,7 @@ def test_place_in_a_mixture_is_a_pure_function_of_the_seed() -> None:
 
 def test_mixture_without_shuffle_takes_turns() -> None:
     data = mixed(3, 1, shuffle=False)
+    assert [data.prompt(group).source for group in range(8)] == ["0", "0", "1", "0", "0", "0", "1", "0"]
     assert [data.prompt(group).text for group in range(8)] == [
         "0+0=", "0+1=", "1+0=", "0+0=", "0+1=", "0+0=", "1+1=", "0+1=",
     ]  # fmt: skip

@@ -110,3 +110,22 @@ def test_answers_without_a_reward_are_counted_and_left_out_of_rewards() -> None:
     assert (metrics["reward_mean"], metrics["reward_std"], metrics["accuracy"]) == (0.75, 0.25, 0.5)
     assert (metrics["reward_failures"], metrics["samples"]) == (1, 3)
     assert (metrics["reward/format_mean"], metrics["reward/length_mean"]) == (0.5, 2.0)
+    assert not [name for name in metrics if name.startswith("source/")]
+
+
+def test_each_source_of_a_mixture_has_means_of_its_own_over_all_ranks() -> None:
+    ranks = [StepTotals(), StepTotals()]
+    for rank, (rewards, sources) in enumerate([([1.0, math.nan], ["math", "code"]), ([0.0, 0.5], ["math", "code"])]):
+        columns = {
+            "rewards": Column.of_scalars(torch.tensor(rewards)),
+            "correct": Column.of_scalars(torch.tensor([reward == 1 for reward in rewards])),
+            "reward_parts": Column.of_values([{"format": 1.0}, {"turns": 2.0 + rank}]),
+            "sources": Column.of_texts(sources),
+        }
+        ranks[rank].add_batch(make_batch([0, 1]).with_columns(columns), step=5, admitted_step=5)
+    metrics = StepTotals.merged(ranks).metrics()
+    found = {name.removeprefix("source/"): value for name, value in metrics.items() if name.startswith("source/")}
+    assert found == {
+        "math/samples": 2, "math/reward_mean": 0.5, "math/accuracy": 0.5, "math/reward/format_mean": 1.0,
+        "code/samples": 2, "code/reward_mean": 0.5, "code/accuracy": 0.0, "code/reward/turns_mean": 2.5,
+    }  # fmt: skip

@@ -40,6 +40,8 @@ class MixtureSource(HubPart):
 
     path: str
     """As `data.path`."""
+    name: str = Field("", pattern=r"^[\w.-]*$")
+    """In the metrics, `source/NAME/reward_mean`; empty: its number, from 0."""
     weight: float = Field(1.0, gt=0, le=1e9)
     """Share of the prompts, in proportion to the other weights, however many rows there are."""
     prompt_field: str | None = None
@@ -99,6 +101,8 @@ class DataConfig(HubPart):
             raise ValueError("sampler and the weights of mixture both say which row comes next; remove one of them")
         if 0 in self.block:
             raise ValueError(f"mixture: a weight is under 1/{BLOCK} of their sum; raise it, or leave that source out")
+        if len({*self.source_names}) < len(self.mixture):
+            raise ValueError(f"mixture: the sources' names are {' '.join(self.source_names)}; rename one")
         if self.is_feed and (self.options or self.sampler):
             raise ValueError("options and sampler are not for source: feed, whose rows are taken as they come")
         for name, of in (("options", "source"), ("sampler_options", "sampler")):
@@ -123,6 +127,11 @@ class DataConfig(HubPart):
         return Path(self.path)
 
     @property
+    def source_names(self) -> tuple[str, ...]:
+        """What metrics call the sources of the mixture."""
+        return tuple(one.name or str(number) for number, one in enumerate(self.mixture))
+
+    @property
     def block(self) -> tuple[int, ...]:
         """How many of `BLOCK` groups each source of the mixture has: its weight, by largest remainders."""
         total = sum(one.weight for one in self.mixture)
@@ -133,7 +142,7 @@ class DataConfig(HubPart):
 
     def parts(self) -> tuple["DataConfig", ...]:
         """Return how each source of the mixture is read; this one without a mixture."""
-        named = [one.model_dump(exclude={"weight"}, exclude_none=True) for one in self.mixture]
+        named = [one.model_dump(exclude={"weight", "name"}, exclude_none=True) for one in self.mixture]
         return tuple(self.model_copy(update={"mixture": (), **one}) for one in named) or (self,)
 
     def place(self, number: int, part: int = 0) -> str:

@@ -58,6 +58,7 @@ class Prompt:
         position: index into the prompts that were kept, or of the source's task.
         text: what was tokenized, templates included.
         task: the whole row, as JSON text; may be "" where no rollout or reward of the user's gets it.
+        source: of a mixture, its name.
     """
 
     tokens: Tensor
@@ -66,6 +67,7 @@ class Prompt:
     position: int
     text: str
     task: str = ""
+    source: str = ""
 
 
 class Prompts(Protocol):
@@ -200,6 +202,8 @@ class PromptDataset:
         self._ground_truths = [rows[i].ground_truth for i in kept]
         self._tokens = [np.asarray(tokens[i], dtype=np.int32) for i in kept]
         self._tasks = [rows[i].task if with_tasks else "" for i in kept]
+        names = config.source_names or ("",)
+        self._sources = [names[rows[i].part] for i in kept]
 
     def __len__(self) -> int:
         """Return D, the number of prompts of one epoch."""
@@ -220,7 +224,7 @@ class PromptDataset:
         """Return the prompt at a position."""
         tokens = torch.from_numpy(self._tokens[position].astype(np.int64))
         task, truth = self._tasks[position], self._ground_truths[position]
-        return Prompt(tokens, truth, epoch, position, self._texts[position], task)
+        return Prompt(tokens, truth, epoch, position, self._texts[position], task, self._sources[position])
 
     def prompt(self, group: int) -> Prompt:
         """Return the prompt of a group; the same one for the same id, seed and data."""

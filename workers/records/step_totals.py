@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncflow.device import exact_dtype
 from tq.batch import PackedBatch
 from workers.algorithms.parts import LossCounts
-from workers.tasks.dataflow import REWARD_PARTS
+from workers.tasks.dataflow import REWARD_PARTS, SOURCES
 
 
 @dataclass
@@ -75,7 +75,7 @@ class StepTotals:
         """Count the samples of a batch.
 
         Args:
-            batch: columns `tokens rewards correct truncated versions`, maybe `reward_parts`, N >= 1 rows.
+            batch: columns `tokens rewards correct truncated versions`, maybe `reward_parts sources`, N >= 1 rows.
             step: that trains it.
             admitted_step: that it was admitted for.
         """
@@ -99,15 +99,26 @@ class StepTotals:
         for name, values in (("reward", rewards), ("response_tokens", lengths), ("staleness", staleness_N)):
             for value, count in Counter(f"{value + 0.0:.2g}" for value in values.tolist()).items():
                 self.add(f"histogram/{name}/{value}", count)
-        if REWARD_PARTS in batch.columns:
-            self._add_parts(batch[REWARD_PARTS].objects())
+        parts = batch[REWARD_PARTS].objects() if REWARD_PARTS in batch.columns else [{}] * len(batch)
+        for each in parts:
+            self._add_means({f"reward/{name}_mean": value for name, value in each.items()})
+        if SOURCES in batch.columns:
+            self._add_sources(batch, parts)
         self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
 
-    def _add_parts(self, each: Sequence[Mapping[str, float]]) -> None:
-        for parts in each:
-            for name, value in parts.items():
-                self.add(f"part/{name}", value)
-                self.add(f"parts/{name}", 1)
+    def _add_sources(self, batch: PackedBatch, parts: Sequence[Mapping[str, float]]) -> None:
+        rewards, correct = batch["rewards"].values.tolist(), batch["correct"].values.tolist()
+        for source, reward, is_correct, each in zip(batch[SOURCES].texts(), rewards, correct, parts, strict=True):
+            found = {f"reward/{name}_mean": value for name, value in each.items()}
+            if math.isfinite(reward):
+                found |= {"reward_mean": reward, "accuracy": float(is_correct)}
+            self._add_means({f"source/{source}/{name}": value for name, value in found.items()})
+            self.add(f"source/{source}/samples", 1)
+
+    def _add_means(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.add(f"mean/{name}", value)
+            self.add(f"means/{name}", 1)
 
     def add_loss(self, stats: Mapping[str, float], of: str = "loss") -> None:
         """Add a loss's own sums over tokens: of the policy's, or of `critic`."""
@@ -157,7 +168,8 @@ class StepTotals:
             "staleness_max": self.staleness_max,
             "late_fraction": sums["late"] / samples,
             "early_fraction": sums["early"] / samples,
-            **self._part_means(),
+            **self._means(),
+            **{name: int(value) for name, value in self.sums.items() if name.startswith("source/")},
         }
 
     def histograms(self) -> dict[str, dict[str, int]]:
@@ -169,10 +181,10 @@ class StepTotals:
                 found[name][f"{float(value):g}"] = int(count)
         return found
 
-    def _part_means(self) -> dict[str, float]:
-        """Return the mean of each part of the reward over the responses that have it."""
-        names = sorted(name.removeprefix("parts/") for name in self.sums if name.startswith("parts/"))
-        return {f"reward/{name}_mean": self.sums[f"part/{name}"] / self.sums[f"parts/{name}"] for name in names}
+    def _means(self) -> dict[str, float]:
+        """Return means over the responses that have what they are of: parts of the reward, and all of a source."""
+        names = sorted(name.removeprefix("means/") for name in self.sums if name.startswith("means/"))
+        return {name: self.sums[f"mean/{name}"] / self.sums[f"means/{name}"] for name in names}
 
     def critic_metrics(self) -> dict[str, float]:
         """Return means over the tokens whose loss counts, of all passes; values are those before the step's update.

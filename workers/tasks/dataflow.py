@@ -32,6 +32,10 @@ TEXT_COLUMNS = ("prompts", "responses", "ground_truth")
 """What users' tasks may read as texts; `responses` is made of the drawn tokens."""
 TASKS = "tasks"
 """Written by admission beside them, for rollouts and rewards of the user's: the whole data row, as JSON text."""
+SOURCES = "sources"
+"""The same, of a mixture (`data.mixture`): the name of the row's source, for the metrics."""
+ADMITTED = frozenset({*PROMPT_COLUMNS, TASKS, SOURCES})
+"""All that admission may write."""
 SAMPLE_COLUMNS = ("tokens", "sample_lengths", "response_mask")
 """What was generated: see `workers.tasks.rollouts`."""
 DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns")
@@ -154,7 +158,7 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
 
 def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collection[Task]) -> None:
     """A column that a role computes for itself never reaches the queue, so no other role may read it."""
-    reachable = {name for task in placed for name in task.outputs} | {*PROMPT_COLUMNS, TASKS}
+    reachable = {name for task in placed for name in task.outputs} | ADMITTED
     for task in placed:
         for name in task.inputs:
             if name not in reachable:
@@ -167,7 +171,7 @@ def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collectio
 
 def _refuse_circles(placed: Collection[PlacedTask]) -> None:
     """A role computes all its tasks at once, so two roles may wait for each other although no two tasks do."""
-    written, waiting = {*PROMPT_COLUMNS, TASKS}, list(placed)
+    written, waiting = {*ADMITTED}, list(placed)
     while waiting:
         able = [task for task in waiting if written.issuperset(task.inputs)]
         if not able:

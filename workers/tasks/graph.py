@@ -25,6 +25,7 @@ from workers.tasks.dataflow import (
     ROLES,
     SAMPLE_COLUMNS,
     SERVICES,
+    SOURCES,
     TASKS,
     TEXT_COLUMNS,
     TOKEN_COLUMNS,
@@ -49,6 +50,9 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
         graph = tuple(replace(one, inputs=(*one.inputs, TASKS)) if one.name == "rewards" else one for one in graph)
     if config.has_reward_parts:
         graph = with_reward_parts(graph)
+    if config.data.mixture:
+        *others, train = graph
+        graph = (*others, replace(train, inputs=(*train.inputs, SOURCES)))
     if config.actor.tri_model:
         graph = without_models(graph, config)
     return with_user_tasks(graph, config.tasks)
@@ -56,7 +60,8 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
 
 def prompt_columns(config: RunConfig) -> tuple[str, ...]:
     """Return the columns that admission writes."""
-    return (*PROMPT_COLUMNS, TASKS) if config.sends_tasks else PROMPT_COLUMNS
+    wanted = {TASKS: config.sends_tasks, SOURCES: bool(config.data.mixture)}
+    return (*PROMPT_COLUMNS, *(name for name, is_wanted in wanted.items() if is_wanted))
 
 
 def with_own_rollout(graph: Sequence[Task]) -> tuple[Task, ...]:
@@ -267,7 +272,7 @@ def _check_names(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None
         if role in SERVICES or role in ROLES or role in ALIASES:
             kind = "a service" if role in SERVICES else "a role"
             raise ConfigError(f"tasks.{number}.role: {role!r} is {kind} of AsyncFlow's own; take another name")
-        if user.output in outputs or user.output in (*TOKEN_COLUMNS, *ANSWER_COLUMNS, *TEXT_COLUMNS, REWARD_PARTS):
+        if user.output in outputs or user.output in _OWN_COLUMNS:
             raise ConfigError(
                 f"tasks.{number}.output: column {user.output!r} is written by another task; take another name"
             )
@@ -298,6 +303,7 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
             )
 
 
+_OWN_COLUMNS = (*TOKEN_COLUMNS, *ANSWER_COLUMNS, *TEXT_COLUMNS, REWARD_PARTS, TASKS, SOURCES)
 _COLUMNS_OF = {"responses": ("tokens", "response_mask")}
 """What a text is made of that is no column."""
 _RENAMED = {"answers": "ground_truth", "log_probs": "old_log_probs", "loss_masks": LOSS_WEIGHTS}
