@@ -12,6 +12,7 @@ from typing import Any
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
+from tq.backends.config import BACKENDS
 from tq.policies import POLICIES, load_policy, policy_name
 from workers.algorithms.config import NAMES as ALGORITHMS
 from workers.algorithms.config import OutsideConfig
@@ -98,6 +99,9 @@ def _settings_of(
         _check_run(own, config)
         try_algorithm(name, kind, own, config.rollout, group_size=config.schedule.n_samples_per_prompt)
         return {section: {**own.model_dump(mode="json"), "name": name, "reads": list(own.advantage_inputs)}}
+    if registry is BACKENDS:
+        load_class(name, field=field, methods=("store", "load", "delete", "close"))
+        return {}
     if section == "tq":
         check_function(name, field=field)
         check_policy(config)
@@ -135,6 +139,7 @@ def _outside(config: RunConfig) -> list[tuple[str, Registry, str]]:
         ("algorithm.name", ALGORITHMS, config.algorithm.name),
         *((f"{section}.engine", registry, getattr(config, section).engine) for section, registry in _ENGINES.items()),
         ("tq.policy", POLICIES, policy_name(config.tq.policy)),
+        ("tq.backend.kind", BACKENDS, config.tq.backend.kind),
         *((f"loggers.{number}.name", LOGGERS, logger.name) for number, logger in enumerate(config.loggers)),
     ]
     return [(field, registry, name) for field, registry, name in named if name not in registry.built_in]

@@ -45,7 +45,7 @@ def check_libraries(config: RunConfig, *, device: str) -> None:
                 f"{role}.engine: {engine} needs the package {module}, which is not installed here; "
                 f"{install(engine, device)}, or {instead}"
             )
-    backend = config.tq.backend.kind.value
+    backend = config.tq.backend.kind
     if backend in _BACKENDS and not is_installed(_BACKENDS[backend]):
         raise ConfigError(
             f"tq.backend: {backend} needs the package {_BACKENDS[backend]}, which is not installed here; "

@@ -55,7 +55,7 @@ def needs_of(accepted: Accepted, *, model_bytes: int, num_nodes: int) -> Needs:
         device=checked.devices.kind,
         num_nodes=num_nodes,
         engines=engines_of(config),
-        backend=config.tq.backend.kind.value,
+        backend=config.tq.backend.kind,
         backend_address=config.tq.backend.address,
         shared_memory=config.tq.shared_memory,
         processes=-(-processes // num_nodes),

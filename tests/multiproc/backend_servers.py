@@ -13,27 +13,25 @@ import pytest
 
 from tests.support.machine import obstacle
 from tests.support.ports import free_port
-from tq.backends.config import BackendConfig, BackendKind
+from tq.backends.config import BackendConfig
 
 NEEDS = {
-    BackendKind.REDIS: "apt-get install redis-server",
-    BackendKind.MOONCAKE: "pip install -e '.[mooncake]' && apt-get install libibverbs1 libnuma1 librdmacm1 libcurl4",
+    "redis": "apt-get install redis-server",
+    "mooncake": "pip install -e '.[mooncake]' && apt-get install libibverbs1 libnuma1 librdmacm1 libcurl4",
 }
 
 
 @contextmanager
-def backend_server(
-    kind: BackendKind, directory: Path
-) -> Iterator[tuple[BackendConfig, "subprocess.Popen[bytes] | None"]]:
+def backend_server(kind: str, directory: Path) -> Iterator[tuple[BackendConfig, "subprocess.Popen[bytes] | None"]]:
     """Start what a backend needs; yields settings and the server, if any. Skips where it cannot run."""
-    if kind is BackendKind.MEMORY:
+    if kind == "memory":
         yield BackendConfig(), None
         return
     port = free_port()
     command = _command(kind, port, directory)
     with (directory / "server.log").open("wb") as log:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    address = f"redis://127.0.0.1:{port}/0" if kind is BackendKind.REDIS else f"127.0.0.1:{port}"
+    address = f"redis://127.0.0.1:{port}/0" if kind == "redis" else f"127.0.0.1:{port}"
     sizes = {"segment_bytes": 2**28, "buffer_bytes": 2**24}
     try:
         _wait_for(port, server)
@@ -43,13 +41,13 @@ def backend_server(
         server.wait()
 
 
-def _command(kind: BackendKind, port: int, directory: Path) -> list[str]:
-    name, package = ("redis-server", "redis") if kind is BackendKind.REDIS else ("mooncake_master", "mooncake.store")
+def _command(kind: str, port: int, directory: Path) -> list[str]:
+    name, package = ("redis-server", "redis") if kind == "redis" else ("mooncake_master", "mooncake.store")
     binary = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent)) or name
     if reason := obstacle(binary, "--version", remedy=NEEDS[kind]):
         pytest.skip(reason)
     pytest.importorskip(package, exc_type=ImportError, reason=f"{package} cannot be imported: {NEEDS[kind]}")
-    if kind is BackendKind.REDIS:
+    if kind == "redis":
         return [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
     return [
         binary,

@@ -15,7 +15,7 @@ from asyncflow.testing.backends import OpenBackend, block
 from asyncflow.transport.handshake import Credentials
 from tq import Column, StorageUnit
 from tq.backends.backend import FileBackend
-from tq.backends.config import BackendConfig, BackendKind
+from tq.backends.config import BACKENDS, BackendConfig
 from tq.backends.load import load_backend
 from tq.config import QueueConfig
 from tq.messages import GetUnitStats, RegisterUnit
@@ -23,9 +23,13 @@ from tq.messages import GetUnitStats, RegisterUnit
 Server = tuple[BackendConfig, "subprocess.Popen[bytes] | None"]
 
 
-@pytest.fixture(name="server", scope="module", params=list(BackendKind), ids=str)
+@pytest.fixture(name="server", scope="module", params=[*BACKENDS.built_in, "own"])
 def _server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with backend_server(request.param, tmp_path_factory.mktemp(request.param)) as server:
+    directory = tmp_path_factory.mktemp(request.param)
+    if request.param == "own":
+        yield BackendConfig(kind="own_backend:Files", options={"directory": str(directory)}), None
+        return
+    with backend_server(request.param, directory) as server:
         yield server
 
 
@@ -39,8 +43,8 @@ pytest.mark.gate(test_block_that_was_read_can_be_deleted_at_once)  # noqa: F405
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("kind", [BackendKind.REDIS, BackendKind.MOONCAKE], ids=str)
-def test_next_incarnation_deletes_what_a_dead_one_left(kind: BackendKind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["redis", "mooncake"])
+def test_next_incarnation_deletes_what_a_dead_one_left(kind: str, tmp_path: Path) -> None:
     with backend_server(kind, tmp_path) as (config, _):
         dead = load_backend(config, "storage-0", "run-1")
         other = load_backend(config, "storage-1", "run-1")
@@ -54,8 +58,8 @@ def test_next_incarnation_deletes_what_a_dead_one_left(kind: BackendKind, tmp_pa
         other.close()
 
 
-@pytest.mark.parametrize("kind", [BackendKind.REDIS, BackendKind.MOONCAKE], ids=str)
-def test_server_that_died_is_named(kind: BackendKind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["redis", "mooncake"])
+def test_server_that_died_is_named(kind: str, tmp_path: Path) -> None:
     with backend_server(kind, tmp_path) as (config, server):
         assert server is not None
         backend = load_backend(config, "storage-0", "run-1")
@@ -73,7 +77,7 @@ def test_server_that_died_is_named(kind: BackendKind, tmp_path: Path) -> None:
 
 
 def test_mooncake_without_room_refuses_and_recovers(tmp_path: Path) -> None:
-    with backend_server(BackendKind.MOONCAKE, tmp_path) as (config, _):
+    with backend_server("mooncake", tmp_path) as (config, _):
         backend = load_backend(config.model_copy(update={"segment_bytes": 2**26}), "storage-0", "run-1")
         with pytest.raises(TransportError, match="is there room"):
             backend.store("asyncflow:run-1:storage-0:i:0", block(2**27))
@@ -83,7 +87,7 @@ def test_mooncake_without_room_refuses_and_recovers(tmp_path: Path) -> None:
 
 
 def test_password_is_never_named(tmp_path: Path) -> None:
-    with backend_server(BackendKind.REDIS, tmp_path) as (config, _):
+    with backend_server("redis", tmp_path) as (config, _):
         secret = config.address.replace("redis://", "redis://user:hunter2@")
         with pytest.raises(TransportError, match="redis at 127.0.0.1") as caught:
             load_backend(config.model_copy(update={"address": secret}), "storage-0", "run-1")
@@ -138,7 +142,7 @@ def test_unit_puts_gets_and_frees_with_any_backend(server: Server, credentials: 
 
 
 def test_unit_refuses_a_put_that_its_backend_cannot_keep(tmp_path: Path, credentials: Credentials) -> None:
-    with backend_server(BackendKind.REDIS, tmp_path) as (backend, server):
+    with backend_server("redis", tmp_path) as (backend, server):
         assert server is not None
         controller = FakeController(credentials)
         config = QueueConfig(request_timeout_s=20, backend=backend)

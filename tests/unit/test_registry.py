@@ -66,6 +66,7 @@ def test_names_of_installed_packages_are_import_paths_in_a_run(install: Install,
     install(
         "theirs",
         policies="oldest = their_code:Oldest",
+        backends="tape = their_code:Tape",
         loggers="paper = their_code:Paper",
         rewards="kind = their_code:kind",
         rollouts="walk = their_code:walk",
@@ -73,10 +74,12 @@ def test_names_of_installed_packages_are_import_paths_in_a_run(install: Install,
     (tmp_path / "their_code.py").write_text(
         "from tq.policies import Fifo\nfrom launcher.loggers.base import Logger\n"
         "class Oldest(Fifo): pass\nclass Paper(Logger): pass\n"
+        "from tq.backends.backend import MemoryBackend\nclass Tape(MemoryBackend): pass\n"
     )
-    named = ("tq.policy=oldest", "loggers=[paper]", "reward.function=kind", "rollout.function=walk")
-    config = configured(*named, f"code_directory={tmp_path}")
-    assert config.tq.policy == "their_code:Oldest" and config.loggers[0].name == "their_code:Paper"
+    named = ("tq.policy=oldest", "tq.backend.kind=tape", "loggers=[paper]", "reward.function=kind")
+    config = configured(*named, "rollout.function=walk", f"code_directory={tmp_path}")
+    assert (config.tq.policy, config.tq.backend.kind) == ("their_code:Oldest", "their_code:Tape")
+    assert config.loggers[0].name == "their_code:Paper"
     assert (config.reward.function, config.rollout.function) == ("their_code:kind", "their_code:walk")
     assert "their_code" not in sys.modules, "the launcher imports no class of a user's"
 
@@ -97,6 +100,8 @@ def test_names_of_installed_packages_are_import_paths_in_a_run(install: Install,
         ("data={source: sums}", r"data.source: 'sums' .*it must be one of feed or module:Class"),
         ("loggers=[wand]", r"loggers.0.name: 'wand' .*one of tensorboard wandb .*; did you mean 'wandb'\?"),
         ("tq.policy=lifo(window=2)", r"tq.policy: 'lifo\(window=2\)' .*one of fifo token-budget "),
+        ("tq.backend.kind=rediss", r"tq.backend.kind: 'rediss' .*one of memory redis mooncake or .* did .* 'redis'\?"),
+        ("tq.backend.options={a: 1}", ".*options are for a backend of yours, kind is memory; remove them"),
         ("algorithm.name=grop", r"algorithm.name: 'grop' .*one of grpo dapo .* or module:Class; did you mean 'grpo'\?"),
     ],
 )

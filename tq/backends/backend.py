@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import TransportError
+from tq.backends.config import BackendConfig
 
 
 class Backend(Protocol):
-    """Keeps blocks by key. Thread-safe. A failure is a `TransportError` that names the backend and its address."""
+    """Keeps blocks by key. Thread-safe. A failure is a `TransportError` that names the backend and its address.
+
+    One that `tq.backend.kind` names is made with two arguments: that section, with its `options`, and what all keys of
+    the unit begin with. It deletes what an earlier life of the unit left under that prefix.
+    """
 
     name: str
     """For people: `memory`, or a kind with its address (never with a password)."""
@@ -58,7 +63,8 @@ class MemoryBackend:
     name = "memory"
     in_process = True
 
-    def __init__(self) -> None:
+    def __init__(self, config: BackendConfig | None = None, prefix: str = "") -> None:
+        """Begin empty; the arguments are all backends'."""
         self._blocks: dict[str, Tensor] = {}
 
     def store(self, key: str, payload: Tensor) -> None:

@@ -1,28 +1,34 @@
 """Settings of the place where storage units keep values. No torch here."""
 
-from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 
-
-class BackendKind(StrEnum):
-    """Where storage units keep values."""
-
-    MEMORY = "memory"
-    REDIS = "redis"
-    MOONCAKE = "mooncake"
+BACKENDS = Registry(
+    "asyncflow.backends",
+    {
+        "memory": "tq.backends.backend:MemoryBackend",
+        "redis": "tq.backends.redis:RedisBackend",
+        "mooncake": "tq.backends.mooncake:MooncakeBackend",
+    },
+)
+"""Where storage units may keep values; each class is made with a `BackendConfig` and the prefix of its keys."""
 
 
 class BackendConfig(Settings):
     """Where storage units keep values."""
 
-    kind: BackendKind = BackendKind.MEMORY
-    """`memory`: in the unit's own memory. `redis`: a Redis server. `mooncake`: a Mooncake Store."""
+    kind: Annotated[str, AfterValidator(BACKENDS.resolve)] = "memory"
+    """`memory`: in the unit's own memory. `redis`: a Redis server. `mooncake`: a Mooncake Store. A class of yours,
+    `module:Class` (docs/transferqueue.md)."""
     address: str = ""
-    """`redis`: a URL such as `redis://127.0.0.1:6379/0`. `mooncake`: HOST:PORT of its master."""
+    """`redis`: a URL such as `redis://127.0.0.1:6379/0`. `mooncake`: HOST:PORT of its master. Your class: as it
+    likes."""
+    options: dict[str, Any] = Field({})
+    """Settings of a class of yours."""
     timeout_s: float = Field(30.0, gt=0)
     """Deadline of one operation (s)."""
     local_host: str = "127.0.0.1"
@@ -40,8 +46,10 @@ class BackendConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> "BackendConfig":
-        if self.kind is not BackendKind.MEMORY and not self.address:
+        if self.kind in ("redis", "mooncake") and not self.address:
             raise ValueError(f"storage backend {self.kind} needs an address; set it beside `kind`")
-        if self.kind is BackendKind.REDIS and not self.address.startswith(("redis://", "rediss://", "unix://")):
+        if self.kind == "redis" and not self.address.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError(f"address {self.address!r} is no Redis URL; write redis://HOST:PORT/DB")
+        if self.options and self.kind in BACKENDS.built_in:
+            raise ValueError(f"options are for a backend of yours, kind is {self.kind}; remove them")
         return self

@@ -1,8 +1,11 @@
-"""From settings to a backend. Client libraries are imported only when they are asked for."""
+"""From settings to a backend. Client libraries and users' modules are imported only when they are asked for."""
 
+from importlib import import_module
+
+from asyncflow.errors import AsyncFlowError, ConfigError, one_line
 from asyncflow.sealed_store import SealedStore
-from tq.backends.backend import Backend, MemoryBackend
-from tq.backends.config import BackendConfig, BackendKind
+from tq.backends.backend import Backend
+from tq.backends.config import BACKENDS, BackendConfig
 
 _RUN_ID = "tq/run_id"
 
@@ -15,21 +18,17 @@ def load_backend(config: BackendConfig, unit_name: str, run_id: str) -> Backend:
         unit_name, run_id: all keys of the unit begin with `key_prefix(run_id, unit_name)`.
 
     Raises:
-        ConfigError: the client library is not installed.
+        ConfigError: the client library is not installed, or a class of the user's cannot be made.
         TransportError: the backend does not answer.
     """
-    prefix = key_prefix(run_id, unit_name)
-    match config.kind:
-        case BackendKind.MEMORY:
-            return MemoryBackend()
-        case BackendKind.REDIS:
-            from tq.backends.redis import RedisBackend
-
-            return RedisBackend(config, prefix)
-        case BackendKind.MOONCAKE:
-            from tq.backends.mooncake import MooncakeBackend
-
-            return MooncakeBackend(config, prefix)
+    module, _, name = BACKENDS.locate(config.kind).partition(":")
+    try:
+        made: Backend = getattr(import_module(module), name)(config, key_prefix(run_id, unit_name))
+    except AsyncFlowError:
+        raise
+    except Exception as error:  # it may be a user's class
+        raise ConfigError(f"tq.backend.kind: {config.kind} cannot be made: {one_line(error)}") from error
+    return made
 
 
 def key_prefix(run_id: str, unit_name: str) -> str:

@@ -137,6 +137,11 @@ def test_an_engine_s_settings_are_checked_without_torch_in_the_launcher(code: Pa
             {"policy": "outside_classes:Unmade"},
             "tq.policy: policy 'outside_classes:Unmade': RuntimeError: no spare",
         ),
+        (
+            "tq",
+            {"backend": {"kind": "outside_classes:Half"}},
+            "tq.backend.kind: outside_classes:Half lacks store load delete close",
+        ),
         ("loggers", ({"name": "outside_classes:Half"},), "loggers.0.name: outside_classes:Half lacks log"),
     ],
 )
