@@ -23,7 +23,7 @@ def as_advice(message: str) -> str:
 
 def description(model: type[BaseModel], field: str) -> str:
     """Return what a field means, in one line: its `description`, or the docstring under it; "" without one."""
-    owner = next(kind for kind in model.__mro__ if field in vars(kind).get("__annotations__", {}))
+    owner = next(kind for kind in model.__mro__ if field in inspect.get_annotations(kind))
     return " ".join((model.model_fields[field].description or _docstrings(owner).get(field, "")).split())
 
 
@@ -33,7 +33,7 @@ def _docstrings(kind: type) -> Mapping[str, str]:
     classes are made: a third of the time that importing the configuration takes."""
     try:
         (made,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    except (OSError, SyntaxError):  # made by a program, or its source is gone
+    except (OSError, SyntaxError, TypeError):  # made by a program, or its source is gone
         return {}
     assert isinstance(made, ast.ClassDef)
     return {

@@ -35,6 +35,8 @@ from asyncflow.network import LOOPBACK, choose_interface, resolve
 from asyncflow.sealed_store import SealedStore, serve_store
 from asyncflow.service_threads import ServiceThreads
 from tq.address import QueueAddress
+from tq.backends.config import BACKENDS
+from tq.backends.load import backend_class
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig, TaskConfig
 from tq.directory import Directory
@@ -85,6 +87,8 @@ class LocalQueue:
             raise ConfigError(f"queue: config is a {type(config).__name__}; make it a tq.QueueConfig(...)")
         config = (config or QueueConfig()).model_copy(update=update)
         declared = _declared(tasks, config)
+        if config.backend.kind not in BACKENDS.built_in:
+            backend_class(config.backend.kind)
         if log_dir is not None:
             _make_directory(Path(log_dir))
         host, server, port = _serve_store(host, config.request_timeout_s)

@@ -58,6 +58,9 @@ def main() -> int:
     except AsyncFlowError as error:
         logger.error("%s", error)
         return 1
+    except Exception:  # the process ends with `os._exit`, which tells nobody
+        logger.exception("ended")
+        return 1
     return 0
 
 

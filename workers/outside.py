@@ -100,7 +100,10 @@ def _settings_of(
         try_algorithm(name, kind, own, config.rollout, group_size=config.schedule.n_samples_per_prompt)
         return {section: {**own.model_dump(mode="json"), "name": name, "reads": list(own.advantage_inputs)}}
     if registry is BACKENDS:
-        load_class(name, field=field, methods=("store", "load", "delete", "close"))
+        from tq.backends.load import backend_class
+
+        check_function(name, field=field)
+        backend_class(name)
         return {}
     if section == "tq":
         check_function(name, field=field)

@@ -174,7 +174,8 @@ def try_backend(needs: Needs) -> BackendFacts:
 def judge_backend(facts: BackendFacts, needs: Needs) -> list[Finding]:
     """Say what is missing."""
     if needs.backend not in _BACKEND_MODULES:
-        return [Finding.ok(BACKEND, f"{needs.backend}: nothing else is needed")]
+        what = "a class of yours, not looked at" if ":" in needs.backend else "nothing else is needed"
+        return [Finding.ok(BACKEND, f"{needs.backend}: {what}")]
     if facts.import_error:
         text = f"{needs.backend} cannot be imported ({facts.import_error})"
         return [Finding.error(BACKEND, text, pip_line(needs.backend))]

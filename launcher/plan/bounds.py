@@ -51,7 +51,9 @@ class Bounds:
         work, workers = self.work_s(config, times, slots), workers_of(config)
         computing_s = sum(seconds * workers[role] for role, seconds in work.items())
         work["rollout"] = max(work["rollout"], self.longest_tokens * times.decode_s(1))
+        critic_s = work.pop("critic", 0.0)  # it trains beside the actor, and beside the next rollout
         least_s = sum(work.values()) if config.schedule.mode is ScheduleMode.SYNC else max(work.values())
+        least_s = max(least_s, critic_s)
         return max(least_s, computing_s / self.at_full_speed) if self.at_full_speed else least_s
 
     def work_s(self, config: RunConfig, times: Times, slots: int) -> dict[str, float]:

@@ -39,7 +39,7 @@ class Gang:
         self._replicas = scenario.workers[task.role]
         self._training = scenario.training[task.role]
         settings = self._training.settings
-        self._together = task.role in scenario.times.in_step or settings.num_updates > 1
+        self._together = task.role in scenario.times.in_step or not self._training.streams
         self._fused = [name for name in task.fused if name != CRITIC_TRAIN]
         rows = max(settings.micro_batch_size, scenario.schedule.n_samples_per_prompt)
         self._want = Want(rows * self._replicas, self._training.round_tokens * self._replicas, self._replicas)
@@ -130,13 +130,12 @@ class Gang:
         world.compute(seconds, ended, workers=len(ranks))
 
     def _trains_now(self, walker: int, formed: Formed) -> bool:
-        """Whether a round is of the first mini-batch; the others are kept."""
-        if self._training.settings.num_updates == 1:
+        """Whether a round is of the first mini-batch; the others are kept, or all."""
+        if self._training.streams:
             return True
         total = sum(len(item.rows) for part in formed.slices for item in part)
-        number = self._arriving.assign(total)
         self._kept.append((formed, total))
-        return number == 0
+        return self._arriving.assign(total) == 0 and not self._training.whole_step
 
     def _after_round(self, walker: int, last: bool) -> None:
         if not last:
@@ -157,7 +156,7 @@ class Gang:
             seconds = [0.0] * num_mini_batches
             for formed, total in self._kept:
                 place = assigner.assign(total)
-                if (number, place) != (0, 0):
+                if (number, place) != (0, 0) or self._training.whole_step:
                     seconds[place] += self._train_s([_rows(part) for part in formed.slices])
             total_s += sum(seconds) + num_mini_batches * self._world.scenario.times.update_s[self._role]
         done = self._publish if self._role == "actor" else self._updated

@@ -100,11 +100,18 @@ class Training:
         settings: how rounds are cut, and how many updates a step makes.
         round_tokens: token budget of a rank's round; 0: none.
         rows_per_call: rows that a task inside the role takes at a time.
+        whole_step: no round is trained before the last one is there.
     """
 
     settings: ActorConfig
     round_tokens: int
     rows_per_call: int
+    whole_step: bool
+
+    @property
+    def streams(self) -> bool:
+        """Whether every round is trained as it comes, so that replicas need not know each other's rows."""
+        return self.settings.num_updates == 1 and not self.whole_step
 
     @staticmethod
     def of(config: RunConfig) -> "dict[str, Training]":
@@ -114,7 +121,8 @@ class Training:
             rows = settings.micro_batch_size
             if settings.max_tokens_per_micro_batch:
                 rows = min(rows, config.ref.micro_batch_size)
-            found[role] = Training(settings, config.round_tokens(settings), rows)
+            whole_step = role == "actor" and config.algorithm.whole_step
+            found[role] = Training(settings, config.round_tokens(settings), rows, whole_step)
         return found
 
 
@@ -159,8 +167,8 @@ class Times:
                 "actor_log_probs": Work(token_s=sim.policy_forward_s_per_token),
                 **work_of_users(config),
             },
-            train={"actor": Work(token_s=sim.train_s_per_token)},
-            update_s={"actor": sim.optimizer_s},
+            train=dict.fromkeys(training_of(config), Work(token_s=sim.train_s_per_token)),
+            update_s=dict.fromkeys(training_of(config), sim.optimizer_s),
         )
 
 
@@ -289,6 +297,9 @@ def work_of_users(config: RunConfig) -> dict[str, Work]:
 
 
 def _check(config: RunConfig, turns: Turns | None) -> None:
+    if config.actor.engine == "sim" and config.algorithm.has_critic:
+        name = config.algorithm.name
+        raise ConfigError(f"actor.engine: sim cannot be with algorithm.name {name}, whose critic is trained; use fsdp")
     if config.outside_roles:
         raise ConfigError(f"roles: {config.outside_roles[0]}:0 cannot be planned: nobody knows how fast it is outside")
     if config.rollout.is_own and turns is None:

@@ -28,7 +28,7 @@ from launcher.plan.scenario import Latency, Scenario, Times, Turns, rollout_rank
 from launcher.plan.simulation import Simulated, simulate
 from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
-from workers.tasks.dataflow import roles_on_device
+from workers.tasks.dataflow import place_tasks, roles_on_device
 from workers.tasks.graph import graph_of
 
 Objective = Literal["time", "cost"]
@@ -105,7 +105,7 @@ class Planner:
     """What is planned.
 
     Attributes:
-        config: of the run; its roles say which there are, not how large they are.
+        config: of the run; rollout, actor, reference and critic are planned, other roles stay as they are.
         num_devices: at most so many are used.
         device: of the catalogue; None: `sim` engines, whose section says how long everything takes.
         parameters: of the model; without meaning for `sim`.
@@ -269,6 +269,7 @@ class Planner:
                 continue
             try:
                 check_batch_sizes(config)
+                place_tasks(graph_of(config), config.roles)
                 found.append(_Candidate(config, candidate.layout, bound_s, told, self.headroom_gb(config)))
             except ConfigError as error:
                 refused = refused or error
@@ -379,7 +380,9 @@ def _critics(config: RunConfig, actor: int) -> Sequence[int]:
     if not config.algorithm.has_critic:
         return (0,)
     groups = config.schedule.rollout_batch_size
-    own = [number for number in range(1, groups + 1) if groups % number == 0 and actor <= 2 * number <= 4 * actor]
+    divisors = [number for number in range(1, groups + 1) if groups % number == 0]
+    own = [number for number in divisors if actor <= 2 * number <= 4 * actor]
+    own = own or [max(number for number in divisors if number <= actor)]
     hosts, alone = config.actor.engine == "fsdp", not config.schedule.lateness
     return [*([0] if hosts else []), *(own if alone else [])]
 

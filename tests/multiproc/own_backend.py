@@ -13,3 +13,13 @@ class Files(FileBackend):
         directory = Path(config.options["directory"]) / prefix.replace(":", "-")
         super().__init__(directory)
         self.name = f"own_backend:Files in {directory}"
+
+
+class Nameless:
+    """It lacks what the protocol has beside methods."""
+
+    def __init__(self, config: BackendConfig, prefix: str) -> None: ...
+
+    def store(self) -> None: ...
+
+    load = delete = close = store

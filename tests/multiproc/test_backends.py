@@ -9,7 +9,8 @@ import torch
 from backend_servers import backend_server
 from fake_controller import FakeController, UnitClient, done, numbers, same
 
-from asyncflow.errors import TransportError
+import tq
+from asyncflow.errors import ConfigError, TransportError
 from asyncflow.testing.backends import *  # noqa: F403
 from asyncflow.testing.backends import OpenBackend, block
 from asyncflow.transport.handshake import Credentials
@@ -163,3 +164,25 @@ def test_unit_refuses_a_put_that_its_backend_cannot_keep(tmp_path: Path, credent
         client.close()
         unit.close()
         controller.close()
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("no_such_module:Files", "cannot be imported: ModuleNotFoundError"),
+        ("own_backend:FileBackend", "must be made with two arguments"),
+        ("own_backend:Path", "lacks store load delete close"),
+        ("own_backend:Nameless", "has no name"),
+    ],
+)
+def test_class_that_is_no_backend_is_refused(kind: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"tq.backend.kind: {kind} {words}"):
+        load_backend(BackendConfig(kind=kind), "storage-0", "run-1")
+
+
+@pytest.mark.gate
+def test_queue_alone_is_not_started_with_a_class_that_is_no_backend() -> None:
+    config = QueueConfig(backend=BackendConfig(kind="own_backend:Path"))
+    with pytest.raises(ConfigError, match="tq.backend.kind: own_backend:Path lacks store"):
+        tq.start({"score": ["prompt"]}, config=config)

@@ -89,7 +89,10 @@ def test_weight_that_has_no_share_is_refused(weight: float) -> None:
 def test_sources_have_names_of_their_own_or_their_numbers() -> None:
     sources = [{"path": "a.jsonl", "name": "math"}, {"path": "b.jsonl"}]
     assert DataConfig.model_validate({"mixture": sources}).source_names == ("math", "1")
-    for name, words in (("1", "the sources' names are 1 1; rename one"), ("a/b", "should match pattern")):
+    for name, words in (
+        ("1", "the sources' names are 1 1; rename one"),
+        ("a/b", "it must be made of letters, digits, _ . and -"),
+    ):
         with pytest.raises(ValidationError, match=words):
             DataConfig.model_validate({"mixture": [sources[0] | {"name": name}, sources[1]]})
 

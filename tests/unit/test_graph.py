@@ -105,6 +105,8 @@ def test_the_trainer_reads_from_which_source_of_a_mixture_a_row_is() -> None:
         (train,) = (task for task in graph_of(config) if task.name == "actor_train")
         assert ("sources" in prompt_columns(config)) == ("sources" in train.inputs) == ("mixture" in data)
         place_tasks(graph_of(config), config.roles)
+    with pytest.raises(ConfigError, match="column 'sources' is for the metrics alone"):
+        with_user_tasks(GRPO, [user(inputs=["sources"])])
     with pytest.raises(ConfigError, match="column 'sources' is written by another task"):
         with_user_tasks(GRPO, [user(output="sources")])
 

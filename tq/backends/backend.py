@@ -20,7 +20,8 @@ class Backend(Protocol):
     """Keeps blocks by key. Thread-safe. A failure is a `TransportError` that names the backend and its address.
 
     One that `tq.backend.kind` names is made with two arguments: that section, with its `options`, and what all keys of
-    the unit begin with. It deletes what an earlier life of the unit left under that prefix.
+    the unit begin with. It deletes what an earlier life of the unit left under that prefix. `missing` makes the error
+    of a block that is not there.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """Settings of the place where storage units keep values. No torch here."""
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -25,8 +26,8 @@ class BackendConfig(Settings):
     """`memory`: in the unit's own memory. `redis`: a Redis server. `mooncake`: a Mooncake Store. A class of yours,
     `module:Class` (docs/transferqueue.md)."""
     address: str = ""
-    """`redis`: a URL such as `redis://127.0.0.1:6379/0`. `mooncake`: HOST:PORT of its master. Your class: as it
-    likes."""
+    """`redis`: a URL such as `redis://127.0.0.1:6379/0`. `mooncake`: HOST:PORT of its master. A class of
+    yours defines its own form."""
     options: dict[str, Any] = Field({})
     """Settings of a class of yours."""
     timeout_s: float = Field(30.0, gt=0)
@@ -48,8 +49,15 @@ class BackendConfig(Settings):
     def _check(self) -> "BackendConfig":
         if self.kind in ("redis", "mooncake") and not self.address:
             raise ValueError(f"storage backend {self.kind} needs an address; set it beside `kind`")
-        if self.kind == "redis" and not self.address.startswith(("redis://", "rediss://", "unix://")):
+        if self.kind == "redis" and not _is_redis_url(self.address):
             raise ValueError(f"address {self.address!r} is no Redis URL; write redis://HOST:PORT/DB")
         if self.options and self.kind in BACKENDS.built_in:
             raise ValueError(f"options are for a backend of yours, kind is {self.kind}; remove them")
         return self
+
+
+def _is_redis_url(address: str) -> bool:
+    try:
+        return urlsplit(address).scheme in ("redis", "rediss", "unix") and urlsplit(address).port != 0
+    except ValueError:  # of the port
+        return False

@@ -1,12 +1,16 @@
 """From settings to a backend. Client libraries and users' modules are imported only when they are asked for."""
 
+import inspect
 from importlib import import_module
+from operator import attrgetter
+from typing import Any
 
 from asyncflow.errors import AsyncFlowError, ConfigError, one_line
 from asyncflow.sealed_store import SealedStore
 from tq.backends.backend import Backend
 from tq.backends.config import BACKENDS, BackendConfig
 
+_METHODS = ("store", "load", "delete", "close")
 _RUN_ID = "tq/run_id"
 
 
@@ -21,14 +25,39 @@ def load_backend(config: BackendConfig, unit_name: str, run_id: str) -> Backend:
         ConfigError: the client library is not installed, or a class of the user's cannot be made.
         TransportError: the backend does not answer.
     """
-    module, _, name = BACKENDS.locate(config.kind).partition(":")
     try:
-        made: Backend = getattr(import_module(module), name)(config, key_prefix(run_id, unit_name))
+        made: Backend = backend_class(config.kind)(config, key_prefix(run_id, unit_name))
     except AsyncFlowError:
         raise
     except Exception as error:  # it may be a user's class
         raise ConfigError(f"tq.backend.kind: {config.kind} cannot be made: {one_line(error)}") from error
+    if missing := [name for name in ("name", "in_process") if not hasattr(made, name)]:
+        raise ConfigError(f"tq.backend.kind: {config.kind} has no {missing[0]}; see tq.backends.backend.Backend")
     return made
+
+
+def backend_class(kind: str) -> Any:
+    """Import the class that `tq.backend.kind` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no backend.
+    """
+    module, _, name = BACKENDS.locate(kind).partition(":")
+    try:
+        found = attrgetter(name)(import_module(module))
+    except (Exception, SystemExit) as error:  # it may be a user's module
+        raise ConfigError(f"tq.backend.kind: {kind} cannot be imported: {one_line(error)}") from error
+    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if missing or not isinstance(found, type):
+        what = f"lacks {' '.join(missing)}" if missing else "is no class"
+        raise ConfigError(f"tq.backend.kind: {kind} {what}; see tq.backends.backend.Backend")
+    try:
+        inspect.signature(found).bind("", "")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"tq.backend.kind: {kind} must be made with two arguments, section tq.backend and the prefix of its keys"
+        ) from error
+    return found
 
 
 def key_prefix(run_id: str, unit_name: str) -> str:

@@ -73,12 +73,15 @@ def main() -> None:
     connection.set_inheritable(False)
     os.set_inheritable(page, False)
     with mmap.mmap(page, MARK.size) as mark, asyncio.Runner() as runner:
-        serving = runner.get_loop().create_task(_serve(connection, mark))
+        serving, told = runner.get_loop().create_task(_serve(connection, mark)), False
         while not serving.done():
             try:
                 runner.get_loop().run_until_complete(serving)
             except (SystemExit, KeyboardInterrupt) as error:  # of a bare callback: the loop goes on where it was
-                traceback.print_exception(error)
+                if not told:
+                    traceback.print_exception(error)
+                told = True
+        serving.result()
 
 
 async def _serve(connection: socket.socket, mark: mmap.mmap) -> None:

@@ -95,6 +95,11 @@ class PolicyConfig(Settings):
         return False
 
     @property
+    def whole_step(self) -> bool:
+        """Whether advantages are normalised over the step, so that nothing trains before its last row is there."""
+        return False
+
+    @property
     def filters_groups(self) -> bool:
         """Whether some groups may be replaced, not trained."""
         return self.group_filter is not None
@@ -248,6 +253,11 @@ class ReinforcePlusPlusConfig(PPOClipConfig, KlLossConfig):
     """Least deviation that advantages are divided by."""
 
     @property
+    def whole_step(self) -> bool:
+        """See `PolicyConfig`."""
+        return True
+
+    @property
     def kl_in_reward(self) -> bool:
         """With a baseline it is a term of the loss."""
         return self.baseline == "none"
@@ -287,6 +297,11 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
     value_loss_coef: float = Field(1.0, gt=0)
     """Multiplies the critic's loss. The critic has its own optimizer, so this only changes how soon `critic.grad_clip`
     acts."""
+
+    @property
+    def whole_step(self) -> bool:
+        """See `PolicyConfig`."""
+        return self.whiten_advantages
 
     @property
     def kl_in_reward(self) -> bool:

@@ -24,7 +24,7 @@ class PPO(Algorithm[PPOConfig]):
     def __init__(self, config: PPOConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
         """See `Algorithm`."""
         super().__init__(config, max_response_tokens=max_response_tokens, mask_truncated=mask_truncated)
-        self.whole_step = config.whiten_advantages
+        self.whole_step = config.whole_step
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, not whitened yet, and `returns`, per token, each sample by itself.

@@ -1,9 +1,10 @@
 """Settings of the data. Torch-free."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
@@ -40,7 +41,7 @@ class MixtureSource(HubPart):
 
     path: str
     """As `data.path`."""
-    name: str = Field("", pattern=r"^[\w.-]*$")
+    name: str = ""
     """In the metrics, `source/NAME/reward_mean`; empty: its number, from 0."""
     weight: float = Field(1.0, gt=0, le=1e9)
     """Share of the prompts, in proportion to the other weights, however many rows there are."""
@@ -48,6 +49,13 @@ class MixtureSource(HubPart):
     """Null: `data.prompt_field`."""
     answer_field: str | None = None
     """Null: `data.answer_field`."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_word(cls, name: str) -> str:
+        if not re.fullmatch(r"[\w.-]*", name):
+            raise ValueError("it must be made of letters, digits, _ . and -")
+        return name
 
 
 class DataConfig(HubPart):

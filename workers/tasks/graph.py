@@ -285,10 +285,10 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
     written += [user.output for user in users]
     for number, user in enumerate(users):
         for name in user.inputs:
+            if name in (REWARD_PARTS, SOURCES):
+                raise ConfigError(f"tasks.{number}.inputs: column {name!r} is for the metrics alone; leave it out")
             if name not in written:
                 raise ConfigError(f"tasks.{number}.inputs: nobody writes column {name!r}; {_hint(name, written)}")
-            if name == REWARD_PARTS:
-                raise ConfigError(f"tasks.{number}.inputs: column {name!r} is for the metrics alone; leave it out")
             if name in TOKEN_COLUMNS and name not in TEXT_COLUMNS:
                 numbers = " ".join(each for each in written if each not in (*TOKEN_COLUMNS, *TEXT_COLUMNS))
                 raise ConfigError(

@@ -8,6 +8,8 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.plan import instance
+from launcher.plan.bounds import Bounds
+from launcher.plan.cost_model import Workload
 from launcher.plan.scenario import Latency, Scenario, Times, Turns, Work
 from launcher.plan.simulation import Simulated, simulate
 from tq.config import ScheduleMode
@@ -151,14 +153,20 @@ def test_several_updates_train_every_round_in_every_pass() -> None:
     assert twice.step_s(1) - once.step_s(1) == pytest.approx(trained_s + forward_s)
 
 
-def ppo_run(mode: str, *, critic_s: float) -> Simulated:
+def ppo(mode: str, *, critic_s: float, whiten: bool = True) -> tuple[RunConfig, dict[str, Any]]:
     """A critic of two ranks takes 0.8 s for a step's values and `critic_s` a token to train, the actor 1.6 s."""
     config = config_of(
-        roles={"rollout": 2, "actor": 2, "critic": 2}, algorithm={"name": "ppo"}, critic={"micro_batch_size": 16},
-        schedule__mode=mode, sim__lengths="constant",
+        roles={"rollout": 2, "actor": 2, "critic": 2}, algorithm={"name": "ppo", "whiten_advantages": whiten},
+        critic={"micro_batch_size": 16}, actor={"engine": "fsdp", "micro_batch_size": 4}, schedule__mode=mode,
+        sim__lengths="constant",
     )  # fmt: skip
     train, values = {"actor": Work(token_s=0.001), "critic": Work(token_s=critic_s)}, Work(token_s=0.0005)
-    return run(config, train=train, tasks={"values": values}, update_s={"actor": 0.0, "critic": 0.1})
+    return config, {"train": train, "tasks": {"values": values}, "update_s": {"actor": 0.0, "critic": 0.1}}
+
+
+def ppo_run(mode: str, *, critic_s: float, whiten: bool = True) -> Simulated:
+    config, times = ppo(mode, critic_s=critic_s, whiten=whiten)
+    return run(config, **times)
 
 
 def test_the_actor_waits_for_advantages_and_trains_beside_the_critic() -> None:
@@ -171,6 +179,37 @@ def test_a_critic_may_limit_an_overlapped_run() -> None:
     ran = ppo_run("async", critic_s=0.005)
     assert ran.step_s(2) == pytest.approx(0.8 + 8.0 + 0.1, rel=0.01)
     assert ran.idle(2)["critic"] == pytest.approx(0.0, abs=0.05)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("critic_s", [0.0005, 0.001, 0.002, 0.005])
+def test_a_critic_trains_beside_the_actor_in_the_bound_too(mode: str, critic_s: float) -> None:
+    config, times = ppo(mode, critic_s=critic_s)
+    bounds = Bounds(Workload(0, 100, 100**2, Turns()), 100, scores=False, at_full_speed=0.0)
+    made = replace(Times.of_sim(config, prompt_tokens=0), **times, decode_s=lambda _: 0.01)
+    made = replace(made, tasks={**made.tasks, "ref_log_probs": Work()})
+    assert bounds.step_s(config, made, 8) <= ppo_run(mode, critic_s=critic_s).step_s(1) * 1.001
+
+
+def test_advantages_that_are_whitened_are_trained_once_the_last_one_is_there() -> None:
+    roles, train = {"rollout": 2, "actor": 2}, {"actor": Work(token_s=0.002)}
+    streamed, whole = (
+        run(
+            config_of(
+                roles=roles, algorithm={"name": "ppo", "whiten_advantages": whiten}, schedule__mode="periodic",
+                actor={"engine": "fsdp", "micro_batch_size": 4}, sim__lengths="constant",
+            ),
+            train=train,
+        ).step_s(1)
+        for whiten in (False, True)
+    )  # fmt: skip
+    assert whole == pytest.approx(2.0 + 16 * 100 * 0.002)
+    assert streamed == pytest.approx(1.0 + 16 * 100 * 0.002), "the first wave is trained while the second is drawn"
+
+
+def test_ppo_with_sim_engines_is_refused() -> None:
+    with pytest.raises(ConfigError, match="actor.engine: sim cannot be with algorithm.name ppo"):
+        run(config_of(roles={"rollout": 2, "actor": 2, "critic": 2}, algorithm={"name": "ppo"}))
 
 
 def test_deterministic_runs_are_simulated_and_slower() -> None:

@@ -195,6 +195,10 @@ def test_a_critic_has_a_role_of_its_own_where_the_actor_cannot_train_it_or_that_
     assert best.num_devices <= 64
     if "critic" in best.config.roles:
         assert set(best.idle) >= {"critic", "actor", "rollout"}
+    in_reward = PPOConfig(kl_coef=0.01, kl_placement="reward")  # needs columns that only an actor of its own computes
+    charged = config.model_copy(update={"algorithm": in_reward})
+    if engine == "fsdp":
+        assert "critic" not in open_planner(charged, devices=64, device="h100").plans()[0].config.roles
     late = config.schedule.model_copy(update={"max_staleness": 2, "fill": Fill.FIRST_READY})
     if engine == "fsdp":
         late_planner = open_planner(config.model_copy(update={"schedule": late}), devices=64, device="h100")
