@@ -27,10 +27,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from json_option import add_json_option, report
 from package_path import find_packages
+
+if TYPE_CHECKING:
+    from workers.config import RunConfig
 
 _SKIP = 3
 _DEVICES = 14
@@ -96,7 +99,7 @@ def choice(given: Given) -> dict[str, float]:
     plan = open_planner(config, devices=_DEVICES, device=None).plans()[0]
     planned = _split(plan.config.roles)
     _say(f"choice: the plan is {plan.roles_text}, {plan.step_s:.3f} s a step")
-    actors = [number for number in range(1, _DEVICES - 1) if 24 % number == 0]
+    actors = [number for number in range(1, _DEVICES - 1) if _divides(config, number)]
     every = [(_DEVICES - a - r, a, r) for a in actors for r in range(_DEVICES - a)]
     near = [each for each in every if 0 < sum(abs(one - other) for one, other in zip(each, planned, strict=True)) <= 2]
     chosen = {*random.Random(given.seed).sample(every, min(given.splits, len(every))), *near, planned}
@@ -159,6 +162,18 @@ def scale(given: Given) -> dict[str, float]:
 PARTS: dict[str, Callable[[Given], dict[str, float]]] = {
     each.__name__: each for each in (speed, papers, scale, sim, real, choice)
 }
+
+
+def _divides(config: "RunConfig", actors: int) -> bool:
+    """Whether a step divides over so many ranks of the actor, down to micro-batches."""
+    from asyncflow.errors import ConfigError
+    from launcher.checks.batch_sizes import check_batch_sizes
+
+    try:
+        check_batch_sizes(config.model_copy(update={"roles": config.roles | {"actor": actors}}))
+    except ConfigError:
+        return False
+    return True
 
 
 def _split(roles: dict[str, int]) -> tuple[int, int, int]:
