@@ -47,6 +47,8 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "sequence_mask": ("off_policy.mask=sequence",), "geometric_mask": ("off_policy.mask=geometric",),
 }  # fmt: skip
 """Rows of the table -> settings of section `algorithm`; the corrections are GRPO's."""
+STEPS_AT_MOST = {"dapo": 35}
+"""DAPO leaves out groups whose responses are all right: a run ends once nine of ten are."""
 LAST_STEPS = 5
 CURVES = {
     "reward_mean": "reward",
@@ -63,6 +65,7 @@ def train(directory: Path, schedule: str, *, seed: int, steps: int, algorithm: s
         SystemExit: the run failed; says what it printed.
     """
     mode, max_staleness = SCHEDULES[schedule]
+    steps = min(steps, STEPS_AT_MOST.get(algorithm, steps))
     settings = [f"schedule.mode={mode}", f"schedule.max_staleness={max_staleness}", f"seed={seed}",
                 "rollout.samples_per_step=0", "checkpoint.interval=0",
                 *(f"algorithm.{setting}" for setting in ALGORITHMS[algorithm])]  # fmt: skip
