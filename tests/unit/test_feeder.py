@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from asyncflow.errors import LeaseFenced, TransportError
-from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
+from tq.columns import Column, PackedBatch
 from tq.config import ScheduleMode
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 from weightsync.version import Version

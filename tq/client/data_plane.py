@@ -10,8 +10,8 @@ from typing import Any
 
 from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, PutPending, RowsExist, TransportError
 from asyncflow.transport.payload import Payload
-from tq.batch import Column, PackedBatch
 from tq.client.session import Deadline, QueueSession, expect
+from tq.columns import Column, PackedBatch
 from tq.messages import (
     AckLost,
     ClearRows,

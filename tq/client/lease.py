@@ -18,10 +18,10 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from asyncflow.errors import AsyncFlowError, ConfigError, LeaseFenced, PeerRefused, TransportError
-from tq.batch import Column, PackedBatch
 from tq.client.arguments import as_columns, check_names, check_rows_of
 from tq.client.read_ahead import ReadAhead
 from tq.client.stall_monitor import StallMonitor
+from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from typing import Any
 
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.transport.handshake import Credentials
-from tq.batch import PackedBatch
 from tq.client.arguments import (
     as_columns,
     check_marks,
@@ -29,6 +28,7 @@ from tq.client.data_plane import DataPlane
 from tq.client.lease import Lease, LeaseStream
 from tq.client.queue_snapshot import restore_snapshot, take_snapshot
 from tq.client.session import QueueSession, expect
+from tq.columns import PackedBatch
 from tq.config import QueueConfig, ReplicaFetch
 from tq.messages import (
     NEW_ROWS,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncflow.json_lines import JsonLines
 from asyncflow.run_files import LEDGER_FILE, METRICS_FILE, UPDATES_FILE
-from tq.batch import PackedBatch
+from tq.columns import PackedBatch
 from tq.refill import Refill
 from workers.algorithms.parts import LossCounts
 from workers.context import WorkerContext

@@ -21,8 +21,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
+from tq.columns import Column, PackedBatch
 from workers.algorithms.group_filter import GroupFilter
 from workers.records.samples import SampleLog
 from workers.rewards.group import GroupReward

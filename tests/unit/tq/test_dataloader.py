@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, ProducersGone, TransportError
-from tq.batch import Column, PackedBatch
 from tq.client.dataloader import ALL_ROWS, StreamingDataLoader
+from tq.columns import Column, PackedBatch
 from tq.config import ReplicaFetch
 from tq.messages import FetchRound, LeaseGrant, NoRows, NoRowsReason
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, ProducersGone, TransportError
-from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease, LeaseStream
+from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 
 Y = Column.of_scalars(torch.zeros(2, dtype=torch.int64))
