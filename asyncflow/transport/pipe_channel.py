@@ -23,9 +23,8 @@ from torch import Tensor
 from asyncflow.errors import TransportError
 from asyncflow.transport.arena import ALIGN_BYTES, Arena, PeerArena
 from asyncflow.transport.channel import Channel
-from asyncflow.transport.frame import FRAME_BYTES, Frame, Limits, Route, decode_frame
+from asyncflow.transport.frame import FRAME_BYTES, Frame, Limits, Payload, Route, decode_frame
 from asyncflow.transport.gloo import GlooPair
-from asyncflow.transport.payload import Payload
 
 _PIPE_BYTES = 2**20
 """So much may wait for a process that is stopped; a frame takes a page of it."""

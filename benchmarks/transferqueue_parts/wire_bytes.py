@@ -4,8 +4,7 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.transport.frame import FRAME_BYTES, ROOM_BYTES
-from asyncflow.transport.payload import segments
+from asyncflow.transport.frame import FRAME_BYTES, ROOM_BYTES, segments
 from tq.columns import Column
 from tq.messages import Columns, PutRows
 from tq.wire import describe

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, PutPending, RowsExist, TransportError
-from asyncflow.transport.payload import Payload
+from asyncflow.transport.frame import Payload
 from tq.client.session import Deadline, QueueSession, expect
 from tq.columns import Column, PackedBatch
 from tq.messages import (

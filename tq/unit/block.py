@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import PeerRefused, TransportError
-from asyncflow.transport.payload import Payload, Piece
+from asyncflow.transport.frame import Payload, Piece
 from tq.backends.backend import Backend
 from tq.spans import Int64s
 from tq.stored_column import StoredColumn

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
-from asyncflow.transport.payload import Payload, Piece
+from asyncflow.transport.frame import Payload, Piece
 from tq import Column
 from tq.backends.backend import FileBackend, MemoryBackend
 from tq.messages import RemovalReason, RowRecords, RowsRemoved
