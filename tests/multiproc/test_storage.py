@@ -10,6 +10,7 @@ from fake_controller import CONFIG, Bench, done, numbers, refused, same, stats, 
 from asyncflow.errors import LeaseFenced, PeerRefused, PutPending, QueueFull, RowsExist, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq import Column
+from tq.directory import TaskOutputs
 from tq.messages import (
     ClearPartition,
     CommitPartitions,
@@ -28,7 +29,6 @@ from tq.messages import (
     WriteSnapshot,
 )
 from tq.snapshot import read_snapshot, write_manifest
-from tq.task_outputs import TaskOutputs
 from tq.wire import disclose
 
 

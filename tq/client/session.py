@@ -18,7 +18,7 @@ from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from tq.client.heartbeat import Heartbeats
 from tq.config import QueueConfig
-from tq.directory import Directory, allocate_rows, reserve_rows
+from tq.directory import Directory, TaskOutputs, allocate_rows, reserve_rows
 from tq.messages import (
     CONTROLLER_REPLIES,
     UNIT_REPLIES,
@@ -32,7 +32,6 @@ from tq.messages import (
 )
 from tq.owner import new_owner
 from tq.service_channels import ServiceChannels, await_reply
-from tq.task_outputs import TaskOutputs
 
 _BEATS_PER_TIMEOUT = 4
 _GRACE_S = 30.0

@@ -40,7 +40,7 @@ from tq.control.state import ControlState
 from tq.control.stats import TaskRates
 from tq.control.task_state import TaskSpec
 from tq.control.unit_orders import UnitOrders
-from tq.directory import Directory
+from tq.directory import Directory, TaskOutputs
 from tq.lease_tokens import first_token
 from tq.messages import (
     CONTROLLER_REQUESTS,
@@ -71,7 +71,6 @@ from tq.messages import (
     WatchLost,
 )
 from tq.owner import replaces
-from tq.task_outputs import TaskOutputs
 from tq.timers import Timers
 
 logger = logging.getLogger(__name__)

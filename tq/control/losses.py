@@ -1,4 +1,5 @@
-"""Rows whose unit is gone: which must be put again, which clients are told, what must be made durable. Pure.
+"""Rows whose unit is gone: which must be put again, which clients are told, what must be made durable, and which tasks
+stay done with a row that is put again. Pure.
 
 lose 5, 9000      undecided: 5, 9000     changed: parts 0, 2
 report 5          watchers are told of 5, under a sequence number
@@ -7,10 +8,11 @@ back 5            changed: -, the record stays: the unit may not know yet which 
 end 5             changed: part 0        take -> {0: []}: the store forgets the part
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from tq.control.rows import Row
+from tq.control.rows import Row, Rows
 from tq.messages import LostRows, WatchLost
+from tq.task_spec import TaskSpec
 
 _ROWS = 4096
 """Neighbours that go into one part of the durable record."""
@@ -117,6 +119,53 @@ class Losses:
         for part in changed:
             self._noted[part] = set(self._lost.get(part, ()))
         return {part: sorted(self._noted[part]) for part in sorted(changed)}
+
+
+class TaskGraph:
+    """All tasks of the queue; tasks and columns are bits."""
+
+    def __init__(self, tasks: Sequence[TaskSpec], rows: Rows) -> None:
+        """Args:
+        tasks: of the queue.
+        rows: names the bits.
+        """
+        self._rows = rows
+        self._declared = [rows.mask(spec.outputs) for spec in tasks]
+        self._outputs = list(self._declared)
+        self._inputs = [rows.mask(spec.inputs) for spec in tasks]
+
+    def learn(self, task: str, columns: Iterable[str]) -> None:
+        """A task was seen to write such columns, for some row."""
+        self._outputs[self._rows.bit(task).bit_length() - 1] |= self._rows.mask(columns)
+
+    def outputs(self, tasks: int) -> int:
+        """Return the columns that tasks write."""
+        mask = 0
+        for k, outputs in enumerate(self._outputs):
+            mask |= outputs if tasks >> k & 1 else 0
+        return mask
+
+    def upstream(self, task: int) -> int:
+        """Return the tasks that wrote, directly or not, what `task` reads."""
+        found, read = 0, self._inputs[task.bit_length() - 1]
+        while True:
+            new = sum(1 << k for k, outputs in enumerate(self._outputs) if outputs & read) & ~found
+            if not new:
+                return found & ~task
+            found |= new
+            for k, inputs in enumerate(self._inputs):
+                read |= inputs if new >> k & 1 else 0
+
+    def still_done(self, row: Row, put: Row) -> int:
+        """Return the tasks that are done with a lost row that was put again: not those whose outputs went.
+
+        These are the declared ones and, beside them, what the task was seen to write and the row had.
+        """
+        done = self._rows.every_task & ~row.left
+        for k, (declared, outputs) in enumerate(zip(self._declared, self._outputs, strict=True)):
+            if (declared | outputs & row.written) & ~put.written:
+                done &= ~(1 << k)
+        return done
 
 
 def _part(number: int) -> int:

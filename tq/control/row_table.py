@@ -11,10 +11,9 @@ from asyncflow.errors import LeaseFenced, PeerRefused
 from tq.control.assigner import RoundAssigner
 from tq.control.events import Answer, Cleared, Commit, Fence, Fenced, Instruction
 from tq.control.group_removals import GroupRemovals
-from tq.control.losses import Losses
+from tq.control.losses import Losses, TaskGraph
 from tq.control.row_set import RowSet
 from tq.control.rows import Row, Rows, RowState, UnitLife
-from tq.control.task_graph import TaskGraph
 from tq.control.task_state import TaskState
 from tq.messages import AckLost, OutputsWritten
 from tq.refill import RemovalCause

@@ -20,14 +20,13 @@ from typing import Any, assert_never
 
 from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.service_threads import ServiceThreads
-from asyncflow.transport.frame import Limits
+from asyncflow.transport.frame import Limits, Payload
 from asyncflow.transport.handshake import Credentials
-from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import Call, ChannelServer, Session
 from tq.backends.backend import Backend, FileBackend
 from tq.backends.load import agree_on_run_id, key_prefix, load_backend
 from tq.config import QueueConfig
-from tq.futures import Outcome, when_all, when_completed
+from tq.directory import TaskOutputs
 from tq.messages import (
     UNIT_REQUESTS,
     ClearPartition,
@@ -56,14 +55,13 @@ from tq.messages import (
     UnitStats,
     WriteSnapshot,
 )
-from tq.task_outputs import TaskOutputs
 from tq.timers import Timers
 from tq.unit.block import BlockStore
 from tq.unit.controller_link import is_refusal
-from tq.unit.controller_links import ControllerLinks
+from tq.unit.controller_links import ControllerLinks, Outcome, when_all, when_completed
 from tq.unit.inventory import list_rows, take_inventory
-from tq.unit.puts import UnitPuts
-from tq.unit.snapshots import Holds, UnitSnapshots
+from tq.unit.puts import Holds, UnitPuts
+from tq.unit.snapshots import UnitSnapshots
 from tq.unit.state import UnitState
 from tq.unit.upkeep import UnitUpkeep
 
