@@ -5,7 +5,7 @@ begin -> rows withheld, units told (RemoveGroup) -> each reports its rows remove
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from tq.control.events import GroupRemoved, Instruction, RemoveGroup, Shrunk
@@ -42,17 +42,13 @@ class GroupRemovals:
         """Groups that left because they were filtered out."""
         self._book = book
         self._refill = refill
-        self._groups: dict[tuple[int, int], RemovalCause] = {}
+        self.groups: dict[tuple[int, int], RemovalCause] = {}
+        """(Partition, group) -> why it leaves."""
         self._reported: set[tuple[int, int]] = set()
-
-    @property
-    def any(self) -> bool:
-        """Whether there is one."""
-        return bool(self._groups)
 
     def has(self, row: Row) -> bool:
         """Whether a row's group is a dead letter."""
-        return (row.partition, row.group) in self._groups
+        return (row.partition, row.group) in self.groups
 
     def begin(self, row: Row, cause: RemovalCause) -> None:
         """No consumer gets rows of this row's group any more, and the units take it out."""
@@ -65,15 +61,21 @@ class GroupRemovals:
         if where:
             self._book.out.append(RemoveGroup(where, cause))
 
-    def keep_out(self, numbers: Sequence[int]) -> None:
+    def give_up(self, task: TaskState, token: int, rows: Iterable[int], *, failures: int = 0) -> None:
+        """The holder of a lease has no use for the groups of some of its rows, or failed on them so often."""
+        for number in task.leases.by_token[token].rows.intersection(rows):
+            row = self._book.rows.rows.get(number)
+            if row is not None:
+                self.begin(row, RemovalCause(task.spec.name, failures, filtered=not failures))
+
+    def keep_out(self, numbers: Iterable[int]) -> None:
         """New rows of a dead-letter group leave at once."""
         table = self._book.rows
-        there = [number for number in numbers if number in table.rows] if self._groups else []
         members: dict[RemovalCause, list[int]] = {}
-        for number in there:
-            row = table.rows[number]
-            if row.state is RowState.WITHHELD:
-                members.setdefault(self._groups[row.partition, row.group], []).append(number)
+        for number in numbers:
+            row = table.rows.get(number)
+            if row is not None and row.state is RowState.WITHHELD:
+                members.setdefault(self.groups[row.partition, row.group], []).append(number)
         for cause, withheld in members.items():
             self._book.out.append(RemoveGroup(table.by_unit(withheld), cause))
 
@@ -108,14 +110,14 @@ class GroupRemovals:
 
     def forget(self, partition: int) -> None:
         """A partition was cleared."""
-        self._groups = {key: cause for key, cause in self._groups.items() if key[0] != partition}
+        self.groups = {key: cause for key, cause in self.groups.items() if key[0] != partition}
         self._reported = {key for key in self._reported if key[0] != partition}
 
     def _report(self, row: Row) -> None:
         key = (row.partition, row.group)
         if key not in self._reported:
             self._reported.add(key)
-            cause = self._groups[key]
+            cause = self.groups[key]
             self.num_filtered += cause.filtered
             self.count += not cause.filtered
             self._book.out.append(GroupRemoved(row.partition, row.group, row.group_size, cause))
@@ -123,7 +125,7 @@ class GroupRemovals:
     def _withhold(self, row: Row, cause: RemovalCause) -> list[int]:
         """Hand out nothing of a row's group any more; returns the group's rows."""
         table = self._book.rows
-        self._groups[row.partition, row.group] = cause
+        self.groups[row.partition, row.group] = cause
         members = [number for number in table.numbers(row.partition) if table.rows[number].group == row.group]
         for number in members:
             if not table.rows[number].lost:

@@ -32,15 +32,18 @@ class Losses:
         self._sequence = first
         self._reported: dict[int, int] = {}
         """Row -> sequence number; no watcher misses a loss or sees it twice."""
-        self._undecided: dict[int, bool] = {}
-        """Row -> whether a reader waits for it, though it is in that reader's lease."""
-        self._lost: dict[int, set[int]] = {}
+        self.undecided: dict[int, bool] = {}
+        """Row, of which it is not decided whether it must be put again -> whether a reader waits for it, though it is
+        in that reader's lease."""
+        self.lost: dict[int, set[int]] = {}
+        """Part -> lost rows."""
         self._noted: dict[int, set[int]] = {}
-        self._changed: set[int] = set()
+        self.changed: set[int] = set()
+        """Parts whose record must be written again: for a loss, an ack of a lost row, the end of a noted one."""
 
     def __iter__(self) -> Iterator[int]:
         """Yield all lost rows."""
-        for rows in self._lost.values():
+        for rows in self.lost.values():
             yield from rows
 
     # What happens to rows
@@ -48,42 +51,35 @@ class Losses:
     def lose(self, numbers: Iterable[int]) -> None:
         """The unit of these rows is gone."""
         for number in numbers:
-            self._lost.setdefault(_part(number), set()).add(number)
-            self._changed.add(_part(number))
-            self._undecided.setdefault(number, False)
+            self.lost.setdefault(_part(number), set()).add(number)
+            self.changed.add(_part(number))
+            self.undecided.setdefault(number, False)
 
     def look_again(self, numbers: Iterable[int], *, wanted: bool = False) -> None:
         """Lost rows left a lease, or a reader of their lease waits for them (`wanted`): they may be needed now."""
         for number in numbers:
-            self._undecided[number] = wanted or self._undecided.get(number, False)
+            self.undecided[number] = wanted or self.undecided.get(number, False)
 
     def ack(self, number: int) -> None:
         """A task is done with a lost row."""
-        self._changed.add(_part(number))
+        self.changed.add(_part(number))
 
     def back(self, number: int) -> None:
         """A row was put again; if it gets lost once more, that is another loss."""
-        self._lost.get(_part(number), set()).discard(number)
+        self.lost.get(_part(number), set()).discard(number)
         self._reported.pop(number, None)
 
     def end(self, number: int) -> None:
         """A row is finished, or removed."""
-        if not self._lost:
-            return  # every row ends here; hardly one was ever lost
         self.back(number)
         if number in self._noted.get(_part(number), ()):
-            self._changed.add(_part(number))
+            self.changed.add(_part(number))
 
     # Clients that are told
 
-    @property
-    def undecided(self) -> bool:
-        """Whether rows wait for a decision."""
-        return bool(self._undecided)
-
     def take_undecided(self) -> dict[int, bool]:
         """Return lost row -> whether a reader waits for it, of those that are not decided on."""
-        undecided, self._undecided = self._undecided, {}
+        undecided, self.undecided = self.undecided, {}
         return undecided
 
     def report(self, rows: Iterable[int]) -> list[int]:
@@ -108,16 +104,11 @@ class Losses:
 
     # What is durable
 
-    @property
-    def changed(self) -> bool:
-        """Whether the record must be written again: for a loss, an ack of a lost row, the end of a noted one."""
-        return bool(self._changed)
-
     def take(self) -> dict[int, list[int]]:
         """Return part -> the lost rows that its record is to hold, of the parts that changed since the last call."""
-        changed, self._changed = self._changed, set()
+        changed, self.changed = self.changed, set()
         for part in changed:
-            self._noted[part] = set(self._lost.get(part, ()))
+            self._noted[part] = set(self.lost.get(part, ()))
         return {part: sorted(self._noted[part]) for part in sorted(changed)}
 
 
@@ -130,31 +121,32 @@ class TaskGraph:
         rows: names the bits.
         """
         self._rows = rows
-        self._declared = [rows.mask(spec.outputs) for spec in tasks]
-        self._outputs = list(self._declared)
-        self._inputs = [rows.mask(spec.inputs) for spec in tasks]
+        self._declared = {rows.bit(spec.name): rows.mask(spec.outputs) for spec in tasks}
+        self._inputs = {rows.bit(spec.name): rows.mask(spec.inputs) for spec in tasks}
+        self.known = dict(self._declared)
+        """Task -> columns that it declares or was seen to write, for some row."""
 
     def learn(self, task: str, columns: Iterable[str]) -> None:
-        """A task was seen to write such columns, for some row."""
-        self._outputs[self._rows.bit(task).bit_length() - 1] |= self._rows.mask(columns)
+        """A task was seen to write such columns."""
+        self.known[self._rows.bit(task)] |= self._rows.mask(columns)
 
     def outputs(self, tasks: int) -> int:
         """Return the columns that tasks write."""
         mask = 0
-        for k, outputs in enumerate(self._outputs):
-            mask |= outputs if tasks >> k & 1 else 0
+        for task, outputs in self.known.items():
+            mask |= outputs if tasks & task else 0
         return mask
 
     def upstream(self, task: int) -> int:
         """Return the tasks that wrote, directly or not, what `task` reads."""
-        found, read = 0, self._inputs[task.bit_length() - 1]
+        found, read = 0, self._inputs[task]
         while True:
-            new = sum(1 << k for k, outputs in enumerate(self._outputs) if outputs & read) & ~found
+            new = sum(writer for writer, outputs in self.known.items() if outputs & read) & ~found
             if not new:
                 return found & ~task
             found |= new
-            for k, inputs in enumerate(self._inputs):
-                read |= inputs if new >> k & 1 else 0
+            for reader, inputs in self._inputs.items():
+                read |= inputs if new & reader else 0
 
     def still_done(self, row: Row, put: Row) -> int:
         """Return the tasks that are done with a lost row that was put again: not those whose outputs went.
@@ -162,9 +154,9 @@ class TaskGraph:
         These are the declared ones and, beside them, what the task was seen to write and the row had.
         """
         done = self._rows.every_task & ~row.left
-        for k, (declared, outputs) in enumerate(zip(self._declared, self._outputs, strict=True)):
-            if (declared | outputs & row.written) & ~put.written:
-                done &= ~(1 << k)
+        for task, outputs in self.known.items():
+            if (self._declared[task] | outputs & row.written) & ~put.written:
+                done &= ~task
         return done
 
 

@@ -274,7 +274,8 @@ class Arrivals:
 
     def _settled(self, partitions: Iterable[int], rows: Iterable[int]) -> None:
         """Rows came: some may belong to groups that leave, and some partitions may be complete."""
-        self._book.removals.keep_out(list(rows))
+        if self._book.removals.groups:
+            self._book.removals.keep_out(rows)
         for partition in partitions:
             self._book.drop_finished(partition)
             self._book.recount(partition)

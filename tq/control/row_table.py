@@ -65,7 +65,7 @@ class RowTable:
     def add(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
         """Rows of a partition that were not known are at a unit."""
         state = rows[0][1].unit.row_state
-        some_leave = self.removals.any and state is not _LOST
+        some_leave = self.removals.groups and state is not _LOST
         for _, row in rows:
             row.to(RowState.WITHHELD if some_leave and self.removals.has(row) else state)
         self.rows.add(partition, rows)
@@ -127,7 +127,8 @@ class RowTable:
         if event.tokens and len(event.tokens) != len(event.rows):
             raise PeerRefused(f"{event.unit}: {len(event.rows)} rows with {len(event.tokens)} lengths")
         mask = self.rows.mask(event.columns)
-        self.graph.learn(event.task, event.columns)
+        if mask & ~self.graph.known[bit]:
+            self.graph.learn(event.task, event.columns)
         grown = event.num_bytes // max(1, len(event.rows))
         partitions = set()
         for k, number in enumerate(event.rows):
@@ -207,13 +208,6 @@ class RowTable:
         if here:
             self._fence(task, here, counts=counts)
 
-    def remove_groups(self, task: TaskState, token: int, rows: Iterable[int], *, failures: int = 0) -> None:
-        """The holder of a lease has no use for the groups of some of its rows, or failed on them so often."""
-        for number in task.leases.by_token[token].rows.intersection(rows):
-            row = self.rows.rows.get(number)
-            if row is not None:
-                self.removals.begin(row, RemovalCause(task.spec.name, failures, filtered=not failures))
-
     def fenced(self, event: Fenced) -> None:
         """A fence holds: its rows are ready again, in their old place in the order."""
         task = self.tasks.get(event.task)
@@ -240,8 +234,7 @@ class RowTable:
         row = self.rows.rows[number]
         for task in self.tasks.values():
             task.removed(number, row, may_return=may_return)
-        self.rows.remove(number, RowState.REMOVED)
-        self.losses.end(number)
+        self._drop(number, RowState.REMOVED)
 
     def clear_if_empty(self, partition: int) -> None:
         """Forget a cleared partition once no unit has rows of it."""
@@ -389,9 +382,13 @@ class RowTable:
             self._finish(number)
 
     def _finish(self, number: int) -> None:
-        row = self.rows.remove(number, RowState.FINISHED)
+        row = self._drop(number, RowState.FINISHED)
         self.rows.finish(row.partition, [number])
-        self.losses.end(number)
+
+    def _drop(self, number: int, state: RowState) -> Row:
+        if self.losses.lost:  # some row was ever lost
+            self.losses.end(number)
+        return self.rows.remove(number, state)
 
     def _lost_unit(self) -> UnitLife:
         if self._nowhere not in self.rows.dead_units:

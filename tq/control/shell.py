@@ -149,7 +149,7 @@ class StateShell:
         for one in news:
             if isinstance(one, Shrunk):
                 self._memory.remember_removed(one.partition, self._removed)
-        if self.state.losses_changed or self._memory.remembering_losses:
+        if self.state.losses_changed or self._memory.saving_losses.locked():
             self._memory.remember_losses(self._losses)
         for one in news:
             if isinstance(one, Cleared):

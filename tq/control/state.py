@@ -186,7 +186,7 @@ class ControlState:
     @property
     def losses_changed(self) -> bool:
         """Whether `take_losses` would return something."""
-        return self._book.losses.changed
+        return bool(self._book.losses.changed)
 
     def take_losses(self) -> dict[int, list[RowRecords]]:
         """Return part -> which of its rows went with a unit, and who was done with them, where that changed.
@@ -331,7 +331,7 @@ class ControlState:
         if event.token not in task.leases.by_token or (event.fenced and task.spec.keeps_leases):
             return
         if event.filtered or event.failures:
-            self._book.remove_groups(task, event.token, event.rows, failures=event.failures)
+            self._book.removals.give_up(task, event.token, event.rows, failures=event.failures)
         else:
             self._book.release(task, event.token, event.rows, counts=not event.fenced)
 
