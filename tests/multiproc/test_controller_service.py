@@ -135,7 +135,7 @@ def test_request_of_a_client_that_left_is_forgotten(bench: Bench) -> None:
     until(lambda: bench.timers.running(WATCH_S) == [True])
     watcher.close()
     until(lambda: bench.timers.running(WATCH_S) == [False])
-    until(lambda: not bench.service._shell.state._book.losses.watchers)
+    until(lambda: not bench.service._shell.state.table.losses.watchers)
 
 
 @pytest.mark.gate

@@ -13,12 +13,12 @@ from tq import Column
 from tq.directory import TaskOutputs
 from tq.messages import (
     ClearPartition,
-    CommitPartitions,
     CutSnapshot,
     Done,
     HoldPuts,
     OutputsWritten,
     RegisterUnit,
+    ReleaseCheckpointed,
     RemovalReason,
     RemoveRows,
     RowsAccepted,
@@ -222,7 +222,7 @@ def test_retained_rows_spill_and_go_with_the_checkpoint(bench: Bench, tmp_path: 
     assert stats(client).num_bytes == 0
     assert list(tmp_path.rglob("*.block"))
     assert torch.equal(client.get([0], "prompts")["prompts"].values, prompts.values)
-    client.ask(CommitPartitions(1))
+    client.ask(ReleaseCheckpointed(1))
     until(lambda: not list(tmp_path.rglob("*.block")))
     assert stats(client).num_rows == 0
 

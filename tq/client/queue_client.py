@@ -34,7 +34,6 @@ from tq.messages import (
     NEW_ROWS,
     ClearPartition,
     CloseWriting,
-    CommitPartitions,
     Done,
     FetchRound,
     FetchRows,
@@ -48,6 +47,7 @@ from tq.messages import (
     PublishVersion,
     PutRows,
     QueueStats,
+    ReleaseCheckpointed,
     RowInfo,
     Stop,
     UnitStats,
@@ -358,7 +358,7 @@ class QueueClient:
             TransportError: a controller or a unit that is up did not answer within `request_timeout_s`. The next call
                 makes up for it.
         """
-        message = CommitPartitions(check_number("step", step))
+        message = ReleaseCheckpointed(check_number("step", step))
         self._session.tell_controllers(message)
         self._session.tell_units(message, Done)
 

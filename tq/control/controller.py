@@ -38,7 +38,6 @@ from tq.control.recovery import Recovering
 from tq.control.shell import News, StateShell
 from tq.control.state import ControlState
 from tq.control.stats import TaskRates
-from tq.control.task_state import TaskSpec
 from tq.control.unit_orders import UnitOrders
 from tq.directory import Directory, TaskOutputs
 from tq.lease_tokens import first_token
@@ -48,7 +47,6 @@ from tq.messages import (
     Alive,
     ClearPartition,
     CloseWriting,
-    CommitPartitions,
     Done,
     FetchRound,
     FetchRows,
@@ -62,6 +60,7 @@ from tq.messages import (
     QueueStats,
     RegisterUnit,
     Release,
+    ReleaseCheckpointed,
     RowsConfirmed,
     RowsCreated,
     RowsRemoved,
@@ -71,6 +70,7 @@ from tq.messages import (
     WatchLost,
 )
 from tq.owner import replaces
+from tq.task_spec import TaskSpec
 from tq.timers import Timers
 
 logger = logging.getLogger(__name__)
@@ -232,17 +232,13 @@ class ControllerService:
                 self._join(message, call)
             case RegisterUnit():
                 self._register(message, call)
-            case OpenPartition() | Stop() | CloseWriting():
+            case OpenPartition() | Stop() | CloseWriting() | PublishVersion():
                 self._memory.remember(message)
                 self._shell.apply(message)
-                call.reply(Done())
-            case CommitPartitions():
+                call.reply(self._published(message) if isinstance(message, PublishVersion) else Done())
+            case ReleaseCheckpointed():
                 self._shell.save_finished()
                 call.reply(Done())
-            case PublishVersion():
-                self._memory.remember(message)
-                self._shell.apply(message)
-                call.reply(self._published(message))
             case GetQueueStats():
                 call.reply(self._stats())
             case UnitAlive():

@@ -90,13 +90,13 @@ class Losses:
             self._reported.update(dict.fromkeys(new, self._sequence))
         return new
 
-    def take_answers(self, table: dict[int, Row]) -> list[tuple[int, LostRows]]:
+    def take_answers(self, all_rows: dict[int, Row]) -> list[tuple[int, LostRows]]:
         """Return (request, reply) of the watchers that have not seen the newest losses; they watch no more."""
         answers = []
         for request, watch in list(self.watchers.items()):
             rows = sorted(number for number, sequence in self._reported.items() if sequence > watch.after)
             if rows:
-                held = [table[number] for number in rows]
+                held = [all_rows[number] for number in rows]
                 places = [row.partition for row in held]
                 answers.append((request, LostRows(self._sequence, places, rows, [row.group for row in held])))
                 del self.watchers[request]

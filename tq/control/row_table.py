@@ -167,10 +167,12 @@ class RowTable:
 
         What it wrote went with them. Rows that were put again meanwhile are judged by what was put.
         """
-        bit, table = self.rows.bit(task), self.rows.rows
-        lost = [number for number in numbers if number in table and table[number].lost and table[number].left & bit]
+        bit, all_rows = self.rows.bit(task), self.rows.rows
+        lost = [
+            number for number in numbers if number in all_rows and all_rows[number].lost and all_rows[number].left & bit
+        ]
         for number in lost:
-            table[number].wrote(self.graph.outputs(bit))
+            all_rows[number].wrote(self.graph.outputs(bit))
         self.mark_done(task, lost)
 
     def ack_lost(self, event: AckLost, *, promised: bool = False) -> None:
@@ -188,9 +190,9 @@ class RowTable:
             PeerRefused: the rows are not lost; nothing changed.
         """
         open_rows = self._under_lease(event)
-        task, table = self.tasks.get(event.task), self.rows.rows
+        task, all_rows = self.tasks.get(event.task), self.rows.rows
         for number in open_rows:
-            row = table[number]
+            row = all_rows[number]
             if task is not None and not (row.lost or promised or task.spec.keeps_leases):
                 raise PeerRefused(f"row {number} is not lost: {row.unit.name} has it; ack it there")
         where = self.rows.by_unit(open_rows)
@@ -222,9 +224,9 @@ class RowTable:
                 task.leases.owe_fence([number])
             if fencing.counts:
                 task.num_released += 1
-                task.leases.returns[number] = task.leases.returns.get(number, 0) + 1
-                if 0 < task.spec.max_deliveries <= task.leases.returns[number]:
-                    self.removals.begin(row, RemovalCause(event.task, task.leases.returns[number]))
+                times = task.leases.returned(number)
+                if 0 < task.spec.max_deliveries <= times:
+                    self.removals.begin(row, RemovalCause(event.task, times))
             task.refresh(number, row)
 
     # Loss, removal

@@ -1,6 +1,6 @@
 """Everything that the queue's processes say to each other. Typed, size-limited msgpack; never pickle.
 
-    client -> unit              PutRows PutOutputs GetColumns ClearPartition CommitPartitions HoldPuts ...
+    client -> unit              PutRows PutOutputs GetColumns ClearPartition ReleaseCheckpointed HoldPuts ...
     unit -> every controller    RegisterUnit RowsCreated RowsConfirmed OutputsWritten RowsRemoved
     client -> controller        Join Heartbeat FetchRows FetchRound Release OpenPartition PublishVersion Stop ...
     controller -> unit          FenceRows FenceTask RemoveRows PutOutputs (an ack of rows that were lost)
@@ -28,7 +28,6 @@ from tq.messages.of_units import (
     ClearPartition,
     ClearRows,
     Columns,
-    CommitPartitions,
     CutSnapshot,
     FenceRows,
     FenceTask,
@@ -38,6 +37,7 @@ from tq.messages.of_units import (
     ListRows,
     PutOutputs,
     PutRows,
+    ReleaseCheckpointed,
     RemoveRows,
     RowInfo,
     RowList,
@@ -92,7 +92,7 @@ CONTROLLER_REQUESTS = (
     | WatchLost
     | PublishVersion
     | ClearPartition
-    | CommitPartitions
+    | ReleaseCheckpointed
     | Stop
     | CloseWriting
     | TellLost
@@ -114,7 +114,6 @@ __all__ = [
     "ClearRows",
     "CloseWriting",
     "Columns",
-    "CommitPartitions",
     "CutSnapshot",
     "Done",
     "FenceRows",
@@ -144,6 +143,7 @@ __all__ = [
     "QueueStats",
     "RegisterUnit",
     "Release",
+    "ReleaseCheckpointed",
     "RemovalReason",
     "RemoveRows",
     "RowInfo",

@@ -135,7 +135,7 @@ class UnitPuts:
                 self._coming.update(message.rows)
         if repeated is not None:
             self._check_same(repeated, block)
-            call.reply(Stored(self._state.books.num_bytes))
+            call.reply(Stored(self._state.accounting.num_bytes))
             return
         when_all(list(told.values()), partial(self._conclude, message, call), tolerated=_DOUBTS)
         self._links.flush()
@@ -173,7 +173,7 @@ class UnitPuts:
             self._coming.difference_update(message.rows)
             if isinstance(outcome, list):
                 self._learn(message, outcome)
-            num_bytes = self._state.books.num_bytes
+            num_bytes = self._state.accounting.num_bytes
         self._poke()
         if isinstance(outcome, list):
             call.reply(Stored(num_bytes))
@@ -218,7 +218,7 @@ class UnitPuts:
 
     def _confirm(self, call: Call, outcome: Outcome) -> None:
         if isinstance(outcome, list):
-            call.reply(Stored(self._state.books.num_bytes))
+            call.reply(Stored(self._state.accounting.num_bytes))
         else:
             _refuse(call, outcome)
 
@@ -234,7 +234,7 @@ class UnitPuts:
                 raise repeated.refusal
         finally:
             with self._lock:
-                self._state.books.unpin(repeated.blocks)
+                self._state.accounting.unpin(repeated.blocks)
             self._poke()
         self._discard(block)
 

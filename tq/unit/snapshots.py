@@ -104,7 +104,7 @@ class UnitSnapshots:
         """A client left: drop its cuts."""
         with self._lock:
             for cut in self._holds.abandoned(session):
-                self._state.books.unpin(cut.blocks)
+                self._state.accounting.unpin(cut.blocks)
         self._poke()
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class UnitSnapshots:
             call.refuse(TransportError(f"{self._name}: {directory} cannot be written: {one_line(error)}"))
         finally:
             with self._lock:
-                self._state.books.unpin(cut.blocks)
+                self._state.accounting.unpin(cut.blocks)
             self._poke()
 
 
