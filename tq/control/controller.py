@@ -286,6 +286,7 @@ class ControllerService:
         call.reply(Alive(known, units, away, self._shell.state.newest_version))
 
     def _join(self, message: Join, call: Call) -> None:
+        message.check_format(message.owner)
         with self._naming:
             self._durable.add("owner", message.owner)
             gone, answers = self._joined(message, call)
@@ -307,6 +308,7 @@ class ControllerService:
         return gone, answers
 
     def _register(self, message: RegisterUnit, call: Call) -> None:
+        message.check_format(message.unit)
         self._durable.add("unit", message.unit)
         self._shell.learn_outputs()
         answers = None

@@ -47,6 +47,7 @@ from tq.messages.of_units import (
     WriteSnapshot,
 )
 from tq.messages.to_controllers import (
+    FORMAT,
     NEW_ROWS,
     AckLost,
     CloseWriting,
@@ -105,6 +106,7 @@ CONTROLLER_REPLIES = (
 __all__ = [
     "CONTROLLER_REPLIES",
     "CONTROLLER_REQUESTS",
+    "FORMAT",
     "NEW_ROWS",
     "UNIT_REPLIES",
     "UNIT_REQUESTS",
