@@ -75,7 +75,7 @@ class Pipes:
         if not stat.S_ISFIFO(found.st_mode) or found.st_ino != offer.inode:
             raise TransportError("the peer's descriptor is not the pipe that it offered")
 
-    def settle(self) -> None:
+    def let_end_with_peer(self) -> None:
         """The peer has opened our pipe: when it closes that end, or dies, the pipe ends."""
         os.close(self._in_writer)
         self._in_writer = -1

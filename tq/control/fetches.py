@@ -310,7 +310,7 @@ class Fetches:
             return None
         lease = task.leases.by_token.get(rank_slice.token)
         rows = [row for row in rank_slice.rows if lease is not None and row in lease.rows]
-        if not self._at_hand(rows):
+        if not self._readable(rows):
             return None
         assigner.ranks[fetch.owner] = fetch.partition
         if lease is not None:
@@ -319,7 +319,7 @@ class Fetches:
         granted.round_rows, granted.last, granted.total_rows = known.round_rows, known.last, known.total_rows
         return granted
 
-    def _at_hand(self, rows: list[int]) -> bool:
+    def _readable(self, rows: list[int]) -> bool:
         """Whether all rows of a slice can be read; lost ones must be put again.
 
         Also for a reader that holds the slice: if it asks once more, the unit died before it had read them.

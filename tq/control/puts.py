@@ -152,7 +152,7 @@ class Arrivals:
         if new:
             self._table.add(event.partition, new)
         if not event.held:
-            self._settled([event.partition], event.rows)
+            self._came([event.partition], event.rows)
         return RowsAccepted(accepted)
 
     def announce(self, number: int, row: Row) -> int:
@@ -194,7 +194,7 @@ class Arrivals:
                     accepted.setdefault(name, []).append(k)
             for name in self._table.rows.tasks(done[k]):
                 self._table.mark_done(name, [number])
-        self._settled(partitions, event.rows)
+        self._came(partitions, event.rows)
         return RowsAccepted(accepted)
 
     def write(self, event: OutputsWritten) -> None:
@@ -272,7 +272,7 @@ class Arrivals:
                 done[k] |= bit
         return done
 
-    def _settled(self, partitions: Iterable[int], rows: Iterable[int]) -> None:
+    def _came(self, partitions: Iterable[int], rows: Iterable[int]) -> None:
         """Rows came: some may belong to groups that leave, and some partitions may be complete."""
         if self._table.removals.groups:
             self._table.removals.keep_out(rows)

@@ -106,7 +106,7 @@ class Evaluator:
         self._arrived = threading.Event()
         self._receiver = open_receiver(
             context, self._engine.weight_needs(), adopts=self._engine.adopts_weights,
-            arrived=self._arrived.set, wanted=self._wants, guest=True,
+            arrived=self._arrived.set, wanted=self._wants, best_effort=True,
         )  # fmt: skip
 
     def load_next(self) -> Version | None:

@@ -177,7 +177,7 @@ def test_with_block_releases_what_is_still_open_at_its_end() -> None:
     assert (client.put_rows, list(leases)) == ([0, 1], [])
 
 
-def test_superseded_work_is_dropped_without_an_error() -> None:
+def test_fenced_work_is_dropped_without_an_error() -> None:
     client = MemoryClient(2)
     leases = iter(open_stream(client))
     lease = next(leases)

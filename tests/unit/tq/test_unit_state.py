@@ -170,7 +170,7 @@ def test_put_that_overlaps_an_earlier_one_is_an_error_and_stores_nothing(unit: W
         unit.read([1], "ref")
 
 
-def test_put_after_a_fence_is_superseded_and_the_new_owner_may_put(unit: World) -> None:
+def test_put_after_a_fence_is_refused_and_the_new_owner_may_put(unit: World) -> None:
     unit.state.fence("ref", 7, [0, 1])
     with pytest.raises(LeaseFenced):
         unit.commit("ref", 4, [0], {"ref": numbers(1)})
