@@ -225,7 +225,7 @@ class RunConfig(Settings):
 
     @property
     def outside_roles(self) -> tuple[str, ...]:
-        """Roles of which the run has no process: processes outside do their tasks, and nobody knows when."""
+        """Roles done by processes outside the run, at unknown times."""
         return tuple(role for role, number in self.roles.items() if not number)
 
     def ranks_per_copy(self, role: str) -> int:

@@ -212,7 +212,7 @@ def read_or_release(
         The rows; None when they could not be read: they come again once a producer has put them again.
 
     Raises:
-        PeerRefused: a column is not written, or such.
+        PeerRefused: for example, a column is not written.
         TransportError: this has gone on for too long.
     """
     try:

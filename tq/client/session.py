@@ -364,10 +364,9 @@ def expect(reply: Any, kind: type[M]) -> M:
 
 
 class Absence:
-    """For how long a service has been away, as somebody says who is asked now and then.
+    """How long a unit has counted as away, by the lead's repeated answers.
 
-    What lies before the first "away" does not count: nobody was asked, or a lead that was gone did not answer, and one
-    that has just started anew knows no unit yet.
+    Time before the first "away" does not count: the lead was not asked, did not answer, or had just restarted.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

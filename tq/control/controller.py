@@ -177,7 +177,8 @@ class ControllerService:
     def stop(self) -> None:
         """Reply to every fetch with `NoRows(stop)` from now on.
 
-        Who left because of the stop while this controller was away never joins; a trainer saves after its answer only.
+        A consumer that left during the stop, while this controller was away, never rejoins. A trainer saves only after
+        this reply.
         """
         self._memory.remember(Stop())
         self._shell.apply(Stop())
@@ -373,7 +374,7 @@ class ControllerService:
     def _forget(self, owners: Sequence[str]) -> None:
         """Consumers were given up: the next incarnation does not wait for them, unless they are back already.
 
-        Nor are trainers forgotten whose leases outlive their channel: they come back, and go on with them.
+        Trainers whose leases outlive their channel are kept: they come back.
         """
         with self._naming:
             for owner in owners:

@@ -184,7 +184,7 @@ class Memory:
         self._finished = {partition: rows.parts() for partition, rows in durable.load_finished().items()}
         self._removed = {partition: rows.parts() for partition, rows in durable.load_removed().items()}
         self._unsaved: set[tuple[int, int]] = set()
-        """Of those, (partition, part) that the store does not have yet: a save may fail."""
+        """(partition, part) of finished rows still to be saved; a failed save leaves them here."""
         self._mark.newest_version = max(version, self._mark.newest_version)
 
     @property

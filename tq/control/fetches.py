@@ -71,7 +71,7 @@ class ParkedFetches:
         return list(self._rounds.get((task, partition), {}).items())
 
     def partitions(self, task: str) -> list[int]:
-        """Return the partitions of whose rounds some wait."""
+        """Return the partitions with parked round fetches."""
         return [partition for name, partition in self._rounds if name == task]
 
     def twins(self, fetch: FetchRows) -> list[int]:
@@ -106,7 +106,7 @@ class Fetches:
     def __init__(self, table: RowTable, reasons: WaitReasons, *, version: int, lineage: int, published: bool) -> None:
         """Args:
         table: rows and tasks.
-        reasons: words for those who wait too long.
+        reasons: explains a fetch whose deadline passed.
         version: newest weights.
         lineage: of these; consumers with weights of an earlier one get none of a version-gated task's rows.
         published: there are weights of this lineage; else those consumers wait for them.
@@ -215,7 +215,7 @@ class Fetches:
         self._table.out.append(Answer(request, answer))
 
     def wake(self) -> None:
-        """Look again at those whom the last event may have helped."""
+        """Retry parked fetches that the last event may have made answerable."""
         if self.closed:
             return
         for name, task in self._table.tasks.items():

@@ -1,5 +1,4 @@
-"""Groups that a task failed on too often, or that were filtered out: nobody is given anything of them, and they leave
-the queue. Pure.
+"""Dead-letter and filtered groups: no consumer gets their rows, and units remove them. Pure.
 
 begin -> rows withheld, units told (RemoveGroup) -> each reports its rows removed -> GroupRemoved, once
 """

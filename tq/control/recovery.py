@@ -99,7 +99,7 @@ class Recovery:
         self._holds[owner] = [*holds, *earlier.values()]
 
     def defer(self, event: AckLost | Release) -> None:
-        """What is told of leases while they are not rebuilt is looked at afterwards.
+        """Keep an ack or release until leases are rebuilt.
 
         Raises:
             PeerRefused: an ack of a lease that may have ended meanwhile cannot be promised.
@@ -123,7 +123,7 @@ class Recovery:
             self._holds[owner] = kept
 
     def keeps_leases(self, owner: str) -> bool:
-        """Whether a consumer that was heard, and is gone, is a trainer with leases; others lose them when they go."""
+        """Whether a departed consumer is a trainer with leases; other consumers lose theirs."""
         return bool(self._holds.get(owner))
 
     def cleared(self, partition: int) -> None:

@@ -297,7 +297,7 @@ class RowTable:
                 yield number
 
     def tell_watchers(self) -> None:
-        """Answer those who watch for losses that they have not heard of."""
+        """Send watchers the losses they have not seen."""
         self.out += [Answer(*told) for told in self.losses.take_answers(self.rows.rows)]
 
     def recount(self, partition: int) -> None:

@@ -59,7 +59,7 @@ _LONGEST_PARK_S = 3600.0
 
 
 class StateShell:
-    """The state, its lock, the calls that wait, and those who are told: units, durable facts, admission.
+    """The state with its lock, parked calls and listeners (units, durable facts, admission).
 
     No thread calls another process while holding the lock.
     """

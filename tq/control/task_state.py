@@ -186,7 +186,7 @@ class TaskState:
         self.changed.add(partition)
 
     def done_before(self, row: Row) -> None:
-        """The group of such a row became known."""
+        """The group of a row finished before a restart is now known."""
         part = self.partition(row.partition)
         part.queue.expect(row)
         part.queue.mark_done(row)

@@ -208,7 +208,7 @@ class UnitRegistry:
                 table.removals.remove([number], removed[number])
             elif all_rows[number].state is RowState.WITHHELD:
                 table.removals.remove([number])
-            else:  # cleared, or taken back, while nobody could tell
+            else:  # cleared, or the put was undone, while the unit was away
                 table.remove(number)
 
 

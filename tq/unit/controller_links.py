@@ -1,7 +1,7 @@
 """All links of one unit: every controller that counts is told of a change; and waiting for their answers.
 
-The lead counts always: it knows what was lost. Another one that was never up does not, unless none is registered at
-all: then a change waits for the first.
+The lead always counts. Another controller counts once it has registered this unit; with none registered, a change
+waits for the first.
 """
 
 import threading

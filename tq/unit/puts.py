@@ -37,7 +37,7 @@ from tq.unit.state import UnitState
 from tq.wire import enclose
 
 _PARKED_EXTRA_S = 5.0
-"""A controller that parks a put until its deadline has so much longer to say so."""
+"""Grace for a controller's refusal after a parked put's deadline (s)."""
 _CONFIRM_FRACTION = 0.8
 """Of the request deadline: clients shall hear which controller is missing before they give the unit up."""
 _SMALL_BYTES = 2048
@@ -45,7 +45,7 @@ _SMALL_BYTES = 2048
 Resume = Callable[[], None]
 """Carries out a put that waited."""
 _DOUBTS = RowsExist, PutPending
-"""Refusals of one controller that count only with those of the others."""
+"""Refusals that count only with the other controllers' answers."""
 
 
 class UnitPuts:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 0.2
 """Between two rounds: blocks that are about to go as a whole are not copied first."""
 _SPILL_AGAIN_S = 30.0
-"""After a disk that was full, say."""
+"""Pause after a failed spill (s)."""
 _CLOSE_TIMEOUT_S = 5.0
 
 
