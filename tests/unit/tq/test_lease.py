@@ -130,7 +130,7 @@ def test_rows_can_be_put_and_acked_one_by_one() -> None:
     assert (client.put_rows, client.acked, list(leases)) == ([1], [0], [])
 
 
-def test_error_in_the_loop_gives_back_what_is_in_hand_and_ahead() -> None:
+def test_error_in_the_loop_releases_what_is_in_hand_and_ahead() -> None:
     client = MemoryClient(6)
     leases = open_stream(client, prefetch=1)
 
@@ -146,7 +146,7 @@ def test_error_in_the_loop_gives_back_what_is_in_hand_and_ahead() -> None:
     assert sorted(client.ready) == list(range(6))
 
 
-def test_leaving_the_loop_gives_back_what_was_fetched_ahead() -> None:
+def test_leaving_the_loop_releases_what_was_fetched_ahead() -> None:
     client = MemoryClient(6)
     leases = open_stream(client, prefetch=2)
     for lease in leases:
