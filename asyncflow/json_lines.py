@@ -1,13 +1,15 @@
 """Files of JSON objects, a line each, that a run appends to: ledger, metrics, evaluations, timelines, samples.
 
-    JsonLines    appends what must not be lost: on a full disk, lines wait in memory
-    open_spare   opens what a run can do without: on a full disk, it goes nowhere
-    read_lines   reads a whole file into typed objects, and names the lines that are wrong
-    LineTail     reads what was appended since its last look; VersionTail: each step or evaluation once
+    JsonLines       appends what must not be lost: on a full disk, lines wait in memory
+    open_spare      opens what a run can do without: on a full disk, it goes nowhere
+    read_lines      reads a whole file into typed objects, and names the lines that are wrong
+    readable_lines  reads a whole file that is only looked at
+    LineTail        reads what was appended since its last look; VersionTail: each step or evaluation once
 
 Readers may read while the file is written, and after a crash, which leaves at most a cut last line. Torch-free.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -152,6 +154,17 @@ def read_lines(path: Path, kind_of: Callable[[bytes], type[T]]) -> Lines[T]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; make it readable") from error
     return Lines(path, tuple(lines), tuple(wrong), torn)
+
+
+def readable_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file that is only looked at; a line that is none, or not finished, is skipped."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict):
+                found.append(values)
+    return found
 
 
 class LineTail:

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import KlLossConfig
 from workers.algorithms.parts import Clip, Tokens

@@ -27,13 +27,12 @@ if TYPE_CHECKING:
         RowsExist,
         TransportError,
     )
-    from tq.batch import PackedBatch
     from tq.client.async_client import AsyncLease, AsyncQueueClient
     from tq.client.dataloader import StreamingDataLoader
     from tq.client.lease import Lease, LeaseStream
     from tq.client.queue_client import QueueClient
     from tq.client.replica import Replica
-    from tq.columns import Column
+    from tq.columns import Column, PackedBatch
     from tq.columns import column_of as column
     from tq.config import QueueConfig, TaskConfig
     from tq.control.controller import ControllerService
@@ -92,7 +91,7 @@ _HOMES = {
     "LostRows": "tq.messages",
     "NoRows": "tq.messages",
     "NoRowsReason": "tq.messages",
-    "PackedBatch": "tq.batch",
+    "PackedBatch": "tq.columns",
     "PeerRefused": "asyncflow.errors",
     "ProducersGone": "asyncflow.errors",
     "PutPending": "asyncflow.errors",

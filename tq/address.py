@@ -42,7 +42,7 @@ class QueueAddress:
         try:
             store = connect_store(self.host, self.port, timedelta(seconds=timeout_s))
         except DistError as error:
-            raise TransportError(f"queue: nobody answers at {self.host}:{self.port}; has it been closed?") from error
+            raise TransportError(f"no queue answers at {self.host}:{self.port}; has it been closed?") from error
         return Credentials(store, self.secret, timeout_s)
 
     def specs(self) -> list[TaskSpec]:

@@ -1,9 +1,12 @@
-"""Which services a queue has: published in the job store once, read by every client. Names only, nothing secret.
+"""What the job store keeps of a queue for all its processes: its services, the next row index, who writes what.
 
-Called by controllers (`publish`) and by clients (`read`). Units are not listed: they come and
-go, and the lead controller's heartbeat answers name those that are up.
+`Directory`      published by controllers once, read by clients. Names only, nothing secret. Units are not listed: they
+                 come and go, and the lead controller's heartbeat answers name those that are up.
+`allocate_rows`  row indices for clients
+`TaskOutputs`    the columns that each task was seen to write; outlives all services
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -12,9 +15,11 @@ import torch.distributed as dist
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.sealed_store import SealedStore
+from asyncflow.transport.handshake import Credentials
 
 _KEY = "tq/directory"
 _NEXT_ROW = "tq/next_row"
+_OUTPUTS = "tq/outputs"
 _MOST_COUNTED = 2**61
 
 
@@ -65,6 +70,44 @@ class Directory:
             return msgpack_decoder(Directory).decode(store.get(_KEY))
         except dist.DistError as error:
             raise TransportError("the queue's directory is not in the job store; is a controller running?") from error
+
+
+class TaskOutputs:
+    """The columns that each task was seen to write. Thread-safe.
+
+    A unit notes them before it stores a task's first put of such columns, so before any process hears of the put. A
+    controller reads them before it decides which tasks stay done with rows that were lost and are put again. A snapshot
+    takes them along. Names are only added: a task that wrote a column once may have written it for any row.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._noted: set[tuple[str, str]] = set()
+
+    def note(self, task: str, columns: Iterable[str]) -> None:
+        """A task writes such columns; returns when the store has them. Costs nothing the next time.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        for column in columns:
+            if (task, column) not in self._noted:
+                self._credentials.call_store("put", f"{_OUTPUTS}/{task}/{column}", "1")
+                self._noted.add((task, column))
+
+    def read(self, tasks: Iterable[str]) -> dict[str, list[str]]:
+        """Return what was noted: task -> columns.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        keys = self._credentials.call_store("read_below", f"{_OUTPUTS}/")
+        prefixes = {task: f"{task}/" for task in tasks}
+        found = {
+            task: [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+            for task, prefix in prefixes.items()
+        }
+        return {task: columns for task, columns in found.items() if columns}
 
 
 def allocate_rows(store: SealedStore, number: int) -> range:

@@ -99,9 +99,9 @@ class Fifo:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Fills a token budget: a item that does not fit is passed over for a later one that does.
+    """Fills a token budget: an item that does not fit is passed over for a later one that does.
 
-    Each rank's tokens stay within its slice of the budget; only a item that is larger by itself exceeds it, alone
+    Each rank's tokens stay within its slice of the budget; only an item that is larger by itself exceeds it, alone
     or, where the budget of all ranks has room for it, beside other ranks' items.
 
     Attributes:

@@ -24,8 +24,8 @@ from torch import Tensor
 from asyncflow.decoding import json_decoder
 from asyncflow.durable import sync
 from asyncflow.errors import CheckpointError, TransportError
-from asyncflow.transport.payload import Payload, Piece
-from tq.batch import Column
+from asyncflow.transport.frame import Payload, Piece
+from tq.columns import Column
 from tq.wire import ColumnHeader, unpack
 
 MANIFEST = "queue.json"

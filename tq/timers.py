@@ -79,7 +79,7 @@ class Timers:
             self._thread.join(timeout=5)
 
     def _tidy(self) -> None:
-        """Drop what was cancelled, and not again before as much was added as is left: constant cost for each timer."""
+        """Drop cancelled timers; the next sweep waits until the heap doubled, so cost per timer is constant."""
         self._heap = [one for one in self._heap if one[2].callback is not None]
         heapq.heapify(self._heap)
         self._tidy_at = max(_TIDY_ABOVE, 2 * len(self._heap))

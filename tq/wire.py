@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import PeerRefused, TransportError
-from asyncflow.transport.payload import ALIGN, Payload, Piece, aligned
+from asyncflow.transport.frame import ALIGN, Payload, Piece, aligned
 from tq.columns import Column, ColumnKind
 from tq.spans import SMALL_BYTES, Int64s, offsets_of
 from tq.stored_column import StoredColumn

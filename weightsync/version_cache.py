@@ -177,7 +177,7 @@ class VersionCache:
                 self._changed.notify_all()
 
     def came(self, version: Version, *, stop: threading.Event) -> bool:
-        """Return whether a version need not be got any more; waits for one that is `coming`."""
+        """Return whether a version is already here; waits while one is arriving."""
         with self._changed:
             while not stop.is_set() and self._coming is not None and self._coming >= version:
                 if self._coming > version and self._newest is None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import AfterValidator, Field, model_validator
 
+from asyncflow.durable import replace_text
 from asyncflow.registry import Registry
 from asyncflow.run_files import CONFIG_FILE
 from asyncflow.settings import Settings
@@ -225,7 +226,7 @@ class RunConfig(Settings):
 
     @property
     def outside_roles(self) -> tuple[str, ...]:
-        """Roles of which the run has no process: processes outside do their tasks, and nobody knows when."""
+        """Roles done by processes outside the run, at unknown times."""
         return tuple(role for role, number in self.roles.items() if not number)
 
     def ranks_per_copy(self, role: str) -> int:
@@ -287,9 +288,7 @@ class RunConfig(Settings):
     def save(self, run_dir: Path) -> None:
         """Write the resolved `config.yaml`."""
         text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        beside = run_dir / ".config.yaml.tmp"
-        beside.write_text(text)
-        beside.replace(run_dir / CONFIG_FILE)  # launchers of other nodes may be reading it
+        replace_text(run_dir / CONFIG_FILE, text)  # launchers of other nodes may be reading it
 
     @staticmethod
     def load(run_dir: Path) -> "RunConfig":

@@ -205,7 +205,7 @@ class WorkerContext:
         return bytes(self._store.get("reward_failure")).decode() if self._store.check(["reward_failure"]) else ""
 
     def said_first(self, key: str, value: str) -> str:
-        """Return what any rank said first about `key` since the user's command started; maybe `value`."""
+        """Return the value that any rank set first for `key` since the user's command started; sets it if none did."""
         return self._store.set_first(f"first/{key}", value).decode()
 
     def wake_to_stop(self, wake: threading.Event) -> None:

@@ -29,8 +29,8 @@ from torch import Tensor
 from asyncflow.device import group_backends
 from asyncflow.errors import ConfigError, DeadlineExceeded, LeaseFenced
 from asyncflow.network import LOOPBACK, choose_interface
-from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
+from tq.columns import Column, PackedBatch
 from tq.config import TaskConfig
 from tq.local import LocalQueue
 from weightsync.version import Version

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import ConfigError
-from tq.batch import Column
 from tq.client.lease import Lease, LeaseCalls
+from tq.columns import Column
 from weightsync.version import Version
 from workers.tasks.dataflow import ANSWER_COLUMNS, DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS
 from workers.tasks.rollouts import responses_of

@@ -10,7 +10,7 @@ from yaml import YAMLError
 
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import FEED_FILE
-from tq.batch import Column
+from tq.columns import Column
 from tq.control.controller import ControllerService
 from tq.service_process import serve_only
 from tq.unit.storage import StorageUnit

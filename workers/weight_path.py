@@ -62,7 +62,7 @@ def open_receiver(
     arrived: Callable[[], None] = lambda: None,
     purpose: str = "",
     wanted: Callable[[Version], bool] | None = None,
-    guest: bool = False,
+    best_effort: bool = False,
     keeps_on_host: bool = False,
     whole: bool = True,
 ) -> WeightReceiver:
@@ -74,7 +74,7 @@ def open_receiver(
         arrived: called, by another thread, when a newer version is ready.
         purpose: of a receiver beside the one of this rank's main engine.
         wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
-        guest: the trainer does not wait for the memory that it reads.
+        best_effort: the trainer does not wait for the memory that it reads.
         keeps_on_host: see `WeightReceiver`.
         whole: the engine takes the whole model; False: its ranks share it, and read the agent's copy, of which there is
             one on the node. Such a receiver takes part in no broadcast.
@@ -89,7 +89,7 @@ def open_receiver(
         context.credentials(), _agent(context), name, needs,
         device=context.reading_device,
         adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
-        takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, best_effort=guest,
+        takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, best_effort=best_effort,
         whole=whole, member=member, lead=_lead(context), keeps_on_host=keeps_on_host, timeout_s=config.timeout_s,
         timeline=context.timeline,
     )  # fmt: skip

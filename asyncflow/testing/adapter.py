@@ -46,7 +46,7 @@ class Adapter:
 
     @property
     def name(self) -> str:
-        """Of its tests."""
+        """Prefix of its test names."""
         return self.engine.rpartition(":")[2]
 
     @contextmanager

@@ -36,7 +36,7 @@ class TrainAdapter:
 
     @property
     def name(self) -> str:
-        """Of its tests."""
+        """Prefix of its test names."""
         return self.engine.rpartition(":")[2]
 
     def marks(self, layout: str) -> Sequence[pytest.MarkDecorator]:

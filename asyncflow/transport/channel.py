@@ -28,13 +28,16 @@ from asyncflow.transport.frame import (
     Frame,
     FrameKind,
     Limits,
+    Payload,
     Route,
     decode_frame,
     encode_frame,
+    place,
     seal_frame,
+    segment_bytes,
+    segments,
 )
 from asyncflow.transport.gloo import GlooPair, as_timeout, buffer_pool
-from asyncflow.transport.payload import Payload, place, segment_bytes, segments
 
 _GOODBYE_TIMEOUT_S = 5.0
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -14,10 +14,9 @@ from torch import Tensor
 from asyncflow.clock import awake_result
 from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import DeadlineExceeded, TransportError, one_line
-from asyncflow.transport.frame import FrameKind, Limits
+from asyncflow.transport.frame import FrameKind, Limits, Payload
 from asyncflow.transport.handshake import Credentials, ask_for_channel, pair_store
 from asyncflow.transport.meeting import open_channel
-from asyncflow.transport.payload import Payload
 from asyncflow.transport.pipe_channel import PipeChannel
 from asyncflow.transport.reading_turns import ExpectedReply, ReadingTurns
 from asyncflow.transport.server import Refused, refusal

@@ -142,13 +142,13 @@ class Sharing:
         self._peer_arena = peer_arena
         return Capability("")
 
-    def settle(self, peers: Capability) -> HostLink | None:
+    def conclude(self, peers: Capability) -> HostLink | None:
         """Hear what the peer could do; returns what the two share: all of it, or nothing."""
         if self._arena is not None:
             self._arena.close()
         if self._arena is None or self._pipes is None or self._peer_arena is None or peers.obstacle:
             return None
-        self._pipes.settle()
+        self._pipes.let_end_with_peer()
         return HostLink(self._pipes, self._arena, self._peer_arena)
 
 
@@ -186,7 +186,7 @@ def open_channel(
         pair.abort()
         reason = error if isinstance(error, (TransportError, *UNREADABLE)) else "the peer is gone"
         raise TransportError(f"channel to {peer}: no proper hello ({reason})") from error
-    link = sharing.settle(peers)
+    link = sharing.conclude(peers)
     path = "shared memory" if link is not None else f"the wire ({own.obstacle or peers.obstacle})"
     logger.info("channel to %s: payloads go through %s", peer, path)
     return GlooChannel(pair, peer, limits) if link is None else PipeChannel(pair, peer, limits, link)

@@ -23,9 +23,8 @@ from torch import Tensor
 from asyncflow.errors import TransportError
 from asyncflow.transport.arena import ALIGN_BYTES, Arena, PeerArena
 from asyncflow.transport.channel import Channel
-from asyncflow.transport.frame import FRAME_BYTES, Frame, Limits, Route, decode_frame
+from asyncflow.transport.frame import FRAME_BYTES, Frame, Limits, Payload, Route, decode_frame
 from asyncflow.transport.gloo import GlooPair
-from asyncflow.transport.payload import Payload
 
 _PIPE_BYTES = 2**20
 """So much may wait for a process that is stopped; a frame takes a page of it."""
@@ -76,7 +75,7 @@ class Pipes:
         if not stat.S_ISFIFO(found.st_mode) or found.st_ino != offer.inode:
             raise TransportError("the peer's descriptor is not the pipe that it offered")
 
-    def settle(self) -> None:
+    def let_end_with_peer(self) -> None:
         """The peer has opened our pipe: when it closes that end, or dies, the pipe ends."""
         os.close(self._in_writer)
         self._in_writer = -1

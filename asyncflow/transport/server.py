@@ -32,10 +32,9 @@ from asyncflow.errors import (
 from asyncflow.sealed_store import SealedStore
 from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.channel import Channel
-from asyncflow.transport.frame import FrameKind, Limits
+from asyncflow.transport.frame import FrameKind, Limits, Payload
 from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store, refuse_channel
 from asyncflow.transport.meeting import open_channel
-from asyncflow.transport.payload import Payload
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.config import RunConfig
 from workers.data.prompt_dataset import PromptDataset

@@ -37,7 +37,7 @@ from launcher.run.progress import Status
 from launcher.run.rank_watch import RankWatch
 from launcher.run.restarts import RestartLog
 from launcher.run.status import RunStatus
-from tq.batch import Column
+from tq.columns import Column
 from weightsync.agent.instructions import Pull
 from weightsync.agent.service import WeightAgent
 from weightsync.agent.state import AgentState

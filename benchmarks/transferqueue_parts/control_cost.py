@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tq.batch import column_of
+from tq.columns import column_of
 from tq.control.events import Answer
 from tq.control.state import ControlState
 from tq.messages import FetchRows, LeaseGrant, OutputsWritten, RowsCreated

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tq
-from tq.batch import column_of
+from tq.columns import column_of
 from transferqueue_parts.child import Child
 from transferqueue_parts.gloo_pair import GlooPair
 from transferqueue_parts.part import Result, Settings

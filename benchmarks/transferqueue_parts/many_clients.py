@@ -12,7 +12,7 @@ import torch
 
 import tq
 from asyncflow.errors import AsyncFlowError
-from tq.batch import Column
+from tq.columns import Column
 from transferqueue_parts import service_times
 from transferqueue_parts.child import Child
 from transferqueue_parts.our_queue import COLUMNS, TASK, OurQueue

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import tq
-from tq.batch import Column, column_of
+from tq.columns import Column, column_of
 from transferqueue_parts.workload import checksum, dense_columns, micro_batches
 
 COLUMNS = ("prompt", "response", "logprobs")

@@ -12,8 +12,8 @@ import tq
 from asyncflow.device import connect_group
 from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import connect_store, serve_store
-from tq.batch import Column
 from tq.client.replica import Replica
+from tq.columns import Column
 from tq.config import ReplicaFetch
 from transferqueue_parts.child import Child
 from transferqueue_parts.our_queue import COLUMNS, TASK

@@ -68,7 +68,7 @@ class Verdict:
     corrupt: int = 0
     redone: int = 0
     open_intents: int = 0
-    superseded: int = 0
+    fenced: int = 0
     deliveries: int = 0
     examples: list[str] = field(default_factory=list)
 
@@ -154,7 +154,7 @@ def judge(records: Iterable[Record], *, tasks: Collection[str], writers: Collect
                 open_intents[record.task].subtract(record.rows)
             case Deed.FENCED:
                 open_intents[record.task].subtract(record.rows)
-                verdict.superseded += len(record.rows)
+                verdict.fenced += len(record.rows)
                 if record.task in writers:
                     refused |= {(row, record.token): record.at for row in record.rows}
             case Deed.SEEN:

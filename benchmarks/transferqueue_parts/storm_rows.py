@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 import tq
-from tq.batch import Column, column_of
+from tq.columns import Column, column_of
 
 SLOT = 10**9
 ROWS_PER_PARTITION = 1024

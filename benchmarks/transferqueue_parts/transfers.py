@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 import tq
-from tq.batch import Column
+from tq.columns import Column
 from transferqueue_parts.gloo_pair import GlooPair
 from transferqueue_parts.our_queue import OurQueue, column_sum, dense, num_bytes
 from transferqueue_parts.part import Result, Settings

@@ -4,9 +4,8 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.transport.frame import FRAME_BYTES, ROOM_BYTES
-from asyncflow.transport.payload import segments
-from tq.batch import Column
+from asyncflow.transport.frame import FRAME_BYTES, ROOM_BYTES, segments
+from tq.columns import Column
 from tq.messages import Columns, PutRows
 from tq.wire import describe
 from transferqueue_parts.part import Result, Settings

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from weightsync_parts.setup import CPU
 from workers.algorithms.load import load_algorithm
 from workers.config import RunConfig

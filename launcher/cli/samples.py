@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError
+from asyncflow.json_lines import readable_lines
 from asyncflow.run_files import SAMPLES
 
 _RULE = "=" * 100
@@ -45,11 +46,7 @@ def samples_text(run_dir: Path, *, step: int | None, worst: int, best: int, numb
 def _lines(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield what whole lines hold; a live run may be writing the last one."""
     for path in sorted((run_dir / SAMPLES).glob("rollout-*.jsonl")):
-        for text in path.read_text(errors="replace").splitlines():
-            try:
-                yield json.loads(text)
-            except ValueError:
-                continue
+        yield from readable_lines(path)
 
 
 def _text(line: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def snapshot_of(text: str) -> tuple[str, str] | None:
-    """Return name and commit of the model that a directory of huggingface_hub's cache is of; None: it is no such."""
+    """Return name and commit of a cached Hub model; None: the directory is not one."""
     match = _SNAPSHOT.fullmatch(text)
     return (f"{match[1]}/{match[2]}", match[3]) if match else None
 

@@ -25,7 +25,7 @@ def user_path(text: str, field: str, *, beside: Path | None = None) -> Path:
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"{field}: {shown} names the home of nobody here; write the directory out") from error
+        raise ConfigError(f"{field}: {shown}: no such user here; write the directory out") from error
     try:
         return (beside / path if beside is not None else path).resolve()
     except RuntimeError as error:  # Python 3.13 raises OSError, which the caller expects from any path

@@ -26,7 +26,7 @@ class _Lease:
 
 
 class Instance:
-    """One of them."""
+    """A simulated rollout instance."""
 
     def __init__(self, world: "World", task: str, number: int) -> None:
         """Args:
@@ -118,7 +118,7 @@ class Instance:
         world.compute(turns.cpu_s / turns.replies, served)
 
     def _go_on(self, row: int) -> None:
-        """Behind tools."""
+        """Resume a rollout after its tool call."""
         if self._turns_s[row]:
             heapq.heappush(self._calls, row)
         else:

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 from torch.distributed import DistError
 
+from asyncflow.durable import replace_text
 from asyncflow.errors import TransportError
 from asyncflow.job import Job
 from asyncflow.run_files import STATUS_FILE
@@ -112,13 +113,11 @@ class StatusWriter:
     def _write(self, **answers: Any) -> None:
         """Write the file with these answers, and the last ones of the other services."""
         self._known = replace(self._known, at=time.time(), **answers)
-        beside = self._path.with_suffix(".tmp")
         with self._writing:
             if self._stop.is_set():
                 return
             try:
-                beside.write_text(self._known.as_json())
-                beside.replace(self._path)
+                replace_text(self._path, self._known.as_json())
             except OSError as error:
                 logger.debug("%s: %s", self._path, error)  # a full disk is told by what the run needs of it
 

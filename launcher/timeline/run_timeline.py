@@ -6,7 +6,6 @@ Spans of background threads (`BESIDE`) are shown and not accounted for: the proc
 are rollouts of users' functions and their turns: in the trace, those at the same time have lanes of their own.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
+from asyncflow.json_lines import readable_lines
 from asyncflow.run_files import TIMELINE
 
 ROLLOUTS = frozenset({"rollout", "turn"})
@@ -97,7 +97,7 @@ class RunTimeline:
         spans: dict[str, list[Span]] = {}
         recorded: dict[str, Recorded] = {}
         for path in sorted((run_dir / TIMELINE).glob("*.jsonl")):
-            lines = _lines(path)
+            lines = readable_lines(path)
             if own := sorted(filter(None, map(_span, lines)), key=_order):
                 spans[path.stem] = own
             if told := list(filter(None, map(_recorded, lines))):
@@ -226,17 +226,6 @@ def in_order(names: Iterable[str]) -> list[str]:
 def role_of(process: str) -> str:
     """Return the role of a process, from its name: of `rollout-1-0`, `rollout`."""
     return process.partition("-")[0]
-
-
-def _lines(path: Path) -> list[dict[str, object]]:
-    """Return the JSON objects in a file, one a line; what is none is skipped."""
-    found = []
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            values = json.loads(line)
-            if isinstance(values, dict):
-                found.append(values)
-    return found
 
 
 def _span(values: Mapping[str, object]) -> Span | None:

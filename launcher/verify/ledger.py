@@ -190,7 +190,7 @@ def check_prompts(steps: CompleteSteps) -> Check:
 
 
 def check_tokens(steps: CompleteSteps) -> Check:
-    """Hashes are such; a group that a checkpoint's queue held is compared with what was trained later."""
+    """Token hashes are well formed; a group that a checkpoint's queue held is compared with what was trained later."""
     problems = []
     for number, line in steps.trained:
         wrong = [digest for digest in (line.prompt_hash, line.token_hash) if not _HASH.fullmatch(digest)]

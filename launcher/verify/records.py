@@ -27,7 +27,7 @@ from asyncflow.run_files import (
 )
 from launcher.config.yaml_file import read_yaml
 from launcher.run.rundir import began_run, running_launcher
-from tq.batch import PackedBatch
+from tq.columns import PackedBatch
 from tq.snapshot import MANIFEST, SnapshotChunk, read_snapshot
 from workers.admission.task_sampler import read_draws
 from workers.calls.user_function import search_beside

@@ -17,7 +17,7 @@ from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tests.support.training_role import CountingRole
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.config import RunConfig
 from workers.engines.load import load_train_engine, load_value_engine
 from workers.tasks.chain import TaskChain

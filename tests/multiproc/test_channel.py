@@ -17,10 +17,9 @@ from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.sealed_store import GlooStore
 from asyncflow.transport import gloo
 from asyncflow.transport.connection import Connection
-from asyncflow.transport.frame import Limits
+from asyncflow.transport.frame import Limits, Payload
 from asyncflow.transport.handshake import Ask, ask_key, pair_store
 from asyncflow.transport.meeting import open_channel
-from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import ChannelServer
 
 Start = Callable[..., Any]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_controller import WAIT_S, until
 
-from asyncflow.errors import TransportError
+from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
@@ -18,6 +18,7 @@ from tq.config import QueueConfig
 from tq.control import controller
 from tq.messages import (
     CONTROLLER_REPLIES,
+    FORMAT,
     UNIT_REQUESTS,
     Done,
     FenceTask,
@@ -135,7 +136,7 @@ def test_request_of_a_client_that_left_is_forgotten(bench: Bench) -> None:
     until(lambda: bench.timers.running(WATCH_S) == [True])
     watcher.close()
     until(lambda: bench.timers.running(WATCH_S) == [False])
-    until(lambda: not bench.service._shell.state._book.losses.watchers)
+    until(lambda: not bench.service._shell.state.table.losses.watchers)
 
 
 @pytest.mark.gate
@@ -151,6 +152,18 @@ def test_restarted_controller_does_not_wait_for_a_consumer_whose_next_start_is_t
     bench.service.close()
     bench.start()
     assert waiting_for(bench) == "reader@dead reader@new rollout@1.new"
+
+
+@pytest.mark.gate
+def test_process_of_another_message_format_is_refused_by_name_and_leaves_no_trace(bench: Bench) -> None:
+    ask(bench.connection("reader"), Join("reader@here", []))
+    with pytest.raises(PeerRefused, match=f"rollout@0.other speaks format {FORMAT + 1} .* this controller format"):
+        ask(bench.connection("rollout"), Join("rollout@0.other", [], format=FORMAT + 1))
+    with pytest.raises(PeerRefused, match=f"storage-0 speaks format {FORMAT + 1} .* this controller format"):
+        ask(bench.connection("storage-0"), RegisterUnit("storage-0", "life", [], {}, format=FORMAT + 1))
+    bench.service.close()
+    bench.start()
+    assert waiting_for(bench) == "reader@here"
 
 
 def test_restarted_controller_that_is_stopped_does_not_wait_for_those_who_left(

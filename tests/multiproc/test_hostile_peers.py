@@ -13,8 +13,7 @@ from asyncflow.errors import PeerRefused, QueueFull, TransportError
 from asyncflow.transport.arena import ArenaOffer, PeerArena
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.connection import Connection
-from asyncflow.transport.frame import FRAME_BYTES, Frame, FrameKind, Limits, Route
-from asyncflow.transport.payload import Payload
+from asyncflow.transport.frame import FRAME_BYTES, Frame, FrameKind, Limits, Payload, Route
 from asyncflow.transport.pipe_channel import PipeChannel
 from asyncflow.transport.server import ChannelServer
 

@@ -397,7 +397,7 @@ def test_a_unit_may_be_added_while_the_queue_runs() -> None:
         assert client.unit_stats()[name].num_rows == 1
 
 
-def test_a_stopped_consumer_loses_its_leases_and_its_late_put_is_superseded(start: Callable[..., Any]) -> None:
+def test_a_stopped_consumer_loses_its_leases_and_its_late_put_is_fenced(start: Callable[..., Any]) -> None:
     with tq.start(TASKS, config=FAST) as queue:
         client = queue.client("healthy")
         client.put_rows(prompts("a"))

@@ -158,7 +158,7 @@ def test_rows_of_a_killed_client_go_to_another_one(queue: Any, start: Start, con
 
 
 @pytest.mark.gate
-def test_late_put_of_a_former_owner_is_superseded(queue: Any, connect: Any) -> None:
+def test_late_put_of_a_former_owner_is_fenced(queue: Any, connect: Any) -> None:
     queue(DOUBLE, TRAIN)
     former, heir = connect("former"), connect("heir")
     put_source(heir, range(2))
@@ -173,7 +173,7 @@ def test_late_put_of_a_former_owner_is_superseded(queue: Any, connect: Any) -> N
     assert not lost.put(outputs, lost.rows)
 
 
-def test_late_put_to_rows_that_were_freed_is_superseded(queue: Any, connect: Any, credentials: Credentials) -> None:
+def test_late_put_to_rows_that_were_freed_is_fenced(queue: Any, connect: Any, credentials: Credentials) -> None:
     queue(DOUBLE)
     former, heir = connect("former"), connect("heir")
     put_source(heir, range(2))

@@ -14,8 +14,8 @@ from echo_peers import Credentials, Echo, Ping, Pong, holding_client, parked_cli
 from torch import Tensor
 
 from asyncflow.transport.connection import Connection
+from asyncflow.transport.frame import Payload, Piece
 from asyncflow.transport.meeting import SWITCH
-from asyncflow.transport.payload import Payload, Piece
 from asyncflow.transport.server import ChannelServer
 
 Start = Callable[..., Any]

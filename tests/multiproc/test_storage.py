@@ -10,14 +10,15 @@ from fake_controller import CONFIG, Bench, done, numbers, refused, same, stats, 
 from asyncflow.errors import LeaseFenced, PeerRefused, PutPending, QueueFull, RowsExist, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq import Column
+from tq.directory import TaskOutputs
 from tq.messages import (
     ClearPartition,
-    CommitPartitions,
     CutSnapshot,
     Done,
     HoldPuts,
     OutputsWritten,
     RegisterUnit,
+    ReleaseCheckpointed,
     RemovalReason,
     RemoveRows,
     RowsAccepted,
@@ -28,7 +29,6 @@ from tq.messages import (
     WriteSnapshot,
 )
 from tq.snapshot import read_snapshot, write_manifest
-from tq.task_outputs import TaskOutputs
 from tq.wire import disclose
 
 
@@ -222,7 +222,7 @@ def test_retained_rows_spill_and_go_with_the_checkpoint(bench: Bench, tmp_path: 
     assert stats(client).num_bytes == 0
     assert list(tmp_path.rglob("*.block"))
     assert torch.equal(client.get([0], "prompts")["prompts"].values, prompts.values)
-    client.ask(CommitPartitions(1))
+    client.ask(ReleaseCheckpointed(1))
     until(lambda: not list(tmp_path.rglob("*.block")))
     assert stats(client).num_rows == 0
 

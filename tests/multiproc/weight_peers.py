@@ -18,8 +18,8 @@ from echo_peers import credentials
 from torch import Tensor
 from weight_model import BUFFERS, DEADLINE_S, NEEDS, Setup, box_of, needs, same, shapes, weights
 
+from asyncflow.transport.frame import Payload
 from asyncflow.transport.meeting import SWITCH
-from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import Call
 from weightsync.agent.service import WeightAgent
 from weightsync.agreement import agree_on_plan

@@ -1,6 +1,6 @@
 """What a step's trainer tells in tests: rows are counted, updates written down, nothing is published."""
 
-from tq.batch import PackedBatch
+from tq.columns import PackedBatch
 from workers.records.ledger import ledger_lines
 from workers.records.step_record import StepRecord
 

@@ -78,8 +78,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         )  # fmt: skip
         receivers = []
 
-        def open_receiver(*_: object, wanted: Any, arrived: Any, guest: bool, **__: object) -> Weights:
-            assert guest, "the trainer would wait for it"
+        def open_receiver(*_: object, wanted: Any, arrived: Any, best_effort: bool, **__: object) -> Weights:
+            assert best_effort, "the trainer would wait for it"
             receivers.append(Weights(wanted, arrived))
             return receivers[0]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from asyncflow.errors import LeaseFenced, TransportError
-from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
+from tq.columns import Column, PackedBatch
 from tq.config import ScheduleMode
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 from weightsync.version import Version
@@ -121,7 +121,7 @@ def test_weights_of_an_earlier_lineage_are_no_good_however_new() -> None:
     assert [client.asked.get(timeout=DEADLINE_S)[1] for _ in range(2)] == [Version(0, 9), Version(1, 4)]
 
 
-def test_lease_whose_unit_is_gone_is_given_back_and_asked_for_again() -> None:
+def test_lease_whose_unit_is_gone_is_released_and_asked_for_again() -> None:
     client, feeder, wake = start()
     feeder.want(2, version=Version(0, 0))
     client.unreadable.append(TransportError("storage-0: the peer is gone"))

@@ -74,13 +74,13 @@ def test_tasks_of_one_role_are_computed_together_and_put_what_others_read() -> N
         ([user("controller")], "tasks.0.role: 'controller' is a service of AsyncFlow's own"),
         ([user(role="actor")], "tasks.0.role: 'actor' is a role of AsyncFlow's own"),
         ([user("reference")], "tasks.0.role: 'reference' is a role of AsyncFlow's own"),
-        ([user(inputs=["response"])], "tasks.0.inputs: nobody writes column 'response'; did you mean 'responses'"),
-        ([user(inputs=["answers"])], "tasks.0.inputs: nobody writes column 'answers'; did you mean 'ground_truth'"),
-        ([user(inputs=["zzz"])], "tasks.0.inputs: nobody writes column 'zzz'; known columns: prompts ground_truth"),
+        ([user(inputs=["response"])], "tasks.0.inputs: no task writes column 'response'; did you mean 'responses'"),
+        ([user(inputs=["answers"])], "tasks.0.inputs: no task writes column 'answers'; did you mean 'ground_truth'"),
+        ([user(inputs=["zzz"])], "tasks.0.inputs: no task writes column 'zzz'; known columns: prompts ground_truth"),
         ([user(inputs=["versions"])], r"tasks.0.inputs: column 'versions' has a value per token; use texts \(prompts"),
         (
             [user(output="loss_weight")],
-            "tasks.0.output: nobody reads column 'loss_weight'; did you mean 'loss_weights'",
+            "tasks.0.output: no task reads column 'loss_weight'; did you mean 'loss_weights'",
         ),
         ([user(inputs=["loss_weights"])], "tasks: safety wait for each other's outputs in a circle"),
         (

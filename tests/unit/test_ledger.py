@@ -8,7 +8,7 @@ import torch
 
 from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.json_lines import JsonLines
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from tq.config import ScheduleConfig
 from tq.refill import Refill, RemovalCause
 from workers.records.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines, token_hashes

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.records.step_totals import numbers
 from workers.trainer.log_prob_gap import Comparison, LogProbGap
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq.batch import PackedBatch
+from tq.columns import PackedBatch
 from workers.engines.config import ActorConfig
 from workers.trainer.batching import Round, StepRounds
 from workers.trainer.micro_batches import RoundAssigner

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from asyncflow.errors import LeaseFenced, UserCodeFailed
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
+from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant
 from workers.algorithms.group_filter import GroupFilter
 from workers.data.tokenizer import load_tokenizer

@@ -13,8 +13,8 @@ import torch
 import workers.rollout.loop as rollout
 from asyncflow.errors import TrainingDiverged, WeightSyncError
 from asyncflow.timeline import NoTimeline
-from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
+from tq.columns import Column, PackedBatch
 from tq.config import ScheduleMode
 from tq.messages import LeaseGrant
 from weightsync.version import Version

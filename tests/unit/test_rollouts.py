@@ -2,7 +2,7 @@
 
 import torch
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.tasks.rollouts import (
     ROW_BEGINS,
     ROW_DRAWN,

@@ -18,8 +18,8 @@ from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import SealedStore, serve_store
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from tq.batch import Column
 from tq.client.lease import Lease
+from tq.columns import Column
 from tq.config import QueueConfig
 from tq.messages import LeaseGrant
 from weightsync.version import Version

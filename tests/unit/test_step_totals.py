@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.parts import LossCounts
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 

@@ -6,7 +6,7 @@ from numbers import Real
 from typing import Any
 
 from asyncflow.errors import ConfigError
-from tq.batch import Column, column_of
+from tq.columns import Column, column_of
 from tq.messages import LeaseGrant
 
 _MOST = 2**63 - 1

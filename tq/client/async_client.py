@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from asyncflow.errors import AsyncFlowError, TransportError
-from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
 from tq.client.queue_client import QueueClient
+from tq.columns import Column, PackedBatch
 from tq.messages import LostRows, NoRows, NoRowsReason
 
 logger = logging.getLogger(__name__)

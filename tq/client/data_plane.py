@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, PutPending, RowsExist, TransportError
-from asyncflow.transport.payload import Payload
-from tq.batch import Column, PackedBatch
+from asyncflow.transport.frame import Payload
 from tq.client.session import Deadline, QueueSession, expect
+from tq.columns import Column, PackedBatch
 from tq.messages import (
     AckLost,
     ClearRows,

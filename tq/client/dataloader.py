@@ -25,13 +25,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, TransportError
 from tq.balance import split_by_tokens, split_evenly
-from tq.batch import PackedBatch
 from tq.client.arguments import as_columns, check_names
 from tq.client.lease import AckThread
 from tq.client.queue_client import QueueClient
 from tq.client.read_ahead import ReadAhead
 from tq.client.replica import Replica, Round
 from tq.client.stall_monitor import StallMonitor
+from tq.columns import PackedBatch
 from tq.messages import FetchRound, LeaseGrant, NoRows, NoRowsReason
 
 ALL_ROWS = 2**31 - 1

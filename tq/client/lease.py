@@ -18,10 +18,10 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from asyncflow.errors import AsyncFlowError, ConfigError, LeaseFenced, PeerRefused, TransportError
-from tq.batch import Column, PackedBatch
 from tq.client.arguments import as_columns, check_names, check_rows_of
 from tq.client.read_ahead import ReadAhead
 from tq.client.stall_monitor import StallMonitor
+from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ def read_or_release(
         The rows; None when they could not be read: they come again once a producer has put them again.
 
     Raises:
-        PeerRefused: a column is not written, or such.
+        PeerRefused: for example, a column is not written.
         TransportError: this has gone on for too long.
     """
     try:

@@ -15,7 +15,6 @@ from typing import Any
 
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.transport.handshake import Credentials
-from tq.batch import PackedBatch
 from tq.client.arguments import (
     as_columns,
     check_marks,
@@ -29,12 +28,12 @@ from tq.client.data_plane import DataPlane
 from tq.client.lease import Lease, LeaseStream
 from tq.client.queue_snapshot import restore_snapshot, take_snapshot
 from tq.client.session import QueueSession, expect
+from tq.columns import PackedBatch
 from tq.config import QueueConfig, ReplicaFetch
 from tq.messages import (
     NEW_ROWS,
     ClearPartition,
     CloseWriting,
-    CommitPartitions,
     Done,
     FetchRound,
     FetchRows,
@@ -48,6 +47,7 @@ from tq.messages import (
     PublishVersion,
     PutRows,
     QueueStats,
+    ReleaseCheckpointed,
     RowInfo,
     Stop,
     UnitStats,
@@ -358,7 +358,7 @@ class QueueClient:
             TransportError: a controller or a unit that is up did not answer within `request_timeout_s`. The next call
                 makes up for it.
         """
-        message = CommitPartitions(check_number("step", step))
+        message = ReleaseCheckpointed(check_number("step", step))
         self._session.tell_controllers(message)
         self._session.tell_units(message, Done)
 

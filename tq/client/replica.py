@@ -25,8 +25,8 @@ from asyncflow import errors
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.device import abort_group
 from asyncflow.errors import AsyncFlowError, TransportError
-from asyncflow.transport.payload import Payload, aligned
-from tq.batch import PackedBatch
+from asyncflow.transport.frame import Payload, aligned
+from tq.columns import PackedBatch
 from tq.config import ReplicaFetch
 from tq.messages import LeaseGrant, NoRows
 from tq.wire import ColumnHeader, describe, unpack

@@ -18,7 +18,7 @@ from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from tq.client.heartbeat import Heartbeats
 from tq.config import QueueConfig
-from tq.directory import Directory, allocate_rows, reserve_rows
+from tq.directory import Directory, TaskOutputs, allocate_rows, reserve_rows
 from tq.messages import (
     CONTROLLER_REPLIES,
     UNIT_REPLIES,
@@ -32,7 +32,6 @@ from tq.messages import (
 )
 from tq.owner import new_owner
 from tq.service_channels import ServiceChannels, await_reply
-from tq.task_outputs import TaskOutputs
 
 _BEATS_PER_TIMEOUT = 4
 _GRACE_S = 30.0
@@ -365,10 +364,9 @@ def expect(reply: Any, kind: type[M]) -> M:
 
 
 class Absence:
-    """For how long a service has been away, as somebody says who is asked now and then.
+    """How long a unit has counted as away, by the lead's repeated answers.
 
-    What lies before the first "away" does not count: nobody was asked, or a lead that was gone did not answer, and one
-    that has just started anew knows no unit yet.
+    Time before the first "away" does not count: the lead was not asked, did not answer, or had just restarted.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

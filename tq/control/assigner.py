@@ -80,7 +80,7 @@ class RoundAssigner:
         """Return a round, formed when it can be full or the step's rest is ready.
 
         Args:
-            step: whose.
+            step: its number.
             index: of the round; at most one more than there are.
             want: of all ranks together.
             token: makes a lease token.

@@ -38,9 +38,8 @@ from tq.control.recovery import Recovering
 from tq.control.shell import News, StateShell
 from tq.control.state import ControlState
 from tq.control.stats import TaskRates
-from tq.control.task_state import TaskSpec
 from tq.control.unit_orders import UnitOrders
-from tq.directory import Directory
+from tq.directory import Directory, TaskOutputs
 from tq.lease_tokens import first_token
 from tq.messages import (
     CONTROLLER_REQUESTS,
@@ -48,7 +47,6 @@ from tq.messages import (
     Alive,
     ClearPartition,
     CloseWriting,
-    CommitPartitions,
     Done,
     FetchRound,
     FetchRows,
@@ -62,6 +60,7 @@ from tq.messages import (
     QueueStats,
     RegisterUnit,
     Release,
+    ReleaseCheckpointed,
     RowsConfirmed,
     RowsCreated,
     RowsRemoved,
@@ -71,7 +70,7 @@ from tq.messages import (
     WatchLost,
 )
 from tq.owner import replaces
-from tq.task_outputs import TaskOutputs
+from tq.task_spec import TaskSpec
 from tq.timers import Timers
 
 logger = logging.getLogger(__name__)
@@ -178,7 +177,8 @@ class ControllerService:
     def stop(self) -> None:
         """Reply to every fetch with `NoRows(stop)` from now on.
 
-        Who left because of the stop while this controller was away never joins; a trainer saves after its answer only.
+        A consumer that left during the stop, while this controller was away, never rejoins. A trainer saves only after
+        this reply.
         """
         self._memory.remember(Stop())
         self._shell.apply(Stop())
@@ -233,17 +233,13 @@ class ControllerService:
                 self._join(message, call)
             case RegisterUnit():
                 self._register(message, call)
-            case OpenPartition() | Stop() | CloseWriting():
+            case OpenPartition() | Stop() | CloseWriting() | PublishVersion():
                 self._memory.remember(message)
                 self._shell.apply(message)
-                call.reply(Done())
-            case CommitPartitions():
+                call.reply(self._published(message) if isinstance(message, PublishVersion) else Done())
+            case ReleaseCheckpointed():
                 self._shell.save_finished()
                 call.reply(Done())
-            case PublishVersion():
-                self._memory.remember(message)
-                self._shell.apply(message)
-                call.reply(self._published(message))
             case GetQueueStats():
                 call.reply(self._stats())
             case UnitAlive():
@@ -291,6 +287,7 @@ class ControllerService:
         call.reply(Alive(known, units, away, self._shell.state.newest_version))
 
     def _join(self, message: Join, call: Call) -> None:
+        message.check_format(message.owner)
         with self._naming:
             self._durable.add("owner", message.owner)
             gone, answers = self._joined(message, call)
@@ -312,6 +309,7 @@ class ControllerService:
         return gone, answers
 
     def _register(self, message: RegisterUnit, call: Call) -> None:
+        message.check_format(message.unit)
         self._durable.add("unit", message.unit)
         self._shell.learn_outputs()
         answers = None
@@ -376,7 +374,7 @@ class ControllerService:
     def _forget(self, owners: Sequence[str]) -> None:
         """Consumers were given up: the next incarnation does not wait for them, unless they are back already.
 
-        Nor are trainers forgotten whose leases outlive their channel: they come back, and go on with them.
+        Trainers whose leases outlive their channel are kept: they come back.
         """
         with self._naming:
             for owner in owners:

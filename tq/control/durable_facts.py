@@ -176,14 +176,15 @@ class Memory:
         """
         self._durable = durable
         self._lock = threading.Lock()
-        self._saving_losses, self._saving_finished = threading.Lock(), threading.Lock()
-        self._saving_removed = threading.Lock()
-        """Taken before the facts are asked for, so that those of the latest moment are saved last."""
+        self.saving_losses = threading.Lock()
+        """Held while losses are being written and are not durable yet."""
+        self._saving_finished, self._saving_removed = threading.Lock(), threading.Lock()
+        """Taken, as that one is, before the facts are asked for, so that those of the latest moment are saved last."""
         self._mark = durable.load()
         self._finished = {partition: rows.parts() for partition, rows in durable.load_finished().items()}
         self._removed = {partition: rows.parts() for partition, rows in durable.load_removed().items()}
         self._unsaved: set[tuple[int, int]] = set()
-        """Of those, (partition, part) that the store does not have yet: a save may fail."""
+        """(partition, part) of finished rows still to be saved; a failed save leaves them here."""
         self._mark.newest_version = max(version, self._mark.newest_version)
 
     @property
@@ -250,11 +251,6 @@ class Memory:
             if self._mark.partitions.pop(partition, None) is not None:
                 self._durable.save(self._mark)
 
-    @property
-    def remembering_losses(self) -> bool:
-        """Whether a thread is writing them: what is in there is not durable yet."""
-        return self._saving_losses.locked()
-
     def remember_losses(self, state: Callable[[], tuple[Finished, dict[int, list[RowRecords]]] | None]) -> None:
         """Write that rows were lost, or that tasks are done with some of them, before any process is told.
 
@@ -262,7 +258,7 @@ class Memory:
             state: takes what was finished lately, and the parts of the losses that changed, of one moment (a lost row
                 that gets finished is known to no unit), or None when that has been saved since.
         """
-        with self._saving_losses, self._saving_finished:
+        with self.saving_losses, self._saving_finished:
             facts = state()
             if facts is not None:
                 self._save_finished(facts[0])

@@ -71,7 +71,7 @@ class ParkedFetches:
         return list(self._rounds.get((task, partition), {}).items())
 
     def partitions(self, task: str) -> list[int]:
-        """Return the partitions of whose rounds some wait."""
+        """Return the partitions with parked round fetches."""
         return [partition for name, partition in self._rounds if name == task]
 
     def twins(self, fetch: FetchRows) -> list[int]:
@@ -103,10 +103,10 @@ _REPLICA_FETCHES_REMEMBERED = 16
 class Fetches:
     """Parked requests, and the gate that they wait at."""
 
-    def __init__(self, book: RowTable, reasons: WaitReasons, *, version: int, lineage: int, published: bool) -> None:
+    def __init__(self, table: RowTable, reasons: WaitReasons, *, version: int, lineage: int, published: bool) -> None:
         """Args:
-        book: rows and tasks.
-        reasons: words for those who wait too long.
+        table: rows and tasks.
+        reasons: explains a fetch whose deadline passed.
         version: newest weights.
         lineage: of these; consumers with weights of an earlier one get none of a version-gated task's rows.
         published: there are weights of this lineage; else those consumers wait for them.
@@ -120,7 +120,7 @@ class Fetches:
         self.stopped = False
         self.drained = False
         """The queue was closed for writing, and all rows that will ever be are known."""
-        self._book = book
+        self._table = table
         self._reasons = reasons
         self._replicas: dict[tuple[str, str], dict[int, LeaseGrant]] = {}
         self._tell_steps()
@@ -136,9 +136,9 @@ class Fetches:
         Raises:
             PeerRefused: unknown task, or nonsense; nothing changed.
         """
-        self._book.rows.bit(fetch.task)
-        if fetch.task not in self._book.tasks:
-            raise PeerRefused(f"{fetch.task} is served by another controller; here: {' '.join(self._book.tasks)}")
+        self._table.rows.bit(fetch.task)
+        if fetch.task not in self._table.tasks:
+            raise PeerRefused(f"{fetch.task} is served by another controller; here: {' '.join(self._table.tasks)}")
         if fetch.num_rows < 1 or fetch.token_budget < 0:
             raise PeerRefused(f"{fetch.task}: asked for {fetch.num_rows} rows; ask for at least 1")
         if isinstance(fetch, FetchRound):
@@ -167,7 +167,7 @@ class Fetches:
             try:
                 self.check(fetch)
             except PeerRefused as error:
-                self._book.out.append(Answer(request, error))
+                self._table.out.append(Answer(request, error))
             else:
                 self.add(request, fetch)
 
@@ -193,7 +193,7 @@ class Fetches:
         self.newest_version = max(self.newest_version, version)
         self._published = True
         self._tell_steps()
-        for name, task in self._book.tasks.items():
+        for name, task in self._table.tasks.items():
             if task.spec.max_staleness is None or self.closed:
                 continue
             for request, fetch in self.parked.rows(name):
@@ -210,15 +210,15 @@ class Fetches:
         if fetch is None:
             return
         gate = self.newest_partition(fetch) if isinstance(fetch, FetchRows) else None
-        reason = self._reasons.of(self._book.tasks[fetch.task], fetch, gate=gate)
+        reason = self._reasons.of(self._table.tasks[fetch.task], fetch, gate=gate)
         answer = NoRows(NoRowsReason.DEADLINE, self.newest_version, reason.text, reason.producers_alive)
-        self._book.out.append(Answer(request, answer))
+        self._table.out.append(Answer(request, answer))
 
     def wake(self) -> None:
-        """Look again at those whom the last event may have helped."""
+        """Retry parked fetches that the last event may have made answerable."""
         if self.closed:
             return
-        for name, task in self._book.tasks.items():
+        for name, task in self._table.tasks.items():
             if not task.changed:
                 continue
             changed, task.changed = task.changed, set()
@@ -231,7 +231,7 @@ class Fetches:
         if self._has_no_more(task):
             for request, _ in self.parked.rows(name):
                 self.parked.pop(request)
-                self._book.out.append(Answer(request, self._nothing(NoRowsReason.CLOSED)))
+                self._table.out.append(Answer(request, self._nothing(NoRowsReason.CLOSED)))
         if not task.has_ready:
             return
         refused = None
@@ -251,18 +251,18 @@ class Fetches:
             reply = self._round(fetch) if isinstance(fetch, FetchRound) else self._rows(fetch)
         except PeerRefused as error:  # the task's policy is broken; the sender of this event is not to blame
             self.parked.pop(request)
-            self._book.out.append(Answer(request, error))
+            self._table.out.append(Answer(request, error))
             return True
         if reply is None:
             return False
         self.parked.pop(request)
-        self._book.out.append(Answer(request, reply))
+        self._table.out.append(Answer(request, reply))
         if isinstance(fetch, FetchRows) and isinstance(reply, LeaseGrant):
             for twin in self.parked.twins(fetch):
                 other = self.parked.pop(twin)
                 assert other is not None
                 self._task(fetch).leases.read(reply.token, other.owner)
-                self._book.out.append(Answer(twin, reply))
+                self._table.out.append(Answer(twin, reply))
         return True
 
     def _rows(self, fetch: FetchRows) -> LeaseGrant | NoRows | None:
@@ -284,7 +284,7 @@ class Fetches:
             outdated = newest is not None and task.has_ready and self.newest_version > fetch.version
             return self._nothing(NoRowsReason.NEWER_VERSION) if outdated else None
         partition, rows = taken
-        token = self._book.token()
+        token = self._table.token()
         task.lease(token, partition, rows, fetch.owner)
         granted = self._granted(fetch.task, token, partition, rows)
         if fetch.replica:
@@ -294,7 +294,7 @@ class Fetches:
     def _round(self, fetch: FetchRound) -> LeaseGrant | NoRows | None:
         task = self._task(fetch)
         assigner = self._assigner(fetch)
-        if assigner.over(fetch.partition) or (self.drained and fetch.partition not in self._book.rows.partitions):
+        if assigner.over(fetch.partition) or (self.drained and fetch.partition not in self._table.rows.partitions):
             return self._nothing(NoRowsReason.PARTITION_DONE)
         formed = fetch.round_index < len(assigner.rounds(fetch.partition).formed)
         if not formed and assigner.exhausted(fetch.partition):
@@ -302,7 +302,7 @@ class Fetches:
         if not formed and self.stopped:
             return self._nothing(NoRowsReason.STOP)
         want = Want(fetch.num_rows * fetch.num_ranks, fetch.token_budget * fetch.num_ranks, fetch.num_ranks)
-        known = assigner.round(fetch.partition, fetch.round_index, want, self._book.token)
+        known = assigner.round(fetch.partition, fetch.round_index, want, self._table.token)
         if known is None:
             return None
         rank_slice = known.rank_slices[fetch.rank]
@@ -310,7 +310,7 @@ class Fetches:
             return None
         lease = task.leases.by_token.get(rank_slice.token)
         rows = [row for row in rank_slice.rows if lease is not None and row in lease.rows]
-        if not self._at_hand(rows):
+        if not self._readable(rows):
             return None
         assigner.ranks[fetch.owner] = fetch.partition
         if lease is not None:
@@ -319,19 +319,19 @@ class Fetches:
         granted.round_rows, granted.last, granted.total_rows = known.round_rows, known.last, known.total_rows
         return granted
 
-    def _at_hand(self, rows: list[int]) -> bool:
+    def _readable(self, rows: list[int]) -> bool:
         """Whether all rows of a slice can be read; lost ones must be put again.
 
         Also for a reader that holds the slice: if it asks once more, the unit died before it had read them.
         """
-        table = self._book.rows.rows
-        away = [row for row in rows if table[row].state is not RowState.STORED]
-        lost = [row for row in away if table[row].lost]
-        self._book.losses.look_again(lost, wanted=True)
+        all_rows = self._table.rows.rows
+        away = [row for row in rows if all_rows[row].state is not RowState.STORED]
+        lost = [row for row in away if all_rows[row].lost]
+        self._table.losses.look_again(lost, wanted=True)
         return not away
 
     def _granted(self, task: str, token: int, partition: int, rows: Sequence[int]) -> LeaseGrant:
-        held = [self._book.rows.rows[row] for row in rows]
+        held = [self._table.rows.rows[row] for row in rows]
         groups = [row.group for row in held]
         units = [row.unit.name for row in held]
         tokens = [row.tokens for row in held]
@@ -344,14 +344,14 @@ class Fetches:
         return NoRows(reason, self.newest_version, lineage=self._lineage)
 
     def _tell_steps(self) -> None:
-        for assigner in self._book.assigners.values():
+        for assigner in self._table.assigners.values():
             assigner.published(self.newest_version)
 
     def _task(self, fetch: Fetch) -> TaskState:
-        return self._book.tasks[fetch.task]
+        return self._table.tasks[fetch.task]
 
     def _assigner(self, fetch: Fetch) -> RoundAssigner:
-        return self._book.assigners[fetch.task]
+        return self._table.assigners[fetch.task]
 
     def _grant_before(self, fetch: FetchRows) -> LeaseGrant | None:
         """Return the lease that another reader of the replica got for the same fetch, unless it ended."""

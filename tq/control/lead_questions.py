@@ -1,7 +1,8 @@
 """Rows that went with a unit: a controller that is not the lead tells the lead, and hears who is done with them.
 
 Only the lead has losses put again. It may not have met the unit, when both died together. And it may know that all
-tasks were done, since an ack of rows in hand reached it alone: then nobody puts the rows again, and nobody else hears.
+tasks were done, since an ack of rows in hand reached it alone. Otherwise the rows are never put again and no other
+controller learns of it.
 """
 
 import logging

@@ -54,7 +54,7 @@ class Leases:
         self.fencing: dict[int, int] = {}
         """Row -> token of the fence that it waits for; 0: a lost row, to be fenced where it is put again."""
         self.returns: dict[int, int] = {}
-        """Row -> how often it came back."""
+        """Row -> how often it came back after a try that failed."""
         self.some_void = False
         """Whether a consumer may still put under a lease that is not its own any more."""
         self._fences: dict[int, Fencing] = {}
@@ -149,6 +149,15 @@ class Leases:
         for row in rows:
             del self.fencing[row]
         return Fencing(rows, fencing.counts)
+
+    def returned(self, row: int) -> int:
+        """A row came back after a try that failed; returns how often it has."""
+        self.returns[row] = self.returns.get(row, 0) + 1
+        return self.returns[row]
+
+    def returned_before(self, row: int, times: int) -> None:
+        """A unit knows that a row came back so often."""
+        self.returns[row] = max(times, self.returns.get(row, 0))
 
     def forget(self, row: int) -> None:
         """A row is gone for good."""

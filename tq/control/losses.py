@@ -1,4 +1,5 @@
-"""Rows whose unit is gone: which must be put again, which clients are told, what must be made durable. Pure.
+"""Rows whose unit is gone: which must be put again, which clients are told, what must be made durable, and which tasks
+stay done with a row that is put again. Pure.
 
 lose 5, 9000      undecided: 5, 9000     changed: parts 0, 2
 report 5          watchers are told of 5, under a sequence number
@@ -7,10 +8,11 @@ back 5            changed: -, the record stays: the unit may not know yet which 
 end 5             changed: part 0        take -> {0: []}: the store forgets the part
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from tq.control.rows import Row
+from tq.control.rows import Row, Rows
 from tq.messages import LostRows, WatchLost
+from tq.task_spec import TaskSpec
 
 _ROWS = 4096
 """Neighbours that go into one part of the durable record."""
@@ -30,15 +32,18 @@ class Losses:
         self._sequence = first
         self._reported: dict[int, int] = {}
         """Row -> sequence number; no watcher misses a loss or sees it twice."""
-        self._undecided: dict[int, bool] = {}
-        """Row -> whether a reader waits for it, though it is in that reader's lease."""
-        self._lost: dict[int, set[int]] = {}
+        self.undecided: dict[int, bool] = {}
+        """Row, of which it is not decided whether it must be put again -> whether a reader waits for it, though it is
+        in that reader's lease."""
+        self.lost: dict[int, set[int]] = {}
+        """Part -> lost rows."""
         self._noted: dict[int, set[int]] = {}
-        self._changed: set[int] = set()
+        self.changed: set[int] = set()
+        """Parts whose record must be written again: for a loss, an ack of a lost row, the end of a noted one."""
 
     def __iter__(self) -> Iterator[int]:
         """Yield all lost rows."""
-        for rows in self._lost.values():
+        for rows in self.lost.values():
             yield from rows
 
     # What happens to rows
@@ -46,42 +51,35 @@ class Losses:
     def lose(self, numbers: Iterable[int]) -> None:
         """The unit of these rows is gone."""
         for number in numbers:
-            self._lost.setdefault(_part(number), set()).add(number)
-            self._changed.add(_part(number))
-            self._undecided.setdefault(number, False)
+            self.lost.setdefault(_part(number), set()).add(number)
+            self.changed.add(_part(number))
+            self.undecided.setdefault(number, False)
 
     def look_again(self, numbers: Iterable[int], *, wanted: bool = False) -> None:
         """Lost rows left a lease, or a reader of their lease waits for them (`wanted`): they may be needed now."""
         for number in numbers:
-            self._undecided[number] = wanted or self._undecided.get(number, False)
+            self.undecided[number] = wanted or self.undecided.get(number, False)
 
     def ack(self, number: int) -> None:
         """A task is done with a lost row."""
-        self._changed.add(_part(number))
+        self.changed.add(_part(number))
 
     def back(self, number: int) -> None:
         """A row was put again; if it gets lost once more, that is another loss."""
-        self._lost.get(_part(number), set()).discard(number)
+        self.lost.get(_part(number), set()).discard(number)
         self._reported.pop(number, None)
 
     def end(self, number: int) -> None:
         """A row is finished, or removed."""
-        if not self._lost:
-            return  # every row ends here; hardly one was ever lost
         self.back(number)
         if number in self._noted.get(_part(number), ()):
-            self._changed.add(_part(number))
+            self.changed.add(_part(number))
 
     # Clients that are told
 
-    @property
-    def undecided(self) -> bool:
-        """Whether rows wait for a decision."""
-        return bool(self._undecided)
-
     def take_undecided(self) -> dict[int, bool]:
         """Return lost row -> whether a reader waits for it, of those that are not decided on."""
-        undecided, self._undecided = self._undecided, {}
+        undecided, self.undecided = self.undecided, {}
         return undecided
 
     def report(self, rows: Iterable[int]) -> list[int]:
@@ -92,13 +90,13 @@ class Losses:
             self._reported.update(dict.fromkeys(new, self._sequence))
         return new
 
-    def take_answers(self, table: dict[int, Row]) -> list[tuple[int, LostRows]]:
+    def take_answers(self, all_rows: dict[int, Row]) -> list[tuple[int, LostRows]]:
         """Return (request, reply) of the watchers that have not seen the newest losses; they watch no more."""
         answers = []
         for request, watch in list(self.watchers.items()):
             rows = sorted(number for number, sequence in self._reported.items() if sequence > watch.after)
             if rows:
-                held = [table[number] for number in rows]
+                held = [all_rows[number] for number in rows]
                 places = [row.partition for row in held]
                 answers.append((request, LostRows(self._sequence, places, rows, [row.group for row in held])))
                 del self.watchers[request]
@@ -106,17 +104,60 @@ class Losses:
 
     # What is durable
 
-    @property
-    def changed(self) -> bool:
-        """Whether the record must be written again: for a loss, an ack of a lost row, the end of a noted one."""
-        return bool(self._changed)
-
     def take(self) -> dict[int, list[int]]:
         """Return part -> the lost rows that its record is to hold, of the parts that changed since the last call."""
-        changed, self._changed = self._changed, set()
+        changed, self.changed = self.changed, set()
         for part in changed:
-            self._noted[part] = set(self._lost.get(part, ()))
+            self._noted[part] = set(self.lost.get(part, ()))
         return {part: sorted(self._noted[part]) for part in sorted(changed)}
+
+
+class TaskGraph:
+    """All tasks of the queue; tasks and columns are bits."""
+
+    def __init__(self, tasks: Sequence[TaskSpec], rows: Rows) -> None:
+        """Args:
+        tasks: of the queue.
+        rows: names the bits.
+        """
+        self._rows = rows
+        self._declared = {rows.bit(spec.name): rows.mask(spec.outputs) for spec in tasks}
+        self._inputs = {rows.bit(spec.name): rows.mask(spec.inputs) for spec in tasks}
+        self.known = dict(self._declared)
+        """Task -> columns that it declares or was seen to write, for some row."""
+
+    def learn(self, task: str, columns: Iterable[str]) -> None:
+        """A task was seen to write such columns."""
+        self.known[self._rows.bit(task)] |= self._rows.mask(columns)
+
+    def outputs(self, tasks: int) -> int:
+        """Return the columns that tasks write."""
+        mask = 0
+        for task, outputs in self.known.items():
+            mask |= outputs if tasks & task else 0
+        return mask
+
+    def upstream(self, task: int) -> int:
+        """Return the tasks that wrote, directly or not, what `task` reads."""
+        found, read = 0, self._inputs[task]
+        while True:
+            new = sum(writer for writer, outputs in self.known.items() if outputs & read) & ~found
+            if not new:
+                return found & ~task
+            found |= new
+            for reader, inputs in self._inputs.items():
+                read |= inputs if new & reader else 0
+
+    def still_done(self, row: Row, put: Row) -> int:
+        """Return the tasks that are done with a lost row that was put again: not those whose outputs went.
+
+        These are the declared ones and, beside them, what the task was seen to write and the row had.
+        """
+        done = self._rows.every_task & ~row.left
+        for task, outputs in self.known.items():
+            if (self._declared[task] | outputs & row.written) & ~put.written:
+                done &= ~task
+        return done
 
 
 def _part(number: int) -> int:

@@ -76,15 +76,15 @@ Marks = dict[str, list[int]]
 
 
 class Arrivals:
-    """Takes rows into a book."""
+    """Takes rows into the table."""
 
-    def __init__(self, book: RowTable) -> None:
+    def __init__(self, table: RowTable) -> None:
         """Args:
-        book: rows and tasks.
+        table: rows and tasks.
         """
         self.num_bytes = 0
         """Of announced rows."""
-        self._book = book
+        self._table = table
         self._announced: dict[int, Row] = {}
         self._let_go: dict[int, Row] = {}
         """Announced rows that another unit had, and dropped for them: lost if the announcement comes to nothing."""
@@ -106,12 +106,12 @@ class Arrivals:
                 f"{count} rows with {len(event.groups)} groups and {len(event.tokens)} lengths: one each, named once"
             )
         for task, positions in event.commits.items():
-            self._book.rows.bit(task)
+            self._table.rows.bit(task)
             if any(not 0 <= k < count for k in positions):
                 raise PeerRefused(f"{event.unit}: commits of {task} name rows beyond the put's {count}")
         num_new = 0
-        table = self._book.rows
-        finished = table.finished(event.partition)
+        all_rows = self._table.rows
+        finished = all_rows.finished(event.partition)
         for number in event.rows:
             coming = self._announced.get(number)
             if coming is not None and coming.unit.name != event.unit and not coming.unit.lost:
@@ -119,7 +119,7 @@ class Arrivals:
                     f"row {number} is just being put, at {coming.unit.name}; put it again when that is over"
                 )
         for number in event.rows:
-            row = self._announced.get(number) or table.rows.get(number)
+            row = self._announced.get(number) or all_rows.rows.get(number)
             if row is None:
                 num_new += number not in finished
             elif row.unit.name != event.unit and not row.lost:
@@ -133,40 +133,40 @@ class Arrivals:
 
         The put may have reached this controller and not another one, which then could never report the rows as lost.
         """
-        here, coming = self._book.rows.rows, self._announced
+        here, coming = self._table.rows.rows, self._announced
         known = [row.unit for number in event.rows if (row := coming.get(number) or here.get(number)) is not None]
         return [unit for unit in dict.fromkeys(known) if unit.name != event.unit and not unit.online and not unit.lost]
 
     def create(self, event: RowsCreated) -> RowsAccepted:
         """Take new rows, and lost ones that were put again; `check` found nothing wrong."""
         accepted: Marks = {}
-        table, finished = self._book.rows, self._book.rows.finished(event.partition)
+        all_rows, finished = self._table.rows, self._table.rows.finished(event.partition)
         new = []
         for k, (number, row) in enumerate(self._rows(event)):
-            if not event.held and number not in table.rows and number not in finished:
+            if not event.held and number not in all_rows.rows and number not in finished:
                 new.append((number, row))
                 continue
             kept = self.announce(number, row) if event.held else self.merge(number, row)
-            for name in table.tasks(kept):
+            for name in all_rows.tasks(kept):
                 accepted.setdefault(name, []).append(k)
         if new:
-            self._book.add(event.partition, new)
+            self._table.add(event.partition, new)
         if not event.held:
-            self._settled([event.partition], event.rows)
+            self._came([event.partition], event.rows)
         return RowsAccepted(accepted)
 
     def announce(self, number: int, row: Row) -> int:
         """A row is somewhere, but not confirmed; returns the tasks that are known to be done with it (bits)."""
         self._drop(number)
-        known = self._book.rows.rows.get(number)
+        known = self._table.rows.rows.get(number)
         if known is not None and not known.lost:
-            return self._book.rows.every_task & ~known.left  # told twice
+            return self._table.rows.every_task & ~known.left  # told twice
         row.to(RowState.ANNOUNCED)
         self._announced[number] = row
         self.num_bytes += row.num_bytes
         if known is not None:
-            return self._book.graph.still_done(known, row)
-        return self._book.rows.every_task if self._book.rows.is_finished(number, row.partition) else 0
+            return self._table.graph.still_done(known, row)
+        return self._table.rows.every_task if self._table.rows.is_finished(number, row.partition) else 0
 
     def expects(self, number: int) -> bool:
         """Whether a unit that is up announced this row."""
@@ -175,7 +175,7 @@ class Arrivals:
 
     def let_go(self, number: int, row: Row) -> None:
         """Another unit returned with this row, which is announced by one that is up, and was told to drop it."""
-        if number not in self._book.rows.rows:
+        if number not in self._table.rows.rows:
             self._let_go[number] = row
 
     def confirm(self, event: RowsConfirmed) -> RowsAccepted:
@@ -190,16 +190,16 @@ class Arrivals:
                 self._lose_let_go(number)  # what is known of it counts for the row that is merged
                 row.done(done[k])
                 partitions.add(row.partition)
-                for name in self._book.rows.tasks(self.merge(number, row) & row.left):
+                for name in self._table.rows.tasks(self.merge(number, row) & row.left):
                     accepted.setdefault(name, []).append(k)
-            for name in self._book.rows.tasks(done[k]):
-                self._book.mark_done(name, [number])
-        self._settled(partitions, event.rows)
+            for name in self._table.rows.tasks(done[k]):
+                self._table.mark_done(name, [number])
+        self._came(partitions, event.rows)
         return RowsAccepted(accepted)
 
     def write(self, event: OutputsWritten) -> None:
         """A holder of a lost row put its outputs where the row is put again, before that is confirmed."""
-        mask, bit = self._book.rows.mask(event.columns), self._book.rows.bit(event.task)
+        mask, bit = self._table.rows.mask(event.columns), self._table.rows.bit(event.task)
         grown = event.num_bytes // max(1, len(event.rows))
         for k, number in enumerate(event.rows):
             row = self._announced.get(number)
@@ -224,16 +224,16 @@ class Arrivals:
             row: what there is.
             values_kept: a lost row came back with everything that was written.
         """
-        book, table = self._book, self._book.rows
-        known = table.rows.get(number)
-        if table.is_finished(number, row.partition):
-            book.finished_again(number, row)
-            return table.every_task
+        table, all_rows = self._table, self._table.rows
+        known = all_rows.rows.get(number)
+        if all_rows.is_finished(number, row.partition):
+            table.finished_again(number, row)
+            return all_rows.every_task
         if known is None:
-            book.add(row.partition, [(number, row)])
+            table.add(row.partition, [(number, row)])
             return 0
         if known.lost:
-            return book.revive(number, known, row, values_kept=values_kept)
+            return table.revive(number, known, row, values_kept=values_kept)
         return 0  # it was in an inventory already
 
     def _drop(self, number: int) -> None:
@@ -244,11 +244,11 @@ class Arrivals:
     def _lose_let_go(self, number: int) -> None:
         row = self._let_go.pop(number, None)
         if row is not None:
-            self._book.add_lost(number, row)
+            self._table.add_lost(number, row)
 
     def _rows(self, event: RowsCreated) -> list[tuple[int, Row]]:
-        table = self._book.rows
-        unit, written = table.unit(event.unit), table.mask(event.columns)
+        all_rows = self._table.rows
+        unit, written = all_rows.unit(event.unit), all_rows.mask(event.columns)
         sizes = Counter(event.groups)
         done = self._done(event.commits)
         size, rest = divmod(event.num_bytes, max(1, len(event.rows)))
@@ -257,7 +257,7 @@ class Arrivals:
                 number,
                 Row(
                     unit, event.partition, event.groups[k], event.group_size or sizes[event.groups[k]], written,
-                    table.every_task & ~done[k], event.tokens[k], size + (k < rest),
+                    all_rows.every_task & ~done[k], event.tokens[k], size + (k < rest),
                 ),
             )
             for k, number in enumerate(event.rows)
@@ -267,31 +267,32 @@ class Arrivals:
         """Return, by position, the tasks (bits) that are done with a row."""
         done: Counter[int] = Counter()
         for task, positions in commits.items():
-            bit = self._book.rows.bit(task)
+            bit = self._table.rows.bit(task)
             for k in positions:
                 done[k] |= bit
         return done
 
-    def _settled(self, partitions: Iterable[int], rows: Iterable[int]) -> None:
+    def _came(self, partitions: Iterable[int], rows: Iterable[int]) -> None:
         """Rows came: some may belong to groups that leave, and some partitions may be complete."""
-        self._book.removals.keep_out(list(rows))
+        if self._table.removals.groups:
+            self._table.removals.keep_out(rows)
         for partition in partitions:
-            self._book.drop_finished(partition)
-            self._book.recount(partition)
+            self._table.drop_finished(partition)
+            self._table.recount(partition)
 
 
 class PutQueue:
     """Part of a `ControlState`."""
 
-    def __init__(self, book: RowTable, arrivals: Arrivals, backpressure: Backpressure) -> None:
+    def __init__(self, table: RowTable, arrivals: Arrivals, backpressure: Backpressure) -> None:
         """Args:
-        book: rows and tasks.
+        table: rows and tasks.
         arrivals: takes rows into it.
         backpressure: the limits.
         """
         self.closed = False
         """For writing: only rows may come that were here before, lost ones, or a put that is repeated."""
-        self._book = book
+        self._table = table
         self._arrivals = arrivals
         self._backpressure = backpressure
 
@@ -306,7 +307,7 @@ class PutQueue:
         Raises:
             PeerRefused: it is malformed; its children say that rows exist already, or that it will never fit.
         """
-        rows = self._book.rows
+        rows = self._table.rows
         if self.closed and any(
             row not in rows.rows and not rows.is_finished(row, event.partition) for row in event.rows
         ):
@@ -329,7 +330,7 @@ class PutQueue:
             try:
                 self._arrivals.check(event)
             except PeerRefused as error:  # another producer put these rows meanwhile
-                self._book.out.append(Answer(first, error))
+                self._table.out.append(Answer(first, error))
             else:
                 self._take(event, first)
 
@@ -337,27 +338,27 @@ class PutQueue:
         """Refuse a put that waited long enough; returns whether there was one."""
         put = self._backpressure.waiting.pop(request, None)
         if put is not None:
-            self._book.out.append(Answer(request, self._backpressure.refusal(put, **self._used(), because=because())))
+            self._table.out.append(Answer(request, self._backpressure.refusal(put, **self._used(), because=because())))
         return put is not None
 
     def cancel(self, unit: str, rows: "set[int] | None" = None) -> None:
         """Parked puts of a unit (with rows: those that name one) will be told again, or were taken back."""
         for request in self._backpressure.cancel(unit, rows):
-            self._book.out.append(Answer(request, PutPending(f"{unit}: a put that waited for room does so no more")))
+            self._table.out.append(Answer(request, PutPending(f"{unit}: a put that waited for room does so no more")))
 
     def lose(self, unit: UnitLife) -> None:
         """A unit is gone, with its rows and with what it announced."""
         self._arrivals.forget(unit.name)
-        self._book.lose(unit)
+        self._table.lose(unit)
 
     def _take(self, event: RowsCreated, request: int) -> None:
         accepted = self._arrivals.create(event)
-        self._book.out.append(Answer(request, accepted))
+        self._table.out.append(Answer(request, accepted))
 
     def _fits(self, event: RowsCreated) -> bool:
         return self._backpressure.fits(event, **self._used())
 
     def _used(self) -> dict[str, int]:
         """Return what counts toward the limits: rows that are coming, too."""
-        rows, coming = self._book.rows, self._arrivals
+        rows, coming = self._table.rows, self._arrivals
         return {"num_rows": len(rows) + len(coming), "num_bytes": rows.num_bytes + coming.num_bytes}

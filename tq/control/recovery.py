@@ -30,23 +30,23 @@ class Recovering:
     owners: frozenset[str]
 
 
-def fence_void_leases(book: RowTable, task: TaskState, units: Iterable[str]) -> dict[int, str]:
+def fence_void_leases(table: RowTable, task: TaskState, units: Iterable[str]) -> dict[int, str]:
     """Have units refuse puts under all leases so far that are not alive; returns token -> unit of each fence."""
     alive = tuple(sorted(task.leases.by_token))
-    fences = {book.token(): unit for unit in sorted(units)}
-    book.out += [FenceAll(task.spec.name, token, unit, alive) for token, unit in fences.items()]
+    fences = {table.token(): unit for unit in sorted(units)}
+    table.out += [FenceAll(task.spec.name, token, unit, alive) for token, unit in fences.items()]
     return fences
 
 
 class Recovery:
     """One controller's way back."""
 
-    def __init__(self, book: RowTable, expected: Recovering) -> None:
+    def __init__(self, table: RowTable, expected: Recovering) -> None:
         """Args:
-        book: rows and tasks, empty so far.
+        table: rows and tasks, empty so far.
         expected: whom to wait for.
         """
-        self._book = book
+        self._table = table
         self._units = set(expected.units)
         self._all_units = set(expected.units)
         self._owners = set(expected.owners)
@@ -99,12 +99,12 @@ class Recovery:
         self._holds[owner] = [*holds, *earlier.values()]
 
     def defer(self, event: AckLost | Release) -> None:
-        """What is told of leases while they are not rebuilt is looked at afterwards.
+        """Keep an ack or release until leases are rebuilt.
 
         Raises:
             PeerRefused: an ack of a lease that may have ended meanwhile cannot be promised.
         """
-        task = self._book.tasks.get(event.task)
+        task = self._table.tasks.get(event.task)
         if isinstance(event, AckLost) and task is not None and not task.spec.keeps_leases:
             raise PeerRefused(f"the controller was restarted and waits for {self.waiting_for}; ack again")
         self._later.append(event)
@@ -118,12 +118,12 @@ class Recovery:
         """A consumer is gone; trainers keep what they hold."""
         self._owners.discard(owner)
         holds = self._holds.pop(owner, ())
-        kept = [one for one in holds if one.task in self._book.tasks and self._book.tasks[one.task].spec.keeps_leases]
+        kept = [one for one in holds if one.task in self._table.tasks and self._table.tasks[one.task].spec.keeps_leases]
         if kept:
             self._holds[owner] = kept
 
     def keeps_leases(self, owner: str) -> bool:
-        """Whether a consumer that was heard, and is gone, is a trainer with leases; others lose them when they go."""
+        """Whether a departed consumer is a trainer with leases; other consumers lose theirs."""
         return bool(self._holds.get(owner))
 
     def cleared(self, partition: int) -> None:
@@ -134,11 +134,11 @@ class Recovery:
     def rebuild(self) -> None:
         """No further peer is waited for: restore leases and rounds, and fence all other leases."""
         self._collecting = False
-        for name, task in self._book.tasks.items():
+        for name, task in self._table.tasks.items():
             held = [(owner, one) for owner, holds in self._holds.items() for one in holds if one.task == name]
             self._restore(task, held)
             task.leases.some_void = True
-            self._fences |= fence_void_leases(self._book, task, self._all_units)
+            self._fences |= fence_void_leases(self._table, task, self._all_units)
         self._holds.clear()
 
     def fenced(self, token: int) -> None:
@@ -147,7 +147,7 @@ class Recovery:
 
     @property
     def _fencing(self) -> set[str]:
-        units = self._book.rows.units
+        units = self._table.rows.units
         return {unit for unit in self._fences.values() if unit in units and units[unit].online}
 
     def _restore(self, task: TaskState, held: list[tuple[str, Held]]) -> None:
@@ -157,7 +157,7 @@ class Recovery:
             if task.spec.keeps_leases:
                 self._remember_unknown(task, one)
             else:  # the lease may be alive for its other rows
-                task.leases.owe_fence(number for number in one.rows if number not in self._book.rows.rows)
+                task.leases.owe_fence(number for number in one.rows if number not in self._table.rows.rows)
             for number in one.rows:
                 newest[number] = max(one.token, newest.get(number, 0))
         for owner, one in sorted(held, key=lambda item: item[1].token):
@@ -167,17 +167,17 @@ class Recovery:
             elif rows:
                 self._hold(task, one, owner, rows)
             if one.round_index >= 0:
-                self._book.assigners[task.spec.name].restore(one, owner)
+                self._table.assigners[task.spec.name].restore(one, owner)
 
     def _hold(self, task: TaskState, one: Held, owner: str, rows: Iterable[int]) -> None:
-        table = self._book.rows.rows
+        all_rows = self._table.rows.rows
         for number in rows:
-            if table[number].queued & task.bit:
-                task.partition(one.partition).queue.withdraw(number, table[number])
+            if all_rows[number].queued & task.bit:
+                task.partition(one.partition).queue.withdraw(number, all_rows[number])
         task.lease(one.token, one.partition, rows, owner)
 
     def _undone(self, task: TaskState, number: int) -> bool:
-        row = self._book.rows.rows.get(number)
+        row = self._table.rows.rows.get(number)
         return row is not None and bool(row.left & task.bit)
 
     def _remember_unknown(self, task: TaskState, one: Held) -> None:
@@ -185,8 +185,8 @@ class Recovery:
 
         Whatever wrote the trainer's inputs was done with them, and its outputs are lost like they.
         """
-        upstream = self._book.graph.upstream(task.bit)
-        left, written = self._book.rows.every_task & ~upstream, task.inputs | self._book.graph.outputs(upstream)
+        upstream = self._table.graph.upstream(task.bit)
+        left, written = self._table.rows.every_task & ~upstream, task.inputs | self._table.graph.outputs(upstream)
         for number in one.rows:
             row = Row(UnitLife(""), one.partition, _GROUP_UNKNOWN, 1, written, left, tokens=0, num_bytes=0)
-            self._book.add_lost(number, row)
+            self._table.add_lost(number, row)

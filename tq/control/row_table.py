@@ -11,10 +11,9 @@ from asyncflow.errors import LeaseFenced, PeerRefused
 from tq.control.assigner import RoundAssigner
 from tq.control.events import Answer, Cleared, Commit, Fence, Fenced, Instruction
 from tq.control.group_removals import GroupRemovals
-from tq.control.losses import Losses
+from tq.control.losses import Losses, TaskGraph
 from tq.control.row_set import RowSet
 from tq.control.rows import Row, Rows, RowState, UnitLife
-from tq.control.task_graph import TaskGraph
 from tq.control.task_state import TaskState
 from tq.messages import AckLost, OutputsWritten
 from tq.refill import RemovalCause
@@ -66,7 +65,7 @@ class RowTable:
     def add(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
         """Rows of a partition that were not known are at a unit."""
         state = rows[0][1].unit.row_state
-        some_leave = self.removals.any and state is not _LOST
+        some_leave = self.removals.groups and state is not _LOST
         for _, row in rows:
             row.to(RowState.WITHHELD if some_leave and self.removals.has(row) else state)
         self.rows.add(partition, rows)
@@ -128,7 +127,8 @@ class RowTable:
         if event.tokens and len(event.tokens) != len(event.rows):
             raise PeerRefused(f"{event.unit}: {len(event.rows)} rows with {len(event.tokens)} lengths")
         mask = self.rows.mask(event.columns)
-        self.graph.learn(event.task, event.columns)
+        if mask & ~self.graph.known[bit]:
+            self.graph.learn(event.task, event.columns)
         grown = event.num_bytes // max(1, len(event.rows))
         partitions = set()
         for k, number in enumerate(event.rows):
@@ -167,10 +167,12 @@ class RowTable:
 
         What it wrote went with them. Rows that were put again meanwhile are judged by what was put.
         """
-        bit, table = self.rows.bit(task), self.rows.rows
-        lost = [number for number in numbers if number in table and table[number].lost and table[number].left & bit]
+        bit, all_rows = self.rows.bit(task), self.rows.rows
+        lost = [
+            number for number in numbers if number in all_rows and all_rows[number].lost and all_rows[number].left & bit
+        ]
         for number in lost:
-            table[number].wrote(self.graph.outputs(bit))
+            all_rows[number].wrote(self.graph.outputs(bit))
         self.mark_done(task, lost)
 
     def ack_lost(self, event: AckLost, *, promised: bool = False) -> None:
@@ -188,9 +190,9 @@ class RowTable:
             PeerRefused: the rows are not lost; nothing changed.
         """
         open_rows = self._under_lease(event)
-        task, table = self.tasks.get(event.task), self.rows.rows
+        task, all_rows = self.tasks.get(event.task), self.rows.rows
         for number in open_rows:
-            row = table[number]
+            row = all_rows[number]
             if task is not None and not (row.lost or promised or task.spec.keeps_leases):
                 raise PeerRefused(f"row {number} is not lost: {row.unit.name} has it; ack it there")
         where = self.rows.by_unit(open_rows)
@@ -208,13 +210,6 @@ class RowTable:
         if here:
             self._fence(task, here, counts=counts)
 
-    def remove_groups(self, task: TaskState, token: int, rows: Iterable[int], *, failures: int = 0) -> None:
-        """The holder of a lease has no use for the groups of some of its rows, or failed on them so often."""
-        for number in task.leases.by_token[token].rows.intersection(rows):
-            row = self.rows.rows.get(number)
-            if row is not None:
-                self.removals.begin(row, RemovalCause(task.spec.name, failures, filtered=not failures))
-
     def fenced(self, event: Fenced) -> None:
         """A fence holds: its rows are ready again, in their old place in the order."""
         task = self.tasks.get(event.task)
@@ -229,9 +224,9 @@ class RowTable:
                 task.leases.owe_fence([number])
             if fencing.counts:
                 task.num_released += 1
-                task.leases.returns[number] = task.leases.returns.get(number, 0) + 1
-                if 0 < task.spec.max_deliveries <= task.leases.returns[number]:
-                    self.removals.begin(row, RemovalCause(event.task, task.leases.returns[number]))
+                times = task.leases.returned(number)
+                if 0 < task.spec.max_deliveries <= times:
+                    self.removals.begin(row, RemovalCause(event.task, times))
             task.refresh(number, row)
 
     # Loss, removal
@@ -241,8 +236,7 @@ class RowTable:
         row = self.rows.rows[number]
         for task in self.tasks.values():
             task.removed(number, row, may_return=may_return)
-        self.rows.remove(number, RowState.REMOVED)
-        self.losses.end(number)
+        self._drop(number, RowState.REMOVED)
 
     def clear_if_empty(self, partition: int) -> None:
         """Forget a cleared partition once no unit has rows of it."""
@@ -303,7 +297,7 @@ class RowTable:
                 yield number
 
     def tell_watchers(self) -> None:
-        """Answer those who watch for losses that they have not heard of."""
+        """Send watchers the losses they have not seen."""
         self.out += [Answer(*told) for told in self.losses.take_answers(self.rows.rows)]
 
     def recount(self, partition: int) -> None:
@@ -390,9 +384,13 @@ class RowTable:
             self._finish(number)
 
     def _finish(self, number: int) -> None:
-        row = self.rows.remove(number, RowState.FINISHED)
+        row = self._drop(number, RowState.FINISHED)
         self.rows.finish(row.partition, [number])
-        self.losses.end(number)
+
+    def _drop(self, number: int, state: RowState) -> Row:
+        if self.losses.lost:  # some row was ever lost
+            self.losses.end(number)
+        return self.rows.remove(number, state)
 
     def _lost_unit(self) -> UnitLife:
         if self._nowhere not in self.rows.dead_units:

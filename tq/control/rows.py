@@ -116,7 +116,7 @@ class Row:
         partition, group, group_size: see `messages.PutRows`.
         written: columns (bits).
         left: tasks that are not done with it (bits).
-        queued: tasks that may be given it now (bits).
+        queued: tasks that may be given it now (bits); written by their `PartitionQueue` alone.
         tokens, num_bytes: over all its columns.
         state: see `RowState`.
     """
@@ -193,6 +193,14 @@ class PartitionRows:
         """Whether no row will follow."""
         return self.declared is not None and self.num_live + self.num_finished >= self.declared - len(self.removed)
 
+    def declare(self, num_rows: int) -> None:
+        """How many rows it will have is known, or changed; those that it lacks count among them."""
+        self.declared = num_rows
+
+    def lack(self, rows: RowSet) -> None:
+        """It will never have these rows."""
+        self.removed.merge(rows)
+
     def has(self, rows: Iterable[int]) -> None:
         """It has these rows, if it had lost them before."""
         for number in rows if self.removed else ():
@@ -212,10 +220,9 @@ class Rows:
         self.units: dict[str, UnitLife] = {}
         self.dead_units: list[UnitLife] = []
         self.partitions: dict[int, PartitionRows] = {}
-        self.newly_finished: dict[int, RowSet] = {}
-        """Partition -> rows that were finished since they were last taken from here."""
         self.num_bytes = 0
         self._columns: dict[str, int] = {}
+        self._newly_finished: dict[int, RowSet] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -273,6 +280,11 @@ class Rows:
         """Whether all tasks are done with a row."""
         return number in self.finished(partition)
 
+    def take_finished(self) -> dict[int, RowSet]:
+        """Return partition -> rows that were finished since the last call."""
+        newly, self._newly_finished = self._newly_finished, {}
+        return newly
+
     def known_rows(self) -> dict[int, list[int]]:
         """Return partition -> rows in the table, and finished ones."""
         known = {number: list(info.finished) for number, info in self.partitions.items()}
@@ -294,12 +306,12 @@ class Rows:
         info.has(numbers)
         if nameless:
             info.nameless.update(numbers)
-        self.newly_finished.setdefault(partition, RowSet()).update(numbers)
+        self._newly_finished.setdefault(partition, RowSet()).update(numbers)
 
     def forget(self, partition: int) -> None:
         """No row of a partition is in the table; it may begin anew."""
         self.partitions.pop(partition, None)
-        self.newly_finished.pop(partition, None)
+        self._newly_finished.pop(partition, None)
 
     def add(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
         """Rows of a partition that were not here, all at one unit."""

@@ -1,8 +1,17 @@
-"""Applies events to a controller's state, one after another. Results are durable before any process is told."""
+"""Applies events to a controller's state, one after another. Results are durable before any process is told.
+
+Calls that are not answered yet wait here, each with its deadline:
+
+    keep --> take (answered)
+        '-> park --> take (answered; the deadline is off) | its time is up --> `expired`
+"""
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeGuard
 
 from msgspec.structs import replace
@@ -26,20 +35,31 @@ from tq.control.events import (
     Shrunk,
     TasksWrite,
 )
-from tq.control.pending_requests import PendingRequests
 from tq.control.row_set import RowSet
 from tq.control.state import ControlState
 from tq.control.unit_orders import UnitOrders
-from tq.messages import FetchRows, LeaseGrant, Message, NoRows, RowRecords, RowsConfirmed, RowsCreated, UnitLoss
-from tq.timers import Timers
+from tq.messages import (
+    FetchRound,
+    FetchRows,
+    LeaseGrant,
+    Message,
+    NoRows,
+    RowRecords,
+    RowsConfirmed,
+    RowsCreated,
+    UnitLoss,
+)
+from tq.timers import Timer, Timers
 
 NewsItem = tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared
 News = list[NewsItem]
 """Messages that are sent when the lock is released."""
 
+_LONGEST_PARK_S = 3600.0
+
 
 class StateShell:
-    """The state, its lock, the calls that wait, and those who are told: units, durable facts, admission.
+    """The state with its lock, parked calls and listeners (units, durable facts, admission).
 
     No thread calls another process while holding the lock.
     """
@@ -129,7 +149,7 @@ class StateShell:
         for one in news:
             if isinstance(one, Shrunk):
                 self._memory.remember_removed(one.partition, self._removed)
-        if self.state.losses_changed or self._memory.remembering_losses:
+        if self.state.losses_changed or self._memory.saving_losses.locked():
             self._memory.remember_losses(self._losses)
         for one in news:
             if isinstance(one, Cleared):
@@ -180,6 +200,73 @@ class StateShell:
         if self.admission is None or self.admission.started or self.state.recovering:
             return
         self.admission.start(self.state.known_rows() if self._restarted else None)
+
+
+class PendingRequests:
+    """Calls that wait, by request number. The caller holds the shell's lock. Never answers."""
+
+    def __init__(self, timers: Timers, expired: Callable[[int], None]) -> None:
+        """Args:
+        timers: run the deadlines.
+        expired: called without the lock with a request whose time is up, though it may just be answered.
+        """
+        self._timers = timers
+        self._expired = expired
+        self._kept: dict[int, _Kept] = {}
+        self._newest = 0
+
+    def keep(self, call: Call) -> int:
+        """Keep a call until it is taken; returns the request's number."""
+        self._newest += 1
+        self._kept[self._newest] = _Kept(call, time.monotonic())
+        return self._newest
+
+    def park(self, request: int, timeout_s: float) -> None:
+        """Set the deadline of a request, unless it was answered."""
+        kept = self._kept.get(request)
+        if kept is not None:
+            delay_s = min(max(0.0, timeout_s), _LONGEST_PARK_S)
+            kept.deadline = self._timers.after(delay_s, partial(self._expired, request))
+
+    def take(self, request: int) -> Call | None:
+        """Return the call, which is to be answered now, once."""
+        kept = self._kept.pop(request, None)
+        return None if kept is None else kept.let_go()
+
+    def drop(self, session: int) -> list[int]:
+        """A channel ended: its calls need no reply, and would keep it alive. Returns the requests."""
+        requests = [number for number, kept in self._kept.items() if kept.call.session.number == session]
+        for number in requests:
+            self.take(number)
+        return requests
+
+    def fetches_of(self, owner: str) -> list[int]:
+        """Return the fetches of a consumer."""
+        return [
+            number
+            for number, kept in self._kept.items()
+            if isinstance(message := kept.call.message, FetchRows | FetchRound) and message.owner == owner
+        ]
+
+    def waiting_since(self) -> dict[str, float]:
+        """Return, per task, when its oldest fetch began to wait (s, monotonic)."""
+        oldest: dict[str, float] = {}
+        for kept in self._kept.values():  # in the order of their coming
+            if isinstance(kept.call.message, FetchRows | FetchRound):
+                oldest.setdefault(kept.call.message.task, kept.since)
+        return oldest
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    call: Call
+    since: float
+    deadline: Timer | None = None
+
+    def let_go(self) -> Call:
+        if self.deadline is not None:
+            self.deadline.cancel()
+        return self.call
 
 
 def _brings(event: Event | None, grant: LeaseGrant, fetch: Message) -> TypeGuard[RowsCreated | RowsConfirmed]:

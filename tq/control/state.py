@@ -99,17 +99,18 @@ class ControlState:
         refill: admission replaces dead-letter groups; else their partition gets smaller.
         recovering: whom a restarted controller waits for; None: a first start.
         """
-        self._book = RowTable(tasks, served=served, first_token=first_token, refill=refill)
-        self._reasons = WaitReasons(self._book)
-        self._fetches = Fetches(self._book, self._reasons, version=version, lineage=lineage, published=published)
+        self.table = RowTable(tasks, served=served, first_token=first_token, refill=refill)
+        """Others only read it: `handle` changes it."""
+        self._reasons = WaitReasons(self.table)
+        self._fetches = Fetches(self.table, self._reasons, version=version, lineage=lineage, published=published)
         self._oldest_token = first_lease_token(lineage)
         self._backpressure = Backpressure(row_limit=row_limit, byte_limit=byte_limit)
-        self._arrivals = Arrivals(self._book)
-        self._puts = PutQueue(self._book, self._arrivals, self._backpressure)
-        self._registry = UnitRegistry(self._book, self._arrivals, [spec.name for spec in tasks])
+        self._arrivals = Arrivals(self.table)
+        self._puts = PutQueue(self.table, self._arrivals, self._backpressure)
+        self._registry = UnitRegistry(self.table, self._arrivals, [spec.name for spec in tasks])
         self._recovery: Recovery | None = None
         if recovering is not None and (recovering.units or recovering.owners):
-            self._recovery = Recovery(self._book, recovering)
+            self._recovery = Recovery(self.table, recovering)
             self._fetches.closed = True
             self._reasons.recovering = self._recovery.waiting_for
 
@@ -141,27 +142,27 @@ class ControlState:
         self._drain()
         self._fetches.wake()
         self._report_losses()
-        out, self._book.out = self._book.out, []
+        out, self.table.out = self.table.out, []
         return out
 
     def keeps_leases(self, owner: str) -> bool:
         """Whether a consumer that is gone has leases, or slices of a step that is not over, for when it comes back."""
         if self._recovery is not None and self._recovery.keeps_leases(owner):
             return True
-        return any(assigner.keeps_leases(owner) for assigner in self._book.assigners.values())
+        return any(assigner.keeps_leases(owner) for assigner in self.table.assigners.values())
 
     def units(self) -> dict[str, int]:
         """Return the units that are up, with the bytes of live rows that they hold."""
-        return {name: unit.num_bytes for name, unit in self._book.rows.units.items() if unit.online}
+        return {name: unit.num_bytes for name, unit in self.table.rows.units.items() if unit.online}
 
     def away(self) -> list[str]:
         """Return the units that are not up but may come back with their rows."""
-        known = {name for name, unit in self._book.rows.units.items() if not unit.online}
+        known = {name for name, unit in self.table.rows.units.items() if not unit.online}
         return sorted(known | (self._recovery.missing_units if self._recovery is not None else set()))
 
     def known_rows(self) -> dict[int, list[int]]:
         """Return partition -> rows that are somewhere, or finished."""
-        return self._book.rows.known_rows()
+        return self.table.rows.known_rows()
 
     def take_finished(self) -> dict[int, RowSet]:
         """Return partition -> rows that were finished since the last call.
@@ -170,23 +171,22 @@ class ControlState:
         durable, so that a later incarnation (`RowsFinished`) still counts right, and nobody works on such a row that is
         put again.
         """
-        newly, self._book.rows.newly_finished = self._book.rows.newly_finished, {}
-        return newly
+        return self.table.rows.take_finished()
 
     def any_away(self, rows: Iterable[int]) -> bool:
         """Whether some are lost, or count as lost once they are put again: then it matters what tasks write."""
-        table = self._book.rows.rows
-        return any(number in table and table[number].state in (RowState.AWAY, RowState.LOST) for number in rows)
+        all_rows = self.table.rows.rows
+        return any(number in all_rows and all_rows[number].state in (RowState.AWAY, RowState.LOST) for number in rows)
 
     def removed_rows(self, partition: int) -> RowSet:
         """Return the rows that a partition will never have."""
-        info = self._book.rows.partitions.get(partition)
+        info = self.table.rows.partitions.get(partition)
         return RowSet() if info is None else info.removed.copy()
 
     @property
     def losses_changed(self) -> bool:
         """Whether `take_losses` would return something."""
-        return self._book.losses.changed
+        return bool(self.table.losses.changed)
 
     def take_losses(self) -> dict[int, list[RowRecords]]:
         """Return part -> which of its rows went with a unit, and who was done with them, where that changed.
@@ -194,7 +194,7 @@ class ControlState:
         No unit remembers them: the shell makes this durable, part by part, so that a later incarnation (`RowsLost`)
         asks for them and nobody works on them twice.
         """
-        return {part: self._registry.lost_records(rows) for part, rows in self._book.losses.take().items()}
+        return {part: self._registry.lost_records(rows) for part, rows in self.table.losses.take().items()}
 
     def losses(self) -> list[UnitLoss]:
         """Return the rows that went with units, by life of the unit: the contents of `TellLost`."""
@@ -202,30 +202,29 @@ class ControlState:
 
     def stats(self, admitted_groups: int = 0) -> QueueStats:
         """Count rows per task; the caller adds connections and times."""
-        return count_rows(self._book, self._fetches, self._backpressure, admitted_groups, self.units())
+        return count_rows(self.table, self._fetches, self._backpressure, admitted_groups, self.units())
 
     def _apply(self, event: Event, request: int) -> None:
         match event:
             case RowsCreated():
                 self._puts.create(event, request)
             case RowsConfirmed():
-                confirmed = self._arrivals.confirm(event)
-                self._book.out.append(Answer(request, confirmed))
+                self.table.out.append(Answer(request, self._arrivals.confirm(event)))
             case OutputsWritten():
-                self._book.write(event)
+                self.table.write(event)
                 self._arrivals.write(event)
             case RowsRemoved():
                 self._puts.cancel(event.unit, set(event.rows))
                 self._registry.remove(event)
             case ClearPartition():
-                self._book.clear_if_empty(event.partition)
+                self.table.clear_if_empty(event.partition)
                 if self._recovery is not None:
                     self._recovery.cleared(event.partition)
             case FetchRows() | FetchRound():
                 self._fetches.check(event)
                 self._fetches.add(request, event)
             case Release() | AckLost():
-                self._book.rows.bit(event.task)
+                self.table.rows.bit(event.task)
                 if self._recovery is not None and self._recovery.collecting:
                     self._recovery.defer(event)
                 else:
@@ -233,10 +232,10 @@ class ControlState:
             case OpenPartition():
                 self._open(event)
             case RowsLacking():
-                self._book.rows.partition(event.partition).removed.merge(event.rows)
+                self.table.rows.partition(event.partition).lack(event.rows)
             case WatchLost():
-                self._book.losses.watchers[request] = event
-                self._book.tell_watchers()
+                self.table.losses.watchers[request] = event
+                self.table.tell_watchers()
             case PublishVersion():
                 self._fetches.publish(event.step)
             case Stop():
@@ -247,21 +246,21 @@ class ControlState:
                 self._expire(event.request)
             case RowsFinished():
                 self._registry.count_finished(event.partition, event.rows)
-                self._book.drop_finished(event.partition)
+                self.table.drop_finished(event.partition)
             case RowsLost():
                 self._registry.take_lost(event.records)
             case TellLost():
                 if self._recovery is None:  # else a unit may just not have come back yet
                     self._registry.adopt(event.losses)
-                self._book.out.append(Answer(request, RowsAccepted(self._registry.done_of(event.losses))))
+                self.table.out.append(Answer(request, RowsAccepted(self._registry.done_of(event.losses))))
             case DoneElsewhere():
                 for name, rows in event.commits.items():
-                    self._book.mark_lost_done(name, rows)
+                    self.table.mark_lost_done(name, rows)
             case TasksWrite():
                 for name, columns in event.outputs.items():
-                    self._book.graph.learn(name, columns)
+                    self.table.graph.learn(name, columns)
             case Fenced():
-                self._book.fenced(event)
+                self.table.fenced(event)
                 if self._recovery is not None:
                     self._recovery.fenced(event.token)
             case _:
@@ -277,7 +276,7 @@ class ControlState:
             case RegisterUnit():
                 self._puts.cancel(event.unit)
                 reply = self._registry.register(event)
-                self._book.out.append(Answer(request, reply))
+                self.table.out.append(Answer(request, reply))
                 if self._recovery is not None:
                     self._recovery.registered(event.unit)
             case Join():
@@ -288,10 +287,10 @@ class ControlState:
                 self._reasons.writes(event.owner, event.columns)
             case UnitGone():
                 self._puts.cancel(event.unit)
-                if event.unit in self._book.rows.units:
-                    self._book.set_online(self._book.rows.units[event.unit], online=False)
+                if event.unit in self.table.rows.units:
+                    self.table.set_online(self.table.rows.units[event.unit], online=False)
             case UnitLost():
-                unit = self._book.rows.units.get(event.unit)
+                unit = self.table.rows.units.get(event.unit)
                 if unit is not None and not unit.online:
                     self._puts.lose(unit)
             case RecoveryDeadline():
@@ -305,7 +304,7 @@ class ControlState:
         """Closed for writing, once the last puts are in: partitions have the rows that are there, tasks no others."""
         if self._fetches.drained or self._recovery is not None or not self._puts.drained:
             return
-        for number, info in self._book.rows.partitions.items():
+        for number, info in self.table.rows.partitions.items():
             if info.declared is None:
                 num_rows = info.num_live + info.num_finished + len(info.removed)
                 self._open(OpenPartition(number, num_rows))
@@ -314,26 +313,26 @@ class ControlState:
     def _open(self, event: OpenPartition) -> None:
         if self._fetches.stopped:
             return  # else ranks of one gang could disagree on whether the partition is over
-        self._book.rows.partition(event.partition).declared = event.num_rows
-        self._book.recount(event.partition)
-        for task in self._book.tasks.values():
+        self.table.rows.partition(event.partition).declare(event.num_rows)
+        self.table.recount(event.partition)
+        for task in self.table.tasks.values():
             task.sized(event.partition)
 
     # Consumers
 
     def _end_lease(self, event: Release | AckLost, *, promised: bool = False) -> None:
         if isinstance(event, AckLost):
-            self._book.ack_lost(event, promised=promised)
+            self.table.ack_lost(event, promised=promised)
             return
-        task = self._book.tasks.get(event.task)
+        task = self.table.tasks.get(event.task)
         if task is None:
             raise PeerRefused(f"{event.task} is served by another controller")
         if event.token not in task.leases.by_token or (event.fenced and task.spec.keeps_leases):
             return
         if event.filtered or event.failures:
-            self._book.remove_groups(task, event.token, event.rows, failures=event.failures)
+            self.table.removals.give_up(task, event.token, event.rows, failures=event.failures)
         else:
-            self._book.release(task, event.token, event.rows, counts=not event.fenced)
+            self.table.release(task, event.token, event.rows, counts=not event.fenced)
 
     def _join(self, event: Join, request: int) -> None:
         void = [held.token for held in event.holds if held.token < self._oldest_token]
@@ -342,45 +341,45 @@ class ControlState:
             self._recovery.joined(event.owner, event.holds)
         else:
             for held in event.holds:
-                task = self._book.tasks.get(held.task)
+                task = self.table.tasks.get(held.task)
                 if task is None:
                     continue
                 if held.token in task.leases.by_token:
                     task.leases.read(held.token, event.owner)
                 elif held.rows and not all(task.leases.was_done(held.token, row) for row in held.rows):
                     void.append(held.token)
-        self._book.out.append(Answer(request, Joined(void)))
+        self.table.out.append(Answer(request, Joined(void)))
 
     def _leave(self, owner: str) -> None:
         self._fetches.leave(owner)
         self._reasons.leave(owner)
         if self._recovery is not None and self._recovery.collecting:
             self._recovery.gone(owner)
-        for task in self._book.tasks.values():
+        for task in self.table.tasks.values():
             if not task.spec.keeps_leases:
                 for lease in task.leases.leave(owner):
-                    self._book.release(task, lease.token)
+                    self.table.release(task, lease.token)
 
     # Waiting
 
     def _expire(self, request: int) -> None:
         if self._puts.expire(request, self._reasons.blocking):
             return
-        if self._book.losses.watchers.pop(request, None) is not None:
-            self._book.out.append(Answer(request, NoRows(NoRowsReason.DEADLINE, self.newest_version)))
+        if self.table.losses.watchers.pop(request, None) is not None:
+            self.table.out.append(Answer(request, NoRows(NoRowsReason.DEADLINE, self.newest_version)))
         else:
             self._fetches.expire(request)
 
     def _report_losses(self) -> None:
-        if not self._book.losses.undecided or (self._recovery is not None and self._recovery.collecting):
+        if not self.table.losses.undecided or (self._recovery is not None and self._recovery.collecting):
             return
-        new = self._book.losses.report(self._book.needed())
+        new = self.table.losses.report(self.table.needed())
         if new:  # the fences of their unit are lost with it
-            units = {self._book.rows.rows[number].unit.name for number in new} - {""} | self._book.rows.units.keys()
-            for task in self._book.tasks.values():
-                fence_void_leases(self._book, task, units if task.leases.some_void else ())
-            self._book.out.append(Lost(tuple(new)))
-            self._book.tell_watchers()
+            units = {self.table.rows.rows[number].unit.name for number in new} - {""} | self.table.rows.units.keys()
+            for task in self.table.tasks.values():
+                fence_void_leases(self.table, task, units if task.leases.some_void else ())
+            self.table.out.append(Lost(tuple(new)))
+            self.table.tell_watchers()
 
     def _rebuild(self) -> None:
         if self._recovery is None or not self._recovery.collecting:

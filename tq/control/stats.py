@@ -10,22 +10,22 @@ from tq.messages import QueueStats, TaskStats
 
 
 def count_rows(
-    book: RowTable, fetches: Fetches, backpressure: Backpressure, admitted_groups: int, units: dict[str, int]
+    table: RowTable, fetches: Fetches, backpressure: Backpressure, admitted_groups: int, units: dict[str, int]
 ) -> QueueStats:
     """Return what a controller's state knows of itself."""
     return QueueStats(
-        tasks=[_count_task(task, fetches.parked.count(name)) for name, task in book.tasks.items()],
-        live_rows=len(book.rows),
+        tasks=[_count_task(task, fetches.parked.count(name)) for name, task in table.tasks.items()],
+        live_rows=len(table.rows),
         newest_version=fetches.newest_version,
         admitted_groups=admitted_groups,
         units=units,
-        live_bytes=book.rows.num_bytes,
+        live_bytes=table.rows.num_bytes,
         row_limit=backpressure.row_limit,
         byte_limit=backpressure.byte_limit,
         waiting_puts=len(backpressure.waiting),
-        lost_rows=book.rows.num_lost,
-        dead_letter_groups=book.removals.count,
-        filtered_groups=book.removals.num_filtered,
+        lost_rows=table.rows.num_lost,
+        dead_letter_groups=table.removals.count,
+        filtered_groups=table.removals.num_filtered,
     )
 
 

@@ -17,7 +17,7 @@ from tq.control.partition_queue import PartitionQueue
 from tq.control.rounds import Rounds
 from tq.control.rows import Row, Rows, RowState
 from tq.policies import Fifo, Policy, Want
-from tq.task_spec import TaskSpec as TaskSpec
+from tq.task_spec import TaskSpec
 
 _STORED = RowState.STORED
 """An attribute of an enumeration is slow, and this one is looked at for every row and task."""
@@ -52,7 +52,7 @@ TASK_TRANSITIONS: dict[TaskRowState, dict[TaskRowState, str]] = {
         TaskRowState.DONE: "a unit or another controller knows that it is done",
     },
     TaskRowState.LEASED: {
-        TaskRowState.FENCING: "its holder died, gave it back, or lost it with the unit",
+        TaskRowState.FENCING: "its holder died, released it, or lost it with the unit",
         TaskRowState.DONE: "its outputs are written, or it was acked",
     },
     TaskRowState.FENCING: {
@@ -63,7 +63,10 @@ TASK_TRANSITIONS: dict[TaskRowState, dict[TaskRowState, str]] = {
         TaskRowState.WAITING: "its outputs were lost with a unit, and it was put again without them",
     },
 }
-"""State -> the states that may follow, each with its cause. A row that left the table has none."""
+"""State -> the states that may follow, each with its cause. A row that left the table has none.
+
+A state is not stored: `left`, the leases and `queued` say it together. The random models compare it over every event.
+"""
 
 
 class TaskPartition:
@@ -183,7 +186,7 @@ class TaskState:
         self.changed.add(partition)
 
     def done_before(self, row: Row) -> None:
-        """The group of such a row became known."""
+        """The group of a row finished before a restart is now known."""
         part = self.partition(row.partition)
         part.queue.expect(row)
         part.queue.mark_done(row)

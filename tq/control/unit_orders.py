@@ -163,8 +163,6 @@ class UnitBacklog:
             entry.was_done.set_result(None)
 
 
-logger = logging.getLogger(__name__)
-
 _CLOSE_TIMEOUT_S = 5.0
 
 Order = Commit | Fence | FenceAll | RemoveGroup

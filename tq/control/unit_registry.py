@@ -15,15 +15,15 @@ from tq.messages import RegisterUnit, RemovalReason, RowRecords, RowsRemoved, Un
 
 
 class UnitRegistry:
-    """Merges inventories into the book."""
+    """Merges inventories into the table."""
 
-    def __init__(self, book: RowTable, arrivals: Arrivals, tasks: list[str]) -> None:
+    def __init__(self, table: RowTable, arrivals: Arrivals, tasks: list[str]) -> None:
         """Args:
-        book: rows and tasks.
+        table: rows and tasks.
         arrivals: takes rows in.
         tasks: all tasks of the queue.
         """
-        self._book = book
+        self._table = table
         self._arrivals = arrivals
         self._tasks = tasks
         self._lives: set[tuple[str, str]] = set()
@@ -37,49 +37,48 @@ class UnitRegistry:
         for record, number, row, returns in self._records(event, unit):
             listed.add(number)
             kept = self._merge(number, row, reply, pending=record.pending)
-            for task in self._book.rows.tasks(kept & row.left):
+            for task in self._table.rows.tasks(kept & row.left):
                 reply.commits.setdefault(task, []).append(number)
             for name, times in returns.items():
-                task_state = self._book.tasks.get(name)
-                if task_state is not None and times and number in self._book.rows.rows:
-                    known = task_state.leases.returns
-                    known[number] = max(times, known.get(number, 0))
+                task_state = self._table.tasks.get(name)
+                if task_state is not None and times and number in self._table.rows.rows:
+                    task_state.leases.returned_before(number, times)
         self._take_tombstones(event, [unit] if old is None else [unit, old], listed)
-        self._book.set_online(unit, online=True)
-        self._book.removals.keep_out(sorted(listed))
+        self._table.set_online(unit, online=True)
+        self._table.removals.keep_out(sorted(listed))
         partitions = {record.partition for record in event.records} | event.finished.keys()
         for partition in partitions | {group.partition for group in event.removed_groups}:
-            self._book.drop_finished(partition)
-            self._book.recount(partition)
+            self._table.drop_finished(partition)
+            self._table.recount(partition)
         return reply
 
     def remove(self, event: RowsRemoved) -> None:
         """A unit let go of rows."""
         self._arrivals.forget(event.unit, set(event.rows))
-        table = self._book.rows.rows
-        at_unit = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
-        here = [number for number in at_unit if not table[number].lost]  # else an earlier life of the unit had it
+        all_rows = self._table.rows.rows
+        at_unit = [number for number in event.rows if number in all_rows and all_rows[number].unit.name == event.unit]
+        here = [number for number in at_unit if not all_rows[number].lost]  # else an earlier life of the unit had it
         if event.reason is RemovalReason.GROUP_LEFT:
-            self._book.removals.remove(here, event.cause)
+            self._table.removals.remove(here, event.cause)
             return
         if event.reason is RemovalReason.DROPPED:
-            self._book.misplace(here)
+            self._table.misplace(here)
             return
         for number in here:
-            self._book.remove(number, may_return=True)
+            self._table.remove(number, may_return=True)
         if event.reason is RemovalReason.CLEARED:
-            self._book.clear_if_empty(event.partition)
+            self._table.clear_if_empty(event.partition)
 
     def lost_records(self, rows: Iterable[int]) -> list[RowRecords]:
         """Describe rows that went with their unit."""
-        table = self._book.rows
+        all_rows = self._table.rows
         records: dict[tuple[int, int, int], RowRecords] = {}
         for number in sorted(rows):
-            row = table.rows[number]
+            row = all_rows.rows[number]
             key = (row.partition, row.written, row.left)
             if key not in records:
-                done = table.tasks(table.every_task & ~row.left)
-                records[key] = RowRecords(row.partition, [], [], [], [], [], table.columns(row.written), done)
+                done = all_rows.tasks(all_rows.every_task & ~row.left)
+                records[key] = RowRecords(row.partition, [], [], [], [], [], all_rows.columns(row.written), done)
             records[key].append(
                 number, group=row.group, group_size=row.group_size, tokens=row.tokens, num_bytes=row.num_bytes
             )
@@ -88,8 +87,8 @@ class UnitRegistry:
     def losses(self) -> list[UnitLoss]:
         """Return the rows that went with their unit, by the unit's life."""
         lives: dict[tuple[str, str], list[int]] = {}
-        for number in self._book.losses:
-            unit = self._book.rows.rows[number].unit
+        for number in self._table.losses:
+            unit = self._table.rows.rows[number].unit
             lives.setdefault((unit.name, unit.incarnation), []).append(number)
         return [UnitLoss(*life, self.lost_records(rows)) for life, rows in sorted(lives.items())]
 
@@ -104,13 +103,13 @@ class UnitRegistry:
 
     def done_of(self, losses: Iterable[UnitLoss]) -> dict[str, list[int]]:
         """Return task -> positions of lost rows that it is known to be done with."""
-        table = self._book.rows
+        all_rows = self._table.rows
         known: dict[str, list[int]] = {}
         told = [(number, record.partition) for loss in losses for record in loss.records for number in record.rows]
         for k, (number, partition) in enumerate(told):
-            row = table.rows.get(number)
-            finished = table.every_task if table.is_finished(number, partition) else 0
-            for name in table.tasks(finished if row is None else table.every_task & ~row.left):
+            row = all_rows.rows.get(number)
+            finished = all_rows.every_task if all_rows.is_finished(number, partition) else 0
+            for name in all_rows.tasks(finished if row is None else all_rows.every_task & ~row.left):
                 known.setdefault(name, []).append(k)
         return known
 
@@ -118,37 +117,37 @@ class UnitRegistry:
         """An earlier incarnation knew that these rows went with their unit."""
         for record in records:
             for number, row in self._rows(record, UnitLife("")):
-                self._book.add_lost(number, row)
+                self._table.add_lost(number, row)
 
     def count_finished(self, partition: int, rows: Iterable[int]) -> None:
         """Rows were done before this controller met their unit, or before it started."""
-        known = self._book.rows.finished(partition)
+        known = self._table.rows.finished(partition)
         new = [number for number in rows if number not in known]
         if not new:
             return
-        self._book.rows.finish(partition, new, nameless=True)
-        for task in self._book.tasks.values():
+        self._table.rows.finish(partition, new, nameless=True)
+        for task in self._table.tasks.values():
             task.finished_before(partition, len(new))
 
     def _finish(self, number: int, *, here: bool) -> None:
         """All tasks were done with a row; a unit that has the row again since is told (`here` False)."""
-        book = self._book
-        for name in book.rows.tasks(book.rows.rows[number].left):
-            if not here and name in book.tasks:
-                book.out.append(Commit(name, book.token(), book.rows.by_unit([number])))
-            book.mark_done(name, [number])
+        table = self._table
+        for name in table.rows.tasks(table.rows.rows[number].left):
+            if not here and name in table.tasks:
+                table.out.append(Commit(name, table.token(), table.rows.by_unit([number])))
+            table.mark_done(name, [number])
 
     def _unit(self, event: RegisterUnit) -> tuple[UnitLife, UnitLife | None]:
         """Return this life of the unit, and the same life if it was given up before."""
-        units = self._book.rows.units
+        units = self._table.rows.units
         known = units.get(event.unit)
         if known is not None and known.incarnation in ("", event.incarnation):
             known.incarnation = event.incarnation
             return known, None
         if known is not None:
-            self._book.lose(known)
+            self._table.lose(known)
         unit = units[event.unit] = UnitLife(event.unit, event.incarnation, online=False)
-        return unit, next((dead for dead in self._book.rows.dead_units if _same(dead, unit)), None)
+        return unit, next((dead for dead in self._table.rows.dead_units if _same(dead, unit)), None)
 
     def _records(self, event: RegisterUnit, unit: UnitLife) -> Iterator[tuple[RowRecords, int, Row, dict[str, int]]]:
         for record in event.records:
@@ -156,19 +155,19 @@ class UnitRegistry:
                 yield record, number, row, {task: times[k] for task, times in record.deliveries.items()}
 
     def _rows(self, record: RowRecords, unit: UnitLife) -> Iterator[tuple[int, Row]]:
-        table = self._book.rows
-        written = table.mask(record.columns)
-        done = sum(table.bits.get(task, 0) for task in set(record.done))
+        all_rows = self._table.rows
+        written = all_rows.mask(record.columns)
+        done = sum(all_rows.bits.get(task, 0) for task in set(record.done))
         for k, number in enumerate(record.rows):
             yield number, Row(
                 unit, record.partition, record.groups[k], record.group_sizes[k], written,
-                table.every_task & ~done, record.tokens[k], record.num_bytes[k],
+                all_rows.every_task & ~done, record.tokens[k], record.num_bytes[k],
             )  # fmt: skip
 
     def _merge(self, number: int, row: Row, reply: UnitAccepted, *, pending: bool) -> int:
         """Take one row of an inventory; returns the tasks that are known to be done with it (bits)."""
-        book = self._book
-        known = book.rows.rows.get(number)
+        table = self._table
+        known = table.rows.rows.get(number)
         elsewhere = known is not None and not known.lost and known.unit is not row.unit
         if elsewhere or self._arrivals.expects(number):
             reply.drop.append(number)
@@ -179,38 +178,38 @@ class UnitRegistry:
             if pending:
                 return self._arrivals.announce(number, row)
             return self._arrivals.merge(number, row, values_kept=known is not None and _same(known.unit, row.unit))
-        done = book.rows.every_task & ~known.left
-        book.grow(known, row.written, row.tokens - known.tokens, row.num_bytes - known.num_bytes)
-        for name in book.rows.tasks(known.left & ~row.left):
-            book.mark_done(name, [number])
-        book.refresh(number)
+        done = table.rows.every_task & ~known.left
+        table.grow(known, row.written, row.tokens - known.tokens, row.num_bytes - known.num_bytes)
+        for name in table.rows.tasks(known.left & ~row.left):
+            table.mark_done(name, [number])
+        table.refresh(number)
         return done
 
     def _take_tombstones(self, event: RegisterUnit, lives: list[UnitLife], listed: set[int]) -> None:
-        book, table = self._book, self._book.rows.rows
+        table, all_rows = self._table, self._table.rows.rows
         first_time = (event.unit, event.incarnation) not in self._lives
         self._lives.add((event.unit, event.incarnation))
         for partition, rows in event.finished.items():
-            known = [number for number in rows if number in table]
+            known = [number for number in rows if number in all_rows]
             for number in known:
-                self._finish(number, here=table[number].unit in lives or table[number].lost)
+                self._finish(number, here=all_rows[number].unit in lives or all_rows[number].lost)
             if first_time:
                 self.count_finished(partition, set(rows).difference(known))
         for gone in event.removed_groups if first_time else ():
-            finished = book.rows.finished(gone.partition)
-            unknown = [number for number in gone.rows if number not in table and number not in finished]
+            finished = table.rows.finished(gone.partition)
+            unknown = [number for number in gone.rows if number not in all_rows and number not in finished]
             if unknown:  # an earlier incarnation, or another controller, knew of them
-                book.removals.lack(gone.partition, unknown)
+                table.removals.lack(gone.partition, unknown)
         removed = {number: gone.cause for gone in event.removed_groups for number in gone.rows}
-        for number in [number for unit in lives for number in book.rows.at_unit(unit)]:
-            if number in listed or number not in table:
+        for number in [number for unit in lives for number in table.rows.at_unit(unit)]:
+            if number in listed or number not in all_rows:
                 continue
             if number in removed:  # another controller's doing
-                book.removals.remove([number], removed[number])
-            elif table[number].state is RowState.WITHHELD:
-                book.removals.remove([number])
-            else:  # cleared, or taken back, while nobody could tell
-                book.remove(number)
+                table.removals.remove([number], removed[number])
+            elif all_rows[number].state is RowState.WITHHELD:
+                table.removals.remove([number])
+            else:  # cleared, or the put was undone, while the unit was away
+                table.remove(number)
 
 
 def _same(one: UnitLife, other: UnitLife) -> bool:

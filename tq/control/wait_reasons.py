@@ -21,10 +21,10 @@ class Reason:
 class WaitReasons:
     """Looks for what is missing, and knows who writes what."""
 
-    def __init__(self, book: RowTable) -> None:
+    def __init__(self, table: RowTable) -> None:
         self.recovering = ""
         """What a restarted controller waits for; "": it serves."""
-        self._book = book
+        self._table = table
         self._writers: dict[str, frozenset[str]] = {}
 
     def writes(self, owner: str, columns: tuple[str, ...]) -> None:
@@ -58,13 +58,13 @@ class WaitReasons:
 
     def blocking(self) -> str:
         """Return which task keeps the oldest partition alive: what a put waits for that finds no room."""
-        rows = self._book.rows
+        rows = self._table.rows
         for number in sorted(rows.partitions):
             first = next(rows.numbers(number), None)
             if first is None:
                 continue
             for name in rows.tasks(rows.rows[first].left):
-                task = self._book.tasks.get(name)
+                task = self._table.tasks.get(name)
                 if task is None:
                     return f"partition {number} waits for task {name}"
                 part = task.partition(number)
@@ -73,30 +73,30 @@ class WaitReasons:
         return "nothing is alive"
 
     def _oldest(self, task: TaskState) -> int | None:
-        for number in sorted(self._book.rows.partitions):
+        for number in sorted(self._table.rows.partitions):
             if not task.over(number) and self._outstanding(task, number)[1] > 0:
                 return number
         return None
 
     def _outstanding(self, task: TaskState, number: int) -> tuple[int, int]:
         """Return (rows that the partition has or will have, those of them that are in no lease)."""
-        info = self._book.rows.partitions[number]
+        info = self._table.rows.partitions[number]
         part = task.partition(number)
         size = info.num_rows if info.num_rows is not None else info.num_live + info.num_finished
         return size, size - part.num_done - part.num_held
 
     def _in_partition(self, task: TaskState, number: int) -> Reason:
-        info = self._book.rows.partitions.get(number)
+        info = self._table.rows.partitions.get(number)
         if info is None:
             return Reason(f"partition {number} was not opened, and has no rows", self._alive({NEW_ROWS}))
         size, waiting = self._outstanding(task, number)
         absent = size - info.num_live - info.num_finished
-        rows = [self._book.rows.rows[row] for row in self._waiting(task, number)]
+        rows = [self._table.rows.rows[row] for row in self._waiting(task, number)]
         causes = []
         missing = 0
         for row in rows:
             missing |= task.inputs & ~row.written
-        sources = set(self._book.rows.columns(missing))
+        sources = set(self._table.rows.columns(missing))
         if missing:
             count = sum(1 for row in rows if task.inputs & ~row.written)
             causes.append(f"{count} of {size} rows wait for {_columns(sorted(sources))}")
@@ -112,10 +112,10 @@ class WaitReasons:
 
     def _waiting(self, task: TaskState, number: int) -> list[int]:
         numbers = []
-        for looked, row in enumerate(self._book.rows.numbers(number)):
+        for looked, row in enumerate(self._table.rows.numbers(number)):
             if looked >= _LOOKED_AT:
                 break
-            if self._book.rows.rows[row].left & task.bit and row not in task.leases.holders:
+            if self._table.rows.rows[row].left & task.bit and row not in task.leases.holders:
                 numbers.append(row)
         return numbers
 

@@ -1,6 +1,6 @@
 """Everything that the queue's processes say to each other. Typed, size-limited msgpack; never pickle.
 
-    client -> unit              PutRows PutOutputs GetColumns ClearPartition CommitPartitions HoldPuts ...
+    client -> unit              PutRows PutOutputs GetColumns ClearPartition ReleaseCheckpointed HoldPuts ...
     unit -> every controller    RegisterUnit RowsCreated RowsConfirmed OutputsWritten RowsRemoved
     client -> controller        Join Heartbeat FetchRows FetchRound Release OpenPartition PublishVersion Stop ...
     controller -> unit          FenceRows FenceTask RemoveRows PutOutputs (an ack of rows that were lost)
@@ -28,7 +28,6 @@ from tq.messages.of_units import (
     ClearPartition,
     ClearRows,
     Columns,
-    CommitPartitions,
     CutSnapshot,
     FenceRows,
     FenceTask,
@@ -38,6 +37,7 @@ from tq.messages.of_units import (
     ListRows,
     PutOutputs,
     PutRows,
+    ReleaseCheckpointed,
     RemoveRows,
     RowInfo,
     RowList,
@@ -47,6 +47,7 @@ from tq.messages.of_units import (
     WriteSnapshot,
 )
 from tq.messages.to_controllers import (
+    FORMAT,
     NEW_ROWS,
     AckLost,
     CloseWriting,
@@ -92,7 +93,7 @@ CONTROLLER_REQUESTS = (
     | WatchLost
     | PublishVersion
     | ClearPartition
-    | CommitPartitions
+    | ReleaseCheckpointed
     | Stop
     | CloseWriting
     | TellLost
@@ -105,6 +106,7 @@ CONTROLLER_REPLIES = (
 __all__ = [
     "CONTROLLER_REPLIES",
     "CONTROLLER_REQUESTS",
+    "FORMAT",
     "NEW_ROWS",
     "UNIT_REPLIES",
     "UNIT_REQUESTS",
@@ -114,7 +116,6 @@ __all__ = [
     "ClearRows",
     "CloseWriting",
     "Columns",
-    "CommitPartitions",
     "CutSnapshot",
     "Done",
     "FenceRows",
@@ -144,6 +145,7 @@ __all__ = [
     "QueueStats",
     "RegisterUnit",
     "Release",
+    "ReleaseCheckpointed",
     "RemovalReason",
     "RemoveRows",
     "RowInfo",

@@ -97,13 +97,13 @@ class ClearPartition(Message):
     partition: int
 
 
-class CommitPartitions(Message):
-    """A durable checkpoint covers partitions up to and including `newest`: their trained rows may go.
+class ReleaseCheckpointed(Message):
+    """A durable checkpoint covers partitions up to and including `step`: their trained rows may go.
 
     Controllers are told first, and remember which rows are finished: units forget that, too.
     """
 
-    newest: int
+    step: int
 
 
 class HoldPuts(Message):
@@ -231,7 +231,7 @@ UNIT_REQUESTS = (
     | FenceTask
     | RemoveRows
     | ClearPartition
-    | CommitPartitions
+    | ReleaseCheckpointed
     | HoldPuts
     | CutSnapshot
     | WriteSnapshot

@@ -4,11 +4,38 @@ from enum import StrEnum
 
 import msgspec
 
+from asyncflow.errors import PeerRefused
 from tq.refill import UNKNOWN, RemovalCause
 
 
 class Message(msgspec.Struct, tag=True):
     """Base of all messages; the class name is the tag."""
+
+
+FORMAT = 1
+"""Of the messages between the queue's processes; counted up by every change that an older process would misread."""
+
+
+class Introduction(Message, kw_only=True):
+    """First message of a process on a channel to a controller.
+
+    Attributes:
+        format: of its messages.
+    """
+
+    format: int = FORMAT
+
+    def check_format(self, sender: str) -> None:
+        """Refuse a process that speaks another format.
+
+        Raises:
+            PeerRefused: it does.
+        """
+        if self.format != FORMAT:
+            raise PeerRefused(
+                f"{sender} speaks format {self.format} of the queue's messages, this controller format {FORMAT}; "
+                f"install the same version of AsyncFlow for both"
+            )
 
 
 class Done(Message):
@@ -70,7 +97,7 @@ class RowsRemoved(Message):
     cause: RemovalCause = UNKNOWN
 
 
-class RegisterUnit(Message):
+class RegisterUnit(Introduction):
     """First message of a unit on a channel: what it holds. Everything it says later builds on this. -> `UnitAccepted`.
 
     Attributes:
@@ -181,7 +208,7 @@ class Held(msgspec.Struct):
     slice_rows: int = 0
 
 
-class Join(Message):
+class Join(Introduction):
     """First message of a client on a channel, and again when the controller has given the client up. -> `Joined`.
 
     Attributes:

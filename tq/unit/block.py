@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import PeerRefused, TransportError
-from asyncflow.transport.payload import Payload, Piece
+from asyncflow.transport.frame import Payload, Piece
 from tq.backends.backend import Backend
 from tq.spans import Int64s
 from tq.stored_column import StoredColumn
@@ -96,7 +96,7 @@ class BlockStore:
         self._numbers = itertools.count()
 
     def add(self, rows: Sequence[int], headers: Sequence[ColumnHeader], payload: Tensor) -> Block | None:
-        """Keep a put's payload; None when it has no columns. Not yet in anybody's books.
+        """Keep a put's payload; None when it has no columns. Not accounted for yet.
 
         Raises:
             PeerRefused: a column has another number of rows.
@@ -177,7 +177,7 @@ class BlockStore:
         return self.add([block.rows[position] for position in positions], headers, copied)
 
     def spill(self, block: Block) -> bool:
-        """Write a pinned block to disk; it is moved only when the books say so. False: that failed (logged)."""
+        """Write a pinned block to disk; `BlockAccounting` says when it is moved. False: that failed (logged)."""
         assert self.spill_home is not None
         try:
             self.spill_home.store(block.key, block.home.load(block.key, block.num_bytes))
@@ -325,7 +325,7 @@ class BlockAccounting:
 
         Args:
             old: pinned.
-            new: not in the books yet.
+            new: not accounted for yet.
             positions: in `old`, of the rows of `new`.
             rows: all rows of the unit.
         """

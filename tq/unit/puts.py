@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from asyncflow.errors import AsyncFlowError, PutPending, RowsExist
+from asyncflow.errors import AsyncFlowError, PeerRefused, PutPending, RowsExist
 from asyncflow.transport.server import Call
-from tq.futures import Outcome, when_all
+from tq.directory import TaskOutputs
 from tq.messages import (
     OutputsWritten,
     PutOutputs,
@@ -29,22 +29,23 @@ from tq.messages import (
     RowsRemoved,
     Stored,
 )
-from tq.task_outputs import TaskOutputs
+from tq.timers import Timer
 from tq.unit.block import Block, BlockStore
-from tq.unit.controller_links import ControllerLinks, Told
-from tq.unit.records import Repeated
-from tq.unit.snapshots import Holds
+from tq.unit.controller_links import ControllerLinks, Outcome, Told, when_all
+from tq.unit.records import Cut, Repeated
 from tq.unit.state import UnitState
 from tq.wire import enclose
 
 _PARKED_EXTRA_S = 5.0
-"""A controller that parks a put until its deadline has so much longer to say so."""
+"""Grace for a controller's refusal after a parked put's deadline (s)."""
 _CONFIRM_FRACTION = 0.8
 """Of the request deadline: clients shall hear which controller is missing before they give the unit up."""
 _SMALL_BYTES = 2048
 """Values of a put up to this size travel with the notice of it, in one frame: a fetch that waits for them gets them."""
+Resume = Callable[[], None]
+"""Carries out a put that waited."""
 _DOUBTS = RowsExist, PutPending
-"""Refusals of one controller that count only with those of the others."""
+"""Refusals that count only with the other controllers' answers."""
 
 
 class UnitPuts:
@@ -56,7 +57,7 @@ class UnitPuts:
         state: UnitState,
         blocks: BlockStore,
         links: ControllerLinks,
-        holds: Holds,
+        holds: "Holds",
         *,
         outputs: TaskOutputs,
         lock: threading.Lock,
@@ -134,7 +135,7 @@ class UnitPuts:
                 self._coming.update(message.rows)
         if repeated is not None:
             self._check_same(repeated, block)
-            call.reply(Stored(self._state.books.num_bytes))
+            call.reply(Stored(self._state.accounting.num_bytes))
             return
         when_all(list(told.values()), partial(self._conclude, message, call), tolerated=_DOUBTS)
         self._links.flush()
@@ -172,7 +173,7 @@ class UnitPuts:
             self._coming.difference_update(message.rows)
             if isinstance(outcome, list):
                 self._learn(message, outcome)
-            num_bytes = self._state.books.num_bytes
+            num_bytes = self._state.accounting.num_bytes
         self._poke()
         if isinstance(outcome, list):
             call.reply(Stored(num_bytes))
@@ -217,7 +218,7 @@ class UnitPuts:
 
     def _confirm(self, call: Call, outcome: Outcome) -> None:
         if isinstance(outcome, list):
-            call.reply(Stored(self._state.books.num_bytes))
+            call.reply(Stored(self._state.accounting.num_bytes))
         else:
             _refuse(call, outcome)
 
@@ -233,7 +234,7 @@ class UnitPuts:
                 raise repeated.refusal
         finally:
             with self._lock:
-                self._state.books.unpin(repeated.blocks)
+                self._state.accounting.unpin(repeated.blocks)
             self._poke()
         self._discard(block)
 
@@ -261,6 +262,66 @@ class UnitPuts:
     def _written(self, message: PutOutputs, block: Block | None) -> OutputsWritten:
         columns, tokens, num_bytes = _extent(block, len(message.rows))
         return OutputsWritten(self._name, message.task, message.rows, columns, tokens, num_bytes)
+
+
+class Holds:
+    """Holds of one unit, under which its puts wait, and the cuts that came of them. Pure; the caller has the lock.
+
+    HoldPuts(h) --> puts wait --CutSnapshot(h) or the deadline--> they go on
+    """
+
+    def __init__(self) -> None:
+        self._deadlines: dict[str, Timer] = {}
+        self._parked: list[Resume] = []
+        self._cuts: dict[str, tuple[int, Cut]] = {}
+
+    def begin(self, hold: str, deadline: Timer) -> None:
+        """Puts wait from now on, until `end`."""
+        before = self._deadlines.get(hold)
+        if before is not None:
+            before.cancel()
+        self._deadlines[hold] = deadline
+
+    def park(self, resume: Resume) -> bool:
+        """Whether a put must wait; then it is carried out later by calling `resume`."""
+        if self._deadlines:
+            self._parked.append(resume)
+        return bool(self._deadlines)
+
+    def end(self, hold: str) -> list[Resume]:
+        """This hold is over; returns the puts that may go on now. An unknown hold is passed over."""
+        deadline = self._deadlines.pop(hold, None)
+        if deadline is not None:
+            deadline.cancel()
+        if self._deadlines:
+            return []
+        parked, self._parked = self._parked, []
+        return parked
+
+    def check(self, hold: str) -> None:
+        """Raise PeerRefused when the hold has ended."""
+        if hold not in self._deadlines:
+            raise PeerRefused(f"hold {hold} has ended; hold again, and cut within its time")
+
+    def keep(self, hold: str, session: int, cut: Cut) -> None:
+        """Keep a cut for the client that made it."""
+        self._cuts[hold] = (session, cut)
+
+    def take(self, hold: str) -> Cut:
+        """Return a cut, once.
+
+        Raises:
+            PeerRefused: there is none.
+        """
+        try:
+            return self._cuts.pop(hold)[1]
+        except KeyError:
+            raise PeerRefused(f"hold {hold} was not cut, or was written already") from None
+
+    def abandoned(self, session: int) -> list[Cut]:
+        """The client left; returns its cuts, which will never be asked for."""
+        gone = [hold for hold, (owner, _) in self._cuts.items() if owner == session]
+        return [self._cuts.pop(hold)[1] for hold in gone]
 
 
 def _agreed(answers: list[Any]) -> Outcome:

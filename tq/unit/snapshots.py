@@ -16,13 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncflow.errors import AsyncFlowError, PeerRefused, TransportError, one_line
-from asyncflow.transport.payload import Piece
+from asyncflow.errors import AsyncFlowError, TransportError, one_line
+from asyncflow.transport.frame import Piece
 from asyncflow.transport.server import Call
 from tq.messages import CutSnapshot, Done, HoldPuts, SnapshotWritten, WriteSnapshot
 from tq.snapshot import METADATA_KEY, ChunkRecord, checksum
-from tq.timers import Timer, Timers
+from tq.timers import Timers
 from tq.unit.block import Block, BlockStore
+from tq.unit.puts import Holds
 from tq.unit.records import Cut, CutRow
 from tq.unit.state import UnitState
 
@@ -39,7 +40,7 @@ class UnitSnapshots:
         name: str,
         state: UnitState,
         blocks: BlockStore,
-        holds: "Holds",
+        holds: Holds,
         timers: Timers,
         *,
         lock: threading.Lock,
@@ -103,7 +104,7 @@ class UnitSnapshots:
         """A client left: drop its cuts."""
         with self._lock:
             for cut in self._holds.abandoned(session):
-                self._state.books.unpin(cut.blocks)
+                self._state.accounting.unpin(cut.blocks)
         self._poke()
 
     def close(self) -> None:
@@ -135,71 +136,8 @@ class UnitSnapshots:
             call.refuse(TransportError(f"{self._name}: {directory} cannot be written: {one_line(error)}"))
         finally:
             with self._lock:
-                self._state.books.unpin(cut.blocks)
+                self._state.accounting.unpin(cut.blocks)
             self._poke()
-
-
-Resume = Callable[[], None]
-
-
-class Holds:
-    """Holds of one unit, under which its puts wait, and the cuts that came of them. Pure; the caller has the lock.
-
-    HoldPuts(h) --> puts wait --CutSnapshot(h) or the deadline--> they go on
-    """
-
-    def __init__(self) -> None:
-        self._deadlines: dict[str, Timer] = {}
-        self._parked: list[Resume] = []
-        self._cuts: dict[str, tuple[int, Cut]] = {}
-
-    def begin(self, hold: str, deadline: Timer) -> None:
-        """Puts wait from now on, until `end`."""
-        before = self._deadlines.get(hold)
-        if before is not None:
-            before.cancel()
-        self._deadlines[hold] = deadline
-
-    def park(self, resume: Resume) -> bool:
-        """Whether a put must wait; then it is carried out later by calling `resume`."""
-        if self._deadlines:
-            self._parked.append(resume)
-        return bool(self._deadlines)
-
-    def end(self, hold: str) -> list[Resume]:
-        """This hold is over; returns the puts that may go on now. An unknown hold is passed over."""
-        deadline = self._deadlines.pop(hold, None)
-        if deadline is not None:
-            deadline.cancel()
-        if self._deadlines:
-            return []
-        parked, self._parked = self._parked, []
-        return parked
-
-    def check(self, hold: str) -> None:
-        """Raise PeerRefused when the hold has ended."""
-        if hold not in self._deadlines:
-            raise PeerRefused(f"hold {hold} has ended; hold again, and cut within its time")
-
-    def keep(self, hold: str, session: int, cut: Cut) -> None:
-        """Keep a cut for the client that made it."""
-        self._cuts[hold] = (session, cut)
-
-    def take(self, hold: str) -> Cut:
-        """Return a cut, once.
-
-        Raises:
-            PeerRefused: there is none.
-        """
-        try:
-            return self._cuts.pop(hold)[1]
-        except KeyError:
-            raise PeerRefused(f"hold {hold} was not cut, or was written already") from None
-
-    def abandoned(self, session: int) -> list[Cut]:
-        """The client left; returns its cuts, which will never be asked for."""
-        gone = [hold for hold, (owner, _) in self._cuts.items() if owner == session]
-        return [self._cuts.pop(hold)[1] for hold in gone]
 
 
 CHUNK_BYTES = 2**26

@@ -1,8 +1,8 @@
 """Rows of one storage unit: where their values are, which tasks committed. Pure; the caller holds the lock.
 
     absent --create--> here --every task committed--> freed        (a tombstone stays with the partition)
-                        |            '--retain: kept until `commit_partitions` covers it (unless it was finished when it
-                        |              came: what tasks wrote went with another unit)
+                        |            '--retain: kept until `release_checkpointed` covers it (unless it was finished when
+                        |              it came: what tasks wrote went with another unit)
                         '--remove--> absent                        (cleared, removed, dropped, refused)
 
 A commit is one atom for all rows of a put. A token is void for a row when the row was fenced above it, when the task
@@ -36,11 +36,11 @@ class UnitState:
 
     def __init__(self, *, retain: bool = False, lineage: int = 0) -> None:
         """Args:
-        retain: keep rows that every task is done with until `commit_partitions`.
+        retain: keep rows that every task is done with until `release_checkpointed`.
         lineage: of the queue; tokens of earlier ones are void.
         """
         self._oldest_token = first_token(lineage)
-        self.books = BlockAccounting()
+        self.accounting = BlockAccounting()
         self.retained_rows = 0
         self._retain = retain
         self._tasks: frozenset[str] = frozenset()
@@ -251,10 +251,10 @@ class UnitState:
         self._forget_finished(partition)
         return removed
 
-    def commit_partitions(self, newest: int) -> None:
-        """A checkpoint covers partitions up to `newest`: their retained rows go, and their tombstones."""
-        self._committed = max(self._committed, newest)
-        for number in [partition for partition in self._partitions if partition <= newest]:
+    def release_checkpointed(self, step: int) -> None:
+        """A checkpoint covers partitions up to `step`: their retained rows go, and their tombstones."""
+        self._committed = max(self._committed, step)
+        for number in [partition for partition in self._partitions if partition <= step]:
             known = self._partitions[number]
             self.remove([row for row in known.rows if self._rows[row].retained])
             if number in self._partitions:
@@ -269,7 +269,7 @@ class UnitState:
         there = ((number, row) for number, row in self._rows.items() if row.partition > after_partition)
         cut = [row.cut(number, forget) for number, row in there if not row.pending]
         blocks = list({block: None for row in cut for block, _ in row.places.values()})
-        self.books.pin(blocks)
+        self.accounting.pin(blocks)
         return Cut(cut, blocks)
 
     def survivors(self, block: Block) -> list[int]:
@@ -283,7 +283,7 @@ class UnitState:
 
     def move(self, old: Block, new: Block, positions: Sequence[int]) -> None:
         """What survives of `old`, which is pinned, is in `new` now, at `positions` of `old`."""
-        self.books.moved(old, new, positions, self._rows)
+        self.accounting.moved(old, new, positions, self._rows)
 
     def rows(self, numbers: Iterable[int] | None = None) -> Iterable[tuple[int, Row]]:
         """Return the rows that are here: all (None), or those that are named."""
@@ -314,7 +314,7 @@ class UnitState:
                 if number in self._rows:  # freed ones have nothing left to compare
                     pairs.append((*self._rows[number].places[name], k))
         repeated = Repeated(pairs, refusal)
-        self.books.pin(repeated.blocks)
+        self.accounting.pin(repeated.blocks)
         return repeated
 
     def _checked(self, number: int, task: str, token: int) -> Commit | None:
@@ -349,7 +349,7 @@ class UnitState:
                 row.places[name] = place
             row.tokens += block.tokens[position]
             row.num_bytes += block.row_bytes[position]
-        self.books.add(block)
+        self.accounting.add(block)
 
     def _sweep(self, rows: Iterable[int]) -> None:
         """Free rows that every task is done with."""
@@ -363,7 +363,7 @@ class UnitState:
             if self._retain and worked_on_here and row.partition > self._committed:
                 row.retained = True
                 self.retained_rows += 1
-                self.books.retain(set(row.places.values()))
+                self.accounting.retain(set(row.places.values()))
             else:
                 self._partition(row.partition).finished.add(number)
                 self._finished[number] = tuple(row.commits.values())
@@ -372,7 +372,7 @@ class UnitState:
     def _detach(self, number: int, row: Row) -> None:
         del self._rows[number]
         self.retained_rows -= row.retained
-        self.books.release(set(row.places.values()), retained=row.retained)
+        self.accounting.release(set(row.places.values()), retained=row.retained)
         known = self._partitions[row.partition]
         known.rows.discard(number)
         if known.empty:

@@ -20,20 +20,18 @@ from typing import Any, assert_never
 
 from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.service_threads import ServiceThreads
-from asyncflow.transport.frame import Limits
+from asyncflow.transport.frame import Limits, Payload
 from asyncflow.transport.handshake import Credentials
-from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import Call, ChannelServer, Session
 from tq.backends.backend import Backend, FileBackend
 from tq.backends.load import agree_on_run_id, key_prefix, load_backend
 from tq.config import QueueConfig
-from tq.futures import Outcome, when_all, when_completed
+from tq.directory import TaskOutputs
 from tq.messages import (
     UNIT_REQUESTS,
     ClearPartition,
     ClearRows,
     Columns,
-    CommitPartitions,
     CutSnapshot,
     Done,
     FenceRows,
@@ -46,6 +44,7 @@ from tq.messages import (
     PutOutputs,
     PutRows,
     RegisterUnit,
+    ReleaseCheckpointed,
     RemovalReason,
     RemoveRows,
     RowList,
@@ -56,14 +55,13 @@ from tq.messages import (
     UnitStats,
     WriteSnapshot,
 )
-from tq.task_outputs import TaskOutputs
 from tq.timers import Timers
 from tq.unit.block import BlockStore
 from tq.unit.controller_link import is_refusal
-from tq.unit.controller_links import ControllerLinks
+from tq.unit.controller_links import ControllerLinks, Outcome, when_all, when_completed
 from tq.unit.inventory import list_rows, take_inventory
-from tq.unit.puts import UnitPuts
-from tq.unit.snapshots import Holds, UnitSnapshots
+from tq.unit.puts import Holds, UnitPuts
+from tq.unit.snapshots import UnitSnapshots
 from tq.unit.state import UnitState
 from tq.unit.upkeep import UnitUpkeep
 
@@ -210,9 +208,9 @@ class StorageUnit:
                 self._clear_rows(message, call)
             case ClearPartition():
                 self._clear(message, call)
-            case CommitPartitions():
+            case ReleaseCheckpointed():
                 with self._lock:
-                    self._state.commit_partitions(message.newest)
+                    self._state.release_checkpointed(message.step)
                 self._upkeep.poke()
                 call.reply(Done())
             case HoldPuts():
@@ -235,11 +233,11 @@ class StorageUnit:
         self._timers.after(self._beat_s, self._beat)
 
     def _get(self, message: GetColumns, call: Call) -> None:
-        books = self._state.books
+        accounting = self._state.accounting
         with self._lock:
             parts = self._state.locate(message.rows, message.columns)
             blocks = list({block: None for places in parts.values() for block, _ in places})
-            books.pin(blocks)
+            accounting.pin(blocks)
         try:
             headers, pieces = self._blocks.describe(parts, wide=call.shared)
             payload = Payload([piece for column in pieces for piece in column])
@@ -251,7 +249,7 @@ class StorageUnit:
             call.reply(Columns(headers), payload)
         finally:
             with self._lock:
-                books.unpin(blocks)
+                accounting.unpin(blocks)
             self._upkeep.poke()
 
     def _fence(self, message: FenceRows | FenceTask, call: Call) -> None:
@@ -314,13 +312,13 @@ class StorageUnit:
     def _stats(self) -> UnitStats:
         shared, wire = self._traffic.channels()
         with self._lock:
-            books = self._state.books
+            accounting = self._state.accounting
             return UnitStats(
                 len(self._state),
-                books.num_bytes,
+                accounting.num_bytes,
                 self._state.retained_rows,
-                books.retained_bytes,
-                books.spilled_bytes,
+                accounting.retained_bytes,
+                accounting.spilled_bytes,
                 self._traffic.puts,
                 self._traffic.gets,
                 self._traffic.bytes_in,

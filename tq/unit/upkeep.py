@@ -1,5 +1,5 @@
 """What a storage unit does beside its requests: deletes blocks, copies survivors out of thin ones, moves resting ones
-to disk. One thread; takes the unit's lock only to look and to book, never while it copies.
+to disk. One thread; takes the unit's lock only to look and to count, never while it copies.
 """
 
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 0.2
 """Between two rounds: blocks that are about to go as a whole are not copied first."""
 _SPILL_AGAIN_S = 30.0
-"""After a disk that was full, say."""
+"""Pause after a failed spill (s)."""
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -54,9 +54,9 @@ class UnitUpkeep:
 
     def poke(self) -> None:
         """Something changed. Memory is released at once, everything else soon."""
-        books = self._state.books
+        accounting = self._state.accounting
         with self._lock:
-            gone = books.take_gone()
+            gone = accounting.take_gone()
             here = [block for block in gone if block.home.in_process]
             self._gone += [block for block in gone if not block.home.in_process]
             if self._has_work():
@@ -75,12 +75,12 @@ class UnitUpkeep:
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
 
     def _has_work(self) -> bool:
-        books = self._state.books
-        return bool(self._gone) or books.has_gone or books.has_thin or self._over_limit()
+        accounting = self._state.accounting
+        return bool(self._gone) or accounting.has_gone or accounting.has_thin or self._over_limit()
 
     def _over_limit(self) -> bool:
         may = self._blocks.spill_home is not None and time.monotonic() >= self._spill_again_at
-        return may and self._state.books.can_spill(self._keep_bytes)
+        return may and self._state.accounting.can_spill(self._keep_bytes)
 
     def _run(self) -> None:
         while True:
@@ -89,7 +89,7 @@ class UnitUpkeep:
                     self._work.wait()
                 if self._closed.is_set():
                     return
-                gone, self._gone = self._gone + self._state.books.take_gone(), []
+                gone, self._gone = self._gone + self._state.accounting.take_gone(), []
             self._blocks.delete(gone)
             if self._closed.wait(_PAUSE_S):
                 return
@@ -98,8 +98,8 @@ class UnitUpkeep:
     def tidy(self) -> None:
         """Compact and spill what is due; also for tests, which do not wait."""
         with self._lock:
-            thin = self._state.books.take_thin()
-            resting = self._state.books.take_resting(self._keep_bytes) if self._over_limit() else []
+            thin = self._state.accounting.take_thin()
+            resting = self._state.accounting.take_resting(self._keep_bytes) if self._over_limit() else []
         for block in thin:
             self._compact(block)
         for block in resting:
@@ -116,7 +116,7 @@ class UnitUpkeep:
         with self._lock:
             if new is not None:
                 self._state.move(block, new, positions)
-            self._state.books.unpin([block])
+            self._state.accounting.unpin([block])
         self.poke()
 
     def _spill(self, block: Block) -> None:
@@ -126,8 +126,8 @@ class UnitUpkeep:
         if not written:
             self._spill_again_at = time.monotonic() + _SPILL_AGAIN_S
         with self._lock:
-            moved = written and self._state.books.spilled(block, home)
-            self._state.books.unpin([block])
+            moved = written and self._state.accounting.spilled(block, home)
+            self._state.accounting.unpin([block])
         try:
             if moved:
                 memory.delete([block.key])

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError, PeerRefused, WeightSyncError
 from asyncflow.service_threads import ServiceThreads
-from asyncflow.transport.frame import Limits
+from asyncflow.transport.frame import Limits, Payload
 from asyncflow.transport.handshake import Credentials
-from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import Call, ChannelServer, Session
 from weightsync.agent.instructions import (
     Answer,

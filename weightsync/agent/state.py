@@ -261,7 +261,7 @@ class AgentState:
         return {slot.number for slot in self._slots.parts() if self._gives_way(slot, version)}
 
     def _gives_way(self, slot: Slot, version: Version) -> bool:
-        """It is not being written, and will never be complete, or is newer and can be fetched again when it is due."""
+        """Whether a slot may be reclaimed: not being written, and incomplete for good or refetchable."""
         if slot.writers or slot.version is None or slot.plan is None:
             return False
         fetched_ahead = slot.version > version and not slot.delivered

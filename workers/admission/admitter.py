@@ -17,8 +17,8 @@ from typing import Protocol
 from asyncflow.errors import RowsExist
 from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.handshake import Credentials
-from tq.batch import Column
 from tq.client.queue_client import QueueClient
+from tq.columns import Column
 from tq.config import QueueConfig
 from tq.control.admission import AdmissionPlace, MakeAdmission
 from tq.control.events import GroupRemoved, Lost

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncflow.errors import CheckpointError
-from tq.batch import Column
+from tq.columns import Column
 from tq.snapshot import ChunkPlace, SnapshotChunk, chunk_places, read_manifest
 from tq.task_spec import TaskSpec
 from workers.admission.state import AdmittedGroup

@@ -195,7 +195,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Cancel a rollout: its time is up, or nobody wants it."""
+    """Cancel a rollout: its time is up or it was abandoned."""
 
     run: int
 
@@ -205,7 +205,7 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """It runs."""
+    """Reply to `Ping`: the event loop runs."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -217,7 +217,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         number: of the call.
-        run: whose.
+        run: the rollout that asks.
         messages, tools: the conversation; or
         prompt: the tokens.
         max_tokens: None: `rollout.max_response_tokens`.

@@ -10,7 +10,7 @@ Legend of shapes: B prompts, G responses of each, N samples, A drawn tokens of t
 import torch
 from torch import Tensor
 
-from tq.batch import PackedBatch
+from tq.columns import PackedBatch
 from workers.algorithms.parts import answer_sums
 
 

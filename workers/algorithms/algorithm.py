@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.device import to_device
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.config import PolicyConfig, PPOClipConfig
 from workers.algorithms.losses import PolicyLoss
 from workers.algorithms.parts import (

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import DAPOConfig

@@ -5,7 +5,7 @@ Source: Shao et al. 2024 (arXiv 2402.03300), eq. 3.
 
 from collections.abc import Mapping
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import GroupConfig

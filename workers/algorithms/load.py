@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncflow.errors import ConfigError
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import NAMES, AlgorithmConfig, KlLossConfig, OutsideConfig, PolicyConfig
 from workers.calls.user_class import load_class, own_settings

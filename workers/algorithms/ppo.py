@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from asyncflow.device import to_device
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import generalized_advantages, token_penalties, token_rewards
 from workers.algorithms.algorithm import Algorithm, Moments
 from workers.algorithms.config import PPOConfig

@@ -8,7 +8,7 @@ Legend of shapes: N rows, A drawn tokens of these, packed.
 
 from collections.abc import Mapping
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages, penalties_to_come
 from workers.algorithms.algorithm import Algorithm, Moments
 from workers.algorithms.config import ReinforcePlusPlusConfig

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import answer_penalties, has_equal_rewards
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import RLOOConfig

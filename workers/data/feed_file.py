@@ -5,9 +5,9 @@
     {"feeder": "code", "sequence": 1, "row": {"question": "...", "answer": "7"}}     row 1
     {"feeder": "math", "sequence": 1, "end": true}                                   nothing follows
 
-A feeder counts its rows from 1. `put` returns when the rows are durable; what is put a second time, since its answer
-was lost, is known by these numbers, compared, and left out. Who has a name is durable, too: a process that lost it
-cannot put after a restart, either. The lead controller's process alone appends; a line that it was just writing when
+A feeder counts its rows from 1. `put` returns when the rows are durable. A row put twice because its reply was lost is
+recognised by its number, compared, and skipped. Ownership of a name is durable, too: a process that lost it cannot put
+after a restart, either. The lead controller's process alone appends; a line that it was just writing when
 it died is cut when it starts again. The file is never cut back to a checkpoint: group g is row g for ever.
 """
 

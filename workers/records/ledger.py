@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from tq.refill import Refill
 
 

@@ -5,7 +5,6 @@ ledger.jsonl     lines of a finished step: groups that others replaced, then tho
 metrics.jsonl    a line per finished step, after its ledger lines
 """
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from asyncflow.json_lines import JsonLines
+from asyncflow.json_lines import JsonLines, LineTail
 from asyncflow.run_files import LEDGER_FILE, METRICS_FILE, UPDATES_FILE
-from tq.batch import PackedBatch
+from tq.columns import PackedBatch
 from tq.refill import Refill
 from workers.algorithms.parts import LossCounts
 from workers.context import WorkerContext
@@ -216,8 +215,7 @@ class LengthMean:
     def so_far(metrics: Path) -> "LengthMean":
         """Return it for the steps in `metrics.jsonl`; a missing file has none."""
         mean = LengthMean()
-        for line in metrics.read_text().splitlines() if metrics.exists() else ():
-            step = json.loads(line)
+        for step in LineTail(metrics).read():
             mean.add(step["response_tokens_mean"], step["samples"])
         return mean
 

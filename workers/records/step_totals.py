@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.device import exact_dtype
-from tq.batch import PackedBatch
+from tq.columns import PackedBatch
 from workers.algorithms.parts import LossCounts
 from workers.tasks.dataflow import REWARD_PARTS, SOURCES
 

@@ -4,7 +4,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from asyncflow.errors import UserCodeFailed
 from workers.calls.user_function import excerpt
@@ -28,14 +28,6 @@ class Score:
     reward: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)
-
-
-class RewardFunction(Protocol):
-    """What a user writes. A fourth argument named `task` gets the data row, as a dict. A plain number counts as correct
-    from 1.0 on; a dict is one with named parts: `score`, maybe `correct`, and other numbers."""
-
-    def __call__(self, prompt: str, response: str, answer: str, /) -> float | Score | Mapping[str, Any]:
-        """Score `response`, the decoded text without special tokens, against `answer`, the data's reference."""
 
 
 def as_score(value: object, *, what: str, response: str) -> Score:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from asyncflow.errors import UserCodeFailed
-from tq.batch import Column
+from tq.columns import Column
 from workers.data.tokenizer import TextDecoder
 from workers.rewards.base import NO_FIELDS, Score
 from workers.rewards.config import RewardConfig

@@ -10,7 +10,6 @@ meanwhile is left out, and the newest due one is next. The configuration alone s
                                                    instance        0   1   0   0
 """
 
-import json
 import logging
 import math
 import threading
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.json_lines import JsonLines
+from asyncflow.json_lines import JsonLines, LineTail
 from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
 from workers.context import WorkerContext
@@ -106,7 +105,7 @@ class Evaluator:
         self._arrived = threading.Event()
         self._receiver = open_receiver(
             context, self._engine.weight_needs(), adopts=self._engine.adopts_weights,
-            arrived=self._arrived.set, wanted=self._wants, guest=True,
+            arrived=self._arrived.set, wanted=self._wants, best_effort=True,
         )  # fmt: skip
 
     def load_next(self) -> Version | None:
@@ -291,9 +290,7 @@ def evaluation_line(
 
 def evaluated_steps(run_dir: Path) -> frozenset[int]:
     """Return the steps that a run's file has; the launcher has cut it to whole lines of the surviving lineage."""
-    path = run_dir / EVALUATION_FILE
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return frozenset(int(json.loads(line)["step"]) for line in lines)
+    return frozenset(int(line["step"]) for line in LineTail(run_dir / EVALUATION_FILE).read())
 
 
 def due_steps(*, interval: int, last: int) -> list[int]:

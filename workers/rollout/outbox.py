@@ -21,8 +21,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
+from tq.columns import Column, PackedBatch
 from workers.algorithms.group_filter import GroupFilter
 from workers.records.samples import SampleLog
 from workers.rewards.group import GroupReward
@@ -222,7 +222,7 @@ class Outbox:
         self._num_put += len(group.finished)
 
     def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]", rewarded: Sequence[ScoredAnswer] = ()) -> None:
-        """Put rows; `rewarded`: their scores, where those are not their own, of rows of which none leaves."""
+        """Put rows; `rewarded` holds scores that replace the rows' own; then none of them leaves."""
         leaving = [one.rollout for one in finished if one.rollout.leaves]
         left = self._groups_left.get(lease, set()) | {lease.group_of(one.index) for one in leaving}
         if left:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.config import RunConfig
 from workers.context import WorkerContext
 from workers.data.tokenizer import TextDecoder, load_tokenizer

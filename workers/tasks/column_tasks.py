@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from asyncflow.errors import UserCodeFailed
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from weightsync.version import Version
 from workers.algorithms.load import load_algorithm
 from workers.calls.user_function import excerpt

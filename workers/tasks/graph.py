@@ -288,7 +288,7 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
             if name in (REWARD_PARTS, SOURCES):
                 raise ConfigError(f"tasks.{number}.inputs: column {name!r} is for the metrics alone; leave it out")
             if name not in written:
-                raise ConfigError(f"tasks.{number}.inputs: nobody writes column {name!r}; {_hint(name, written)}")
+                raise ConfigError(f"tasks.{number}.inputs: no task writes column {name!r}; {_hint(name, written)}")
             if name in TOKEN_COLUMNS and name not in TEXT_COLUMNS:
                 numbers = " ".join(each for each in written if each not in (*TOKEN_COLUMNS, *TEXT_COLUMNS))
                 raise ConfigError(
@@ -298,7 +298,7 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
         read = [LOSS_WEIGHTS, *(name for other in users if other is not user for name in other.inputs)]
         if user.output not in read:
             raise ConfigError(
-                f"tasks.{number}.output: nobody reads column {user.output!r}; {_hint(user.output, read)} "
+                f"tasks.{number}.output: no task reads column {user.output!r}; {_hint(user.output, read)} "
                 f"(training reads {LOSS_WEIGHTS}, users' tasks their inputs)"
             )
 

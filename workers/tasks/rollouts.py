@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.tasks.dataflow import DRAWN_COLUMNS, SAMPLE_COLUMNS
 
 SAMPLE_DRAWN, ROW_DRAWN, ROW_BEGINS = "sample_drawn", "row_drawn", "row_begins"

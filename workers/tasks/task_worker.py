@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from tq.batch import PackedBatch
 from tq.client.lease import Lease, read_or_release
 from tq.client.replica import Round
 from tq.client.stall_monitor import StallMonitor
+from tq.columns import PackedBatch
 from tq.messages import NoRows, NoRowsReason
 from workers.algorithms.group_filter import load_group_filter
 from workers.context import WorkerContext

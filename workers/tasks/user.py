@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import torch
 
 from asyncflow.errors import UserCodeFailed
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import excerpt
 from workers.data.tokenizer import TextDecoder

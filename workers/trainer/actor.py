@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from asyncflow.errors import LastSaveFailed, WeightSyncError
 from asyncflow.run_files import CONFIG_FILE
-from tq.batch import PackedBatch
+from tq.columns import PackedBatch
 from weightsync.version import Version
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.writer import Contents, RunFacts

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tq.balance import split_by_tokens
-from tq.batch import PackedBatch
+from tq.columns import PackedBatch
 from workers.engines.config import ActorConfig, TrainingConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import ROW_BEGINS

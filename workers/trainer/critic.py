@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
-from tq.batch import PackedBatch
+from tq.columns import PackedBatch
 from workers.checkpoint.directory import beside, checkpoint_path
 from workers.checkpoint.files import CRITIC, describe
 from workers.checkpoint.saved_shards import HostCopy, load_shards, own_shards, save_shards

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.device import to_device
-from tq.batch import PackedBatch
+from tq.columns import PackedBatch
 from workers.algorithms.losses import kl_divergence
 from workers.algorithms.parts import bounded_ratio
 from workers.engines.base import LossFunction

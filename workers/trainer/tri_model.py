@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.device import to_device
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.losses import MicroLoss
 from workers.config import RunConfig
 from workers.engines.base import CopyingEngine, PolicyCopy, Sequences, TrainEngine

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import generalized_advantages, token_rewards
 from workers.algorithms.algorithm import Moments
 from workers.algorithms.config import PPOConfig

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.config import GRPOConfig
 from workers.algorithms.grpo import GRPO
 from workers.algorithms.losses import PolicyLoss

@@ -13,7 +13,7 @@ import torch
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.config import OutsideConfig
 from workers.algorithms.load import load_algorithm, outside_algorithm
 from workers.config import RunConfig

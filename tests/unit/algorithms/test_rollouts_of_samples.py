@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import AlgorithmConfig, DAPOConfig
 from workers.algorithms.load import load_algorithm

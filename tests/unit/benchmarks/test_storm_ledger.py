@@ -41,7 +41,7 @@ def test_a_second_confirmed_ack_is_one_too_many() -> None:
 def test_a_refused_ack_does_not_count() -> None:
     found = verdict(*acked(1), *ack("score", 2), *ack("train", 2, deed=Deed.FENCED))
     assert faults(found) == (1, 0, 0)
-    assert found.superseded == 1
+    assert found.fenced == 1
 
 
 def test_a_client_that_died_before_the_answer_may_have_acked() -> None:

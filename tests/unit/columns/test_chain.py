@@ -10,7 +10,7 @@ import torch
 from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.engines.config import TrainingConfig
 from workers.tasks import chain
 from workers.tasks.chain import TaskChain, open_task

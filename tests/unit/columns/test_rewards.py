@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from asyncflow.errors import UserCodeFailed
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.config import RunConfig
 from workers.data.tokenizer import load_tokenizer
 from workers.tasks.column_tasks import Rewards

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.data.tokenizer import TextDecoder
 from workers.tasks.config import UserTaskConfig
 from workers.tasks.rollouts import sample_columns

@@ -14,7 +14,7 @@ from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tests.support.training_role import CountingRole
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.parts import LossCounts
 from workers.config import RunConfig

@@ -9,7 +9,7 @@ from test_trainer import CPU, STEP, Loader, configure, make_rounds, make_trainer
 from torch import Tensor
 
 from asyncflow.errors import ConfigError
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from workers.algorithms.losses import MicroLoss
 from workers.config import RunConfig
 from workers.engines.base import TrainEngine

@@ -34,7 +34,7 @@ class Unmade(Wide):
 """
 ALGORITHMS = """
 from pydantic import model_validator
-from tq.batch import Column
+from tq.columns import Column
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import GRPOConfig, KlLossConfig
 from workers.algorithms.grpo import GRPO

@@ -13,7 +13,7 @@ from asyncflow.json_lines import JsonLines
 from launcher.config.load import load_config
 from launcher.verify.records import prompts_of, saved_groups, saved_updates
 from tq.backends.backend import MemoryBackend
-from tq.batch import Column, PackedBatch
+from tq.columns import Column, PackedBatch
 from tq.snapshot import write_manifest
 from tq.unit.block import BlockStore
 from tq.unit.snapshots import SnapshotWriter

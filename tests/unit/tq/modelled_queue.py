@@ -221,9 +221,9 @@ class ModelledQueue:
 
     def unconfirmed(self, row: int, token: int) -> None:
         """An ack that the controller never heard of: the trainer was not told that it counts, and gives it again."""
-        known = self.state._book.rows.rows.get(row)
+        known = self.state.table.rows.rows.get(row)
         for holds in self.holds.values():
-            if token in holds and known is not None and "train" in self.state._book.rows.tasks(known.left):
+            if token in holds and known is not None and "train" in self.state.table.rows.tasks(known.left):
                 holds[token].rows.append(row)
                 self.trained.discard(row)
                 self.held["train", row] = token

@@ -137,11 +137,11 @@ def task_state_of(task: TaskState, number: int, row: Row) -> TaskRowState:
 
 
 def task_rows(state: ControlState) -> TaskRows:
-    book = state._book
+    table = state.table
     return {
         (name, number): (task_state_of(task, number, row), task.leases.holders.get(number))
-        for name, task in book.tasks.items()
-        for number, row in book.rows.rows.items()
+        for name, task in table.tasks.items()
+        for number, row in table.rows.rows.items()
     }
 
 
@@ -162,17 +162,19 @@ def check_transitions(before: TaskRows, after: TaskRows) -> None:
 
 def check_counters(state: ControlState) -> None:
     """What a controller counts equals a recount."""
-    book = state._book
-    table = book.rows
-    assert table.num_bytes == sum(row.num_bytes for row in table.rows.values())
-    for unit in {id(row.unit): row.unit for row in table.rows.values()}.values():
-        assert unit.num_rows == sum(1 for row in table.rows.values() if row.unit is unit)
-    for number, info in table.partitions.items():
-        assert info.num_live == sum(1 for row in table.rows.values() if row.partition == number)
+    table = state.table
+    all_rows = table.rows
+    assert all_rows.num_bytes == sum(row.num_bytes for row in all_rows.rows.values())
+    for unit in {id(row.unit): row.unit for row in all_rows.rows.values()}.values():
+        assert unit.num_rows == sum(1 for row in all_rows.rows.values() if row.unit is unit)
+    for number, info in all_rows.partitions.items():
+        assert info.num_live == sum(1 for row in all_rows.rows.values() if row.partition == number)
         assert info.num_live + info.num_finished <= ROWS
-        assert sorted(table.numbers(number)) == sorted(n for n, row in table.rows.items() if row.partition == number)
-    for task in book.tasks.values():
-        rows = {number: row for number, row in table.rows.items() if row.left & task.bit}
+        assert sorted(all_rows.numbers(number)) == sorted(
+            n for n, row in all_rows.rows.items() if row.partition == number
+        )
+    for task in table.tasks.values():
+        rows = {number: row for number, row in all_rows.rows.items() if row.left & task.bit}
         assert task.num_left == len(rows)
         assert task.leases.holders.keys() <= rows.keys()
         assert {row for lease in task.leases.by_token.values() for row in lease.rows} == task.leases.holders.keys()
@@ -182,8 +184,8 @@ def check_counters(state: ControlState) -> None:
             assert ready == bool(row.queued & task.bit)
         for number, part in task.partitions.items():
             assert part.num_held == sum(1 for row in task.leases.holders if rows[row].partition == number)
-            live_done = sum(1 for row in table.rows.values() if row.partition == number and not row.left & task.bit)
-            finished = table.partitions[number].num_finished
+            live_done = sum(1 for row in all_rows.rows.values() if row.partition == number and not row.left & task.bit)
+            finished = all_rows.partitions[number].num_finished
             assert part.num_done == live_done + finished, (
                 task.spec.name,
                 number,

@@ -83,7 +83,7 @@ class Unit:
     def snapshot(self, directory: Path, *, after_partition: int) -> list[str]:
         cut = self.state.cut(after_partition=after_partition, forget_acks_of=["train"])
         files = SnapshotWriter(directory, self.name, self.store).write(cut.rows, threading.Event())[0]
-        self.state.books.unpin(cut.blocks)
+        self.state.accounting.unpin(cut.blocks)
         return files
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
-from tq.batch import Column, PackedBatch
 from tq.client.async_client import AsyncLease, AsyncQueueClient
 from tq.client.lease import Lease
+from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 
 GRANTED = LeaseGrant("t", 1, 1, [3], [3], ["storage-0"])

@@ -33,7 +33,7 @@ def fail(world: Any, task: str, num_rows: int = 1) -> Any:
     return granted
 
 
-def test_rows_that_are_given_back_are_fenced_and_ready_in_their_old_place(make_world: World) -> None:
+def test_rows_that_are_released_are_fenced_and_ready_in_their_old_place(make_world: World) -> None:
     world = make_world(LOOK)
     world.create(range(3))
     granted = world.granted(world.ask("look", 2))
@@ -46,7 +46,7 @@ def test_rows_that_are_given_back_are_fenced_and_ready_in_their_old_place(make_w
     assert world.freed == [1]
 
 
-def test_giving_back_twice_or_what_is_done_changes_nothing(make_world: World) -> None:
+def test_releasing_twice_or_what_is_done_changes_nothing(make_world: World) -> None:
     world = make_world(LOOK, TRAIN)
     world.create([0])
     granted = world.granted(world.ask("look"))

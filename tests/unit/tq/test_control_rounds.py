@@ -16,7 +16,7 @@ TRAIN = TaskSpec("train", frozenset({"x"}), keeps_leases=True)
 GROUPS = TaskSpec("train", frozenset({"x"}), whole_groups=True, keeps_leases=True)
 
 
-def test_round_forms_when_it_is_full_and_every_rank_gets_its_share(make_world: World) -> None:
+def test_round_forms_when_it_is_full_and_every_rank_gets_its_slice(make_world: World) -> None:
     world = make_world(TRAIN)
     world.open(6)
     first = world.ask_round("train", 0, 0, num_rows=2)

@@ -82,7 +82,7 @@ def test_rank_that_waits_for_a_step_hears_at_once_that_it_is_over(make_world: Wo
     assert ahead not in world.answers
 
 
-def test_stop_ends_a_step_unless_it_is_dealt(make_world: World) -> None:
+def test_stop_ends_a_step_unless_it_is_assigned(make_world: World) -> None:
     world = opened(make_world, 1, 2)
     world.put([0, 1], partition=1)
     world.granted(world.ask_round("train", 0, 0))
@@ -118,7 +118,7 @@ def test_restarted_controller_goes_on_with_the_rounds_that_ranks_hold(make_world
     assert world.refused(world.ask_round("train", 2, 0)) == "partition_done"
 
 
-def test_share_that_nobody_came_for_is_dealt_again_before_a_new_round_takes_its_rows(make_world: World) -> None:
+def test_slice_that_no_rank_came_for_is_assigned_again_before_a_new_round_takes_its_rows(make_world: World) -> None:
     world = opened(make_world, 1, first_token=1000, recovering=WHO)
     world.register("storage-0", [0, 1])
     world.join("rank-0", held(7, [0], rank=0))
@@ -146,7 +146,7 @@ def test_share_that_nobody_came_for_waits_for_its_rows(make_world: World) -> Non
     assert (world.granted(request).rows, world.granted(ahead).partition) == ([1], 2)
 
 
-def test_acked_rows_of_a_share_count_as_dealt_after_a_restart(make_world: World) -> None:
+def test_acked_rows_of_a_slice_count_as_assigned_after_a_restart(make_world: World) -> None:
     world = opened(make_world, 1, first_token=1000, recovering=WHO)
     world.register("storage-0", [1, 2, 3], finished=[0])
     world.join("rank-0", held(7, [], rank=0))

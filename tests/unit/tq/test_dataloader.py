@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, ProducersGone, TransportError
-from tq.batch import Column, PackedBatch
 from tq.client.dataloader import ALL_ROWS, StreamingDataLoader
+from tq.columns import Column, PackedBatch
 from tq.config import ReplicaFetch
 from tq.messages import FetchRound, LeaseGrant, NoRows, NoRowsReason
 
@@ -312,7 +312,7 @@ def test_ack_that_failed_is_told_and_tried_again(load: Load) -> None:
     assert client.acked == [[0], [1]]
 
 
-def test_ack_that_was_superseded_is_told_once_and_the_later_ones_go_on(load: Load) -> None:
+def test_ack_that_was_fenced_is_told_once_and_the_later_ones_go_on(load: Load) -> None:
     client = SlowAcks(lease(0), lease(1), lease(2), DONE, failures=[LeaseFenced("row 0 is somebody else's")])
     client.may_ack.set()
     loader = load(client, last_partition=1)
@@ -326,7 +326,7 @@ def test_ack_that_was_superseded_is_told_once_and_the_later_ones_go_on(load: Loa
     assert loader.state_dict()["partition"] == 2
 
 
-def test_ack_that_was_superseded_is_told_though_the_next_one_was_begun_meanwhile(load: Load) -> None:
+def test_ack_that_was_fenced_is_told_though_the_next_one_was_begun_meanwhile(load: Load) -> None:
     client = SlowAcks(lease(0), DONE, lease(1), DONE, failures=[LeaseFenced("row 0 is somebody else's")])
     loader = load(client, last_partition=2)
     list(loader)
@@ -340,7 +340,7 @@ def test_ack_that_was_superseded_is_told_though_the_next_one_was_begun_meanwhile
     assert client.acked == [[1]]
 
 
-def test_call_that_tells_of_an_earlier_superseded_ack_acks_its_own_rows(load: Load) -> None:
+def test_call_that_tells_of_an_earlier_fenced_ack_acks_its_own_rows(load: Load) -> None:
     client = SlowAcks(lease(0), DONE, lease(1), DONE, failures=[LeaseFenced("row 0 is somebody else's")])
     loader = load(client, last_partition=2)
     list(loader)
@@ -356,7 +356,7 @@ def outputs(indices: Sequence[int]) -> dict[str, Column]:
     return {"y": Column.of_scalars(torch.tensor(indices))}
 
 
-def test_round_whose_put_was_superseded_is_not_acked(load: Load) -> None:
+def test_round_whose_put_was_fenced_is_not_acked(load: Load) -> None:
     client = CannedClient(lease(0), lease(1), DONE, refusals=[LeaseFenced("row 0 is somebody else's")])
     loader = load(client, last_partition=1)
     rounds = iter(loader)

@@ -78,7 +78,7 @@ def put_again(world: Any, story: Story, rows: list[int], random: Random) -> None
     random.shuffle(pieces)
     for repeated in (False, True) if random.random() < 0.3 else (False,):
         for piece in pieces:
-            if repeated and not {*piece}.isdisjoint(world.state._book.rows.rows):
+            if repeated and not {*piece}.isdisjoint(world.state.table.rows.rows):
                 continue  # refused where it is
             unit, held = random.choice([UNIT, "storage-1"]), random.random() < 0.4
             world.put(piece, unit, size=story.size, group_size=story.size, held=held)
@@ -108,4 +108,4 @@ def test_each_other_row_is_worked_on_once(make_world: World, random: Random, dec
     assert sorted(done["train"]) == unfinished
     assert sorted(done["score"]) == sorted({*unfinished} - {*story.scored})
     assert world.state.known_rows() == {1: list(story.rows)}
-    assert [task.num_left for task in world.state._book.tasks.values()] == [0, 0]
+    assert [task.num_left for task in world.state.table.tasks.values()] == [0, 0]

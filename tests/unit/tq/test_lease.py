@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, ProducersGone, TransportError
-from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease, LeaseStream
+from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 
 Y = Column.of_scalars(torch.zeros(2, dtype=torch.int64))
@@ -130,7 +130,7 @@ def test_rows_can_be_put_and_acked_one_by_one() -> None:
     assert (client.put_rows, client.acked, list(leases)) == ([1], [0], [])
 
 
-def test_error_in_the_loop_gives_back_what_is_in_hand_and_ahead() -> None:
+def test_error_in_the_loop_releases_what_is_in_hand_and_ahead() -> None:
     client = MemoryClient(6)
     leases = open_stream(client, prefetch=1)
 
@@ -146,7 +146,7 @@ def test_error_in_the_loop_gives_back_what_is_in_hand_and_ahead() -> None:
     assert sorted(client.ready) == list(range(6))
 
 
-def test_leaving_the_loop_gives_back_what_was_fetched_ahead() -> None:
+def test_leaving_the_loop_releases_what_was_fetched_ahead() -> None:
     client = MemoryClient(6)
     leases = open_stream(client, prefetch=2)
     for lease in leases:
@@ -177,7 +177,7 @@ def test_with_block_releases_what_is_still_open_at_its_end() -> None:
     assert (client.put_rows, list(leases)) == ([0, 1], [])
 
 
-def test_superseded_work_is_dropped_without_an_error() -> None:
+def test_fenced_work_is_dropped_without_an_error() -> None:
     client = MemoryClient(2)
     leases = iter(open_stream(client))
     lease = next(leases)

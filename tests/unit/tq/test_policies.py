@@ -78,7 +78,7 @@ def test_pick_takes_the_front_and_no_more_than_wanted(policy: Policy, queue: lis
 
 @pytest.mark.parametrize("policy", EVERY_POLICY, ids=str)
 @given(queue=queues(), num_ranks=st.integers(1, 6))
-def test_deal_gives_every_parcel_to_one_rank(policy: Policy, queue: list[Item], num_ranks: int) -> None:
+def test_every_item_is_assigned_to_one_rank(policy: Policy, queue: list[Item], num_ranks: int) -> None:
     rank_slices = policy.assign(queue, [0] * num_ranks)
     assert len(rank_slices) == num_ranks
     assert sorted(item for rank_slice in rank_slices for item in rank_slice) == queue
@@ -96,9 +96,7 @@ def test_nothing_waits_for_ever_while_rows_keep_coming(policy: Policy, tokens: l
 
 
 @given(queue=queues(), num_ranks=st.integers(1, 6), equal_counts=st.booleans())
-def test_token_balanced_ranks_differ_by_one_parcel_at_most(
-    queue: list[Item], num_ranks: int, equal_counts: bool
-) -> None:
+def test_token_balanced_ranks_differ_by_one_item_at_most(queue: list[Item], num_ranks: int, equal_counts: bool) -> None:
     rank_slices = TokenBalanced(equal_counts=equal_counts).assign(queue, [0] * num_ranks)
     assert max(loads(rank_slices)) - min(loads(rank_slices)) <= max((item.tokens for item in queue), default=0)
     if equal_counts:
@@ -121,11 +119,11 @@ def test_token_budget_passes_over_what_does_not_fit() -> None:
     assert Fifo().pick(iter(queue), Want(3, 100)) == [queue[0]]
 
 
-def test_parcel_over_the_budget_goes_out_alone() -> None:
+def test_item_over_the_budget_goes_out_alone() -> None:
     assert TokenBudget().pick(iter([Item((0,), 200), Item((1,), 1)]), Want(3, 100)) == [Item((0,), 200)]
 
 
-def test_wider_window_takes_parcels_of_like_length() -> None:
+def test_wider_window_takes_items_of_like_length() -> None:
     queue = [Item((i,), tokens) for i, tokens in enumerate((100, 900, 110, 800, 90, 5))]
     assert TokenBalanced(window=2.5).pick(iter(queue), Want(2)) == [queue[0], queue[2]]
     assert TokenBalanced().pick(iter(queue), Want(2)) == queue[:2]
@@ -168,7 +166,7 @@ def test_what_rounds_leave_uneven_does_not_add_up(policy: Policy, rounds: list[l
 
 
 @pytest.mark.parametrize("equal_counts", [True, False])
-def test_lengths_that_nobody_knows_are_dealt_by_count(equal_counts: bool) -> None:
+def test_lengths_that_nobody_knows_are_assigned_by_count(equal_counts: bool) -> None:
     assert sorted(map(len, split_evenly([0] * 7, 3, equal_counts=equal_counts))) == [2, 2, 3]
     assert [len(rank_slice) for rank_slice in TokenBudget().assign([Item((i,)) for i in range(7)], [0] * 3)] == [
         3,

@@ -11,10 +11,10 @@ from torch.distributed import HashStore, PrefixStore
 from asyncflow.device import connect_group
 from asyncflow.errors import ConfigError, LeaseFenced, ProducersGone, TransportError
 from asyncflow.transport.handshake import Credentials
-from tq.batch import Column, PackedBatch
 from tq.client.dataloader import StreamingDataLoader
 from tq.client.queue_client import QueueClient
 from tq.client.replica import HEADER_BYTES, Replica, Round
+from tq.columns import Column, PackedBatch
 from tq.config import QueueConfig, ReplicaFetch
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 

@@ -45,7 +45,7 @@ def test_full_step_takes_nothing() -> None:
     start=st.integers(0, 2),
     data=st.data(),
 )
-def test_every_row_is_dealt_once_in_full_steps_and_never_too_late(
+def test_every_row_is_assigned_once_in_full_steps_and_never_too_late(
     lateness: int, gate: int, size: int, full: int, last: int, start: int, data: st.DataObject
 ) -> None:
     """Rows become ready in any order; a resumed run begins with late rows, and without those that were early."""

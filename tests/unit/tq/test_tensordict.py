@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError
-from tq.batch import Column, PackedBatch
 from tq.client.arguments import as_columns
+from tq.columns import Column, PackedBatch
 
 COLUMNS = {
     "scores": Column.of_scalars(torch.tensor([0.5, 1.0])),
@@ -36,6 +36,6 @@ def test_what_goes_out_comes_back() -> None:
 
 def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensordict", None)
-    monkeypatch.setattr("tq.batch.pip_line", lambda extra: f"pip install {extra}")
+    monkeypatch.setattr("tq.columns.pip_line", lambda extra: f"pip install {extra}")
     with pytest.raises(ConfigError, match="pip install tensordict"):
         BATCH.to_tensordict()

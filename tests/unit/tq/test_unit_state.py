@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
-from asyncflow.transport.payload import Payload, Piece
+from asyncflow.transport.frame import Payload, Piece
 from tq import Column
 from tq.backends.backend import FileBackend, MemoryBackend
 from tq.messages import RemovalReason, RowRecords, RowsRemoved
@@ -65,7 +65,7 @@ class World:
 
     @property
     def num_bytes(self) -> int:
-        return self.state.books.num_bytes
+        return self.state.accounting.num_bytes
 
 
 def _written(pieces: Sequence[Piece]) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_put_that_overlaps_an_earlier_one_is_an_error_and_stores_nothing(unit: W
         unit.read([1], "ref")
 
 
-def test_put_after_a_fence_is_superseded_and_the_new_owner_may_put(unit: World) -> None:
+def test_put_after_a_fence_is_refused_and_the_new_owner_may_put(unit: World) -> None:
     unit.state.fence("ref", 7, [0, 1])
     with pytest.raises(LeaseFenced):
         unit.commit("ref", 4, [0], {"ref": numbers(1)})
@@ -276,21 +276,21 @@ def test_block_is_counted_in_full_until_its_last_row_goes(unit: World) -> None:
     held = unit.num_bytes
     unit.state.remove([0, 2])
     assert unit.num_bytes == held > 0
-    assert unit.state.books.take_gone() == []
+    assert unit.state.accounting.take_gone() == []
     unit.state.remove([1, 99])
     assert (len(unit.state), unit.num_bytes) == (0, 0)
-    assert len(unit.state.books.take_gone()) == 1
+    assert len(unit.state.accounting.take_gone()) == 1
     with pytest.raises(LeaseFenced, match="row 0"):
         unit.commit("ref", 4, [0], {"ref": numbers(1)})
 
 
 def test_pinned_block_stays_until_it_was_read(unit: World) -> None:
     [(block, _)] = unit.state.locate([0], ["prompts"])["prompts"]
-    unit.state.books.pin([block])
+    unit.state.accounting.pin([block])
     unit.state.clear(1)
-    assert unit.state.books.take_gone() == []
-    unit.state.books.unpin([block])
-    assert unit.state.books.take_gone() == [block]
+    assert unit.state.accounting.take_gone() == []
+    unit.state.accounting.unpin([block])
+    assert unit.state.accounting.take_gone() == [block]
     assert unit.num_bytes == 0
 
 
@@ -299,16 +299,16 @@ def test_survivors_of_a_thin_block_move(unit: World) -> None:
     unit.create(rows, {"prompts": tokens(*[BIG] * 10), "x": numbers(*rows)})
     held = unit.num_bytes
     unit.state.remove(rows[:7])
-    assert not unit.state.books.has_thin
+    assert not unit.state.accounting.has_thin
     unit.state.remove([17])
-    [thin] = unit.state.books.take_thin()
+    [thin] = unit.state.accounting.take_thin()
     positions = unit.state.survivors(thin)
     moved = unit.store.compact(thin, positions)
     assert moved is not None
     unit.state.remove([19])  # meanwhile
     unit.state.move(thin, moved, positions)
-    unit.state.books.unpin([thin])
-    assert unit.state.books.take_gone() == [thin]
+    unit.state.accounting.unpin([thin])
+    assert unit.state.accounting.take_gone() == [thin]
     assert unit.num_bytes < held / 4
     read = unit.read([18], "prompts", "x")
     assert torch.equal(read["prompts"].values, torch.arange(BIG))
@@ -330,13 +330,13 @@ def test_retained_rows_stay_readable_until_a_checkpoint_covers_them() -> None:
     for partition in (1, 2):
         unit.create([partition], {"prompts": numbers(partition)}, partition=partition)
         unit.commit("train", 1, [partition])
-    assert (len(unit.state), unit.state.retained_rows, unit.state.books.retained_bytes) == (2, 2, 8)
+    assert (len(unit.state), unit.state.retained_rows, unit.state.accounting.retained_bytes) == (2, 2, 8)
     inventory = take_inventory("u", "i", unit.state, held=False)
     assert (inventory.records, inventory.finished) == ([], {1: [1], 2: [2]})
     assert unit.read([1], "prompts")["prompts"].values.tolist() == [1]
     assert unit.commit("train", 1, [1]) is not None
-    unit.state.commit_partitions(1)
-    assert (len(unit.state), unit.state.retained_rows, unit.state.books.retained_bytes) == (1, 1, 4)
+    unit.state.release_checkpointed(1)
+    assert (len(unit.state), unit.state.retained_rows, unit.state.accounting.retained_bytes) == (1, 1, 4)
     unit.create([5], {"prompts": numbers(5)}, partition=1)
     unit.commit("train", 2, [5])
     assert len(unit.state) == 1, "a checkpoint covers its partition already"
@@ -349,7 +349,7 @@ def test_tombstones_last_for_64_newer_partitions() -> None:
         unit.commit("train", 1, [partition])
     assert sorted(unit.state.finished()) == list(range(2, 66))
     unit.state.clear(2)
-    unit.state.commit_partitions(60)
+    unit.state.release_checkpointed(60)
     assert sorted(unit.state.finished()) == list(range(61, 66))
 
 
@@ -395,10 +395,10 @@ def test_cut_is_what_was_confirmed_and_forgets_what_it_should(unit: World) -> No
     cut = unit.state.cut(after_partition=1, forget_acks_of=["ref"])
     assert [(row.number, row.commits, sorted(row.places)) for row in cut.rows] == [(8, (), ["prompts"])]
     unit.state.clear(2)
-    assert unit.state.books.num_bytes > 0, "the cut's blocks stay"
-    unit.state.books.take_gone()
-    unit.state.books.unpin(cut.blocks)
-    assert unit.state.books.take_gone() == cut.blocks
+    assert unit.state.accounting.num_bytes > 0, "the cut's blocks stay"
+    unit.state.accounting.take_gone()
+    unit.state.accounting.unpin(cut.blocks)
+    assert unit.state.accounting.take_gone() == cut.blocks
 
 
 def test_resting_blocks_move_to_disk_and_come_back_on_demand(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -408,18 +408,18 @@ def test_resting_blocks_move_to_disk_and_come_back_on_demand(tmp_path_factory: p
     unit.create([0, 1], {"prompts": tokens(100, 200)})
     held = unit.num_bytes
     unit.commit("train", 1, [0])
-    assert unit.state.books.take_resting(0) == [], "row 1 is still alive"
+    assert unit.state.accounting.take_resting(0) == [], "row 1 is still alive"
     unit.commit("train", 2, [1])
-    assert unit.state.books.take_resting(300) == []
-    [block] = unit.state.books.take_resting(0)
+    assert unit.state.accounting.take_resting(300) == []
+    [block] = unit.state.accounting.take_resting(0)
     assert unit.store.spill(block)
-    assert unit.state.books.spilled(block, home)
-    unit.state.books.unpin([block])
-    assert (unit.num_bytes, unit.state.books.spilled_bytes) == (0, held)
+    assert unit.state.accounting.spilled(block, home)
+    unit.state.accounting.unpin([block])
+    assert (unit.num_bytes, unit.state.accounting.spilled_bytes) == (0, held)
     assert torch.equal(unit.read([1], "prompts")["prompts"].values, torch.arange(200))
-    unit.state.commit_partitions(1)
-    assert unit.state.books.spilled_bytes == unit.state.books.retained_bytes == 0
-    unit.store.delete(unit.state.books.take_gone())
+    unit.state.release_checkpointed(1)
+    assert unit.state.accounting.spilled_bytes == unit.state.accounting.retained_bytes == 0
+    unit.store.delete(unit.state.accounting.take_gone())
     unit.store.close()
 
 

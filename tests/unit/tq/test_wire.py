@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncflow.errors import PeerRefused, TransportError
-from asyncflow.transport.payload import Payload
+from asyncflow.transport.frame import Payload
 from tq import Column
 from tq.columns import ColumnKind
 from tq.messages import CONTROLLER_REQUESTS, UNIT_REQUESTS, RemovalReason

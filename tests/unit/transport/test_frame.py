@@ -17,11 +17,11 @@ from asyncflow.transport.frame import (
     FrameKind,
     Limits,
     Route,
+    aligned,
     decode_frame,
     encode_frame,
     seal_frame,
 )
-from asyncflow.transport.payload import aligned
 
 LIMITS = Limits(meta_bytes=100_000, payload_bytes=2**31)
 U64 = st.integers(0, 2**64 - 1)

@@ -16,7 +16,7 @@ OFF = Limits(shared_memory=False)
 def test_ends_on_one_host_can_share() -> None:
     one, other = Sharing("one", LIMITS), Sharing("other", LIMITS)
     assert one.negotiate(other.hello).obstacle == ""
-    assert one.settle(Capability("")) is not None
+    assert one.conclude(Capability("")) is not None
 
 
 def test_either_end_can_switch_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,8 +46,8 @@ def test_process_whose_memory_cannot_be_mapped_is_an_obstacle() -> None:
 def test_what_only_one_end_could_open_is_not_used() -> None:
     one, other = Sharing("one", LIMITS), Sharing("other", LIMITS)
     assert one.negotiate(other.hello).obstacle == ""
-    assert one.settle(Capability("another host")) is None
-    assert other.settle(Capability("")) is None
+    assert one.conclude(Capability("another host")) is None
+    assert other.conclude(Capability("")) is None
 
 
 def test_platform_without_namespaces_uses_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_platform_without_namespaces_uses_the_wire(monkeypatch: pytest.MonkeyPat
     own = Sharing("other", LIMITS)
     assert own.hello.arena is None
     assert own.hello.pipe is None
-    assert own.settle(Capability("")) is None
+    assert own.conclude(Capability("")) is None
 
 
 def test_host_is_named_by_its_boot_and_its_namespaces() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncflow.transport.payload import DIRECT_BYTES, MESSAGE_BYTES, Payload, Piece, place, segment_bytes, segments
+from asyncflow.transport.frame import DIRECT_BYTES, MESSAGE_BYTES, Payload, Piece, place, segment_bytes, segments
 
 SIZES = st.sampled_from([0, 1, 7, 1000, DIRECT_BYTES - 1, DIRECT_BYTES, DIRECT_BYTES + 3])
 

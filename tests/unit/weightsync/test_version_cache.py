@@ -86,7 +86,7 @@ def _fail() -> None:
     raise PlanError("does not fit")
 
 
-@given(st.booleans(), st.lists(st.sampled_from(["memory", "put", "give back", "load", "drop"]), max_size=40))
+@given(st.booleans(), st.lists(st.sampled_from(["memory", "put", "recycle", "load", "drop"]), max_size=40))
 def test_memory_that_is_handed_out_is_used_by_nobody(adopts: bool, actions: list[str]) -> None:
     cache = VersionCache("weights-0", adopts=adopts)
     written: list[Region] = []
@@ -104,7 +104,7 @@ def test_memory_that_is_handed_out_is_used_by_nobody(adopts: bool, actions: list
             region, version = written.pop(), Version(0, step)
             contents[id(region)] = version
             cache.put(ReadyVersion(version, {"": region}, True, lambda region=region: cache.recycle(region)))  # type: ignore[misc, dict-item]
-        elif action == "give back" and written:
+        elif action == "recycle" and written:
             cache.recycle(written.pop())
         elif action == "load":
             loads: list[Any] = []

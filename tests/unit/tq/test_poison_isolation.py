@@ -18,7 +18,7 @@ def spec(**changes: Any) -> TaskSpec:
 
 
 def fails(world: Any, *, num_rows: int = 9, owner: str = "a") -> list[int]:
-    """A consumer takes rows and gives all of them back."""
+    """A consumer takes rows and releases all of them."""
     granted = world.granted(world.ask("ref", num_rows, owner=owner))
     world.release("ref", granted)
     world.confirm_fences()
