@@ -110,13 +110,13 @@ class CostModel:
         """Return the house's latencies, with what weights take on their way."""
         size, achievable = self._weight_bytes, self.device.achievable
         tensor = rollout_ranks(self.config)
-        several_nodes = sum(self.config.roles.values()) > self.device.devices_per_node
+        inside = self._is_inside(sum(self.config.roles.values()))
         network = self.device.network_gb_s * self.device.devices_per_node * 1e9 * achievable.link
         house = Latency()
         return replace(
             house,
             publish_s=house.publish_s + self._copy_s(COPY_OUT, size / self.config.roles["actor"]),
-            transfer_s=house.transfer_s + (size / network if several_nodes else 0.0),
+            transfer_s=house.transfer_s + (0.0 if inside else size / network),
             swap_s=house.swap_s + self._copy_s(COPY_IN, size / tensor),
         )
 
@@ -221,7 +221,7 @@ class CostModel:
     def _exchange_s(self, name: str, size: float, ranks: int) -> float:
         """Return the time of a collective in which each rank ends or begins with so many bytes (s)."""
         measured = None
-        if self.profile is not None and ranks <= self.device.devices_per_node:
+        if self.profile is not None and self._is_inside(ranks):
             measured = self.profile.exchange_s(name, size)
         if measured is None:
             return size * (ranks - 1) / ranks / (self._between(ranks) * 1e9 * self.device.achievable.link)
@@ -262,8 +262,11 @@ class CostModel:
         return 2 * self.model.num_layers * heads * self.model.head_dim * self._rollout_number
 
     def _between(self, ranks: int) -> float:
-        device = self.device
-        return device.link_gb_s if ranks <= device.devices_per_node else device.network_gb_s
+        return self.device.link_gb_s if self._is_inside(ranks) else self.device.network_gb_s
+
+    def _is_inside(self, ranks: int) -> bool:
+        """Whether so many ranks are in one node; those that share a machine are, however many."""
+        return bool(self.device.shared_by) or ranks <= self.device.devices_per_node
 
     def _peak(self, number: int) -> float:
         kind = "float32" if number == 4 else "bfloat16"

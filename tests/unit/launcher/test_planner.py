@@ -16,7 +16,7 @@ from launcher.config.paths import find_recipe
 from launcher.plan.cost_model import parameters_of
 from launcher.plan.devices import Device, find_device
 from launcher.plan.report import auto_roles, open_planner, plan_json, plan_text, recorded_lengths
-from launcher.plan.scenario import Turns
+from launcher.plan.scenario import Latency, Turns
 from launcher.plan.simulation import simulate
 from tq.config import Fill
 from workers.algorithms.config import PPOConfig
@@ -97,6 +97,16 @@ def test_training_takes_the_flops_of_four_passes_and_adamw_its_bytes(qwen: RunCo
     least_s = 4 * 2 * parameters_of(QWEN_7B) / (4 * 989e12 * 0.4)  # recomputed activations, four tensor-parallel ranks
     assert least_s < times.train["actor"].token_s < 2.5 * least_s
     assert times.update_s["actor"] == pytest.approx(28 * parameters_of(QWEN_7B) / 4 / (3.35e12 * 0.7))
+
+
+def test_ranks_that_share_a_machine_are_in_one_node() -> None:
+    quickstart = load_config(find_recipe("quickstart")).model_copy(update={"roles": {"rollout": 1, "actor": 1}})
+    more = quickstart.model_copy(update={"roles": {"rollout": 4, "actor": 4}})
+    planner = open_planner(quickstart, devices=8, device="cpu")
+    assert planner._times(more)[1].transfer_s == planner._times(quickstart)[1].transfer_s == Latency().transfer_s
+    floors = [planner._times(quickstart.model_copy(update={"roles": {"rollout": 1, "actor": n}}))[0] for n in (2, 4)]
+    two, four = (times.train["actor"].floor_s for times in floors)
+    assert four / two == pytest.approx((3 / 4) / (1 / 2))  # over the same link
 
 
 def test_context_parallelism_divides_tokens_and_exchanges_heads(qwen: RunConfig) -> None:
