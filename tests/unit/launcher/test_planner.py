@@ -1,124 +1,25 @@
-"""The planner: catalogue, cost model, memory, the search, and what `asyncflow plan` says."""
+"""The planner: memory, the search, and what `asyncflow plan` says."""
 
 import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from click.testing import CliRunner
+from planned import QWEN_7B, changed, sim_run
 
 from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from launcher.plan.cost_model import parameters_of
-from launcher.plan.devices import Device, find_device
 from launcher.plan.report import auto_roles, open_planner, plan_json, plan_text, recorded_lengths
-from launcher.plan.scenario import Latency, Turns
+from launcher.plan.scenario import Turns
 from launcher.plan.simulation import simulate
 from tq.config import Fill
 from workers.algorithms.config import PPOConfig
 from workers.config import RunConfig
-
-QWEN_7B = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28, "vocab_size": 152064,
-    "tie_word_embeddings": False, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-}  # fmt: skip
-DEVICES = ("ascend-910b", "ascend-910c", "a100", "h100", "h200", "cpu")
-
-
-@pytest.fixture
-def qwen(tmp_path: Path) -> RunConfig:
-    """The 7B recipe with a config.json and no weights."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
-    data = find_recipe("quickstart").parent / "quickstart" / "train.jsonl"
-    overrides = [f"model.path={tmp_path}", f"data.path={data}", "sim.mean_tokens=1000"]
-    recipe = find_recipe("qwen2.5-7b-grpo-deepscaler-npu")
-    return load_config(recipe, overrides=[*overrides, "schedule.rollout_batch_size=16"])
-
-
-def changed(config: RunConfig, *, megatron: dict[str, int] | None = None, **actor: object) -> RunConfig:
-    """Return it with another actor."""
-    layout = config.actor.megatron.model_copy(update=megatron or {})
-    return config.model_copy(update={"actor": config.actor.model_copy(update={**actor, "megatron": layout})})
-
-
-def sim_run(**times: float) -> RunConfig:
-    quickstart = find_recipe("quickstart").parent / "quickstart"
-    values: dict[str, Any] = {
-        "steps": 8,
-        "roles": {"rollout": 2, "actor": 2, "ref": 1},
-        "model": {"path": str(quickstart / "model")},
-        "data": {"path": str(quickstart / "train.jsonl"), "max_prompt_tokens": 8},
-        "schedule": {"max_staleness": 1, "rollout_batch_size": 12, "n_samples_per_prompt": 4},
-        "rollout": {"engine": "sim", "batch_size": 8, "max_response_tokens": 4000},
-        "actor": {"engine": "sim", "micro_batch_size": 4},
-        "ref": {"engine": "sim", "micro_batch_size": 4},
-        "algorithm": {"kl_coef": 0.001},
-        "sim": {"mean_tokens": 100, "decode_s_per_token": 0.01, **times},
-    }
-    return RunConfig.model_validate(values)
-
-
-@pytest.mark.parametrize("name", DEVICES)
-def test_every_number_of_a_device_says_where_it_is_from(name: str) -> None:
-    device = find_device(name)
-    numbers = device.model_fields_set & {"peak_tflops", "memory_gb", "memory_gb_s"}
-    assert device.name == name
-    assert numbers <= device.sources.keys() <= Device.model_fields.keys()
-
-
-def test_an_unknown_device_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--device h1000: is not known; give one of a100"):
-        find_device("h1000")
-    (tmp_path / "mine.yaml").write_text("name: mine\n")
-    with pytest.raises(ConfigError, match=r"mine.yaml: peak_tflops: Field required"):
-        find_device(str(tmp_path / "mine.yaml"))
-
-
-def test_parameters_follow_from_the_models_sizes() -> None:
-    assert parameters_of(QWEN_7B) == pytest.approx(7.615e9, rel=0.002)
-    assert parameters_of({}) == 0
-
-
-def test_decoding_is_bound_by_memory_with_few_responses_and_by_products_with_many(qwen: RunConfig) -> None:
-    times, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen)
-    read_s = 2 * parameters_of(QWEN_7B) / (3.35e12 * 0.7)
-    assert times.decode_s(1) == pytest.approx(read_s + 0.002, rel=0.02)
-    assert times.decode_s(4000) > 2 * parameters_of(QWEN_7B) * 4000 / (989e12 * 0.5)
-
-
-def test_training_takes_the_flops_of_four_passes_and_adamw_its_bytes(qwen: RunConfig) -> None:
-    roles = qwen.roles | {"actor": 4}
-    times, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen.model_copy(update={"roles": roles}))
-    least_s = 4 * 2 * parameters_of(QWEN_7B) / (4 * 989e12 * 0.4)  # recomputed activations, four tensor-parallel ranks
-    assert least_s < times.train["actor"].token_s < 2.5 * least_s
-    assert times.update_s["actor"] == pytest.approx(28 * parameters_of(QWEN_7B) / 4 / (3.35e12 * 0.7))
-
-
-def test_ranks_that_share_a_machine_are_in_one_node() -> None:
-    quickstart = load_config(find_recipe("quickstart")).model_copy(update={"roles": {"rollout": 1, "actor": 1}})
-    more = quickstart.model_copy(update={"roles": {"rollout": 4, "actor": 4}})
-    planner = open_planner(quickstart, devices=8, device="cpu")
-    assert planner._times(more)[1].transfer_s == planner._times(quickstart)[1].transfer_s == Latency().transfer_s
-    floors = [planner._times(quickstart.model_copy(update={"roles": {"rollout": 1, "actor": n}}))[0] for n in (2, 4)]
-    two, four = (times.train["actor"].floor_s for times in floors)
-    assert four / two == pytest.approx((3 / 4) / (1 / 2))  # over the same link
-
-
-def test_context_parallelism_divides_tokens_and_exchanges_heads(qwen: RunConfig) -> None:
-    planner = open_planner(qwen, devices=16, device="h100")
-    alone, shared = (
-        planner._times(changed(qwen, megatron={"context_parallel": number, "tensor_parallel": 1}))[0].train["actor"]
-        for number in (1, 2)
-    )
-    a_pass = 28 * 2 * (28 + 4) * 128 * 2 / 2  # q, k, v and output of each layer; half of them goes to the other rank
-    exchanged_s = 3 * a_pass / 2 / (planner.device.link_gb_s * 1e9 * 0.7) if planner.device else 0.0
-    assert shared.token_s == pytest.approx(alone.token_s / 2 + exchanged_s)
-    assert shared.squared_s == pytest.approx(alone.squared_s / 2)
 
 
 def test_context_parallelism_is_planned_where_nothing_else_fits_the_longest_response(
@@ -177,14 +78,12 @@ def test_ranks_that_share_a_copy_score_as_one_worker_and_are_planned_together(qw
         update={"ref": qwen.ref.model_copy(update={"engine": "fsdp", "shards": 4}), "roles": qwen.roles | {"ref": 8}}
     )
     hosted = qwen.model_copy(update={"roles": {"rollout": 10, "actor": 4}})  # a replica of four ranks
-    tri_model = hosted.model_copy(update={"actor": hosted.actor.model_copy(update={"tri_model": True})})
-    alone, together, inside, unified = (
-        open_planner(config, devices=32, device="ascend-910b").scenario(config)
-        for config in (qwen, shared, hosted, tri_model)
+    alone, together, inside = (
+        open_planner(config, devices=32, device="ascend-910b").scenario(config) for config in (qwen, shared, hosted)
     )
     assert (alone.workers["ref"], together.workers["ref"]) == (2, 2)
-    alone_s, *others_s = (each.times.tasks["ref_log_probs"].token_s for each in (alone, together, inside, unified))
-    assert others_s == pytest.approx([alone_s / 4, alone_s, alone_s / 4])
+    alone_s, *others_s = (each.times.tasks["ref_log_probs"].token_s for each in (alone, together, inside))
+    assert others_s == pytest.approx([alone_s / 4, alone_s])
     planner = open_planner(shared, devices=32, device="ascend-910b")
     assert all(plan.config.roles["ref"] % 4 == 0 for plan in planner.plans())
 

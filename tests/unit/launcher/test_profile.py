@@ -14,8 +14,11 @@ from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from launcher.plan.cost_model import CostModel, Workload
+from launcher.plan.devices import find_device
 from launcher.plan.profile import DECODE, FORWARD, OPTIMIZER, PREFILL, TRAIN, Block, Profile, fit
 from launcher.plan.report import auto_roles, model_sizes, open_planner
+from launcher.plan.scenario import Turns
 from workers.config import RunConfig
 
 CPU = {"name": "cpu, of the test", "kind": "cpu", "cores": 2, "torch": "2.10", "memory_gb": 16.0}
@@ -85,6 +88,25 @@ def test_decoding_is_measured_by_batch_and_context(config: RunConfig) -> None:
         expected = seconds_of(Block(DECODE, LAYERS, responses, context))
         assert profile.decode_s(responses, context) == pytest.approx(expected, rel=0.01)
     assert profile.prefill_s() == pytest.approx(LAYERS * 1e-6, rel=0.05)
+
+
+def test_ranks_that_share_a_model_each_do_what_a_call_takes_beside_its_samples(config: RunConfig) -> None:
+    sizes, _, _ = model_sizes(config)
+    profile = measured(config)
+    alone, shared = (
+        CostModel(
+            config.model_copy(update={"ref": config.ref.model_copy(update={"engine": "fsdp", "shards": n})}),
+            sizes, find_device("cpu"), Workload(4, 10, 120, Turns()), profile,
+        ).times().tasks["ref_log_probs"]
+        for n in (1, 2)
+    )  # fmt: skip
+    assert alone.call_s > 0
+    assert (shared.call_s, shared.token_s) == pytest.approx((alone.call_s, alone.token_s / 2))
+    costs = CostModel(config, sizes, find_device("cpu"), Workload(4, 10, 120, Turns()), profile)
+    overhead_s = find_device("cpu").step_overhead_s
+    alone_s, of_two_s = costs.decode_s(200, 1), costs.decode_s(200, 2) - costs.reduced_s(200, 2)
+    assert alone_s > overhead_s
+    assert of_two_s == pytest.approx(overhead_s + (alone_s - overhead_s) / 2)
 
 
 def test_plans_follow_what_was_measured(config: RunConfig, tmp_path: Path) -> None:
