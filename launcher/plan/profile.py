@@ -150,6 +150,9 @@ class Profile:
         """
         self._check_same("model", asdict(model), what)
         self._check_same("settings", _settings(config), what)
+        if self._layers > 1 and len({block.layers for block in self.seconds if block.layers}) < 2:
+            raise ConfigError(f"{what}: has one depth of the model alone, which says nothing of a layer; measure again "
+                              f"into another file")  # fmt: skip
         missing = [block for block, seconds in self.seconds.items() if seconds is None]
         if missing:
             raise ConfigError(f"{what}: {len(missing)} of {len(self.seconds)} blocks are not measured; "
@@ -175,6 +178,7 @@ class Profile:
             if block.name == name and seconds is not None:
                 by_depth.setdefault(block.layers, {})[replace(block, layers=0)] = seconds
         low, high = min(by_depth), max(by_depth)
+        assert high == self._layers or low < high, "`check` refuses a file of one depth"
         found = {}
         for shape, most in by_depth[high].items():
             least = by_depth[low].get(shape, most)
@@ -291,7 +295,7 @@ def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) 
     slots = config.rollout.batch_size
     outside = model.num_parameters - model.num_layers * model.layer_parameters
     fitting = (memory_gb * 1e9 / 2 / _STATE_BYTES - outside) // max(1, model.layer_parameters)
-    for layers in sorted({1, max(1, min(model.num_layers, int(fitting)))}):
+    for layers in sorted({1, min(model.num_layers, max(2, int(fitting)))}):
         middle = prompt + response // 2
         for rows in sorted({*(2**k for k in range(slots.bit_length())), slots}):
             yield Block(DECODE, layers, rows, middle)

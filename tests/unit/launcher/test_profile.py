@@ -82,6 +82,18 @@ def test_a_few_layers_predict_many(config: RunConfig) -> None:
     assert few.work(FORWARD, shared_prompt=False).token_s < work.token_s / 2
 
 
+def test_a_model_of_which_two_layers_barely_fit_is_measured_at_two_depths_all_the_same(config: RunConfig) -> None:
+    sizes = model_sizes(config)[0]
+    blank = Profile.of(config, sizes, {**CPU, "memory_gb": 1e-6}, ranks=1)
+    assert {block.layers for block in blank.seconds} == {0, 1, 2}
+    few = replace(blank, seconds={block: seconds_of(block) or 0.01 for block in blank.seconds})
+    for shape, seconds in few.whole(TRAIN).items():
+        assert seconds == pytest.approx(seconds_of(replace(shape, layers=LAYERS)))
+    one = replace(few, seconds={block: each for block, each in few.seconds.items() if block.layers < 2})
+    with pytest.raises(ConfigError, match=r"mine.json: has one depth of the model alone"):
+        one.check(config, sizes, "mine.json")
+
+
 def test_decoding_is_measured_by_batch_and_context(config: RunConfig) -> None:
     profile = measured(config)
     for responses, context in ((1, 6), (3, 6), (100, 6), (256, 12), (200, 10)):
