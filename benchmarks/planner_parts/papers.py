@@ -18,8 +18,9 @@ from asyncflow.errors import ConfigError
 from launcher.checks.batch_sizes import check_batch_sizes
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from launcher.plan.plan import Plan
 from launcher.plan.report import open_planner
-from launcher.plan.search import Plan, Planner
+from launcher.plan.search import Planner
 from tq.config import ScheduleMode
 from workers.config import RunConfig
 

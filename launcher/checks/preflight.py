@@ -154,11 +154,11 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     search_beside(config.code_directory)
     tasks = _place_tasks(config)
     check_batch_sizes(config)
-    _check_clients(config)
+    check_clients(config)
     _check_queue(config)
     _check_fill(config)
     _check_export(config)
-    _check_sim(config)
+    check_sim(config)
     _check_outside(config)
     check_generating(config)
     check_reference(config)
@@ -322,7 +322,7 @@ def _check_export(config: RunConfig) -> None:
     check_makeable(given, key)
 
 
-def _check_sim(config: RunConfig) -> None:
+def check_sim(config: RunConfig) -> None:
     """Refuse simulated engines beside real ones, and a file of answer lengths that has none."""
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if config.algorithm.kl_coef > 0:
@@ -360,7 +360,7 @@ def _check_outside(config: RunConfig) -> None:
             )
 
 
-def _check_clients(config: RunConfig) -> None:
+def check_clients(config: RunConfig) -> None:
     """Refuse more processes than one service of the queue takes."""
     sizes = ranks_per_instance(config)
     ranks = sum(number // sizes.get(role, 1) for role, number in config.roles.items())

@@ -12,13 +12,14 @@ from asyncflow.errors import ConfigError
 from launcher.checks.preflight import count_parameters
 from launcher.plan.cost_model import parameters_of
 from launcher.plan.devices import device_of, find_device
+from launcher.plan.plan import Plan
 from launcher.plan.profile import Profile
 from launcher.plan.scenario import Turns
-from launcher.plan.search import Objective, Plan, Planner
+from launcher.plan.search import Objective, Planner
 from launcher.timeline.gantt_chart import GanttChart, gantt_html
 from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
-from workers.engines.model_files import read_model_config
+from workers.engines.model_files import check_trainable, read_model_config
 from workers.engines.sim.lengths import SimLengths
 
 
@@ -81,10 +82,11 @@ def model_sizes(config: RunConfig) -> tuple[ModelSizes, int, Mapping[str, Any]]:
     """Return the sizes of a run's model, its parameters, and config.json; weights need not be there.
 
     Raises:
-        ConfigError: it has no config.json, or one of another kind of model.
+        ConfigError: it has no config.json, or one of another kind of model, or of one that cannot be trained.
     """
     directory = Path(config.model.path)
     model = read_model_config(directory)
+    check_trainable(directory)
     parameters = count_parameters(directory) or parameters_of(model)
     sizes = ModelSizes.of(model, parameters)
     if not parameters or sizes is None:

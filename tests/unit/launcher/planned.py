@@ -37,7 +37,7 @@ def changed_vllm(config: RunConfig, **settings: object) -> RunConfig:
     return config.model_copy(update={"vllm": config.vllm.model_copy(update=settings)})
 
 
-def sim_run(**times: float) -> RunConfig:
+def sim_run(**times: Any) -> RunConfig:
     quickstart = find_recipe("quickstart").parent / "quickstart"
     values: dict[str, Any] = {
         "steps": 8,

@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.plan import instance
-from launcher.plan.bounds import Bounds
+from launcher.plan.bounds import Bounds, longest_tokens
 from launcher.plan.cost_model import Workload
 from launcher.plan.scenario import Latency, Scenario, Times, Turns, Work
 from launcher.plan.simulation import Simulated, simulate
@@ -69,6 +69,22 @@ def test_overlapped_steps_last_as_long_as_the_busiest_role() -> None:
     assert ran.step_s(2) == pytest.approx(2.0, rel=0.01)
     assert ran.idle(2)["rollout"] == pytest.approx(0.0, abs=0.01)
     assert ran.tokens_per_s(2) == pytest.approx(3200 / 2.0, rel=0.01)
+
+
+def test_instances_that_get_nothing_are_idle() -> None:
+    rollout = {"engine": "sim", "batch_size": 64, "max_response_tokens": 4000}
+    ran = run(config_of(roles={"rollout": 4, "actor": 2}, rollout=rollout, schedule__mode="sync"))
+    assert ran.idle(1)["rollout"] > 0.75  # the first one takes all 32
+
+
+def test_what_follows_the_longest_response_is_in_the_bound() -> None:
+    config = config_of(schedule__mode="periodic", sim__sigma=1.0, sim__decode_s_per_token=0.02)
+    made = Times.of_sim(config, prompt_tokens=0)
+    longest = longest_tokens(config.schedule, Scenario.of(config, made).tokens, steps=config.steps, skip=1)
+    bounds = Bounds(Workload(0, 100, 100**2, Turns()), longest, scores=True, at_full_speed=0.0)
+    bound_s = bounds.step_s(config, made, 8)
+    assert bound_s == pytest.approx(longest * (0.02 + 0.001 + 0.0005), rel=0.01)
+    assert bound_s <= run(config).step_s(1)
 
 
 def test_responses_slow_each_other_down() -> None:
