@@ -44,6 +44,7 @@ from workers.engines.model_files import (
     read_model_config,
     tensor_shapes,
 )
+from workers.engines.sim.config import SimConfig
 from workers.outside import check_policy
 from workers.rewards.load import check_reward
 from workers.tasks.dataflow import PlacedTask, place_tasks
@@ -158,7 +159,7 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     _check_queue(config)
     _check_fill(config)
     _check_export(config)
-    check_sim(config)
+    _check_sim(config)
     _check_outside(config)
     check_generating(config)
     check_reference(config)
@@ -322,8 +323,8 @@ def _check_export(config: RunConfig) -> None:
     check_makeable(given, key)
 
 
-def check_sim(config: RunConfig) -> None:
-    """Refuse simulated engines beside real ones, and a file of answer lengths that has none."""
+def _check_sim(config: RunConfig) -> None:
+    """Refuse simulated engines beside real ones, and lengths that they cannot draw from."""
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if config.algorithm.kl_coef > 0:
         engines["ref"] = config.ref.engine
@@ -334,8 +335,17 @@ def check_sim(config: RunConfig) -> None:
     if set(engines.values()) != {"sim"}:
         others = ", ".join(f"{role}.engine {engine}" for role, engine in engines.items() if engine != "sim")
         raise ConfigError(f"{others}: cannot be with a role whose engine is sim; set all of them to sim, or none")
-    if config.sim.lengths == "file":
-        path = Path(config.sim.lengths_file)
+    check_lengths(config.sim)
+
+
+def check_lengths(config: SimConfig) -> None:
+    """Refuse a file of answer lengths that has none.
+
+    Raises:
+        ConfigError: it cannot be read, or has something else.
+    """
+    if config.lengths == "file":
+        path = Path(config.lengths_file)
         try:
             numbers = [float(word) for word in path.read_text().split()]
         except (OSError, ValueError) as error:

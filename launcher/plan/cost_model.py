@@ -328,8 +328,8 @@ class CostModel:
         return bool(self.device.shared_by) or ranks <= self.device.devices_per_node
 
     def _peak(self, number: int) -> float:
-        kind = "float32" if number == 4 else "bfloat16"
-        return self.device.peak_tflops[kind] * 1e12 * self._share  # type: ignore[index]
+        peaks = self.device.peak_tflops
+        return (peaks.float32 if number == 4 else peaks.bfloat16) * 1e12 * self._share
 
     @property
     def _share(self) -> float:

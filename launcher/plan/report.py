@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError
-from launcher.checks.preflight import count_parameters
+from launcher.checks.preflight import check_lengths, count_parameters
 from launcher.plan.cost_model import parameters_of
 from launcher.plan.devices import device_of, find_device
 from launcher.plan.plan import Plan
@@ -61,8 +61,12 @@ def open_planner(
     if device is None and not simulated:
         raise ConfigError("--device: is missing; name one of configs/devices, e.g. --device h100")
     step_rows = config.schedule.step_rows
-    drawn = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).tokens
-    tokens = drawn if lengths is None else recorded_lengths(lengths, seed=config.seed)
+    tokens: Callable[[int], int]
+    if lengths is None:
+        check_lengths(config.sim)
+        tokens = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).tokens
+    else:
+        tokens = recorded_lengths(lengths, seed=config.seed)
     own, longest = config.rollout.is_own, config.rollout.max_response_tokens
     return Planner(
         config=config,
@@ -161,7 +165,14 @@ def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
 
 def _recorded(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    steps = []
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
+        try:
+            steps.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"--lengths {run_dir}: line {number} of metrics.jsonl is damaged ({error}); name another "
+                              f"run, or remove the line") from error  # fmt: skip
+    return steps
 
 
 def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], others: Sequence[Plan] = ()) -> str:

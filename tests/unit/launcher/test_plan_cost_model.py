@@ -37,6 +37,12 @@ def test_an_unknown_device_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("name: mine\n")
     with pytest.raises(ConfigError, match=r"mine.yaml: peak_tflops: Field required"):
         find_device(str(tmp_path / "mine.yaml"))
+    (tmp_path / "mine.yaml").write_text("name: mine\npeak_tflops: {bfloat16: 100}\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml: peak_tflops.float32: Field required"):
+        find_device(str(tmp_path / "mine.yaml"))
+    (tmp_path / "mine.yaml").write_text("name: mine\npeak_tflops: {bfloat16: 100, float32: 0}\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml: peak_tflops.float32: Input should be greater than 0"):
+        find_device(str(tmp_path / "mine.yaml"))
 
 
 def test_parameters_follow_from_the_models_sizes() -> None:

@@ -194,6 +194,13 @@ def test_lengths_may_be_those_of_a_run(tmp_path: Path) -> None:
     assert set(drawn) == {10, 400}
     assert drawn.count(10) == pytest.approx(300, abs=40)
     assert drawn == [lengths(row) for row in range(400)]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"histograms": {"resp')
+    with pytest.raises(ConfigError, match=r"--lengths .*: line 3 of metrics.jsonl is damaged"):
+        recorded_lengths(tmp_path, seed=0)
+    absent = sim_run(lengths="file", lengths_file=str(tmp_path / "absent.txt"))
+    with pytest.raises(ConfigError, match=r"sim.lengths_file: .*absent.txt cannot be read"):
+        open_planner(absent, devices=8, device=None)
     with pytest.raises(ConfigError, match="--lengths .*: has no lengths"):
         recorded_lengths(tmp_path / "absent", seed=0)
 
