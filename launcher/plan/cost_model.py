@@ -169,8 +169,11 @@ class CostModel:
         if config.rollout.engine != "vllm":
             return config.rollout.batch_size
         tensor = rollout_ranks(config)
-        room = config.vllm.gpu_memory_utilization * self.device.memory_gb * 1e9
-        room -= self._rollout_number * self.model.num_parameters / tensor
+        if config.vllm.kv_cache_gb is not None:
+            room = config.vllm.kv_cache_gb * 1e9
+        else:
+            room = config.vllm.gpu_memory_utilization * self.device.memory_gb * 1e9
+            room -= self._rollout_number * self.model.num_parameters / tensor
         return max(1, min(config.rollout.batch_size, int(room / (self._context * self._cache_bytes(tensor)))))
 
     def train(self, role: str, training: ActorConfig) -> Work:

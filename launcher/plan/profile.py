@@ -26,6 +26,8 @@ COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_t
 _COPIED = 2**26
 EXCHANGED = (2**16, 2**20, 2**24)
 """Bytes of collectives: of all ranks together where each has a part."""
+_OTHER_PARAMETERS = 0.01
+"""Share of a model's parameters that config.json does not tell of."""
 _STATE_BYTES = 24
 """Of a parameter: state of training, and a copy of the weights that the engine is made from."""
 
@@ -133,7 +135,8 @@ class Profile:
         Raises:
             ConfigError: it is of another model, device or way to compute.
         """
-        for part in ("model", "settings", "device", "group_size"):
+        older._check_model(self.model, what)
+        for part in ("settings", "device", "group_size"):
             older._check_same(part, getattr(self, part), what)
         return replace(self, seconds={**self.seconds, **older.seconds})
 
@@ -148,7 +151,7 @@ class Profile:
         Raises:
             ConfigError: it is of another model or way to compute, or not finished.
         """
-        self._check_same("model", asdict(model), what)
+        self._check_model(asdict(model), what)
         self._check_same("settings", _settings(config), what)
         if self._layers > 1 and len({block.layers for block in self.seconds if block.layers}) < 2:
             raise ConfigError(f"{what}: has one depth of the model alone, which says nothing of a layer; measure again "
@@ -157,6 +160,13 @@ class Profile:
         if missing:
             raise ConfigError(f"{what}: {len(missing)} of {len(self.seconds)} blocks are not measured; "
                               f"`asyncflow profile` with this file as --out goes on")  # fmt: skip
+
+    def _check_model(self, now: Mapping[str, Any], what: str) -> None:
+        """Where there are no weights, biases and norms of heads are not counted."""
+        found, size = self.model.get("num_parameters", 0), now["num_parameters"]
+        if abs(found - size) <= _OTHER_PARAMETERS * size:
+            now = {**now, "num_parameters": found}
+        self._check_same("model", now, what)
 
     def _check_same(self, part: str, now: Any, what: str) -> None:
         found = getattr(self, part)
@@ -235,8 +245,9 @@ class Profile:
     def prefill_s(self) -> float:
         """Return the time of a token of a prompt (s)."""
         points = []
+        shared = self.group_size if self.settings.get("vllm.prefix_caching", True) else 1
         for shape, seconds in self.whole(PREFILL).items():
-            prompts = -(-shape.rows // self.group_size)
+            prompts = -(-shape.rows // shared)
             points.append(max(0.0, seconds - self.decode_s(shape.rows, shape.prompt)) / prompts / shape.prompt)
         return sum(points) / len(points)
 
@@ -317,7 +328,9 @@ def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     actor = config.actor
+    of_vllm = {"vllm.prefix_caching": config.vllm.prefix_caching} if config.rollout.engine == "vllm" else {}
     return {
+        **of_vllm,
         "rollout.engine": config.rollout.engine,
         "actor.engine": actor.engine,
         "ref.engine": config.ref.engine,

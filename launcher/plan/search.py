@@ -316,8 +316,10 @@ class Planner:
         model = CostModel(config, self._sizes, self.device, self.workload, self.profile)
         times, slots = model.times(), model.slots()
         # A prefill holds up all that an instance generates: over its life a response waits for as many as run.
-        slowdown = times.decode_s(slots) / times.decode_s(1)
-        held = slots / slowdown
+        schedule, instances = config.schedule, config.roles["rollout"] // rollout_ranks(config)
+        in_flight = schedule.step_rows * (1 + schedule.staleness_bound)
+        running = min(slots, -(-in_flight // instances))
+        held = running * times.decode_s(1) / times.decode_s(running)
         return replace(times, prefill_s=times.prefill_s * held, later_s=times.later_s * held), model.latency(), slots
 
     def headroom_gb(self, config: RunConfig) -> float | None:

@@ -149,6 +149,25 @@ def test_tensor_parallel_instances_exchange_what_they_prefill(qwen: RunConfig) -
     assert shared_s == pytest.approx(alone_s / 2 + exchanged_s)
 
 
+def test_keys_and_values_may_have_memory_of_their_own(qwen: RunConfig) -> None:
+    large = qwen.model_copy(update={"rollout": qwen.rollout.model_copy(update={"batch_size": 100000})})
+    token = 2 * 28 * 4 * 128 * 2  # of 28 layers, four heads
+    context = large.data.max_prompt_tokens // 2 + 1000 / 2
+    slots = cost_model(changed_vllm(large, tensor_parallel_size=1, kv_cache_gb=4)).slots()
+    assert slots == pytest.approx(4e9 / (token * context), rel=0.5)
+    twice = cost_model(changed_vllm(large, tensor_parallel_size=1, kv_cache_gb=8)).slots()
+    assert twice == pytest.approx(2 * slots, abs=2)
+
+
+def test_a_prefill_holds_up_what_runs_and_no_more(qwen: RunConfig) -> None:
+    planner = open_planner(qwen, devices=64, device="h100")
+    few, many = (
+        planner._times(qwen.model_copy(update={"rollout": qwen.rollout.model_copy(update={"batch_size": number})}))[0]
+        for number in (256, 4096)
+    )
+    assert few.prefill_s == pytest.approx(many.prefill_s)  # all rows in flight are fewer
+
+
 def test_a_pipelines_traffic_waits_in_the_bubble_too(qwen: RunConfig) -> None:
     size = {"tensor_parallel": 4, "context_parallel": 1}
     roles = qwen.roles | {"actor": 8}

@@ -8,15 +8,17 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from launcher.doctor.device_ranks import exchanges
 from launcher.plan.cost_model import CostModel, Workload
 from launcher.plan.devices import find_device
-from launcher.plan.profile import DECODE, FORWARD, OPTIMIZER, PREFILL, TRAIN, Block, Profile, fit
+from launcher.plan.profile import DECODE, EXCHANGED, FORWARD, OPTIMIZER, PREFILL, TRAIN, Block, Profile, fit
 from launcher.plan.report import auto_roles, model_sizes, open_planner
 from launcher.plan.scenario import Turns
 from workers.config import RunConfig
@@ -121,6 +123,23 @@ def test_ranks_that_share_a_model_each_do_what_a_call_takes_beside_its_samples(c
     assert of_two_s == pytest.approx(overhead_s + (alone_s - overhead_s) / 2)
 
 
+def test_a_profile_with_weights_is_of_the_same_model_without_them(config: RunConfig) -> None:
+    sizes, _, _ = model_sizes(config)
+    profile = measured(config)
+    with_biases = replace(profile, model={**profile.model, "num_parameters": round(1.004 * sizes.num_parameters)})
+    with_biases.check(config, sizes, "mine.json")
+    assert profile.joined(with_biases, "mine.json").seconds == profile.seconds
+    other = replace(profile, model={**profile.model, "num_parameters": round(1.02 * sizes.num_parameters)})
+    with pytest.raises(ConfigError, match=r"measured with model.num_parameters"):
+        other.check(config, sizes, "mine.json")
+
+
+def test_without_prefix_caching_every_response_read_its_prompt(config: RunConfig) -> None:
+    profile = measured(config)
+    alone = replace(profile, settings={**profile.settings, "vllm.prefix_caching": False})
+    assert alone.prefill_s() == pytest.approx(profile.prefill_s() / config.schedule.n_samples_per_prompt)
+
+
 def test_plans_follow_what_was_measured(config: RunConfig, tmp_path: Path) -> None:
     file, slow = tmp_path / "fast.json", tmp_path / "slow.json"
     measured(config).write(file)
@@ -167,6 +186,25 @@ def test_a_file_of_something_else_is_refused(config: RunConfig, tmp_path: Path) 
     file.write_text('{"format": 2}')
     with pytest.raises(ConfigError, match=r"has format 2, not 1; measure again"):
         Profile.read(file, "--profile")
+
+
+def test_an_all_to_all_exchanges_as_many_bytes_as_it_is_measured_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def recorded(values: torch.Tensor, sent: torch.Tensor) -> None:
+        sizes.append(sent.numel())
+        values.copy_(sent)
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", recorded)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    try:
+        told = exchanges(torch.device("cpu"), 0, 1, store)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert {4 * size for size in sizes} == set(EXCHANGED)
+    assert all(isinstance(told[f"all_to_all {size}"], float) for size in EXCHANGED)
 
 
 @pytest.mark.slow
