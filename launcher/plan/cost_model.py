@@ -105,6 +105,8 @@ class CostModel:
     workload: Workload
     profile: Profile | None = None
     """Measured times, where there are any; what it lacks is estimated."""
+    reward_model: ModelSizes | None = None
+    """Scores responses in the role `reward`, if there is one; estimated always."""
 
     def times(self) -> Times:
         """Return how long computing takes."""
@@ -124,7 +126,9 @@ class CostModel:
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
             prefill_s=read_s * prompt / shared,
             later_s=read_s * (self._context + new / 2 if anew else new),
-            tasks={task: self._forward(self._scoring(role)) for task, role in scorers.items()} | work_of_users(config),
+            tasks={task: self._forward(self._scoring(role)) for task, role in scorers.items()}
+            | self._rewards()
+            | work_of_users(config),
             train={role: self.train(role, training) for role, training in training_of(config).items()},
             update_s={role: self._update_s(role) for role in training_of(config)},
             prompt_tokens=prompt,
@@ -242,6 +246,15 @@ class CostModel:
             return self._divided(number, ref.megatron, ranks, ref.micro_batch_size)
         gathered_s = self._exchange_s("all_gather", number * self.model.num_parameters, ranks)
         return _Shared(number, ranks, gathered_s=gathered_s)
+
+    def _rewards(self) -> dict[str, Work]:
+        reward, sizes = self.config.reward.model, self.reward_model
+        if reward is None or sizes is None:
+            return {}
+        number, size = DTYPE_BYTES[reward.dtype], DTYPE_BYTES[reward.dtype] * sizes.num_parameters
+        gathered_s = self._exchange_s("all_gather", size, reward.shards)
+        estimated = replace(self, model=sizes, profile=None)
+        return {"rewards": estimated._forward(_Shared(number, reward.shards, gathered_s=gathered_s))}
 
     def _divided(self, number: int, megatron: MegatronConfig, ranks: int, samples: float) -> _Shared:
         """Return how Megatron's ranks share a model; `samples`: of a micro-batch."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError
+from launcher.checks.models import KEY as REWARD_KEY
 from launcher.checks.preflight import check_lengths, count_parameters
 from launcher.plan.cost_model import parameters_of
 from launcher.plan.devices import device_of, find_device
@@ -79,6 +80,9 @@ def open_planner(
         objective=objective,
         profile=measured,
         turns=recorded_turns(lengths, config) if own and lengths is not None else None,
+        reward_model=None
+        if simulated or config.reward.model is None
+        else sizes_of(config.reward.model.path, REWARD_KEY),
     )
 
 
@@ -88,16 +92,23 @@ def model_sizes(config: RunConfig) -> tuple[ModelSizes, int, Mapping[str, Any]]:
     Raises:
         ConfigError: it has no config.json, or one of another kind of model, or of one that cannot be trained.
     """
-    directory = Path(config.model.path)
-    model = read_model_config(directory)
-    check_trainable(directory)
-    parameters = count_parameters(directory) or parameters_of(model)
+    check_trainable(Path(config.model.path))
+    sizes = sizes_of(config.model.path, "model.path")
+    return sizes, sizes.num_parameters, read_model_config(Path(config.model.path))
+
+
+def sizes_of(path: str, key: str) -> ModelSizes:
+    """Return the sizes of a model; `key` names it in errors.
+
+    Raises:
+        ConfigError: it has no config.json, or one of another kind of model.
+    """
+    model = read_model_config(Path(path))
+    parameters = count_parameters(Path(path)) or parameters_of(model)
     sizes = ModelSizes.of(model, parameters)
     if not parameters or sizes is None:
-        raise ConfigError(
-            f"model.path: the sizes in {directory / 'config.json'} are not those of a model that is known"
-        )
-    return sizes, parameters, model
+        raise ConfigError(f"{key}: the sizes in {Path(path) / 'config.json'} are not those of a model that is known")
+    return sizes
 
 
 def auto_roles(text: str, config: RunConfig) -> tuple[str, tuple[str, ...]] | None:

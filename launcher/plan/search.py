@@ -82,6 +82,7 @@ class Planner:
         objective: the fastest step, or the most tokens per second and device.
         profile: measured times of blocks, which override estimates.
         turns: of rollouts of functions and agents.
+        reward_model: its sizes, if there is one.
     """
 
     config: RunConfig
@@ -94,6 +95,7 @@ class Planner:
     objective: Objective = "time"
     profile: Profile | None = None
     turns: Turns | None = None
+    reward_model: ModelSizes | None = None
 
     def plans(self) -> list[Plan]:
         """Return the best plans, the best first.
@@ -313,7 +315,7 @@ class Planner:
         """Return times, latencies, and how many responses fit an instance."""
         if self.device is None or self._sizes is None:
             return Times.of_sim(config, prompt_tokens=self.prompt_tokens), Latency(), config.rollout.batch_size
-        model = CostModel(config, self._sizes, self.device, self.workload, self.profile)
+        model = CostModel(config, self._sizes, self.device, self.workload, self.profile, self.reward_model)
         times, slots = model.times(), model.slots()
         # A prefill holds up all that an instance generates: over its life a response waits for as many as run.
         schedule, instances = config.schedule, config.roles["rollout"] // rollout_ranks(config)

@@ -1,5 +1,6 @@
 """What computing takes on a device, by FLOPs, bytes and traffic; and the catalogue of devices."""
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -10,11 +11,12 @@ from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.plan.cost_model import parameters_of
-from launcher.plan.devices import Device, find_device
+from launcher.plan.devices import find_device
 from launcher.plan.report import open_planner
 from launcher.plan.scenario import Latency
 from workers.algorithms.config import PPOConfig
 from workers.config import RunConfig
+from workers.rewards.config import RewardModelConfig
 
 DEVICES = ("ascend-910b", "ascend-910c", "a100", "h100", "h200", "cpu")
 
@@ -26,9 +28,9 @@ def forward_s(*, ranks: int) -> float:
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_number_of_a_device_says_where_it_is_from(name: str) -> None:
     device = find_device(name)
-    numbers = device.model_fields_set & {"peak_tflops", "memory_gb", "memory_gb_s"}
+    numbers = (device.model_fields_set | {"achievable"}) - {"name", "sources"}
     assert device.name == name
-    assert numbers <= device.sources.keys() <= Device.model_fields.keys()
+    assert numbers == device.sources.keys()
 
 
 def test_an_unknown_device_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
@@ -166,6 +168,23 @@ def test_a_prefill_holds_up_what_runs_and_no_more(qwen: RunConfig) -> None:
         for number in (256, 4096)
     )
     assert few.prefill_s == pytest.approx(many.prefill_s)  # all rows in flight are fewer
+
+
+def test_a_reward_model_takes_the_time_of_its_own_size(qwen: RunConfig, tmp_path: Path) -> None:
+    small = tmp_path / "reward"
+    small.mkdir()
+    (small / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 14}))
+    model = RewardModelConfig(path=str(small), dtype="bfloat16", shards=2)
+    scored = qwen.model_copy(
+        update={"reward": qwen.reward.model_copy(update={"model": model}), "roles": qwen.roles | {"reward": 2}}
+    )
+    times, _, _ = open_planner(scored, devices=64, device="h100")._times(scored)
+    size = parameters_of(QWEN_7B | {"num_hidden_layers": 14})
+    assert times.tasks["rewards"].token_s == pytest.approx(2 * size / (2 * 989e12 * 0.5))
+    assert times.tasks["rewards"].floor_s == pytest.approx(2 * size / 2 / (450e9 * 0.7))
+    (small / "config.json").write_text(json.dumps({"architectures": ["Other"]}))
+    with pytest.raises(ConfigError, match=r"reward.model.path: the sizes in .* are not those of a model that is known"):
+        open_planner(scored, devices=64, device="h100")
 
 
 def test_a_pipelines_traffic_waits_in_the_bubble_too(qwen: RunConfig) -> None:
