@@ -26,7 +26,8 @@ _LEAST_OF_FIRST_READY = 2
 
 def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iterator[Choice]:
     """Yield every tensor parallelism of vLLM, and tensor, context and pipeline parallelism of Megatron, that divides
-    the model; tensor parallelism stays inside a node."""
+    the model, with every number of ranks that share a copy of the reference, where it is sharded; tensor parallelism
+    and copies stay inside a node."""
     divides = [n for n in _DIVISIONS if model.num_heads % n == 0 and model.ffn_size % n == 0]
     inside = [n for n in divides if n <= devices_per_node]
     # vLLM repeats heads of keys and values where ranks are more.
@@ -41,12 +42,17 @@ def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iter
             for tensor, context, stages in itertools.product(inside, shares, _DIVISIONS)
             if model.num_kv_heads % tensor == model.num_heads // tensor % context == model.num_layers % stages == 0
         ]
-    for size, divided in itertools.product(generating, training):
+    shards: list[int] = [0]
+    if config.ref.engine == "fsdp" and config.algorithm.kl_coef > 0 and not config.actor.tri_model:
+        shards = sorted({*(n for n in _DIVISIONS if 1 < n <= devices_per_node), config.ref.shards})
+    for size, divided, shared in itertools.product(generating, training, shards):
         vllm = config.vllm.model_copy(update={"tensor_parallel_size": size or 1})
         actor = config.actor.model_copy(update={"megatron": config.actor.megatron.model_copy(update=divided)})
         told = {"vllm.tensor_parallel_size": size} if size else {}
         told |= {f"actor.megatron.{name}": number for name, number in divided.items()}
-        yield config.model_copy(update={"vllm": vllm, "actor": actor}), _told(told)
+        ref = config.ref.model_copy(update={"shards": shared or config.ref.shards})
+        told |= {"ref.shards": shared} if shared else {}
+        yield config.model_copy(update={"vllm": vllm, "actor": actor, "ref": ref}), _told(told)
 
 
 def batch_sizes(config: RunConfig) -> Iterator[Choice]:

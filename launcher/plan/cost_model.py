@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from launcher.plan.devices import Device
-from launcher.plan.profile import COPY_IN, COPY_OUT, FORWARD, TRAIN, Profile
+from launcher.plan.profile import COPY_IN, COPY_OUT, EXCHANGED, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Turns, Work, rollout_ranks, training_of, work_of_users
 from workers.config import RunConfig
 from workers.engines.config import ActorConfig
@@ -200,11 +200,26 @@ class CostModel:
     def _exchanged_s(self, tensor: int, context: int, stages: int) -> float:
         """Return what tensor and context parallelism move for a token in one pass, of numbers of one byte (s)."""
         model = self.model
-        reduced = 4 * (tensor - 1) / tensor * model.hidden_size / self._between(tensor)
+        reduced_s = 2 * self._byte_s("all_reduce", tensor, tensor) * model.hidden_size
         heads = model.num_heads // tensor + math.lcm(max(1, model.num_kv_heads // tensor), context)
-        shared = 2 * (context - 1) / context * heads * model.head_dim / self._between(tensor * context)
-        layers = model.num_layers / stages
-        return layers * (reduced + shared) / context / (1e9 * self.device.achievable.link)
+        shared_s = 2 * self._byte_s("all_to_all", context, tensor * context) * heads * model.head_dim
+        return model.num_layers / stages * (reduced_s + shared_s) / context
+
+    def _byte_s(self, name: str, ranks: int, spread: int) -> float:
+        """Return the time of a large collective for each byte that a rank has (s).
+
+        Args:
+            name: of the collective.
+            ranks: that exchange.
+            spread: ranks among which they are.
+        """
+        share, size = (ranks - 1) / ranks, EXCHANGED[-1]
+        measured = self.profile.exchange_s(name, size) if self.profile and self._is_inside(spread) else None
+        if measured is None or self.profile is None:
+            times = 2 if name == "all_reduce" else 1
+            return times * share / (self._between(spread) * 1e9 * self.device.achievable.link)
+        number = self.profile.num_ranks
+        return measured / (size / number) * share * number / (number - 1)
 
     def _samples_together(self) -> float:
         """Return the samples of a micro-batch, about."""
@@ -283,9 +298,9 @@ class CostModel:
         if self._engine(role) == "megatron":
             layout = config.actor.megatron.layout(ranks)
             number = DTYPE_BYTES[config.actor.autocast]
-            moved = (4 + number) * model.num_parameters / (layout.tensor * layout.stages)
-            copies = layout.replicas * layout.context
-            update_s += moved * (copies - 1) / copies / (self._between(ranks) * 1e9 * device.achievable.link)
+            own, copies = model.num_parameters / (layout.tensor * layout.stages), layout.replicas * layout.context
+            update_s += self._exchange_s("reduce_scatter", 4 * own, copies, spread=ranks)
+            update_s += self._exchange_s("all_gather", number * own, copies, spread=ranks)
         return update_s
 
     def _copy_s(self, name: str, size: float) -> float:
@@ -293,13 +308,20 @@ class CostModel:
         measured = self.profile.exchange_s(name, size) if self.profile is not None else None
         return size / (self.device.host_gb_s * 1e9 * self.device.achievable.link) if measured is None else measured
 
-    def _exchange_s(self, name: str, size: float, ranks: int) -> float:
-        """Return the time of a collective in which each rank ends or begins with so many bytes (s)."""
+    def _exchange_s(self, name: str, size: float, ranks: int, *, spread: int = 0) -> float:
+        """Return the time of a collective in which each rank ends or begins with so many bytes (s).
+
+        Args:
+            name: of the collective.
+            size: bytes.
+            ranks: that exchange.
+            spread: ranks among which they are; 0: they are each other's neighbours.
+        """
         measured = None
-        if self.profile is not None and self._is_inside(ranks):
+        if self.profile is not None and self._is_inside(spread or ranks):
             measured = self.profile.exchange_s(name, size)
         if measured is None:
-            return size * (ranks - 1) / ranks / (self._between(ranks) * 1e9 * self.device.achievable.link)
+            return size * (ranks - 1) / ranks / (self._between(spread or ranks) * 1e9 * self.device.achievable.link)
         number = self.profile.num_ranks if self.profile is not None else ranks
         return measured * (ranks - 1) / ranks * number / (number - 1)
 

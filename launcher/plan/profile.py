@@ -269,8 +269,16 @@ class Profile:
 
     def exchange_s(self, name: str, size: float) -> float | None:
         """Return the time to copy or exchange so many bytes (s); None: not measured."""
-        points = [(b.size, 0.0, s) for b, s in self.seconds.items() if b.name == name and s is not None]
-        return fit(points).seconds(round(size), 0.0) if points else None
+        if name not in self._exchanges:
+            points = [(b.size, 0.0, s) for b, s in self.seconds.items() if b.name == name and s is not None]
+            self._exchanges[name] = fit(points) if points else None
+        found = self._exchanges[name]
+        return None if found is None else found.seconds(round(size), 0.0)
+
+    @cached_property
+    def _exchanges(self) -> dict[str, Work | None]:
+        """What `exchange_s` found."""
+        return {}
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> Work:

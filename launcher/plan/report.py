@@ -68,6 +68,7 @@ def open_planner(
         tokens = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).tokens
     else:
         tokens = recorded_lengths(lengths, seed=config.seed)
+    reward = config.reward.model
     own, longest = config.rollout.is_own, config.rollout.max_response_tokens
     return Planner(
         config=config,
@@ -80,9 +81,7 @@ def open_planner(
         objective=objective,
         profile=measured,
         turns=recorded_turns(lengths, config) if own and lengths is not None else None,
-        reward_model=None
-        if simulated or config.reward.model is None
-        else sizes_of(config.reward.model.path, REWARD_KEY),
+        reward_model=None if simulated or reward is None else sizes_of(reward.path, REWARD_KEY),
     )
 
 

@@ -86,7 +86,11 @@ def test_ranks_that_share_a_copy_score_as_one_worker_and_are_planned_together(qw
     alone_s, *others_s = (each.times.tasks["ref_log_probs"].token_s for each in (alone, together, inside))
     assert others_s == pytest.approx([alone_s / 4, alone_s])
     planner = open_planner(shared, devices=32, device="ascend-910b")
-    assert all(plan.config.roles["ref"] % 4 == 0 for plan in planner.plans())
+    for plan in planner.plans():
+        shards = plan.config.ref.shards
+        assert f"ref.shards={shards}" in plan.changes
+        assert plan.config.roles["ref"] % shards == 0
+    assert {config.ref.shards for config, _ in planner.layouts()} == {2, 4, 8}
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])

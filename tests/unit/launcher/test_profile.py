@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from planned import qwen_run
 
 from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
@@ -121,6 +122,26 @@ def test_ranks_that_share_a_model_each_do_what_a_call_takes_beside_its_samples(c
     alone_s, of_two_s = costs.decode_s(200, 1), costs.decode_s(200, 2) - costs.reduced_s(200, 2)
     assert alone_s > overhead_s
     assert of_two_s == pytest.approx(overhead_s + (alone_s - overhead_s) / 2)
+
+
+def test_measured_collectives_are_those_of_training_too(tmp_path: Path) -> None:
+    config = qwen_run(tmp_path)
+    sizes, _, _ = model_sizes(config)
+    blank = Profile.of(config, sizes, {**CPU, "memory_gb": 80.0}, ranks=4)
+    links = [1.0, 3.0]
+    fast, slow = (
+        replace(blank, seconds={b: link * b.size * 1e-11 if b.ranks else seconds_of(b) or 0.01 for b in blank.seconds})
+        for link in links
+    )
+    layout = config.actor.megatron.model_copy(update={"tensor_parallel": 2, "context_parallel": 2})
+    config = config.model_copy(
+        update={"roles": {"rollout": 4, "actor": 8}, "actor": config.actor.model_copy(update={"megatron": layout})}
+    )
+    made = [CostModel(config, sizes, find_device("h100"), Workload(4, 10, 120, Turns()), each) for each in (fast, slow)]
+    assert made[1]._exchanged_s(2, 2, 1) == pytest.approx(3 * made[0]._exchanged_s(2, 2, 1))
+    own_s = fast.update_s(sizes.num_parameters / 8)
+    fast_s, slow_s = (each.times().update_s["actor"] - own_s for each in made)
+    assert slow_s == pytest.approx(3 * fast_s)
 
 
 def test_a_profile_with_weights_is_of_the_same_model_without_them(config: RunConfig) -> None:
