@@ -10,6 +10,7 @@ Every service has a core of its own. It is saturated when busy for 70 % of the t
 """
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +25,7 @@ from torch import Tensor
 from transferqueue_parts import service_times
 from transferqueue_parts.child import Child
 from transferqueue_parts.our_queue import COLUMNS, OurQueue
-from transferqueue_parts.queue_simulation import ACK, GET, PUT, Load, ServiceTimes, simulate
+from transferqueue_parts.queue_simulation import ACK, GET, PUT, Load, Outcome, ServiceTimes, simulate
 from transferqueue_parts.samples import percentile
 from transferqueue_parts.workload import micro_batches
 
@@ -95,13 +96,16 @@ def saturation(measured: Measured) -> dict[str, int]:
     services: dict[str, Callable[[int], tuple[float, float]]] = {
         "queue (2 units, 1 controller)": lambda devices: queue(measured, devices, units=2),
         "queue (8 units, 1 controller)": lambda devices: queue(measured, devices, units=8),
+        "units (2)": lambda devices: busy(measured, devices, units=2)[0],
+        "units (8)": lambda devices: busy(measured, devices, units=8)[0],
+        "controller": lambda devices: busy(measured, devices, units=8)[1],
         "store": lambda devices: store(measured, devices),
         "launcher": lambda devices: launcher(measured, devices),
         "agent": lambda devices: agent(measured, devices),
     }
     found = {}
     for name, look in services.items():
-        late_s = _LATE_S[name.partition(" ")[0]]
+        late_s = _LATE_S.get(name.partition(" ")[0], math.inf)
         devices = 100.0
         while devices < 1e6 and _is_well(look(round(devices)), late_s):
             devices *= 1.1
@@ -119,11 +123,21 @@ def _is_well(outcome: tuple[float, float], late_s: float) -> bool:
 
 def queue(measured: Measured, devices: int, *, units: int) -> tuple[float, float]:
     """Micro-batches of 8 rows: prompts are fetched, responses put, scored, put and trained."""
+    outcome = _cycles(measured, devices, units=units)
+    return max(outcome.unit_busy, outcome.controller_busy), outcome.p99_s
+
+
+def busy(measured: Measured, devices: int, *, units: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The same of a unit and of the controller alone, each by how busy it is."""
+    outcome = _cycles(measured, devices, units=units)
+    return (outcome.unit_busy, 0.0), (outcome.controller_busy, 0.0)
+
+
+def _cycles(measured: Measured, devices: int, *, units: int) -> Outcome:
     clients = max(1, round(devices * RANKS))
     load = Load(clients, devices * ROWS_PER_S / _MICRO_BATCH / clients, units, 1)
     stages = (*GET, *PUT, *GET, *PUT, *GET, *ACK)
-    outcome = simulate(load, measured.queue, seconds=max(2.0, min(60.0, 60_000 / devices)), stages=stages)
-    return max(outcome.unit_busy, outcome.controller_busy), outcome.p99_s
+    return simulate(load, measured.queue, seconds=max(2.0, min(60.0, 60_000 / devices)), stages=stages)
 
 
 def store(measured: Measured, devices: int) -> tuple[float, float]:

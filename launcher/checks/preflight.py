@@ -44,6 +44,7 @@ from workers.engines.model_files import (
     read_model_config,
     tensor_shapes,
 )
+from workers.engines.sim.config import SimConfig
 from workers.outside import check_policy
 from workers.rewards.load import check_reward
 from workers.tasks.dataflow import PlacedTask, place_tasks
@@ -154,7 +155,7 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     search_beside(config.code_directory)
     tasks = _place_tasks(config)
     check_batch_sizes(config)
-    _check_clients(config)
+    check_clients(config)
     _check_queue(config)
     _check_fill(config)
     _check_export(config)
@@ -323,7 +324,7 @@ def _check_export(config: RunConfig) -> None:
 
 
 def _check_sim(config: RunConfig) -> None:
-    """Refuse simulated engines beside real ones, and a file of answer lengths that has none."""
+    """Refuse simulated engines beside real ones, and lengths that they cannot draw from."""
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if config.algorithm.kl_coef > 0:
         engines["ref"] = config.ref.engine
@@ -334,8 +335,17 @@ def _check_sim(config: RunConfig) -> None:
     if set(engines.values()) != {"sim"}:
         others = ", ".join(f"{role}.engine {engine}" for role, engine in engines.items() if engine != "sim")
         raise ConfigError(f"{others}: cannot be with a role whose engine is sim; set all of them to sim, or none")
-    if config.sim.lengths == "file":
-        path = Path(config.sim.lengths_file)
+    check_lengths(config.sim)
+
+
+def check_lengths(config: SimConfig) -> None:
+    """Refuse a file of answer lengths that has none.
+
+    Raises:
+        ConfigError: it cannot be read, or has something else.
+    """
+    if config.lengths == "file":
+        path = Path(config.lengths_file)
         try:
             numbers = [float(word) for word in path.read_text().split()]
         except (OSError, ValueError) as error:
@@ -360,7 +370,7 @@ def _check_outside(config: RunConfig) -> None:
             )
 
 
-def _check_clients(config: RunConfig) -> None:
+def check_clients(config: RunConfig) -> None:
     """Refuse more processes than one service of the queue takes."""
     sizes = ranks_per_instance(config)
     ranks = sum(number // sizes.get(role, 1) for role, number in config.roles.items())

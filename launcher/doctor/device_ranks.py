@@ -70,9 +70,10 @@ def _try_all(device: torch.device, rank: int, size: int, numbers: int) -> dict[s
         return values, total
 
     def exchanged() -> tuple[Tensor, float]:
-        values = torch.empty(size, device=device)
-        dist.all_to_all_single(values, torch.full((size,), own, device=device))
-        return values.sum(), total
+        part = max(1, len(mine) // size)  # for each rank
+        values = torch.empty(size * part, device=device)
+        dist.all_to_all_single(values, torch.full((size * part,), own, device=device))
+        return values.view(size, part).sum(0), total
 
     def passed_on() -> tuple[Tensor, float]:
         values = torch.empty_like(mine)

@@ -1,6 +1,7 @@
 """What a step takes at least: bounds that prune the planner's candidates. Pure.
 
-Work of the busiest role, spread evenly, with nothing else in the way; or the longest responses, one after the other.
+Work of the busiest role, spread evenly, with nothing else in the way; or the longest responses, each with what must
+follow it, one after the other.
 """
 
 from collections.abc import Callable
@@ -50,11 +51,23 @@ class Bounds:
         """
         work, workers = self.work_s(config, times, slots), workers_of(config)
         computing_s = sum(seconds * workers[role] for role, seconds in work.items())
-        work["rollout"] = max(work["rollout"], self.longest_tokens * times.decode_s(1))
+        longest_s = self.longest_tokens * times.decode_s(1)
         critic_s = work.pop("critic", 0.0)  # it trains beside the actor, and beside the next rollout
-        least_s = sum(work.values()) if config.schedule.mode is ScheduleMode.SYNC else max(work.values())
+        if config.schedule.mode is ScheduleMode.SYNC:
+            least_s = sum(work.values()) + max(0.0, longest_s - work["rollout"])
+        else:
+            least_s = max(*work.values(), longest_s + self._behind_s(config, times))
         least_s = max(least_s, critic_s)
         return max(least_s, computing_s / self.at_full_speed) if self.at_full_speed else least_s
+
+    def _behind_s(self, config: RunConfig, times: Times) -> float:
+        """Return what follows a step's longest response before the next one that waits for it may begin, a step (s):
+        it is scored and trained, and weights are updated."""
+        apart = 1 + config.schedule.staleness_bound
+        tokens = times.prompt_tokens + self.longest_tokens * apart
+        works = [times.train["actor"], *([times.tasks["ref_log_probs"]] if self.scores else [])]
+        behind_s = sum(work.seconds(round(tokens), tokens * tokens) for work in works)
+        return (behind_s + config.actor.num_updates * times.update_s["actor"]) / apart
 
     def work_s(self, config: RunConfig, times: Times, slots: int) -> dict[str, float]:
         """Return how long each role works on a step at least, all its workers alike (s)."""

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping
 
+from launcher.plan.scenario import rollout_ranks
 from tq.config import Fill, ScheduleConfig, ScheduleMode
 from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
@@ -25,10 +26,14 @@ _LEAST_OF_FIRST_READY = 2
 
 def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iterator[Choice]:
     """Yield every tensor parallelism of vLLM, and tensor, context and pipeline parallelism of Megatron, that divides
-    the model; tensor parallelism stays inside a node."""
+    the model, with every number of ranks that share a copy of the reference, where it is sharded; tensor parallelism
+    and copies stay inside a node."""
     divides = [n for n in _DIVISIONS if model.num_heads % n == 0 and model.ffn_size % n == 0]
     inside = [n for n in divides if n <= devices_per_node]
-    generating = inside if config.rollout.engine == "vllm" else [0]
+    # vLLM repeats heads of keys and values where ranks are more.
+    generating = [n for n in inside if model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0]
+    if config.rollout.engine != "vllm":
+        generating = [0]
     training: list[dict[str, int]] = [{}]
     if config.actor.engine == "megatron":
         shares = sorted({*_DIVISIONS, config.actor.megatron.context_parallel})
@@ -37,12 +42,30 @@ def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iter
             for tensor, context, stages in itertools.product(inside, shares, _DIVISIONS)
             if model.num_kv_heads % tensor == model.num_heads // tensor % context == model.num_layers % stages == 0
         ]
-    for size, divided in itertools.product(generating, training):
+    shards: list[int] = [0]
+    if config.ref.engine == "fsdp" and config.algorithm.kl_coef > 0 and not config.actor.tri_model:
+        shards = sorted({*(n for n in _DIVISIONS if 1 < n <= devices_per_node), config.ref.shards})
+    for size, divided, shared in itertools.product(generating, training, shards):
         vllm = config.vllm.model_copy(update={"tensor_parallel_size": size or 1})
         actor = config.actor.model_copy(update={"megatron": config.actor.megatron.model_copy(update=divided)})
         told = {"vllm.tensor_parallel_size": size} if size else {}
         told |= {f"actor.megatron.{name}": number for name, number in divided.items()}
-        yield config.model_copy(update={"vllm": vllm, "actor": actor}), _told(told)
+        ref = config.ref.model_copy(update={"shards": shared or config.ref.shards})
+        told |= {"ref.shards": shared} if shared else {}
+        yield config.model_copy(update={"vllm": vllm, "actor": actor, "ref": ref}), _told(told)
+
+
+def batch_sizes(config: RunConfig) -> Iterator[Choice]:
+    """Yield how many responses an instance generates at most: each one's part of all that may be in flight, then of a
+    step, in whole groups, and never more than configured. Instances that may take more take all there is, and leave
+    nothing to the others."""
+    schedule, own = config.schedule, config.rollout.batch_size
+    instances = config.roles["rollout"] // rollout_ranks(config)
+    groups = [-(-schedule.rollout_batch_size * steps // instances) for steps in (1 + schedule.staleness_bound, 1)]
+    for size in dict.fromkeys(min(own, number * schedule.n_samples_per_prompt) for number in groups):
+        rollout = config.rollout.model_copy(update={"batch_size": size})
+        changed = _told({"rollout.batch_size": size}) if size != own else ()
+        yield config.model_copy(update={"rollout": rollout}), changed
 
 
 def micro_batches(config: RunConfig) -> Iterator[Choice]:
@@ -70,7 +93,8 @@ def schedules(config: RunConfig) -> Iterator[Choice]:
         if schedule.lateness and schedule.staleness_bound < _LEAST_OF_FIRST_READY:
             schedule = schedule.model_copy(update={"fill": Fill.IN_ORDER})
             changed["schedule.fill"] = Fill.IN_ORDER.value
-        if _ways(schedule) != _ways(own):
+        allowed = not (config.deterministic and staleness)  # whose weights must not depend on timing
+        if allowed and _ways(schedule) != _ways(own):
             yield config.model_copy(update={"schedule": schedule}), _told(changed)
 
 

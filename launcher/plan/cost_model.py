@@ -22,11 +22,12 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from launcher.plan.devices import Device
-from launcher.plan.profile import COPY_IN, COPY_OUT, FORWARD, TRAIN, Profile
+from launcher.plan.profile import COPY_IN, COPY_OUT, EXCHANGED, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Turns, Work, rollout_ranks, training_of, work_of_users
 from workers.config import RunConfig
 from workers.engines.config import ActorConfig
 from workers.engines.device_memory import DTYPE_BYTES, ModelSizes
+from workers.engines.megatron.config import MegatronConfig
 
 
 def parameters_of(config: Mapping[str, Any]) -> int:
@@ -56,6 +57,30 @@ class Workload:
     turns: Turns
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """How ranks compute a model together.
+
+    Attributes:
+        number: bytes of a number that is computed with.
+        ranks: that share a sample's work.
+        moved_s: traffic between them of a token in one pass (s).
+        gathered_s: gathering the weights of a pass (s).
+        bubble: share of the time in which a stage of a pipeline waits.
+    """
+
+    number: int
+    ranks: int = 1
+    moved_s: float = 0.0
+    gathered_s: float = 0.0
+    bubble: float = 0.0
+
+    @property
+    def parts(self) -> float:
+        """Ranks that compute at a time."""
+        return self.ranks * (1 - self.bubble)
+
+
 def at_full_speed(config: RunConfig, device: Device, profile: Profile | None) -> float:
     """Return how many ranks may compute side by side at full speed on a machine that they share; 0: each has a device.
 
@@ -80,6 +105,8 @@ class CostModel:
     workload: Workload
     profile: Profile | None = None
     """Measured times, where there are any; what it lacks is estimated."""
+    reward_model: ModelSizes | None = None
+    """Scores responses in the role `reward`, if there is one; estimated always."""
 
     def times(self) -> Times:
         """Return how long computing takes."""
@@ -94,11 +121,13 @@ class CostModel:
         new = turns.read_tokens / max(1.0, turns.replies - 1)
         anew = config.rollout.engine == "hf" or not caches  # keys and values of earlier turns are not kept
         read_s = 2 * self.model.num_parameters / peak if self.profile is None else self.profile.prefill_s() / tensor
+        read_s += number * self._exchanged_s(tensor, 1, 1)
         return Times(
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
             prefill_s=read_s * prompt / shared,
             later_s=read_s * (self._context + new / 2 if anew else new),
-            tasks={task: self._forward(self._frozen_number, self._copy(role)) for task, role in scorers.items()}
+            tasks={task: self._forward(self._scoring(role)) for task, role in scorers.items()}
+            | self._rewards()
             | work_of_users(config),
             train={role: self.train(role, training) for role, training in training_of(config).items()},
             update_s={role: self._update_s(role) for role in training_of(config)},
@@ -110,26 +139,33 @@ class CostModel:
         """Return the house's latencies, with what weights take on their way."""
         size, achievable = self._weight_bytes, self.device.achievable
         tensor = rollout_ranks(self.config)
-        several_nodes = sum(self.config.roles.values()) > self.device.devices_per_node
+        inside = self._is_inside(sum(self.config.roles.values()))
         network = self.device.network_gb_s * self.device.devices_per_node * 1e9 * achievable.link
         house = Latency()
         return replace(
             house,
             publish_s=house.publish_s + self._copy_s(COPY_OUT, size / self.config.roles["actor"]),
-            transfer_s=house.transfer_s + (size / network if several_nodes else 0.0),
+            transfer_s=house.transfer_s + (0.0 if inside else size / network),
             swap_s=house.swap_s + self._copy_s(COPY_IN, size / tensor),
         )
 
     def decode_s(self, responses: int, tensor: int) -> float:
         """Return the seconds of a decode step: a token of each of so many responses."""
         model, device, number = self.model, self.device, self._rollout_number
-        reduce_s = 2 * model.num_layers * self._all_reduce_s(responses * model.hidden_size * number, tensor)
+        reduce_s = self.reduced_s(responses, tensor)
         if self.profile is not None:
-            return self.profile.decode_s(responses, self._context) / tensor + reduce_s
+            alone_s = self.profile.decode_s(responses, self._context)
+            whole_s = min(device.step_overhead_s, alone_s)  # what is no reading and no products, each rank does
+            return whole_s + (alone_s - whole_s) / tensor + reduce_s
         read = number * model.num_parameters + responses * self._context * self._cache_bytes(tensor) * tensor
         memory_s = read / tensor / (device.memory_gb_s * 1e9 * device.achievable.memory * self._share)
         compute_s = 2 * model.num_parameters * responses / tensor / (self._peak(number) * device.achievable.forward)
         return max(memory_s, compute_s) + reduce_s + device.step_overhead_s
+
+    def reduced_s(self, responses: int, tensor: int) -> float:
+        """Return the seconds of a decode step's all-reduces."""
+        size = responses * self.model.hidden_size * self._rollout_number
+        return 2 * self.model.num_layers * self._all_reduce_s(size, tensor)
 
     def slots(self) -> int:
         """Return how many responses fit beside each other at their mean length, at most `rollout.batch_size`."""
@@ -137,43 +173,53 @@ class CostModel:
         if config.rollout.engine != "vllm":
             return config.rollout.batch_size
         tensor = rollout_ranks(config)
-        room = config.vllm.gpu_memory_utilization * self.device.memory_gb * 1e9
-        room -= self._rollout_number * self.model.num_parameters / tensor
+        if config.vllm.kv_cache_gb is not None:
+            room = config.vllm.kv_cache_gb * 1e9
+        else:
+            room = config.vllm.gpu_memory_utilization * self.device.memory_gb * 1e9
+            room -= self._rollout_number * self.model.num_parameters / tensor
         return max(1, min(config.rollout.batch_size, int(room / (self._context * self._cache_bytes(tensor)))))
 
     def train(self, role: str, training: ActorConfig) -> Work:
         """Return the work of a micro-batch on one replica of a role that trains so."""
-        config, device, model = self.config, self.device, self.model
-        number, models = DTYPE_BYTES[training.autocast], self._models(role)
+        shared, models = self._training(role, training), self._models(role)
         forwards = 2 if training.gradient_checkpointing else 1
         passes = (forwards + 2) * models
-        ranks = config.roles[role]
-        moved, parts, bubble, floor_s = 0.0, 1, 0.0, 0.0
-        if self._engine(role) == "megatron":
-            layout = training.megatron.layout(ranks)
-            parts = layout.tensor * layout.context * layout.stages
-            pieces = min(training.megatron.pipeline_pieces, self._samples_together())
-            bubble = (layout.stages - 1) / (pieces + layout.stages - 1)
-            exchanged_s = self._exchanged_s(layout.tensor, layout.context, layout.stages)
-            moved = (forwards + 1) * models * number * exchanged_s
-        elif ranks > 1:
-            gathered_s = self._exchange_s("all_gather", number * model.num_parameters, ranks)
-            floor_s = 2 * gathered_s + self._exchange_s("reduce_scatter", 4 * model.num_parameters, ranks)
-        rate = parts * self._peak(number) * device.achievable.train * (1 - bubble)
-        work = Work(token_s=passes * 2 * model.num_parameters / rate, squared_s=passes * self._attention / rate)
+        rate = shared.parts * self._peak(shared.number) * self.device.achievable.train
+        work = Work(token_s=passes * 2 * self.model.num_parameters / rate, squared_s=passes * self._attention / rate)
         if self.profile is not None:
-            measured = self.profile.work(TRAIN, shared_prompt=training.shared_prompt)
-            work = measured.divided(parts * (1 - bubble) / models)
-        return replace(work, token_s=work.token_s + moved, floor_s=floor_s)
+            work = self.profile.work(TRAIN, shared_prompt=training.shared_prompt).scaled(models, parts=shared.parts)
+        ranks = self.config.roles[role]
+        floor_s = 2 * shared.gathered_s
+        if self._engine(role) == "fsdp" and ranks > 1:
+            floor_s += self._exchange_s("reduce_scatter", 4 * self.model.num_parameters, ranks)
+        moved_s = (forwards + 1) * models * shared.moved_s / (1 - shared.bubble)
+        work = replace(work, token_s=work.token_s + moved_s, floor_s=models * floor_s)
+        return work + self._forward(shared).scaled(self._copies_scored) if role == "actor" else work
 
     def _exchanged_s(self, tensor: int, context: int, stages: int) -> float:
         """Return what tensor and context parallelism move for a token in one pass, of numbers of one byte (s)."""
         model = self.model
-        reduced = 4 * (tensor - 1) / tensor * model.hidden_size / self._between(tensor)
+        reduced_s = 2 * self._byte_s("all_reduce", tensor, tensor) * model.hidden_size
         heads = model.num_heads // tensor + math.lcm(max(1, model.num_kv_heads // tensor), context)
-        shared = 2 * (context - 1) / context * heads * model.head_dim / self._between(tensor * context)
-        layers = model.num_layers / stages
-        return layers * (reduced + shared) / context / (1e9 * self.device.achievable.link)
+        shared_s = 2 * self._byte_s("all_to_all", context, tensor * context) * heads * model.head_dim
+        return model.num_layers / stages * (reduced_s + shared_s) / context
+
+    def _byte_s(self, name: str, ranks: int, spread: int) -> float:
+        """Return the time of a large collective for each byte that a rank has (s).
+
+        Args:
+            name: of the collective.
+            ranks: that exchange.
+            spread: ranks among which they are.
+        """
+        share, size = (ranks - 1) / ranks, EXCHANGED[-1]
+        measured = self.profile.exchange_s(name, size) if self.profile and self._is_inside(spread) else None
+        if measured is None or self.profile is None:
+            times = 2 if name == "all_reduce" else 1
+            return times * share / (self._between(spread) * 1e9 * self.device.achievable.link)
+        number = self.profile.num_ranks
+        return measured / (size / number) * share * number / (number - 1)
 
     def _samples_together(self) -> float:
         """Return the samples of a micro-batch, about."""
@@ -185,19 +231,63 @@ class CostModel:
         fitting = actor.max_tokens_per_micro_batch / tokens
         return max(1.0, min(fitting, max(actor.micro_batch_size, size)))
 
-    def _copy(self, role: str) -> int:
-        """Return how many ranks score together: those of a copy. A replica's lead alone does what the actor hosts, but
-        with `tri_model`."""
-        actor, ranks = self.config.actor, self.config.roles["actor"]
-        if role in self.config.roles:
-            return self.config.ranks_per_copy(role)
-        return ranks // actor.num_replicas(ranks) if actor.tri_model else 1
+    @property
+    def _copies_scored(self) -> float:
+        """Passes with which `actor.tri_model` scores a micro-batch: of the reference and older policies; of the one
+        that a step found, once an update made it another."""
+        updates, copies = self.config.actor.num_updates, self.config.num_policy_copies
+        return copies - (1 / updates if copies and updates > 1 else 0.0)
 
-    def _forward(self, number: int, ranks: int) -> Work:
+    def _training(self, role: str, training: ActorConfig) -> _Shared:
+        """Return how the ranks of a replica share the model that a role trains."""
+        number, ranks = DTYPE_BYTES[training.autocast], self.config.roles[role]
+        if self._engine(role) == "megatron":
+            return self._divided(number, training.megatron, ranks, self._samples_together())
+        return _Shared(number, gathered_s=self._exchange_s("all_gather", number * self.model.num_parameters, ranks))
+
+    def _scoring(self, role: str) -> _Shared:
+        """Return how ranks share a model that only scores: those of a copy; a replica with what it trains; and its lead
+        alone with the reference that the actor hosts."""
+        config, ref = self.config, self.config.ref
+        has_role = role in config.roles
+        if role == "critic" or (role == "actor_fwd" and not has_role):
+            trained = "critic" if has_role else "actor"
+            return self._training(trained, training_of(config)[trained])
+        number = DTYPE_BYTES[config.model.dtype]
+        if not has_role or ref.engine not in ("fsdp", "megatron"):
+            return _Shared(number)
+        ranks = ref.ranks_per_copy
+        if ref.engine == "megatron":
+            return self._divided(number, ref.megatron, ranks, ref.micro_batch_size)
+        gathered_s = self._exchange_s("all_gather", number * self.model.num_parameters, ranks)
+        return _Shared(number, ranks, gathered_s=gathered_s)
+
+    def _rewards(self) -> dict[str, Work]:
+        reward, sizes = self.config.reward.model, self.reward_model
+        if reward is None or sizes is None:
+            return {}
+        number, size = DTYPE_BYTES[reward.dtype], DTYPE_BYTES[reward.dtype] * sizes.num_parameters
+        gathered_s = self._exchange_s("all_gather", size, reward.shards)
+        estimated = replace(self, model=sizes, profile=None)
+        return {"rewards": estimated._forward(_Shared(number, reward.shards, gathered_s=gathered_s))}
+
+    def _divided(self, number: int, megatron: MegatronConfig, ranks: int, samples: float) -> _Shared:
+        """Return how Megatron's ranks share a model; `samples`: of a micro-batch."""
+        layout = megatron.layout(ranks)
+        tensor, context, stages = layout.tensor, layout.context, layout.stages
+        pieces = min(megatron.pipeline_pieces, samples)
+        moved_s = number * self._exchanged_s(tensor, context, stages)
+        bubble = (stages - 1) / (pieces + stages - 1)
+        return _Shared(number, tensor * context * stages, moved_s=moved_s, bubble=bubble)
+
+    def _forward(self, shared: _Shared) -> Work:
+        """Return the work of a pass without gradients."""
+        rate = shared.parts * self._peak(shared.number) * self.device.achievable.forward
+        work = Work(token_s=2 * self.model.num_parameters / rate, squared_s=self._attention / rate)
         if self.profile is not None:
-            return self.profile.work(FORWARD, shared_prompt=False).divided(ranks)
-        rate = ranks * self._peak(number) * self.device.achievable.forward
-        return Work(token_s=2 * self.model.num_parameters / rate, squared_s=self._attention / rate)
+            work = self.profile.work(FORWARD, shared_prompt=False).scaled(parts=shared.parts)
+        moved_s = shared.moved_s / (1 - shared.bubble)
+        return replace(work, token_s=work.token_s + moved_s, floor_s=shared.gathered_s)
 
     def _update_s(self, role: str) -> float:
         config, device, model = self.config, self.device, self.model
@@ -208,9 +298,9 @@ class CostModel:
         if self._engine(role) == "megatron":
             layout = config.actor.megatron.layout(ranks)
             number = DTYPE_BYTES[config.actor.autocast]
-            moved = (4 + number) * model.num_parameters / (layout.tensor * layout.stages)
-            copies = layout.replicas * layout.context
-            update_s += moved * (copies - 1) / copies / (self._between(ranks) * 1e9 * device.achievable.link)
+            own, copies = model.num_parameters / (layout.tensor * layout.stages), layout.replicas * layout.context
+            update_s += self._exchange_s("reduce_scatter", 4 * own, copies, spread=ranks)
+            update_s += self._exchange_s("all_gather", number * own, copies, spread=ranks)
         return update_s
 
     def _copy_s(self, name: str, size: float) -> float:
@@ -218,13 +308,20 @@ class CostModel:
         measured = self.profile.exchange_s(name, size) if self.profile is not None else None
         return size / (self.device.host_gb_s * 1e9 * self.device.achievable.link) if measured is None else measured
 
-    def _exchange_s(self, name: str, size: float, ranks: int) -> float:
-        """Return the time of a collective in which each rank ends or begins with so many bytes (s)."""
+    def _exchange_s(self, name: str, size: float, ranks: int, *, spread: int = 0) -> float:
+        """Return the time of a collective in which each rank ends or begins with so many bytes (s).
+
+        Args:
+            name: of the collective.
+            size: bytes.
+            ranks: that exchange.
+            spread: ranks among which they are; 0: they are each other's neighbours.
+        """
         measured = None
-        if self.profile is not None and ranks <= self.device.devices_per_node:
+        if self.profile is not None and self._is_inside(spread or ranks):
             measured = self.profile.exchange_s(name, size)
         if measured is None:
-            return size * (ranks - 1) / ranks / (self._between(ranks) * 1e9 * self.device.achievable.link)
+            return size * (ranks - 1) / ranks / (self._between(spread or ranks) * 1e9 * self.device.achievable.link)
         number = self.profile.num_ranks if self.profile is not None else ranks
         return measured * (ranks - 1) / ranks * number / (number - 1)
 
@@ -262,21 +359,20 @@ class CostModel:
         return 2 * self.model.num_layers * heads * self.model.head_dim * self._rollout_number
 
     def _between(self, ranks: int) -> float:
-        device = self.device
-        return device.link_gb_s if ranks <= device.devices_per_node else device.network_gb_s
+        return self.device.link_gb_s if self._is_inside(ranks) else self.device.network_gb_s
+
+    def _is_inside(self, ranks: int) -> bool:
+        """Whether so many ranks are in one node; those that share a machine are, however many."""
+        return bool(self.device.shared_by) or ranks <= self.device.devices_per_node
 
     def _peak(self, number: int) -> float:
-        kind = "float32" if number == 4 else "bfloat16"
-        return self.device.peak_tflops[kind] * 1e12 * self._share  # type: ignore[index]
+        peaks = self.device.peak_tflops
+        return (peaks.float32 if number == 4 else peaks.bfloat16) * 1e12 * self._share
 
     @property
     def _share(self) -> float:
         """Share of the device that a rank has while it computes."""
         return 1 / at_full_speed(self.config, self.device, self.profile) if self.device.shared_by else 1.0
-
-    @property
-    def _frozen_number(self) -> int:
-        return DTYPE_BYTES[self.config.model.dtype]
 
     @property
     def _rollout_number(self) -> int:

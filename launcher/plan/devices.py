@@ -2,7 +2,6 @@
 
 import importlib.resources
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, ValidationError
 
@@ -25,13 +24,20 @@ class Achievable(Settings):
     """Of links, network and host transfers."""
 
 
+class Peaks(Settings):
+    """Dense matrix products by element type (TFLOP/s)."""
+
+    bfloat16: float = Field(gt=0)
+    float32: float = Field(gt=0)
+
+
 class Device(Settings):
     """One kind of accelerator, in nodes. Bandwidths are of one device in one direction."""
 
     name: str
     """As `--device` has it."""
-    peak_tflops: dict[Literal["bfloat16", "float32"], float]
-    """Dense matrix products by element type (TFLOP/s)."""
+    peak_tflops: Peaks
+    """What products reach at most."""
     memory_gb: float = Field(gt=0)
     """Memory (GB)."""
     memory_gb_s: float = Field(gt=0)

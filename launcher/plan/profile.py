@@ -26,6 +26,8 @@ COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_t
 _COPIED = 2**26
 EXCHANGED = (2**16, 2**20, 2**24)
 """Bytes of collectives: of all ranks together where each has a part."""
+_OTHER_PARAMETERS = 0.01
+"""Share of a model's parameters that config.json does not tell of."""
 _STATE_BYTES = 24
 """Of a parameter: state of training, and a copy of the weights that the engine is made from."""
 
@@ -133,7 +135,8 @@ class Profile:
         Raises:
             ConfigError: it is of another model, device or way to compute.
         """
-        for part in ("model", "settings", "device", "group_size"):
+        older._check_model(self.model, what)
+        for part in ("settings", "device", "group_size"):
             older._check_same(part, getattr(self, part), what)
         return replace(self, seconds={**self.seconds, **older.seconds})
 
@@ -148,12 +151,22 @@ class Profile:
         Raises:
             ConfigError: it is of another model or way to compute, or not finished.
         """
-        self._check_same("model", asdict(model), what)
+        self._check_model(asdict(model), what)
         self._check_same("settings", _settings(config), what)
+        if self._layers > 1 and len({block.layers for block in self.seconds if block.layers}) < 2:
+            raise ConfigError(f"{what}: has one depth of the model alone, which says nothing of a layer; measure again "
+                              f"into another file")  # fmt: skip
         missing = [block for block, seconds in self.seconds.items() if seconds is None]
         if missing:
             raise ConfigError(f"{what}: {len(missing)} of {len(self.seconds)} blocks are not measured; "
                               f"`asyncflow profile` with this file as --out goes on")  # fmt: skip
+
+    def _check_model(self, now: Mapping[str, Any], what: str) -> None:
+        """Where there are no weights, biases and norms of heads are not counted."""
+        found, size = self.model.get("num_parameters", 0), now["num_parameters"]
+        if abs(found - size) <= _OTHER_PARAMETERS * size:
+            now = {**now, "num_parameters": found}
+        self._check_same("model", now, what)
 
     def _check_same(self, part: str, now: Any, what: str) -> None:
         found = getattr(self, part)
@@ -175,6 +188,7 @@ class Profile:
             if block.name == name and seconds is not None:
                 by_depth.setdefault(block.layers, {})[replace(block, layers=0)] = seconds
         low, high = min(by_depth), max(by_depth)
+        assert high == self._layers or low < high, "`check` refuses a file of one depth"
         found = {}
         for shape, most in by_depth[high].items():
             least = by_depth[low].get(shape, most)
@@ -231,8 +245,9 @@ class Profile:
     def prefill_s(self) -> float:
         """Return the time of a token of a prompt (s)."""
         points = []
+        shared = self.group_size if self.settings.get("vllm.prefix_caching", True) else 1
         for shape, seconds in self.whole(PREFILL).items():
-            prompts = -(-shape.rows // self.group_size)
+            prompts = -(-shape.rows // shared)
             points.append(max(0.0, seconds - self.decode_s(shape.rows, shape.prompt)) / prompts / shape.prompt)
         return sum(points) / len(points)
 
@@ -254,8 +269,16 @@ class Profile:
 
     def exchange_s(self, name: str, size: float) -> float | None:
         """Return the time to copy or exchange so many bytes (s); None: not measured."""
-        points = [(b.size, 0.0, s) for b, s in self.seconds.items() if b.name == name and s is not None]
-        return fit(points).seconds(round(size), 0.0) if points else None
+        if name not in self._exchanges:
+            points = [(b.size, 0.0, s) for b, s in self.seconds.items() if b.name == name and s is not None]
+            self._exchanges[name] = fit(points) if points else None
+        found = self._exchanges[name]
+        return None if found is None else found.seconds(round(size), 0.0)
+
+    @cached_property
+    def _exchanges(self) -> dict[str, Work | None]:
+        """What `exchange_s` found."""
+        return {}
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> Work:
@@ -291,7 +314,7 @@ def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) 
     slots = config.rollout.batch_size
     outside = model.num_parameters - model.num_layers * model.layer_parameters
     fitting = (memory_gb * 1e9 / 2 / _STATE_BYTES - outside) // max(1, model.layer_parameters)
-    for layers in sorted({1, max(1, min(model.num_layers, int(fitting)))}):
+    for layers in sorted({1, min(model.num_layers, max(2, int(fitting)))}):
         middle = prompt + response // 2
         for rows in sorted({*(2**k for k in range(slots.bit_length())), slots}):
             yield Block(DECODE, layers, rows, middle)
@@ -313,7 +336,9 @@ def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     actor = config.actor
+    of_vllm = {"vllm.prefix_caching": config.vllm.prefix_caching} if config.rollout.engine == "vllm" else {}
     return {
+        **of_vllm,
         "rollout.engine": config.rollout.engine,
         "actor.engine": actor.engine,
         "ref.engine": config.ref.engine,

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError
-from launcher.checks.preflight import count_parameters
+from launcher.checks.models import KEY as REWARD_KEY
+from launcher.checks.preflight import check_lengths, count_parameters
 from launcher.plan.cost_model import parameters_of
 from launcher.plan.devices import device_of, find_device
+from launcher.plan.plan import Plan
 from launcher.plan.profile import Profile
 from launcher.plan.scenario import Turns
-from launcher.plan.search import Objective, Plan, Planner
+from launcher.plan.search import Objective, Planner
 from launcher.timeline.gantt_chart import GanttChart, gantt_html
 from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
-from workers.engines.model_files import read_model_config
+from workers.engines.model_files import check_trainable, read_model_config
 from workers.engines.sim.lengths import SimLengths
 
 
@@ -60,8 +62,13 @@ def open_planner(
     if device is None and not simulated:
         raise ConfigError("--device: is missing; name one of configs/devices, e.g. --device h100")
     step_rows = config.schedule.step_rows
-    drawn = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).tokens
-    tokens = drawn if lengths is None else recorded_lengths(lengths, seed=config.seed)
+    tokens: Callable[[int], int]
+    if lengths is None:
+        check_lengths(config.sim)
+        tokens = SimLengths(config.sim, samples_per_step=step_rows, seed=config.seed).tokens
+    else:
+        tokens = recorded_lengths(lengths, seed=config.seed)
+    reward = config.reward.model
     own, longest = config.rollout.is_own, config.rollout.max_response_tokens
     return Planner(
         config=config,
@@ -74,6 +81,7 @@ def open_planner(
         objective=objective,
         profile=measured,
         turns=recorded_turns(lengths, config) if own and lengths is not None else None,
+        reward_model=None if simulated or reward is None else sizes_of(reward.path, REWARD_KEY),
     )
 
 
@@ -81,17 +89,25 @@ def model_sizes(config: RunConfig) -> tuple[ModelSizes, int, Mapping[str, Any]]:
     """Return the sizes of a run's model, its parameters, and config.json; weights need not be there.
 
     Raises:
+        ConfigError: it has no config.json, or one of another kind of model, or of one that cannot be trained.
+    """
+    check_trainable(Path(config.model.path))
+    sizes = sizes_of(config.model.path, "model.path")
+    return sizes, sizes.num_parameters, read_model_config(Path(config.model.path))
+
+
+def sizes_of(path: str, key: str) -> ModelSizes:
+    """Return the sizes of a model; `key` names it in errors.
+
+    Raises:
         ConfigError: it has no config.json, or one of another kind of model.
     """
-    directory = Path(config.model.path)
-    model = read_model_config(directory)
-    parameters = count_parameters(directory) or parameters_of(model)
+    model = read_model_config(Path(path))
+    parameters = count_parameters(Path(path)) or parameters_of(model)
     sizes = ModelSizes.of(model, parameters)
     if not parameters or sizes is None:
-        raise ConfigError(
-            f"model.path: the sizes in {directory / 'config.json'} are not those of a model that is known"
-        )
-    return sizes, parameters, model
+        raise ConfigError(f"{key}: the sizes in {Path(path) / 'config.json'} are not those of a model that is known")
+    return sizes
 
 
 def auto_roles(text: str, config: RunConfig) -> tuple[str, tuple[str, ...]] | None:
@@ -159,7 +175,14 @@ def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
 
 def _recorded(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    steps = []
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
+        try:
+            steps.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"--lengths {run_dir}: line {number} of metrics.jsonl is damaged ({error}); name another "
+                              f"run, or remove the line") from error  # fmt: skip
+    return steps
 
 
 def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], others: Sequence[Plan] = ()) -> str:

@@ -4,7 +4,7 @@ Made from a run's configuration (`Scenario.of`), with times of its `sim` engines
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from asyncflow.errors import ConfigError
@@ -39,12 +39,22 @@ class Work:
         computing_s = self.call_s + self.row_s * rows + self.token_s * tokens + self.squared_s * squares
         return max(self.floor_s, computing_s)
 
-    def divided(self, parts: float) -> "Work":
-        """Return it shared evenly by so many."""
+    def scaled(self, number: float = 1.0, *, parts: float = 1.0) -> "Work":
+        """Return so many of it, shared evenly by ranks; what a call takes beside its samples each of them does.
+
+        Args:
+            number: of calls.
+            parts: ranks that share the samples' work.
+        """
+        share = number / parts
         return Work(
-            call_s=self.call_s / parts, row_s=self.row_s / parts, token_s=self.token_s / parts,
-            squared_s=self.squared_s / parts, floor_s=self.floor_s / parts,
+            call_s=self.call_s * number, row_s=self.row_s * share, token_s=self.token_s * share,
+            squared_s=self.squared_s * share, floor_s=self.floor_s * number,
         )  # fmt: skip
+
+    def __add__(self, other: "Work") -> "Work":
+        """Return both, one after the other."""
+        return Work(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
-"""The search: role sizes, layouts and micro-batches under a number of devices. Bounds prune, simulated runs rank.
+"""The search: role sizes, layouts and batches under a number of devices. Bounds prune, simulated runs rank.
 
     layouts x sizes of actor, reference and critic --bound with the largest micro-batch--> in order of the bound
-        --micro-batches, memory--> what fits, each at its own bound
+        --responses of an instance, micro-batches, memory, what a start refuses--> what fits, each at its own bound
         --simulated--> ranked; ends once no bound is below the best simulated step
 
 A bound is what a step takes at least: the work of the busiest role, spread evenly, with nothing else in the way; or its
 longest response.
 """
 
-import itertools
 import math
 from bisect import insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,80 +19,48 @@ from asyncflow.errors import ConfigError
 from launcher.checks.batch_sizes import check_batch_sizes
 from launcher.checks.device_memory import device_memory
 from launcher.plan.bounds import Bounds, longest_tokens
-from launcher.plan.choices import Choice, layouts, micro_batches, schedules
+from launcher.plan.choices import Choice, batch_sizes, layouts, micro_batches, schedules
 from launcher.plan.cost_model import CostModel, Workload, at_full_speed
 from launcher.plan.devices import Device
+from launcher.plan.launchable import check_launchable
+from launcher.plan.plan import Plan, devices_of
 from launcher.plan.profile import Profile
 from launcher.plan.scenario import Latency, Scenario, Times, Turns, rollout_ranks, workers_of
 from launcher.plan.simulation import Simulated, simulate
+from launcher.plan.splits import SIZED, splits
+from tq.config import ScheduleMode
 from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
-from workers.tasks.dataflow import place_tasks, roles_on_device
 from workers.tasks.graph import graph_of
 
 Objective = Literal["time", "cost"]
 _SIMULATED = ((512, 8), (4096, 3), (math.inf, 2))
 """(rows of a step, plans): so many are simulated at most where a step has at most so many rows."""
-_ROWS = 4000
+_ROWS = 8000
 """Rows of a simulated run, about."""
 _WORTH = 0.98
 """Another micro-batch is tried where it lowers the bound to this share of it."""
 _OTHERS = 2
-"""So many others are tried before what is like one that was."""
-_STEPS, _SKIP = (3, 12), 1
-"""Of a simulated run: at least and at most; the first ones, which do not count."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One way to use the devices, simulated.
-
-    Attributes:
-        config: with its roles and layouts.
-        changes: of the configuration, beside the roles, as `--set` takes them.
-        bound_s: a step takes at least so long.
-        step_s, tokens_per_s: of the simulated run; tokens of responses.
-        idle: role -> share of the time in which its workers do not compute.
-        headroom_gb: device memory that the fullest rank leaves; None: not known.
-        simulated: the run.
-    """
-
-    config: RunConfig
-    changes: tuple[str, ...]
-    bound_s: float
-    step_s: float
-    tokens_per_s: float
-    idle: Mapping[str, float]
-    headroom_gb: float | None
-    simulated: Simulated
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that it takes."""
-        taking = roles_on_device(reward_model=self.config.reward.model is not None)
-        return sum(number for role, number in self.config.roles.items() if role in taking)
-
-    @property
-    def tokens_per_s_per_device(self) -> float:
-        """Tokens of responses per second and device."""
-        return self.tokens_per_s / self.num_devices
-
-    @property
-    def roles_text(self) -> str:
-        """As `--roles` takes them."""
-        return ",".join(f"{role}:{number}" for role, number in self.config.roles.items())
+"""So many others are tried before what differs from one that was in reference and critic alone."""
+_COUNTED = (2, 10)
+"""Steps of a simulated run that count, at least and at most."""
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """`config` has its roles and layouts, `layout` says these; `micro_batch` is what is changed of the actor's, None
-    while that is open and the bound is the largest one's."""
+    """`config` has its roles and layouts, `layout` says these; `batches` are what is changed of the actor's micro-batch
+    and of an instance's responses, None while that is open and the bound is that of the largest ones."""
 
     config: RunConfig
     layout: tuple[str, ...]
     bound_s: float
-    micro_batch: tuple[str, ...] | None = None
+    batches: tuple[str, ...] | None = None
     headroom_gb: float | None = None
+
+    @property
+    def instance(self) -> int:
+        """Ranks of an instance of the rollout."""
+        return rollout_ranks(self.config)
 
     def is_like(self, other: "_Candidate") -> bool:
         """Whether layouts and the actor's size are the same."""
@@ -115,6 +82,7 @@ class Planner:
         objective: the fastest step, or the most tokens per second and device.
         profile: measured times of blocks, which override estimates.
         turns: of rollouts of functions and agents.
+        reward_model: its sizes, if there is one.
     """
 
     config: RunConfig
@@ -127,6 +95,7 @@ class Planner:
     objective: Objective = "time"
     profile: Profile | None = None
     turns: Turns | None = None
+    reward_model: ModelSizes | None = None
 
     def plans(self) -> list[Plan]:
         """Return the best plans, the best first.
@@ -136,14 +105,11 @@ class Planner:
         """
         found: list[Plan] = []
         refused: ConfigError | None = None
-        candidates = self._candidates()
-        most = next(number for rows, number in _SIMULATED if self.config.schedule.step_rows <= rows)
-        while candidates and len(found) < most:
-            candidate = candidates.pop(0)
-            best_s = min((plan.step_s for plan in found), default=math.inf)
-            if self.objective == "time" and candidate.bound_s >= best_s:
-                continue
-            if candidate.micro_batch is None:
+        candidates, simulated = self._candidates(), list[_Candidate]()
+        left = next(number for rows, number in _SIMULATED if self.config.schedule.step_rows <= rows)
+        while (place := _next(candidates, simulated, only_new=not left)) is not None:
+            candidate = candidates.pop(place)
+            if candidate.batches is None:
                 try:
                     fitting = self._fitting(candidate)
                 except ConfigError as error:
@@ -153,10 +119,11 @@ class Planner:
                     insort_left(candidates, each, key=self._order)
                 continue
             found.append(self._plan(candidate))
-            # What differs in reference and critic alone comes behind other layouts and sizes of the actor.
-            like = [each for each in candidates if each.is_like(candidate)]
-            candidates = [each for each in candidates if not each.is_like(candidate)]
-            candidates[_OTHERS:_OTHERS] = like
+            left -= not simulated or candidate.instance in {each.instance for each in simulated}
+            simulated.append(candidate)
+            if self.objective == "time":
+                best_s = min(plan.step_s for plan in found)
+                candidates = [each for each in candidates if each.bound_s < best_s]
         if not found:
             problem = f"--devices {self.num_devices}: no plan fits"
             raise ConfigError(f"{problem}; {refused}" if refused else f"{problem}: every role needs at least one")
@@ -167,23 +134,24 @@ class Planner:
         """Return, per role, the step time with one more worker of it (s): an instance, a copy, a replica; what the
         batch does not divide over is left out."""
         found = {}
-        for role in plan.idle:
-            roles = dict(plan.config.roles)
-            workers = workers_of(plan.config)[role]
-            size = roles[role] // workers
+        roles, at_work = plan.config.roles, workers_of(plan.config)
+        hosted = ["ref"] if self._bounds.scores and "ref" not in roles else []
+        for role in [*plan.idle, *hosted]:
+            workers = at_work.get(role, 1)
+            size = roles[role] // workers if role in roles else plan.config.ranks_per_copy(role)
             for more in range(1, workers + 1):
-                changed = plan.config.model_copy(update={"roles": roles | {role: roles[role] + more * size}})
+                changed = plan.config.model_copy(update={"roles": roles | {role: roles.get(role, 0) + more * size}})
                 try:
                     check_batch_sizes(changed)
                 except ConfigError:
                     continue
-                found[f"{role}:{changed.roles[role]}"] = self._simulated(changed).step_s(_SKIP)
+                found[f"{role}:{changed.roles[role]}"] = self._step_s(changed)
                 break
         return found
 
     def step_s(self) -> float:
         """Return the step time of the run as it is configured (s)."""
-        return self._simulated(self.config).step_s(_SKIP)
+        return self._step_s(self.config)
 
     def scenario(self, config: RunConfig) -> Scenario:
         """Return the run to simulate."""
@@ -205,17 +173,22 @@ class Planner:
         return found
 
     def _plan(self, candidate: _Candidate) -> Plan:
-        ran = self._simulated(candidate.config)
+        ran, (_, skip) = self._simulated(candidate.config), _window(candidate.config)
+        # A few steps may live on what was generated ahead; in the long run none is shorter than its bound.
+        step_s = max(candidate.bound_s, ran.step_s(skip))
         return Plan(
-            candidate.config, candidate.layout + (candidate.micro_batch or ()), candidate.bound_s, ran.step_s(_SKIP),
-            ran.tokens_per_s(_SKIP), ran.idle(_SKIP), candidate.headroom_gb, ran,
+            candidate.config, candidate.layout + (candidate.batches or ()), candidate.bound_s, step_s,
+            ran.tokens_per_s(skip) * ran.step_s(skip) / step_s, ran.idle(skip), candidate.headroom_gb, ran,
         )  # fmt: skip
+
+    def _step_s(self, config: RunConfig) -> float:
+        return max(self.bound_s(config), self._simulated(config).step_s(_window(config)[1]))
 
     def _simulated(self, config: RunConfig) -> Simulated:
         schedule = config.schedule
         # A run goes on: what it generates ahead at the end is what it had ahead after the first steps.
         further = schedule.staleness_bound + schedule.lateness
-        return simulate(self.scenario(config), steps=_steps(config), further=further)
+        return simulate(self.scenario(config), steps=_window(config)[0], further=further)
 
     def _candidates(self) -> list[_Candidate]:
         """Return what may be simulated, the lowest bound first."""
@@ -236,7 +209,7 @@ class Planner:
             return candidate.bound_s
         house = Latency()
         house_s = house.publish_s + house.admit_s + house.transfer_s + house.swap_s  # for which all devices wait
-        return (candidate.bound_s + house_s) * sum(candidate.config.roles.values())
+        return (candidate.bound_s + house_s) * devices_of(candidate.config)
 
     def layouts(self) -> Iterator[Choice]:
         """Yield the configuration with every layout that divides the model; see `launcher.plan.choices`."""
@@ -250,7 +223,29 @@ class Planner:
             return iter([(config, ())])
         return micro_batches(config)
 
+    def _batch_sizes(self, config: RunConfig) -> Iterator[Choice]:
+        """Yield responses of an instance to try; a machine that all share does least with few full batches."""
+        return iter([(config, ())]) if self._at_full_speed else batch_sizes(config)
+
     def _fitting(self, candidate: _Candidate) -> list[_Candidate]:
+        """Return it with batches that fit.
+
+        Raises:
+            ConfigError: nothing fits; what the configured micro-batch lacks.
+        """
+        found: list[_Candidate] = []
+        refused: ConfigError | None = None
+        for config, told in self._batch_sizes(candidate.config):
+            try:
+                found += self._with_micro_batches(replace(candidate, config=config, batches=told))
+            except ConfigError as error:
+                refused = refused or error
+        if not found:
+            assert refused is not None, "there is the configured one"
+            raise refused
+        return found
+
+    def _with_micro_batches(self, candidate: _Candidate) -> list[_Candidate]:
         """Return it with the configured micro-batch and larger ones, as long as they lower the bound; or with the
         largest smaller one that fits.
 
@@ -268,9 +263,9 @@ class Planner:
             if found and bound_s > _WORTH * found[-1].bound_s:
                 continue
             try:
-                check_batch_sizes(config)
-                place_tasks(graph_of(config), config.roles)
-                found.append(_Candidate(config, candidate.layout, bound_s, told, self.headroom_gb(config)))
+                check_launchable(config, self.device, self.num_devices)
+                batches = (candidate.batches or ()) + told
+                found.append(_Candidate(config, candidate.layout, bound_s, batches, self.headroom_gb(config)))
             except ConfigError as error:
                 refused = refused or error
         if not found:
@@ -279,45 +274,23 @@ class Planner:
         return found
 
     def _splits(self, config: RunConfig) -> Iterator[dict[str, int]]:
-        """Yield roles: all replicas of the actor over which the batch divides, and the rest shared by work."""
-        replica = config.actor.megatron.ranks_per_copy if config.actor.engine == "megatron" else 1
-        instance = rollout_ranks(config)
-        taking = roles_on_device(reward_model=config.reward.model is not None)
-        sized = ("rollout", "actor", "ref", "critic")
-        fixed = {role: number for role, number in config.roles.items() if role not in sized}
-        room = self.num_devices - sum(number for role, number in fixed.items() if role in taking)
+        """Yield roles; for the cost, of fewer devices, too."""
+        fixed = devices_of(config) - sum(config.roles.get(role, 0) for role in SIZED)
+        room = self.num_devices - fixed
         totals = [room] if self.objective == "time" else [room >> k for k in range(10) if room >> k >= 2]
-        scores = self._bounds.scores
-        share = self._scoring_share(config, replica) if scores else 0.0
-        groups = config.schedule.rollout_batch_size
-        for total, replicas in itertools.product(totals, (n for n in range(1, groups + 1) if groups % n == 0)):
-            actor = replicas * replica
-            for critic in _critics(config, actor):
-                for ref in self._copies(config, total - actor - critic, share) if scores else (0,):
-                    rollout = (total - actor - critic - ref) // instance * instance
-                    if rollout > 0:
-                        own = {"rollout": rollout, "actor": actor, "ref": ref, "critic": critic}
-                        yield {role: number for role, number in (own | fixed).items() if number or role in fixed}
+        return splits(config, totals, self._scoring_share(config) if self._bounds.scores else None)
 
-    def _scoring_share(self, config: RunConfig, replica: int) -> float:
-        """Return the reference's share of what generating and scoring take."""
+    def _scoring_share(self, config: RunConfig) -> float:
+        """Return the reference's share of the devices that generate and score, with which both take least."""
         instance, copy = rollout_ranks(config), config.ranks_per_copy("ref")
-        sized = config.model_copy(update={"roles": {"rollout": instance, "actor": replica, "ref": copy}})
+        actor = config.actor.megatron.ranks_per_copy if config.actor.engine == "megatron" else 1
+        sized = config.model_copy(update={"roles": {"rollout": instance, "actor": actor, "ref": copy}})
         times, _, slots = self._times(sized)
         work = self._bounds.work_s(sized, times, slots)
-        scoring = work["ref"] * copy
-        return scoring / max(1e-12, scoring + work["rollout"] * instance)
-
-    def _copies(self, config: RunConfig, room: int, share: float) -> Sequence[int]:
-        """Return numbers of the reference's ranks: none (the actor hosts one that is not sharded), and those around
-        their share of the work."""
-        copy = config.ranks_per_copy("ref")
-        none = {0} if copy == 1 or config.actor.tri_model else set()
-        if room < 2:
-            return sorted(none)
-        best = room * share / copy
-        near = {math.floor(best), math.ceil(best), math.ceil(best) + 1}
-        return sorted(none | {number * copy for number in near if 1 <= number * copy < room})
+        scoring, generating = work["ref"] * copy, work["rollout"] * instance
+        if config.schedule.mode is ScheduleMode.SYNC:  # a / n + b / (1 - n) is least where shares are as square roots
+            scoring, generating = math.sqrt(scoring), math.sqrt(generating)
+        return scoring / max(1e-12, scoring + generating)
 
     def bound_s(self, config: RunConfig) -> float:
         """Return what a step takes at least (s)."""
@@ -326,7 +299,8 @@ class Planner:
 
     @cached_property
     def _bounds(self) -> Bounds:
-        longest = longest_tokens(self.config.schedule, self.tokens, steps=_steps(self.config), skip=_SKIP)
+        steps, skip = _window(self.config)
+        longest = longest_tokens(self.config.schedule, self.tokens, steps=steps, skip=skip)
         scores = any(task.name == "ref_log_probs" for task in graph_of(self.config))
         return Bounds(self.workload, longest, scores, self._at_full_speed)
 
@@ -341,11 +315,13 @@ class Planner:
         """Return times, latencies, and how many responses fit an instance."""
         if self.device is None or self._sizes is None:
             return Times.of_sim(config, prompt_tokens=self.prompt_tokens), Latency(), config.rollout.batch_size
-        model = CostModel(config, self._sizes, self.device, self.workload, self.profile)
+        model = CostModel(config, self._sizes, self.device, self.workload, self.profile, self.reward_model)
         times, slots = model.times(), model.slots()
         # A prefill holds up all that an instance generates: over its life a response waits for as many as run.
-        slowdown = times.decode_s(slots) / times.decode_s(1)
-        held = slots / slowdown
+        schedule, instances = config.schedule, config.roles["rollout"] // rollout_ranks(config)
+        in_flight = schedule.step_rows * (1 + schedule.staleness_bound)
+        running = min(slots, -(-in_flight // instances))
+        held = running * times.decode_s(1) / times.decode_s(running)
         return replace(times, prefill_s=times.prefill_s * held, later_s=times.later_s * held), model.latency(), slots
 
     def headroom_gb(self, config: RunConfig) -> float | None:
@@ -374,17 +350,25 @@ class Planner:
         return None if self.device is None else ModelSizes.of(self.model_config, self.parameters)
 
 
-def _critics(config: RunConfig, actor: int) -> Sequence[int]:
-    """Return numbers of the critic's ranks: none (an actor of FSDP2 hosts it), and those around the actor's, whose work
-    is alike, over which the batch divides."""
-    if not config.algorithm.has_critic:
-        return (0,)
-    groups = config.schedule.rollout_batch_size
-    divisors = [number for number in range(1, groups + 1) if groups % number == 0]
-    own = [number for number in divisors if actor <= 2 * number <= 4 * actor]
-    own = own or [max(number for number in divisors if number <= actor)]
-    hosts, alone = config.actor.engine == "fsdp", not config.schedule.lateness
-    return [*([0] if hosts else []), *(own if alone else [])]
+def _next(candidates: Sequence[_Candidate], simulated: Sequence[_Candidate], *, only_new: bool) -> int | None:
+    """Return which candidate comes next, of those in the order of their bounds; None: none.
+
+    A bound says little of the longest responses, which larger instances of the rollout shorten: the first one of each
+    size comes, whatever its bound. Then what is like one of the last comes behind all others.
+
+    Args:
+        candidates: in order.
+        simulated: before.
+        only_new: only other sizes of instances may come.
+    """
+    sizes, last = {each.instance for each in simulated}, simulated[-_OTHERS:]
+    for place, each in enumerate(candidates):
+        if each.instance not in sizes:
+            return place
+    if only_new:
+        return None
+    others = (place for place, each in enumerate(candidates) if not any(map(each.is_like, last)))
+    return next(others, 0 if candidates else None)
 
 
 def _size(choice: Choice) -> tuple[int, int]:
@@ -393,6 +377,9 @@ def _size(choice: Choice) -> tuple[int, int]:
     return actor.max_tokens_per_micro_batch, actor.micro_batch_size
 
 
-def _steps(config: RunConfig) -> int:
-    least, most = _STEPS
-    return max(least, min(most, _ROWS // config.schedule.step_rows))
+def _window(config: RunConfig) -> tuple[int, int]:
+    """Return how many steps are simulated, and how many of them do not count: those that end on what was admitted at
+    once at the start. As many count as make whole turns of the steps that are generated together."""
+    rows, together = config.schedule.step_rows, 1 + config.schedule.staleness_bound
+    counted = max(_COUNTED[0], min(_COUNTED[1], _ROWS // rows - together))
+    return together + max(1, counted // together) * together, together

@@ -32,11 +32,13 @@ class Simulated:
         step_ends: when each version was published, from version 0 (s).
         tokens: response tokens of each step that was trained.
         timeline: spans of all processes, as a real run records them.
+        workers: of each role.
     """
 
     step_ends: Sequence[float]
     tokens: Sequence[int]
     timeline: RunTimeline
+    workers: Mapping[str, int]
 
     def step_s(self, skip: int) -> float:
         """Return the mean time of a step after the first ones (s)."""
@@ -53,7 +55,7 @@ class Simulated:
         for process, spans in self.timeline.spans.items():
             inside = (max(0.0, min(end, span.end) - max(start, span.start)) for span in spans)
             busy[process.partition("-")[0]].append(sum(inside) / (end - start))
-        return {role: 1 - sum(shares) / len(shares) for role, shares in busy.items()}
+        return {role: 1 - sum(shares) / self.workers[role] for role, shares in busy.items()}
 
 
 def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
@@ -144,7 +146,7 @@ class World:
         for instance in self.instances:
             instance.note_idle()
         ends = dict(enumerate(self.step_ends))
-        return Simulated(self.step_ends, self.trained, RunTimeline(self.spans, ends, {}))
+        return Simulated(self.step_ends, self.trained, RunTimeline(self.spans, ends, {}), self.scenario.workers)
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         """Have something happen."""

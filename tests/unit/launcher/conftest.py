@@ -11,7 +11,9 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests import `made_run` by name
+from workers.config import RunConfig
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import `made_run` and `planned` by name
 
 MODEL_CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -105,3 +107,11 @@ def write_model(path: Path, *, fill: float) -> Path:
     }
     save_file(weights, path / "model.safetensors")
     return path
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> RunConfig:
+    """The 7B recipe with a config.json and no weights."""
+    from planned import qwen_run
+
+    return qwen_run(tmp_path)

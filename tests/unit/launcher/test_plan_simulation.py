@@ -7,17 +7,22 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.plan import instance
-from launcher.plan.bounds import Bounds
+from launcher.plan import instance, scenario
+from launcher.plan.bounds import Bounds, longest_tokens
 from launcher.plan.cost_model import Workload
 from launcher.plan.scenario import Latency, Scenario, Times, Turns, Work
 from launcher.plan.simulation import Simulated, simulate
+from tq import task_spec
 from tq.config import ScheduleMode
 from tq.policies import Fifo, Item
+from tq.task_spec import Offer, StepSpec, choose
 from weightsync.agent.swap_turns import SwapTurns
 from workers.admission.state import AdmissionState
 from workers.config import RunConfig
+from workers.engines.sim.decoding import Decoding
+from workers.tasks.dataflow import PlacedTask, Task, place_tasks
 from workers.trainer import micro_batches
+from workers.trainer.micro_batches import RoundAssigner
 
 FREE = Latency(0, 0, 0, 0, 0, 0, 0)
 
@@ -69,6 +74,22 @@ def test_overlapped_steps_last_as_long_as_the_busiest_role() -> None:
     assert ran.step_s(2) == pytest.approx(2.0, rel=0.01)
     assert ran.idle(2)["rollout"] == pytest.approx(0.0, abs=0.01)
     assert ran.tokens_per_s(2) == pytest.approx(3200 / 2.0, rel=0.01)
+
+
+def test_instances_that_get_nothing_are_idle() -> None:
+    rollout = {"engine": "sim", "batch_size": 64, "max_response_tokens": 4000}
+    ran = run(config_of(roles={"rollout": 4, "actor": 2}, rollout=rollout, schedule__mode="sync"))
+    assert ran.idle(1)["rollout"] > 0.75  # the first one takes all 32
+
+
+def test_what_follows_the_longest_response_is_in_the_bound() -> None:
+    config = config_of(schedule__mode="periodic", sim__sigma=1.0, sim__decode_s_per_token=0.02)
+    made = Times.of_sim(config, prompt_tokens=0)
+    longest = longest_tokens(config.schedule, Scenario.of(config, made).tokens, steps=config.steps, skip=1)
+    bounds = Bounds(Workload(0, 100, 100**2, Turns()), longest, scores=True, at_full_speed=0.0)
+    bound_s = bounds.step_s(config, made, 8)
+    assert bound_s == pytest.approx(longest * (0.02 + 0.001 + 0.0005), rel=0.01)
+    assert bound_s <= run(config).step_s(1)
 
 
 def test_responses_slow_each_other_down() -> None:
@@ -133,9 +154,9 @@ def test_how_many_rollouts_run_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("policy", ["fifo", "token-balanced", "token-budget"])
 def test_every_step_is_trained_whole_in_every_schedule(mode: ScheduleMode, policy: str) -> None:
     config = config_of(schedule__mode=mode, tq={"policy": policy}, actor__max_tokens_per_micro_batch=1000)
-    scenario = Scenario.of(config, Times.of_sim(config, prompt_tokens=0))
-    trained = simulate(scenario, steps=config.steps).tokens
-    assert list(trained) == [sum(map(scenario.tokens, range(32 * k, 32 * k + 32))) for k in range(8)]
+    made = Scenario.of(config, Times.of_sim(config, prompt_tokens=0))
+    trained = simulate(made, steps=config.steps).tokens
+    assert list(trained) == [sum(map(made.tokens, range(32 * k, 32 * k + 32))) for k in range(8)]
 
 
 def test_a_step_of_what_is_finished_first_does_not_wait_for_the_longest() -> None:
@@ -248,6 +269,45 @@ def test_micro_batches_are_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None
     before = run(budget, train=work).step_s(2)
     monkeypatch.setattr(micro_batches, "cut_by_tokens", lambda _, lengths, __: [[k] for k in range(len(lengths))])
     assert run(budget, train=work).step_s(2) > 1.5 * before
+
+
+def test_how_responses_slow_each_other_down_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"decode_s_by_batch": {1: 0.01, 8: 0.02}, "mean_tokens": 100}
+    before = run(config_of(sim=table)).step_s(2)
+    monkeypatch.setattr(Decoding, "_count", lambda *_: None)  # nothing slows down
+    assert run(config_of(sim=table)).step_s(2) < 0.8 * before
+
+
+def test_which_rounds_make_a_mini_batch_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(actor__num_mini_batches=2, schedule__mode="periodic", sim__train_s_per_token=0.004)
+    before = run(config).step_s(1)
+    monkeypatch.setattr(RoundAssigner, "assign", lambda *_: 1)  # all are kept until the last one is there
+    assert run(config).step_s(1) > 1.04 * before
+
+
+def test_who_needs_whose_columns_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = config_of(schedule__mode="sync", sim__ref_s_per_token=0.004)
+    before = run(slow).step_s(1)
+    monkeypatch.setattr(scenario, "place_tasks", _nothing_scored)
+    assert run(slow).step_s(1) < 0.8 * before
+
+
+def _nothing_scored(graph: Sequence[Task], roles: Sequence[str]) -> tuple[PlacedTask, ...]:
+    """Training reads nothing of the reference."""
+    placed = place_tasks(graph, roles)
+    return tuple(replace(task, inputs=tuple(n for n in task.inputs if n != "ref_log_probs")) for task in placed)
+
+
+def test_which_rows_are_trained_late_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = {"mode": "async", "max_staleness": 2, "rollout_batch_size": 16, "n_samples_per_prompt": 2}
+    config = config_of(schedule=late | {"fill": "first_ready"}, sim__sigma=1.2)
+    before = run(config).step_ends[1]
+
+    def oldest(spec: StepSpec, step: int, assigned: int, offers: Sequence[Offer], full: int) -> Offer | None:
+        return choose(spec, step, assigned, offers[:1], full)
+
+    monkeypatch.setattr(task_spec, "choose", oldest)
+    assert run(config).step_ends[1] > 1.05 * before
 
 
 def test_turns_to_swap_are_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,20 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
+from planned import qwen_run
 
 from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from launcher.plan.profile import DECODE, FORWARD, OPTIMIZER, PREFILL, TRAIN, Block, Profile, fit
+from launcher.doctor.device_ranks import exchanges
+from launcher.plan.cost_model import CostModel, Workload
+from launcher.plan.devices import find_device
+from launcher.plan.profile import DECODE, EXCHANGED, FORWARD, OPTIMIZER, PREFILL, TRAIN, Block, Profile, fit
 from launcher.plan.report import auto_roles, model_sizes, open_planner
+from launcher.plan.scenario import Turns
 from workers.config import RunConfig
 
 CPU = {"name": "cpu, of the test", "kind": "cpu", "cores": 2, "torch": "2.10", "memory_gb": 16.0}
@@ -79,12 +85,80 @@ def test_a_few_layers_predict_many(config: RunConfig) -> None:
     assert few.work(FORWARD, shared_prompt=False).token_s < work.token_s / 2
 
 
+def test_a_model_of_which_two_layers_barely_fit_is_measured_at_two_depths_all_the_same(config: RunConfig) -> None:
+    sizes = model_sizes(config)[0]
+    blank = Profile.of(config, sizes, {**CPU, "memory_gb": 1e-6}, ranks=1)
+    assert {block.layers for block in blank.seconds} == {0, 1, 2}
+    few = replace(blank, seconds={block: seconds_of(block) or 0.01 for block in blank.seconds})
+    for shape, seconds in few.whole(TRAIN).items():
+        assert seconds == pytest.approx(seconds_of(replace(shape, layers=LAYERS)))
+    one = replace(few, seconds={block: each for block, each in few.seconds.items() if block.layers < 2})
+    with pytest.raises(ConfigError, match=r"mine.json: has one depth of the model alone"):
+        one.check(config, sizes, "mine.json")
+
+
 def test_decoding_is_measured_by_batch_and_context(config: RunConfig) -> None:
     profile = measured(config)
     for responses, context in ((1, 6), (3, 6), (100, 6), (256, 12), (200, 10)):
         expected = seconds_of(Block(DECODE, LAYERS, responses, context))
         assert profile.decode_s(responses, context) == pytest.approx(expected, rel=0.01)
     assert profile.prefill_s() == pytest.approx(LAYERS * 1e-6, rel=0.05)
+
+
+def test_ranks_that_share_a_model_each_do_what_a_call_takes_beside_its_samples(config: RunConfig) -> None:
+    sizes, _, _ = model_sizes(config)
+    profile = measured(config)
+    alone, shared = (
+        CostModel(
+            config.model_copy(update={"ref": config.ref.model_copy(update={"engine": "fsdp", "shards": n})}),
+            sizes, find_device("cpu"), Workload(4, 10, 120, Turns()), profile,
+        ).times().tasks["ref_log_probs"]
+        for n in (1, 2)
+    )  # fmt: skip
+    assert alone.call_s > 0
+    assert (shared.call_s, shared.token_s) == pytest.approx((alone.call_s, alone.token_s / 2))
+    costs = CostModel(config, sizes, find_device("cpu"), Workload(4, 10, 120, Turns()), profile)
+    overhead_s = find_device("cpu").step_overhead_s
+    alone_s, of_two_s = costs.decode_s(200, 1), costs.decode_s(200, 2) - costs.reduced_s(200, 2)
+    assert alone_s > overhead_s
+    assert of_two_s == pytest.approx(overhead_s + (alone_s - overhead_s) / 2)
+
+
+def test_measured_collectives_are_those_of_training_too(tmp_path: Path) -> None:
+    config = qwen_run(tmp_path)
+    sizes, _, _ = model_sizes(config)
+    blank = Profile.of(config, sizes, {**CPU, "memory_gb": 80.0}, ranks=4)
+    links = [1.0, 3.0]
+    fast, slow = (
+        replace(blank, seconds={b: link * b.size * 1e-11 if b.ranks else seconds_of(b) or 0.01 for b in blank.seconds})
+        for link in links
+    )
+    layout = config.actor.megatron.model_copy(update={"tensor_parallel": 2, "context_parallel": 2})
+    config = config.model_copy(
+        update={"roles": {"rollout": 4, "actor": 8}, "actor": config.actor.model_copy(update={"megatron": layout})}
+    )
+    made = [CostModel(config, sizes, find_device("h100"), Workload(4, 10, 120, Turns()), each) for each in (fast, slow)]
+    assert made[1]._exchanged_s(2, 2, 1) == pytest.approx(3 * made[0]._exchanged_s(2, 2, 1))
+    own_s = fast.update_s(sizes.num_parameters / 8)
+    fast_s, slow_s = (each.times().update_s["actor"] - own_s for each in made)
+    assert slow_s == pytest.approx(3 * fast_s)
+
+
+def test_a_profile_with_weights_is_of_the_same_model_without_them(config: RunConfig) -> None:
+    sizes, _, _ = model_sizes(config)
+    profile = measured(config)
+    with_biases = replace(profile, model={**profile.model, "num_parameters": round(1.004 * sizes.num_parameters)})
+    with_biases.check(config, sizes, "mine.json")
+    assert profile.joined(with_biases, "mine.json").seconds == profile.seconds
+    other = replace(profile, model={**profile.model, "num_parameters": round(1.02 * sizes.num_parameters)})
+    with pytest.raises(ConfigError, match=r"measured with model.num_parameters"):
+        other.check(config, sizes, "mine.json")
+
+
+def test_without_prefix_caching_every_response_read_its_prompt(config: RunConfig) -> None:
+    profile = measured(config)
+    alone = replace(profile, settings={**profile.settings, "vllm.prefix_caching": False})
+    assert alone.prefill_s() == pytest.approx(profile.prefill_s() / config.schedule.n_samples_per_prompt)
 
 
 def test_plans_follow_what_was_measured(config: RunConfig, tmp_path: Path) -> None:
@@ -133,6 +207,25 @@ def test_a_file_of_something_else_is_refused(config: RunConfig, tmp_path: Path) 
     file.write_text('{"format": 2}')
     with pytest.raises(ConfigError, match=r"has format 2, not 1; measure again"):
         Profile.read(file, "--profile")
+
+
+def test_an_all_to_all_exchanges_as_many_bytes_as_it_is_measured_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def recorded(values: torch.Tensor, sent: torch.Tensor) -> None:
+        sizes.append(sent.numel())
+        values.copy_(sent)
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", recorded)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    try:
+        told = exchanges(torch.device("cpu"), 0, 1, store)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert {4 * size for size in sizes} == set(EXCHANGED)
+    assert all(isinstance(told[f"all_to_all {size}"], float) for size in EXCHANGED)
 
 
 @pytest.mark.slow

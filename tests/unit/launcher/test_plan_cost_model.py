@@ -1,0 +1,204 @@
+"""What computing takes on a device, by FLOPs, bytes and traffic; and the catalogue of devices."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from planned import QWEN_7B, changed, changed_vllm, cost_model, train_work
+
+from asyncflow.errors import ConfigError
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe
+from launcher.plan.cost_model import parameters_of
+from launcher.plan.devices import find_device
+from launcher.plan.report import open_planner
+from launcher.plan.scenario import Latency
+from workers.algorithms.config import PPOConfig
+from workers.config import RunConfig
+from workers.rewards.config import RewardModelConfig
+
+DEVICES = ("ascend-910b", "ascend-910c", "a100", "h100", "h200", "cpu")
+
+
+def forward_s(*, ranks: int) -> float:
+    return 2 * parameters_of(QWEN_7B) / (ranks * 989e12 * 0.5)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_number_of_a_device_says_where_it_is_from(name: str) -> None:
+    device = find_device(name)
+    numbers = (device.model_fields_set | {"achievable"}) - {"name", "sources"}
+    assert device.name == name
+    assert numbers == device.sources.keys()
+
+
+def test_an_unknown_device_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--device h1000: is not known; give one of a100"):
+        find_device("h1000")
+    (tmp_path / "mine.yaml").write_text("name: mine\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml: peak_tflops: Field required"):
+        find_device(str(tmp_path / "mine.yaml"))
+    (tmp_path / "mine.yaml").write_text("name: mine\npeak_tflops: {bfloat16: 100}\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml: peak_tflops.float32: Field required"):
+        find_device(str(tmp_path / "mine.yaml"))
+    (tmp_path / "mine.yaml").write_text("name: mine\npeak_tflops: {bfloat16: 100, float32: 0}\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml: peak_tflops.float32: Input should be greater than 0"):
+        find_device(str(tmp_path / "mine.yaml"))
+
+
+def test_parameters_follow_from_the_models_sizes() -> None:
+    assert parameters_of(QWEN_7B) == pytest.approx(7.615e9, rel=0.002)
+    assert parameters_of({}) == 0
+
+
+def test_decoding_is_bound_by_memory_with_few_responses_and_by_products_with_many(qwen: RunConfig) -> None:
+    times, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen)
+    read_s = 2 * parameters_of(QWEN_7B) / (3.35e12 * 0.7)
+    assert times.decode_s(1) == pytest.approx(read_s + 0.002, rel=0.02)
+    assert times.decode_s(4000) > 2 * parameters_of(QWEN_7B) * 4000 / (989e12 * 0.5)
+
+
+def test_training_takes_the_flops_of_four_passes_and_adamw_its_bytes(qwen: RunConfig) -> None:
+    roles = qwen.roles | {"actor": 4}
+    times, _, _ = open_planner(qwen, devices=16, device="h100")._times(qwen.model_copy(update={"roles": roles}))
+    least_s = 4 * 2 * parameters_of(QWEN_7B) / (4 * 989e12 * 0.4)  # recomputed activations, four tensor-parallel ranks
+    assert least_s < times.train["actor"].token_s < 2.5 * least_s
+    assert times.update_s["actor"] == pytest.approx(28 * parameters_of(QWEN_7B) / 4 / (3.35e12 * 0.7))
+
+
+def test_context_parallelism_divides_tokens_and_exchanges_heads(qwen: RunConfig) -> None:
+    planner = open_planner(qwen, devices=16, device="h100")
+    alone, shared = (
+        planner._times(changed(qwen, megatron={"context_parallel": number, "tensor_parallel": 1}))[0].train["actor"]
+        for number in (1, 2)
+    )
+    a_pass = 28 * 2 * (28 + 4) * 128 * 2 / 2  # q, k, v and output of each layer; half of them goes to the other rank
+    exchanged_s = 3 * a_pass / 2 / (planner.device.link_gb_s * 1e9 * 0.7) if planner.device else 0.0
+    assert shared.token_s == pytest.approx(alone.token_s / 2 + exchanged_s)
+    assert shared.squared_s == pytest.approx(alone.squared_s / 2)
+
+
+def test_ranks_that_share_a_machine_are_in_one_node() -> None:
+    quickstart = load_config(find_recipe("quickstart")).model_copy(update={"roles": {"rollout": 1, "actor": 1}})
+    more = quickstart.model_copy(update={"roles": {"rollout": 4, "actor": 4}})
+    planner = open_planner(quickstart, devices=8, device="cpu")
+    assert planner._times(more)[1].transfer_s == planner._times(quickstart)[1].transfer_s == Latency().transfer_s
+    floors = [planner._times(quickstart.model_copy(update={"roles": {"rollout": 1, "actor": n}}))[0] for n in (2, 4)]
+    two, four = (times.train["actor"].floor_s for times in floors)
+    assert four / two == pytest.approx((3 / 4) / (1 / 2))  # over the same link
+
+
+@pytest.mark.parametrize(
+    ("kl_coef", "num_mini_batches", "passes"),
+    [
+        (0.0, 1, 0.0),
+        (0.001, 1, 1.0),  # the reference
+        (0.001, 2, 1.5),  # and the policy that the step found, after the first of two updates
+    ],
+)
+def test_tri_model_scores_what_it_trains(qwen: RunConfig, kl_coef: float, num_mini_batches: int, passes: float) -> None:
+    algorithm = qwen.algorithm.model_copy(update={"kl_coef": kl_coef})
+    alone = changed(qwen, engine="fsdp", num_mini_batches=num_mini_batches).model_copy(
+        update={"roles": {"rollout": 8, "actor": 8}, "algorithm": algorithm}
+    )
+    unified = changed(alone, tri_model=True)
+    more_s = train_work(unified).token_s - train_work(alone).token_s
+    assert more_s == pytest.approx(passes * forward_s(ranks=1))
+    gathered_s = 2 * parameters_of(QWEN_7B) * 7 / 8 / (450e9 * 0.7)
+    assert train_work(unified).floor_s - train_work(alone).floor_s == pytest.approx(passes * gathered_s)
+
+
+def test_tri_model_scores_with_the_policies_that_drew_where_nothing_weighs_tokens(qwen: RunConfig) -> None:
+    off_policy = qwen.algorithm.off_policy.model_copy(update={"method": "none"})
+    algorithm = qwen.algorithm.model_copy(update={"kl_coef": 0.0, "off_policy": off_policy})
+    schedule = qwen.schedule.model_copy(update={"mode": "async", "max_staleness": 2})
+    alone = changed(qwen, engine="fsdp").model_copy(update={"algorithm": algorithm, "schedule": schedule})
+    more_s = train_work(changed(alone, tri_model=True)).token_s - train_work(alone).token_s
+    assert more_s == pytest.approx(2 * forward_s(ranks=1))
+
+
+def test_what_the_actor_hosts_is_computed_by_all_ranks_of_a_replica_as_it_trains(qwen: RunConfig) -> None:
+    float32 = qwen.model_copy(update={"model": qwen.model.model_copy(update={"dtype": "float32"})})
+    times, _, _ = open_planner(float32, devices=64, device="h100")._times(changed(float32, autocast="bfloat16"))
+    exchanged_s = times.tasks["actor_log_probs"].token_s - forward_s(ranks=4)
+    assert 0 < exchanged_s < forward_s(ranks=4)  # four tensor-parallel ranks, in bfloat16
+    assert times.tasks["ref_log_probs"].token_s > 10 * forward_s(ranks=1)  # frozen: float32
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_ranks_that_share_a_reference_exchange_activations_or_gather_weights(
+    qwen: RunConfig, engine: Literal["megatron", "fsdp"]
+) -> None:
+    layout = qwen.ref.megatron.model_copy(update={"tensor_parallel": 4})
+    ref = qwen.ref.model_copy(update={"engine": engine, "shards": 4, "megatron": layout})
+    shared = qwen.model_copy(update={"ref": ref, "roles": qwen.roles | {"ref": 4}})
+    work = open_planner(shared, devices=64, device="h100")._times(shared)[0].tasks["ref_log_probs"]
+    size, link = parameters_of(QWEN_7B), 450e9 * 0.7
+    if engine == "megatron":
+        exchanged_s = 2 * 4 * (3 / 4) * 28 * 3584 / link
+        assert work.token_s == pytest.approx(forward_s(ranks=4) + exchanged_s)
+        assert work.floor_s == 0
+    else:
+        assert work.token_s == pytest.approx(forward_s(ranks=4))
+        assert work.floor_s == pytest.approx(2 * size * 3 / 4 / link)
+
+
+def test_tensor_parallel_instances_exchange_what_they_prefill(qwen: RunConfig) -> None:
+    alone_s, shared_s = (cost_model(changed_vllm(qwen, tensor_parallel_size=n)).times().prefill_s for n in (1, 2))
+    tokens = qwen.data.max_prompt_tokens // 2 / qwen.schedule.n_samples_per_prompt
+    exchanged_s = 2 * 4 * (1 / 2) * 28 * 3584 / (450e9 * 0.7) * tokens
+    assert shared_s == pytest.approx(alone_s / 2 + exchanged_s)
+
+
+def test_keys_and_values_may_have_memory_of_their_own(qwen: RunConfig) -> None:
+    large = qwen.model_copy(update={"rollout": qwen.rollout.model_copy(update={"batch_size": 100000})})
+    token = 2 * 28 * 4 * 128 * 2  # of 28 layers, four heads
+    context = large.data.max_prompt_tokens // 2 + 1000 / 2
+    slots = cost_model(changed_vllm(large, tensor_parallel_size=1, kv_cache_gb=4)).slots()
+    assert slots == pytest.approx(4e9 / (token * context), rel=0.5)
+    twice = cost_model(changed_vllm(large, tensor_parallel_size=1, kv_cache_gb=8)).slots()
+    assert twice == pytest.approx(2 * slots, abs=2)
+
+
+def test_a_prefill_holds_up_what_runs_and_no_more(qwen: RunConfig) -> None:
+    planner = open_planner(qwen, devices=64, device="h100")
+    few, many = (
+        planner._times(qwen.model_copy(update={"rollout": qwen.rollout.model_copy(update={"batch_size": number})}))[0]
+        for number in (256, 4096)
+    )
+    assert few.prefill_s == pytest.approx(many.prefill_s)  # all rows in flight are fewer
+
+
+def test_a_reward_model_takes_the_time_of_its_own_size(qwen: RunConfig, tmp_path: Path) -> None:
+    small = tmp_path / "reward"
+    small.mkdir()
+    (small / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 14}))
+    model = RewardModelConfig(path=str(small), dtype="bfloat16", shards=2)
+    scored = qwen.model_copy(
+        update={"reward": qwen.reward.model_copy(update={"model": model}), "roles": qwen.roles | {"reward": 2}}
+    )
+    times, _, _ = open_planner(scored, devices=64, device="h100")._times(scored)
+    size = parameters_of(QWEN_7B | {"num_hidden_layers": 14})
+    assert times.tasks["rewards"].token_s == pytest.approx(2 * size / (2 * 989e12 * 0.5))
+    assert times.tasks["rewards"].floor_s == pytest.approx(2 * size / 2 / (450e9 * 0.7))
+    (small / "config.json").write_text(json.dumps({"architectures": ["Other"]}))
+    with pytest.raises(ConfigError, match=r"reward.model.path: the sizes in .* are not those of a model that is known"):
+        open_planner(scored, devices=64, device="h100")
+
+
+def test_a_pipelines_traffic_waits_in_the_bubble_too(qwen: RunConfig) -> None:
+    size = {"tensor_parallel": 4, "context_parallel": 1}
+    roles = qwen.roles | {"actor": 8}
+    flat, staged = (
+        train_work(changed(qwen, megatron={**size, "pipeline_parallel": n}).model_copy(update={"roles": roles})).token_s
+        for n in (1, 2)
+    )
+    pieces = qwen.actor.megatron.pipeline_pieces
+    assert staged == pytest.approx(flat / 2 * (pieces + 1) / pieces)
+
+
+def test_a_hosted_critic_gathers_weights_of_its_own(qwen: RunConfig) -> None:
+    alone = changed(qwen, engine="fsdp").model_copy(update={"roles": {"rollout": 8, "actor": 8}})
+    hosting = alone.model_copy(update={"algorithm": PPOConfig()})
+    assert train_work(hosting).floor_s == pytest.approx(2 * train_work(alone).floor_s)
