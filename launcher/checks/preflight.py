@@ -22,6 +22,7 @@ from launcher.checks.models import (
     ranks_per_instance,
 )
 from launcher.checks.rollouts import check_own_rollouts, check_rollout_code
+from launcher.checks.simulated import check_sim
 from launcher.config.paths import check_makeable
 from launcher.run.placement import place_gangs
 from launcher.run.rundir import OWN_NAMES
@@ -44,7 +45,6 @@ from workers.engines.model_files import (
     read_model_config,
     tensor_shapes,
 )
-from workers.engines.sim.config import SimConfig
 from workers.outside import check_policy
 from workers.rewards.load import check_reward
 from workers.tasks.dataflow import PlacedTask, place_tasks
@@ -159,7 +159,7 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     _check_queue(config)
     _check_fill(config)
     _check_export(config)
-    _check_sim(config)
+    check_sim(config)
     _check_outside(config)
     check_generating(config)
     check_reference(config)
@@ -321,37 +321,6 @@ def _check_export(config: RunConfig) -> None:
             )
         return
     check_makeable(given, key)
-
-
-def _check_sim(config: RunConfig) -> None:
-    """Refuse simulated engines beside real ones, and lengths that they cannot draw from."""
-    engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
-    if config.algorithm.kl_coef > 0:
-        engines["ref"] = config.ref.engine
-    if "evaluate" in config.roles:
-        engines["evaluate"] = config.evaluate.engine
-    if "sim" not in engines.values():
-        return
-    if set(engines.values()) != {"sim"}:
-        others = ", ".join(f"{role}.engine {engine}" for role, engine in engines.items() if engine != "sim")
-        raise ConfigError(f"{others}: cannot be with a role whose engine is sim; set all of them to sim, or none")
-    check_lengths(config.sim)
-
-
-def check_lengths(config: SimConfig) -> None:
-    """Refuse a file of answer lengths that has none.
-
-    Raises:
-        ConfigError: it cannot be read, or has something else.
-    """
-    if config.lengths == "file":
-        path = Path(config.lengths_file)
-        try:
-            numbers = [float(word) for word in path.read_text().split()]
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"sim.lengths_file: {path} cannot be read ({error}); give one number a line") from error
-        if not numbers or not all(0 < number < math.inf for number in numbers):
-            raise ConfigError(f"sim.lengths_file: {path} must have one number above 0 a line")
 
 
 def _check_outside(config: RunConfig) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from asyncflow.errors import ConfigError
 from launcher.checks.models import KEY as REWARD_KEY
-from launcher.checks.preflight import check_lengths, count_parameters
+from launcher.checks.preflight import count_parameters
+from launcher.checks.simulated import check_lengths
 from launcher.plan.cost_model import parameters_of
 from launcher.plan.devices import device_of, find_device
 from launcher.plan.plan import Plan

