@@ -67,6 +67,7 @@ class Gang:
             if formed is None:
                 return
             self._formed.append(formed)
+            world.request(self._replicas)
             if formed.last:
                 self._asking_for += 1
             for walker, idle in enumerate(self._idle):

@@ -70,6 +70,8 @@ class Latency:
         swap_s: of an instance.
         publish_s: how long publishing holds the trainer up; records and peers of a step's end are in it.
         round_s: of the trainer for each round.
+        request_s: processor time of a put, and of a lease with what is read of it and its ack, in all processes of the
+            queue and in the client; counts where they share the machine with what computes.
     """
 
     put_s: float = 0.004
@@ -79,6 +81,7 @@ class Latency:
     swap_s: float = 0.003
     publish_s: float = 0.015
     round_s: float = 0.0075
+    request_s: float = 0.001
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,11 @@ class World:
         self.computing(workers)
         self.at_work(self.worked + seconds, ended)
 
+    def request(self, number: int = 1) -> None:
+        """The queue serves so many puts or leases, beside those who asked."""
+        if self.scenario.at_full_speed:
+            self.compute(self.scenario.latency.request_s * number, lambda: None)
+
     def computing(self, more: int) -> None:
         """So many more workers compute, or fewer."""
         self._computing += more
@@ -214,6 +219,7 @@ class World:
 
     def put(self, task: str, rows: Sequence[int]) -> None:
         """A task's outputs of these rows are in the queue."""
+        self.request()
         for reader in self._readers[task]:
             queue, needs = self.queues[reader], len(self._needs[reader])
             for row in rows:
@@ -293,6 +299,7 @@ class World:
         newest = None if bound is None else request.version + 1 + bound
         taken = queue.take(Want(request.want), newest)
         if taken is not None:
+            self.request()
             request.granted(*taken)
             return True
         if bound is not None and self.version > request.version and queue.has_ready():

@@ -24,7 +24,7 @@ from workers.tasks.dataflow import PlacedTask, Task, place_tasks
 from workers.trainer import micro_batches
 from workers.trainer.micro_batches import RoundAssigner
 
-FREE = Latency(0, 0, 0, 0, 0, 0, 0)
+FREE = Latency(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def config_of(**changed: Any) -> RunConfig:
@@ -336,3 +336,16 @@ def test_workers_that_share_a_machine_slow_each_other_down() -> None:
     assert steps_s[1] == pytest.approx(steps_s[0])  # five workers at five places
     # One place for two instances of 2 s, 32 x 100 tokens of the reference, and of the trainer
     assert steps_s[2] == pytest.approx(2 * 2.0 + 32 * 100 * 0.0005 + 32 * 100 * 0.001, rel=0.02)
+
+
+def test_what_the_queue_computes_slows_a_shared_machine_alone() -> None:
+    config = config_of(sim__lengths="constant")
+    times = Times.of_sim(config, prompt_tokens=0)
+
+    def step_s(at_full_speed: float, request_s: float) -> float:
+        latency = replace(FREE, request_s=request_s)
+        return simulate(Scenario.of(config, times, latency=latency, at_full_speed=at_full_speed), steps=8).step_s(2)
+
+    assert step_s(0.0, 0.1) == step_s(0.0, 0.0)
+    # 16 groups are put, and leased for some 5 waves; 8 leases and puts of the reference, 4 rounds of 2 replicas
+    assert step_s(1.0, 0.1) - step_s(1.0, 0.0) == pytest.approx((16 + 5 + 8 + 8 + 8) * 0.1, rel=0.05)
