@@ -157,7 +157,7 @@ class Trainer:
         roles = () if self._roles is None else ("--roles", self._roles)
         steps = () if self._steps is None else ("--steps", str(self._steps))
         options = [*where, *roles, *steps, *(word for each in self._overrides for word in ("--set", each))]
-        self._launcher = _Launcher([*options, "--", *([] if self._source is None else [self._source])], show)
+        self._launcher = _Launcher([*options, "--", *([] if self._source is None else [self._source])], show, self)
         self._launcher.begin()
 
     def wait(self) -> "Results":
@@ -262,16 +262,18 @@ class Results:
             import pandas
         except ImportError as error:
             raise ConfigError("frame: pandas is not installed; pip install pandas, or use `steps`") from error
-        return pandas.DataFrame([figures(line) for line in self.steps]).set_index("step")
+        steps = [figures(line) for line in self.steps]
+        return pandas.DataFrame(steps, columns=None if steps else ["step"]).set_index("step")
 
 
 class _Launcher:
     """The launcher in a child process, and the thread that owns it: for the kernel, that thread is its parent."""
 
-    def __init__(self, arguments: Sequence[str], show: Callable[[str], None]) -> None:
+    def __init__(self, arguments: Sequence[str], show: Callable[[str], None], owner: object) -> None:
         """Args:
         arguments: of the command.
         show: is called with each line.
+        owner: is kept until the child has ended, since a file of its configuration goes with it.
         """
         self.ended: Future[tuple[int, str]] = Future()
         """Exit code and last line."""
@@ -279,6 +281,7 @@ class _Launcher:
         self._stopping = False
         self._arguments = arguments
         self._show = show
+        self._owner: object = owner
 
     @property
     def stopped(self) -> bool:
@@ -321,9 +324,12 @@ class _Launcher:
         except BaseException as error:  # noqa: BLE001  of the user's function
             process.terminate()
             process.wait()
+            self._owner = None
             self.ended.set_exception(error)
         else:
-            self.ended.set_result((process.wait(), last))
+            process.wait()
+            self._owner = None
+            self.ended.set_result((process.returncode, last))
 
 
 def _write(config: Mapping[str, Any] | RunConfig, directory: Path) -> str:

@@ -112,12 +112,15 @@ def _write_rows(name: str, subset: str | None, split: str, revision: str | None)
     rows = load_dataset(name, subset, split=split, revision=revision)
     folder = Path(constants.HF_HOME).expanduser() / "asyncflow"
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        for row in rows:
-            file.write(msgspec.json.encode(row, enc_hook=str) + b"\n")
-    words = (*name.strip("/").split("/")[-2:], *([subset] if subset else []), split, content_hash(Path(file.name)))
-    target = folder / (re.sub(r"[^\w.-]+", "-", "-".join(words)) + ".jsonl")
-    Path(file.name).replace(target)
+    with tempfile.TemporaryDirectory(dir=folder) as directory:
+        file = Path(directory) / "rows.jsonl"  # with the mode of the user's files: a cache may be shared
+        with file.open("wb") as written:
+            for row in rows:
+                written.write(msgspec.json.encode(row, enc_hook=str) + b"\n")
+        words = (*name.strip("/").split("/")[-2:], *([subset] if subset else []), split, content_hash(file))
+        target = folder / (re.sub(r"[^\w.-]+", "-", "-".join(words)) + ".jsonl")
+        if not target.exists():
+            file.replace(target)
     return target
 
 

@@ -103,7 +103,9 @@ class LoggerProcess:
         elif code < 0:
             self._warn(f"ended with {signal.Signals(-code).name}")
         elif code:
-            lines = self._log_file.read_text(errors="replace").splitlines()
+            lines = []
+            with contextlib.suppress(OSError):  # somebody may have removed it
+                lines = self._log_file.read_text(errors="replace").splitlines()
             self._warn(lines[-1] if lines else f"ended with code {code}")
 
     def _warn(self, text: str) -> None:

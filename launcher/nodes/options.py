@@ -64,6 +64,8 @@ def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env:
             raise ConfigError(f"--node-rank: is missing; give each of the {nnodes} nodes its own, 0 to {nnodes - 1}")
         if node_rank is not None:
             raise ConfigError(f"--node-rank: {node_rank} needs --nnodes, the number of nodes")
+        if host:
+            raise ConfigError(f"--head: {head} needs --nnodes; a run on one node listens on loopback alone")
         return ONE_NODE
     if nnodes not in (None, step.count):
         raise ConfigError(f"--nnodes: {nnodes}, but srun started the command on {step.count}; leave --nnodes out")

@@ -114,5 +114,8 @@ def test_directories_become_files_of_rows(
     assert json.loads(Path(first.path).read_text()) == {"prompt": "1+1=", "answer": 3, "level": 7}
     assert json.loads(Path(config.evaluate.path or "").read_text())["answer"] == 2
     assert (first.split, first.weight, second.path) == (None, 3.0, str(data_file))
-    assert Path(first.path).parent == tmp_path / "home" / "asyncflow"
+    cached = tmp_path / "home" / "asyncflow"
+    assert Path(first.path).parent == cached
+    assert Path(first.path).stat().st_mode == data_file.stat().st_mode, "others may read a shared cache"
+    assert len(list(cached.iterdir())) == 2, "nothing is left of what was written on the way"
     assert "Unknown split" in refusal(write_config(), "evaluate.split=nowhere")

@@ -92,6 +92,16 @@ def test_a_logger_that_raises_costs_one_warning(tmp_path: Path, said: list[str])
     ]
 
 
+def test_a_logger_whose_log_was_removed_costs_one_warning_when_it_fails(tmp_path: Path, said: list[str]) -> None:
+    run_dir, config = made_run(tmp_path, "{fails: log}")
+    with feeding(config.loggers, run_dir, said.append) as look:
+        (run_dir / "logs" / "logger-my_logger.Notes.log").unlink()
+        add_steps(run_dir, 1, 1)
+        wait_until(lambda: len(notes(run_dir, "pid")) == 1 and not alive(run_dir), "it fails")
+        look(time.monotonic())
+    assert len(said) == 1 and "ended with code 1; the run goes on" in said[0]
+
+
 def test_a_logger_that_was_killed_starts_again_and_misses_nothing(tmp_path: Path, said: list[str]) -> None:
     run_dir, config = made_run(tmp_path)
     add_steps(run_dir, 1, 2)

@@ -81,6 +81,7 @@ def test_several_launchers_on_a_node_are_refused(nodes: str, tasks: str) -> None
         (2, 2, None, {}, r"--node-rank: 2 must be 0 to 1 \(--nnodes 2\)"),
         (2, -1, None, {}, "--node-rank: -1 must be 0 to 1"),
         (1, 1, None, {}, "--node-rank: 1 must be 0, there is one node"),
+        (None, None, "a:1", {}, "--head: a:1 needs --nnodes; a run on one node listens on loopback alone"),
         (2, 0, "", {}, "--head: '' is not HOST or HOST:PORT"),
         (2, 0, "a b", {}, "--head: 'a b' is not HOST"),
         (2, 0, "a:0", {}, "--head: 'a:0' has no port from 1 to 65535"),

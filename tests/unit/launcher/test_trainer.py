@@ -1,9 +1,12 @@
 """`asyncflow.Trainer` as far as it starts no run: plans, settings in several forms, how a launcher's end is told."""
 
+import gc
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -118,6 +121,21 @@ def test_a_show_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
         asyncflow.Trainer(run_dir=tmp_path).fit(show=show)
 
 
+@pytest.mark.timeout(60)
+def test_settings_of_a_trainer_that_nobody_keeps_are_there_until_its_child_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child is told to look once the trainer is forgotten, and says whether its settings are there."""
+    child = "import os, sys; open({go!r}).read(); print(os.path.exists(sys.argv[-1]))"
+    monkeypatch.setattr("launcher.trainer._CHILD", child.format(go=str(tmp_path / "go")))
+    os.mkfifo(tmp_path / "go")
+    shown: Queue[str] = Queue()
+    asyncflow.Trainer(as_dict(), run_dir=tmp_path / "run").start(show=shown.put)
+    gc.collect()
+    (tmp_path / "go").write_text("look")
+    assert shown.get(timeout=30) == "True"
+
+
 def test_engines_are_of_a_subclass() -> None:
     with pytest.raises(ConfigError, match="kind: <class 'dict'> is no subclass of asyncflow.LocalEngines"):
         asyncflow.Trainer("quickstart").init_engines(dict)
@@ -134,6 +152,7 @@ def test_results_are_a_dict_per_step_and_a_frame_where_pandas_is(tmp_path: Path)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3')
     assert Results(tmp_path).steps == lines
     pandas = pytest.importorskip("pandas", reason="pip install pandas")
+    assert Results(tmp_path / "none").frame().empty  # before the first step
     frame = Results(tmp_path).frame()
     assert isinstance(frame, pandas.DataFrame)
     assert frame.loc[1, "idle_fraction/actor"] == 0.25
