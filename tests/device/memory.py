@@ -17,6 +17,7 @@ from launcher.doctor.trained_model import TOKENS, random_batch, train, write_mod
 from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest
 from workers.engines.base import generate as responses_of
+from workers.engines.config import RefConfig
 from workers.engines.device_memory import ModelSizes, Parts, frozen_memory, hf_memory
 from workers.rollout.config import SamplingConfig
 
@@ -56,7 +57,7 @@ def _score(path: Path, sizes: ModelSizes, device: torch.device) -> Parts:
 
     model = FrozenModel(path, ModelConfig(path=str(path), dtype="bfloat16"), temperature=1.0, device=device)
     model.log_probs(random_batch())
-    return frozen_memory(sizes, 2, TOKENS)
+    return frozen_memory(sizes, 2, TOKENS, RefConfig())
 
 
 def _generate(path: Path, sizes: ModelSizes, device: torch.device) -> Parts:
