@@ -1,17 +1,15 @@
 """`asyncflow doctor --device-check`: tries on the devices of this machine what the project's tests can only try on a
 fake one, in about a minute. What it prints is what its authors want to see of a machine that they do not have.
 
-Every check is a `Check` of the doctor, in its process. Several ranks are processes of `device_ranks`.
+Every check is a `Check` of the doctor, in its process. Several ranks are processes of `device_ranks`, which
+`rank_processes` starts.
 """
 
 import contextlib
 import importlib.metadata
-import json
 import mmap
-import os
 import platform
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.network import LOOPBACK
 from asyncflow.size_text import size_text
 from launcher.doctor.child import Check
 from launcher.doctor.messages import Finding, Needs, reason
+from launcher.doctor.rank_processes import rank_devices, started_ranks
 from launcher.doctor.trained_model import train, write_model
 
 if TYPE_CHECKING:
@@ -34,10 +32,7 @@ DEAD, UPDATE, SWAP, MEMORY = "dead receiver", "update", "swap", "memory"
 _PACKAGES = ("asyncflow-rl", "torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed")
 _COPIED = 2**26
 _ROUNDS = 8
-_MOST_RANKS = 8
-_DEADLINE_S = 60
-_TIMEOUT = timedelta(seconds=_DEADLINE_S)
-_LONGEST = 200
+_TIMEOUT = timedelta(seconds=30)
 _CLOSE = 2e-3
 """Relative difference between the CPU and a device, in float32; TF32 is off."""
 _ESTIMATED = 0.15
@@ -68,7 +63,7 @@ def check_contexts(needs: Needs) -> list[Finding]:
     last = f"{device.type}:{torch.accelerator.device_count() - 1}"
     with started_ranks(CONTEXTS, [last]) as (store, finish):
         before = _free(device)
-        store.wait(["here"], _TIMEOUT / 2)
+        store.wait(["here"], _TIMEOUT)
         taken = None if before is None else before - (_free(device) or 0)
         store.set("looked", "1")
         finish()
@@ -122,7 +117,7 @@ def check_collectives(needs: Needs) -> list[Finding]:
     found = [one for one in said if not isinstance(one, str)]
     if len(found) < len(names):
         last = next(one for one in said if isinstance(one, str))
-        text = f"{len(names) - len(found)} of {len(names)} ranks died ({last})"
+        text = f"{len(names) - len(found)} of {len(names)} ranks said nothing ({last})"
         return [Finding.error(COLLECTIVES, text, "send us this report")]
     failed = {name: value for each in found for name, value in each.items() if isinstance(value, str)}
     fine = [f"{name} {max(each[name] for each in found) * 1e3:.1f}" for name in found[0] if name not in failed]
@@ -263,50 +258,6 @@ def _open(needs: Needs) -> "torch.device":
     return open_device(needs.device if needs.device == "cpu" else f"{needs.device}:0")
 
 
-def rank_devices(kind: str) -> list[str]:
-    """Return a device for each rank: one each, at most eight; two ranks on the CPU."""
-    import torch
-
-    if kind == "cpu":
-        return ["cpu", "cpu"]
-    most = min(_MOST_RANKS, torch.accelerator.device_count(), max(2, os.cpu_count() or 2))
-    return [f"{kind}:{index}" for index in range(most)]
-
-
-@contextlib.contextmanager
-def started_ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
-    """Start a process per device; yields their store, and what waits for them and returns what each said: facts, or the
-    last line of its errors if it died."""
-    from asyncflow.sealed_store import serve_store
-
-    store, port = serve_store(LOOPBACK, _TIMEOUT)
-    command = [sys.executable, "-P", "-m", "launcher.doctor.device_ranks", mode]
-    processes = [
-        subprocess.Popen(
-            [*command, device, str(rank), str(len(devices)), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, device in enumerate(devices)
-    ]
-
-    def finish() -> list[dict[str, Any] | str]:
-        said: list[dict[str, Any] | str] = []
-        for process in processes:
-            out, errors = process.communicate(timeout=_DEADLINE_S)
-            last = (errors.splitlines() or [f"code {process.returncode}"])[-1]
-            said.append(json.loads(out.splitlines()[-1]) if process.returncode == 0 else last[:_LONGEST])
-        return said
-
-    try:
-        yield store, finish
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 @contextlib.contextmanager
 def default_group(device: "torch.device") -> Iterator[None]:
     """Have a default group of this process alone."""
@@ -386,7 +337,7 @@ REGISTRY = "launcher.doctor.device_check:CHECKS"
 _HANGS = "send us this report, with what `py-spy dump --pid` says of the process that hangs"
 CHECKS = (
     Check(VERSIONS, check_versions, 60, _HANGS),
-    Check(CONTEXTS, check_contexts, 60, _HANGS),
+    Check(CONTEXTS, check_contexts, 120, _HANGS),
     Check(COPIES, check_copies, 60, _HANGS),
     Check(COLLECTIVES, check_collectives, 90, _HANGS),
     Check(DEAD, check_dead_receiver, 90, _HANGS),
