@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class RingOfThree:
-    """In the place of `torch.distributed`, at rank 0: collectives that work, where a pair connects in its first call."""
+    """In the place of `torch.distributed`, at rank 0: collectives that work, but a pair connects in its first call."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[Any, int]] = []
@@ -30,7 +30,7 @@ class RingOfThree:
 
     recv, send = irecv, isend
 
-    def P2POp(self, operation: Any, tensor: torch.Tensor, peer: int) -> Any:  # noqa: N802 (torch's name)
+    def P2POp(self, operation: Any, tensor: torch.Tensor, peer: int) -> Any:
         if operation == self.irecv:
             tensor.fill_(peer + 1.0)
         return operation, peer

@@ -119,6 +119,32 @@ def test_memory_that_is_handed_out_is_used_by_nobody(adopts: bool, actions: list
         assert len(made) <= 3
 
 
+def taken_in(cache: VersionCache, step: int) -> Region:
+    """Receive a version into memory of the cache, as a broadcast does."""
+    region = cache.memory(LAYOUT)
+    cache.put(ReadyVersion(Version(0, step), {}, own=True, release=lambda: cache.recycle(region)))
+    return region
+
+
+def test_version_that_was_not_loaded_makes_room_for_the_next_one() -> None:
+    cache = VersionCache("weights-0", adopts=False)
+    taken_in(cache, 1)
+    cache.load(ignore, newer_than=None)
+    first = taken_in(cache, 2)
+    assert cache.memory(LAYOUT) is first, "the estimate of memory counts one"
+    assert cache.newest == Version(0, 1), "the agent is to offer 2 again if 3 breaks"
+    assert not cache.came(Version(0, 2), stop=NEVER)
+    assert cache.load(ignore, newer_than=Version(0, 1)) is None
+
+
+def test_version_that_is_being_loaded_stays() -> None:
+    cache = VersionCache("weights-0", adopts=False)
+    first, others = taken_in(cache, 1), list[Region]()
+    assert cache.load(lambda _: others.append(cache.memory(LAYOUT)), newer_than=None) == Version(0, 1)
+    assert others != [first]
+    assert cache.newest == cache.loaded == Version(0, 1)
+
+
 def test_wait_says_why_nothing_comes() -> None:
     cache = VersionCache("weights-0", adopts=False)
     with pytest.raises(WeightSyncError, match=r"^weights of step 1 did not come within 0 s; weights-0 has none$"):
