@@ -247,7 +247,7 @@ class WeightReceiver:
     def _take(self, connection: Connection, offered: Offered) -> bool:
         """Check what the agent offers, and have the engine load it; returns False if it is damaged."""
         version, layout = offered.version, self._views.layout(offered.plan, connection)
-        region = slot = Region(self._slots.get(offered.slot), layout)
+        region = slot = Region(self._slots.get(offered.slot, self._views.extents(layout)), layout)
         release = partial(self._tell, Release(version), connection)
         if self._adopts:
             region = self._cache.memory(layout)

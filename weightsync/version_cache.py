@@ -294,6 +294,10 @@ class EngineViews:
         """Return the layout of copies in this process's memory; `layout` is from here."""
         return self._known[layout.plan.digest()][3]
 
+    def extents(self, layout: RegionLayout) -> tuple[tuple[int, int], ...]:
+        """Return the bytes (start, stop) of a slot that this process reads; `layout` is from here."""
+        return tuple(layout.extents(bucket for bucket in layout.plan.buckets if self.reads(bucket, layout)))
+
     def reads(self, bucket: Bucket, layout: RegionLayout) -> bool:
         """Return whether this process reads anything of a bucket; `layout` is from here."""
         return bucket.index in self._known[layout.plan.digest()][2]

@@ -3,8 +3,8 @@
     rank 0: queue -> item ->+-> header 4 KiB (sizes; a small item whole) --> rank 1, 2, ...
                             '-> one buffer (description, then values), only if it did not fit
 
-`relay` runs in the read-ahead thread of every rank, on a Gloo group that nothing else uses, so it overlaps with compute and
-the order of the collectives is the same everywhere. What ends rank 0's fetching (a stop, the last partition, any
+`relay` runs in the read-ahead thread of every rank, on a Gloo group that nothing else uses, so it overlaps with compute
+and the order of the collectives is the same everywhere. What ends rank 0's fetching (a stop, the last partition, any
 error) travels like an item: no rank waits for rows that will not come. A rank that dies breaks the group's pairs, so
 the others' broadcast fails. int64 columns travel as narrow as their values allow.
 
@@ -150,10 +150,8 @@ class Replica:
         header = self._broadcast(torch.empty(HEADER_BYTES, dtype=torch.uint8))
         meta_bytes, payload_bytes = _SIZES.unpack(header[: _SIZES.size].numpy().tobytes())
         total = aligned(meta_bytes) + payload_bytes
-        if _fits(total):
-            body = header[_SIZES.size :][:total]
-        else:
-            body = self._broadcast(torch.empty(total, dtype=torch.uint8))
+        fits = _fits(total)
+        body = header[_SIZES.size :][:total] if fits else self._broadcast(torch.empty(total, dtype=torch.uint8))
         envelope = msgpack_decoder(_Envelope).decode(body[:meta_bytes].numpy().tobytes())
         if envelope.failure is not None:
             raise self._error(envelope.failure)

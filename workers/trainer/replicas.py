@@ -69,7 +69,7 @@ class ReplicaPlace:
 
 
 def open_replica(context: WorkerContext, place: ReplicaPlace) -> Replica | None:
-    """Return what shares the queue's rows among the ranks of this replica, over a group of their own; None: one rank."""
+    """Return what shares the queue's rows among the ranks of this replica, over a group of theirs; None: one rank."""
     if len(place.ranks) == 1:
         return None
     # Patient: a rank waits here for rows; the lead says each `tq.request_timeout_s` that there are none yet.

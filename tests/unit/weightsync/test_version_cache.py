@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncflow.errors import PlanError, WeightSyncError
+from weightsync import version_cache
 from weightsync.boxes import Box
-from weightsync.plan import ShardSpec, plan_transfer
+from weightsync.plan import Need, ShardSpec, plan_transfer
 from weightsync.region import Region, RegionLayout
 from weightsync.version import Version
-from weightsync.version_cache import ReadyVersion, VersionCache
+from weightsync.version_cache import EngineViews, ReadyVersion, VersionCache
 
 SPEC = ShardSpec("w", (4,), "float32", Box.whole((4,)))
 LAYOUT = RegionLayout(plan_transfer([[SPEC]], bucket_bytes=1024, dtype="float32"))
@@ -143,6 +144,19 @@ def test_version_that_is_being_loaded_stays() -> None:
     assert cache.load(lambda _: others.append(cache.memory(LAYOUT)), newer_than=None) == Version(0, 1)
     assert others != [first]
     assert cache.newest == cache.loaded == Version(0, 1)
+
+
+@pytest.mark.parametrize(("share", "extents"), [(None, ((0, 16), (64, 80))), (["b"], ((64, 80),)), ([], ())])
+def test_a_process_touches_what_it_reads_of_a_slot(
+    share: list[str] | None, extents: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_transfer(
+        [[ShardSpec(name, (4,), "float32", Box.whole((4,))) for name in "ab"]], bucket_bytes=16, dtype="float32"
+    )
+    monkeypatch.setattr(version_cache, "fetch_plan", lambda *_: plan)
+    views = EngineViews(None if share is None else {name: Need((4,)) for name in "ab"}, whole=True, share=share)
+    connection: Any = None
+    assert views.extents(views.layout(plan.digest(), connection)) == extents
 
 
 def test_wait_says_why_nothing_comes() -> None:
