@@ -25,7 +25,7 @@ from asyncflow.device import abort_group, connect_group
 from asyncflow.errors import WeightSyncError
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
-from asyncflow.vendors import Vendor, vendor_of, vendors
+from asyncflow.vendors import Vendor, _Cuda, vendor_of, vendors
 from weightsync.agent.service import WeightAgent
 from weightsync.boxes import Box
 from weightsync.broadcast import Broadcaster, BroadcastMember
@@ -57,15 +57,18 @@ class Wire:
         self.sent: dict[int, torch.Tensor] = {}
         self.patience: list[timedelta] = []
         """Of each wait."""
+        self.ended: list[int] = []
+        """Broadcasts for which a watchdog threw what would have ended the process."""
 
 
 class RudeGroup:
     """A group of two whose first collective returns when both are in it, and never else; nor does any wait of it before
     its broadcast has arrived, or it is aborted."""
 
-    def __init__(self, wire: Wire, rank: int, blocking_wait: str | None) -> None:
-        self._wire, self._rank = wire, rank
-        self.blocking_wait = blocking_wait
+    def __init__(self, wire: Wire, rank: int, timeout: timedelta) -> None:
+        self._wire, self._rank, self._timeout = wire, rank, timeout
+        self._watched = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1"
+        self.watchdogs: list[threading.Thread] = []
         self.broadcasts = 0
         self.aborted = False
 
@@ -94,7 +97,15 @@ class RudeGroup:
                     raise RuntimeError("the communicator was aborted")
                 tensors[0].copy_(wire.sent[number])
 
+        if self._watched:
+            self.watchdogs.append(threading.Thread(target=self._watch, args=(number,), daemon=True))
+            self.watchdogs[-1].start()
         return RudeWork(arrive, wire.patience)
+
+    def _watch(self, number: int) -> None:
+        with self._wire.changed:
+            if not self._wire.changed.wait_for(lambda: number in self._wire.sent, self._timeout.total_seconds()):
+                self._wire.ended.append(number)
 
 
 class RudeWork:
@@ -108,16 +119,12 @@ class RudeWork:
         self._arrive()
 
 
-class Rude(Vendor):
-    """The vendor of such groups, in the place of the CPU's."""
+class Rude(_Cuda):
+    """The vendor of such groups, in the place of the CPU's; it constructs them as NCCL's record does."""
 
     wire: Wire
     made: list[RudeGroup]
     aborted: list[Any]
-
-    def group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        self.made.append(RudeGroup(self.wire, rank, os.environ.get("TORCH_NCCL_BLOCKING_WAIT")))
-        return self.made[-1]
 
     def abort(self, group: Any) -> None:
         self.aborted.append(group)
@@ -131,10 +138,18 @@ def rude(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rude]:
     vendor, wire = Rude("cpu", "rude"), Wire()
     for name, value in {"made": [], "aborted": [], "wire": wire}.items():
         object.__setattr__(vendor, name, value)
+
+    def construct(store: dist.Store, rank: int, size: int, options: Any) -> RudeGroup:
+        vendor.made.append(RudeGroup(wire, rank, options._timeout))
+        return vendor.made[-1]
+
+    setattr(construct, "Options", SimpleNamespace)  # noqa: B010 (a function that stands for a class)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", construct, raising=False)
     monkeypatch.setattr(asyncflow.device, "vendor_of", lambda _: vendor)
     monkeypatch.setattr(asyncflow.device, "vendors", lambda: {"cpu": vendor})
     yield vendor
     wire.met.abort()  # threads that were abandoned in it end
+    assert wire.ended == [], "a watchdog ended the process"
 
 
 def store(timeout: timedelta) -> dist.Store:
@@ -156,6 +171,14 @@ def test_no_rank_enters_the_backend_before_all_are_there(rude: Rude) -> None:
     with pytest.raises(RuntimeError):
         connect_group(store(SHORT), 0, 2, CPU)
     assert rude.made == []
+
+
+def test_a_group_that_does_not_wait_in_the_host_ends_its_process(rude: Rude) -> None:
+    group = RudeGroup(rude.wire, 1, SHORT)  # not as the record does
+    group.broadcast([torch.zeros(1)], dist.BroadcastOptions())
+    group.watchdogs[0].join(DEADLINE_S)
+    assert rude.wire.ended == [0]
+    rude.wire.ended.clear()
 
 
 def test_a_rank_that_dies_between_meeting_and_connecting_costs_the_deadline(rude: Rude) -> None:
