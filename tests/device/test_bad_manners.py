@@ -149,7 +149,7 @@ def rude(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rude]:
     monkeypatch.setattr(asyncflow.device, "vendors", lambda: {"cpu": vendor})
     yield vendor
     wire.met.abort()  # threads that were abandoned in it end
-    assert wire.ended == [], "a watchdog ended the process"
+    assert not any(group.watchdogs for group in vendor.made), "one would end the process"
 
 
 def store(timeout: timedelta) -> dist.Store:
@@ -178,7 +178,6 @@ def test_a_group_that_does_not_wait_in_the_host_ends_its_process(rude: Rude) -> 
     group.broadcast([torch.zeros(1)], dist.BroadcastOptions())
     group.watchdogs[0].join(DEADLINE_S)
     assert rude.wire.ended == [0]
-    rude.wire.ended.clear()
 
 
 def test_a_rank_that_dies_between_meeting_and_connecting_costs_the_deadline(rude: Rude) -> None:
