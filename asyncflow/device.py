@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,8 @@ _BUFFERS = 2
 """Page-locked buffers that staged copies take in turn."""
 _ALIGNED = 64
 """Bytes that the parts of a buffer are aligned to."""
+_LOOK_S = 0.2
+"""How often what may be stopped looks whether it is (s)."""
 
 
 def name_device(name: str) -> torch.device:
@@ -124,7 +126,15 @@ def group_backends(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{vendor_of(device.type).backend}"
 
 
-def connect_group(store: Store, rank: int, size: int, device: torch.device) -> ProcessGroup:
+def connect_group(
+    store: Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    *,
+    connect_s: float | None = None,
+    stop: threading.Event | None = None,
+) -> ProcessGroup:
     """Connect a group of processes that share no default group, over the device's own backend.
 
     The ranks of an accelerator's group meet over the store first. Their backend meets in its first collective, which
@@ -134,6 +144,8 @@ def connect_group(store: Store, rank: int, size: int, device: torch.device) -> P
         store: prefixed for this group alone; its timeout bounds the meeting, and every collective.
         rank, size: of this process in the group.
         device: whose tensors travel.
+        connect_s: for an accelerator's backend to connect, once all have met; None: as the store says (s).
+        stop: once it is set, connecting is given up.
 
     Raises:
         RuntimeError: not all ranks came in time.
@@ -142,9 +154,10 @@ def connect_group(store: Store, rank: int, size: int, device: torch.device) -> P
     vendor = vendor_of(device.type)
     if vendor is CPU:
         return vendor.group(store, rank, size, timeout)
-    deadline = time.monotonic() + timeout.total_seconds()
     store.set(f"here/{rank}", "1")
     store.wait([f"here/{other}" for other in range(size)], timeout)
+    within = timeout if connect_s is None else timedelta(seconds=connect_s)
+    deadline = time.monotonic() + within.total_seconds()
     connected: Future[ProcessGroup] = Future()
 
     def connect() -> None:
@@ -152,16 +165,17 @@ def connect_group(store: Store, rank: int, size: int, device: torch.device) -> P
             use_device(device)
             group = vendor.group(store, rank, size, timeout)
             with side_stream(device):  # else what this waits for would hold up all that the process computes
-                group.allreduce([torch.zeros(1, device=device)]).wait(timeout)
+                group.allreduce([torch.zeros(1, device=device)]).wait(within)
             connected.set_result(group)
         except BaseException as error:  # noqa: BLE001 (of another thread; it is raised where it is waited for)
             connected.set_exception(error)
 
     threading.Thread(target=connect, name="connect", daemon=True).start()
-    try:
-        return connected.result(max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        raise RuntimeError(f"the group did not connect within {timeout.total_seconds():g} s") from None
+    while not connected.done():
+        wait((connected,), min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+        if not connected.done() and (time.monotonic() > deadline or (stop is not None and stop.is_set())):
+            raise RuntimeError(f"the group did not connect within {within.total_seconds():g} s, or was stopped")
+    return connected.result()
 
 
 def abort_group(group: ProcessGroup) -> None:

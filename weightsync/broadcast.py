@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 import torch
@@ -61,7 +62,7 @@ class Broadcaster:
         rank: this trainer rank.
         device: that the shards are on.
         epoch: of the trainer's gang.
-        timeout_s: each, for the receivers to come, to be ready, for a group to meet, and for the transfer.
+        timeout_s: each, for the receivers to come, to be ready, for a group to connect, and for the transfer.
         """
         self._credentials = credentials
         self._lead = lead
@@ -151,7 +152,7 @@ class Broadcaster:
             cast(bucket.bucket.index, bucket.pieces(words))
             bucket.stamp(words, transfer.version)
 
-        self._group.connect(transfer, self._plan)
+        self._group.connect(transfer, self._plan, timeout_s=self._timeout_s, stop=stop)
         self._group.ready(transfer, self._plan, deadline=time.monotonic() + self._timeout_s, stop=stop)
         self._group.travel(self._buckets, fill=fill, take=None, deadline=time.monotonic() + self._timeout_s)
 
@@ -179,7 +180,7 @@ class BroadcastMember:
             layout: of its plan.
             target: where a piece is written to, a tensor of its shape on any device, with a cast where types differ;
                 nowhere on device `meta`.
-            timeout_s: for all members to be ready, and for the transfer.
+            timeout_s: each, for the group to connect, for all members to be ready, and for the transfer.
 
         Raises:
             WeightSyncError: the trainer or another receiver is gone, or a bucket is not what was sent; the group is
@@ -187,7 +188,7 @@ class BroadcastMember:
         """
         use_device(self._device)
         buckets = bucket_layouts(layout)
-        summaries = torch.empty((len(buckets), 5), dtype=torch.int64, device=self._device)
+        summaries: Tensor
 
         def take(bucket: BucketLayout, words: Tensor) -> None:
             summaries[bucket.bucket.index].copy_(bucket.summary(words))
@@ -198,7 +199,8 @@ class BroadcastMember:
                 torch._foreach_copy_([targets[k] for k in wanted], [pieces[k] for k in wanted], non_blocking=True)
 
         try:
-            self._group.connect(transfer, layout.plan)
+            summaries = torch.empty((len(buckets), 5), dtype=torch.int64, device=self._device)
+            self._group.connect(transfer, layout.plan, timeout_s=timeout_s, stop=self._closing)
             self._group.ready(transfer, layout.plan, deadline=time.monotonic() + timeout_s, stop=self._closing)
             self._group.travel(buckets, fill=None, take=take, deadline=time.monotonic() + timeout_s)
             for bucket, summary in zip(buckets, summaries.tolist(), strict=True):
@@ -209,6 +211,11 @@ class BroadcastMember:
         except WeightSyncError:
             self._group.leave()
             raise
+
+    def decline(self, transfer: Transfer) -> None:
+        """Have the other members not wait for this one, which cannot take a transfer in, or no further."""
+        with suppress(RuntimeError):  # the store is gone: they have their deadlines
+            self._group.call_off(transfer)
 
     def abort(self) -> None:
         """Leave the group, so that no member waits in it; nothing is received any more. Idempotent."""

@@ -1,7 +1,7 @@
 """The group of all senders and receivers of a broadcast, as one of its members has it.
 
     connect   once per epoch: the members meet over the job store, and build one group
-    ready     each transfer: all of them say over the store that they are there, before the first byte
+    ready     each transfer: all of them say over the store that they are ready, before the first byte
     travel    bucket by bucket in the plan's order, which is the same everywhere; the root is the bucket's sender
 
     cast b0 | cast b1 | ............. | cast b2 |        two buffers, on a stream beside the computation
@@ -31,13 +31,14 @@ from weightsync.messages import Transfer
 from weightsync.plan import TransferPlan
 
 STALL_S = 30.0
-"""Of a group, however long a transfer may take: for its members to meet, and for one bucket to arrive (s)."""
+"""Of a group, however long a transfer may take: for its members to meet, and for one bucket to arrive (s). To connect,
+its backend has as long as a transfer: HCCL needs tens of seconds."""
 _LEAST_WAIT_S = 0.001
 """Gloo waits without end for a timeout of 0."""
 _BUFFERS = 2
 """Of each group: one that travels, and one that is cast or summed."""
 _OFF = "off"
-"""In the place of a member's name: the transfer is called off."""
+"""Said by one member: the transfer is called off."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 _LOOK_S = 0.2
 """How often what may be stopped looks whether it is (s)."""
@@ -68,54 +69,52 @@ class BroadcastGroup:
         self._me = me
         self._device = device
         self._seats: dict[int, _Seat] = {}
-        self._said = ""  # in the last transfer: a key
+        self._transfer: Transfer | None = None
+        self._said: list[str] = []  # keys, in that transfer
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         self._buffers: list[Tensor] = []
         self._aborted = threading.Event()
 
-    def connect(self, transfer: Transfer, plan: TransferPlan) -> None:
+    def connect(self, transfer: Transfer, plan: TransferPlan, *, timeout_s: float, stop: threading.Event) -> None:
         """Have the group of a transfer's epoch.
 
+        Args:
+            transfer: whose members are its own.
+            plan: says who sends.
+            timeout_s: for the backend to connect, once all have met, for which the store's timeout counts.
+            stop: ends it early.
+
         Raises:
-            WeightsLate: not all members came within the store's timeout.
+            WeightsLate: not all members came in time.
             WeightSyncError: the group broke before, or this member has left.
         """
         if self.epoch != transfer.epoch:
             self.leave()
             self.epoch = transfer.epoch
+            patience_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stub lacks it
+            self._all_say("here", transfer, plan, deadline=time.monotonic() + patience_s, stop=stop)
             for senders in self._circles(plan):
                 everyone = [*map(sender_name, senders), *transfer.members]
                 if self._me in everyone:
-                    group = self._meet(f"{transfer.epoch}/{senders[0]}", everyone)
+                    group = self._meet(f"{transfer.epoch}/{senders[0]}", everyone, timeout_s, stop)
                     self._seats |= {sender: _Seat(group, root) for root, sender in enumerate(senders)}
             if self._aborted.is_set():
                 raise WeightSyncError(f"weights of {transfer.version}: {self._me} is closing")
         if not self._seats:  # what its members wrote to the store is of no use to a second group
-            self._store.set(_ready_key(transfer, _OFF), "1")  # so that the others need not wait for their deadlines
+            self.call_off(transfer)
             raise WeightSyncError(f"the group of epoch {transfer.epoch} broke before")
 
     def ready(self, transfer: Transfer, plan: TransferPlan, *, deadline: float, stop: threading.Event) -> None:
-        """Say that this member is there, and wait until all are: nothing has been sent then. One that gives up calls it
-        off for all.
+        """Say that this member is ready, and wait until all are: nothing has been sent then.
 
         Raises:
             WeightsLate: not all were by `deadline`.
         """
-        if self._said:
-            self._store.delete_key(self._said)  # all members have read it: transfers are collective
-        self._said = _ready_key(transfer, self._me)
-        self._store.set(self._said, "1")
-        off, pause_s = _ready_key(transfer, _OFF), _FIRST_LOOK_S
-        missing = deque([*map(sender_name, senders_of(plan)), *transfer.members])
-        while missing:
-            if self._store.check([_ready_key(transfer, missing[0])]):
-                missing.popleft()
-                pause_s = _FIRST_LOOK_S
-                continue
-            if self._store.check([off]) or time.monotonic() > deadline or stop.wait(pause_s):
-                self._store.set(off, "1")
-                raise WeightsLate(f"weights of {transfer.version}: {missing[0]} was not ready in time")
-            pause_s = min(2 * pause_s, _LAST_LOOK_S)
+        self._all_say("ready", transfer, plan, deadline=deadline, stop=stop)
+
+    def call_off(self, transfer: Transfer) -> None:
+        """Say that this member takes no part in a transfer, so that the others need not wait for their deadlines."""
+        self._store.set(_key(_OFF, transfer), "1")
 
     def travel(
         self,
@@ -142,7 +141,8 @@ class BroadcastGroup:
 
         def arrive() -> None:
             work, bucket, words = under_way.popleft()
-            work.wait(timedelta(seconds=max(_LEAST_WAIT_S, deadline - time.monotonic())))
+            # NCCL waits as long as it is told here, whatever the group's own timeout is.
+            work.wait(timedelta(seconds=max(_LEAST_WAIT_S, min(STALL_S, deadline - time.monotonic()))))
             if take is not None:
                 take(bucket, words)
 
@@ -177,17 +177,42 @@ class BroadcastGroup:
         for group in {id(seat.group): seat.group for seat in seats.values()}.values():
             abort_group(group)
 
+    def _all_say(
+        self, word: str, transfer: Transfer, plan: TransferPlan, *, deadline: float, stop: threading.Event
+    ) -> None:
+        """Say a word over the store, and wait until all members have. One that gives up calls the transfer off for all.
+
+        Raises:
+            WeightsLate: not all have by `deadline`, or one has called it off.
+        """
+        if self._transfer != transfer:
+            for key in self._said:
+                self._store.delete_key(key)  # all members have read it: transfers are collective
+            self._transfer, self._said = transfer, []
+        self._said.append(_key(word, transfer, self._me))
+        self._store.set(self._said[-1], "1")
+        off, pause_s = _key(_OFF, transfer), _FIRST_LOOK_S
+        missing = deque([*map(sender_name, senders_of(plan)), *transfer.members])
+        while missing:
+            if self._store.check([_key(word, transfer, missing[0])]):
+                missing.popleft()
+                pause_s = _FIRST_LOOK_S
+                continue
+            if self._store.check([off]) or time.monotonic() > deadline or stop.wait(pause_s):
+                self.call_off(transfer)
+                raise WeightsLate(f"weights of {transfer.version}: {missing[0]} was not {word} in time")
+            pause_s = min(2 * pause_s, _LAST_LOOK_S)
+
     def _circles(self, plan: TransferPlan) -> list[tuple[int, ...]]:
         senders = senders_of(plan)
         return [(sender,) for sender in senders] if self._device.type == "cpu" else [senders]
 
-    def _meet(self, name: str, everyone: Sequence[str]) -> ProcessGroup:
+    def _meet(self, name: str, everyone: Sequence[str], timeout_s: float, stop: threading.Event) -> ProcessGroup:
+        prefix, rank = PrefixStore(f"weights/group/{name}", self._store), everyone.index(self._me)
         try:
-            prefix = PrefixStore(f"weights/group/{name}", self._store)
-            return connect_group(prefix, everyone.index(self._me), len(everyone), self._device)
+            return connect_group(prefix, rank, len(everyone), self._device, connect_s=timeout_s, stop=stop)
         except RuntimeError as error:
-            within = f"{self._store.timeout.total_seconds():g} s"  # type: ignore[attr-defined]  # the stub lacks it
-            raise WeightsLate(f"weight group: not all of {' '.join(everyone)} came within {within}") from error
+            raise WeightsLate(f"weight group: not all of {' '.join(everyone)} connected ({error})") from error
 
     def _buffers_for(self, buckets: Sequence[BucketLayout], num_groups: int) -> list[Tensor]:
         """Return as many buffers as may be under way; the same ones each time, so that no allocator has to know."""
@@ -197,9 +222,9 @@ class BroadcastGroup:
         return self._buffers[:number]
 
 
-def _ready_key(transfer: Transfer, member: str) -> str:
+def _key(word: str, transfer: Transfer, member: str = "") -> str:
     lineage, step = transfer.version
-    return f"weights/ready/{transfer.epoch}/{lineage}.{step}/{member}"
+    return f"weights/{word}/{transfer.epoch}/{lineage}.{step}/{member}"
 
 
 def sender_name(rank: int) -> str:

@@ -162,8 +162,8 @@ class RanksReceiver(WeightReceiver):
                 if self._newest_of.count(version) < len(self._newest_of):
                     self._agree.clear()
                 else:
-                    self._agree.set()
                     self._cache.put(ReadyVersion(version, {}, own=False, release=lambda: None))
+                    self._agree.set()
                 self._timeline.record(_BROADCAST if by_broadcast else _AGENT, seconds, version=step, rank=rank)
         self._cache.fail(EngineFailed("the engine's ranks have ended; the log above says why"))
         self._agree.set()  # on nothing any more: the engine raises when it is to hold a version
@@ -176,7 +176,12 @@ class RanksReceiver(WeightReceiver):
 
     def _load(self, apply: Callable[[Mapping[str, Tensor]], None], newer_than: Version | None) -> Version | None:
         ready = self._cache.hold(lambda version: newer_than is None or version > newer_than)
-        if ready is None or not self._engine.hold(ready.version):  # a rank may have moved on just now
+        if ready is None:
+            return None
+        if not self._engine.hold(ready.version):  # a rank has moved on, or gave it up for one that is coming
+            self._agree.clear()
+            if self._cache.newest != ready.version:  # they have agreed on another meanwhile
+                self._agree.set()
             return None
         apply(ready.views)
         self._cache.let_go(ready)
@@ -261,10 +266,9 @@ class RankReceiver(WeightReceiver):
         self._pipe.close()
 
     def _say(self) -> None:
-        newest = self.newest
-        assert newest is not None, "it has arrived"
-        last = self._last
-        self._pipe.write(_NEWS.pack(self._rank, *newest, last.seconds, last.name == _BROADCAST))
+        newest, last = self.newest, self._last
+        if newest is not None:  # else it made room already
+            self._pipe.write(_NEWS.pack(self._rank, *newest, last.seconds, last.name == _BROADCAST))
 
 
 def owners(needs: Mapping[str, Need], num_ranks: int) -> dict[str, int]:

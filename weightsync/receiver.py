@@ -136,7 +136,7 @@ class WeightReceiver:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that is or was ready."""
+        """The newest version that is or was ready; see `VersionCache`."""
         return self._cache.newest
 
     def load(
@@ -247,7 +247,7 @@ class WeightReceiver:
     def _take(self, connection: Connection, offered: Offered) -> bool:
         """Check what the agent offers, and have the engine load it; returns False if it is damaged."""
         version, layout = offered.version, self._views.layout(offered.plan, connection)
-        region = slot = Region(self._slots.get(offered.slot), layout)
+        region = slot = Region(self._slots.get(offered.slot, self._views.extents(layout)), layout)
         release = partial(self._tell, Release(version), connection)
         if self._adopts:
             region = self._cache.memory(layout)
@@ -328,15 +328,22 @@ class WeightReceiver:
 
         Raises:
             PlanError: the engine does not fit the trainer.
+            TransportError: the lead agent is gone.
         """
-        layout = self._views.layout(transfer.plan, connection)
+        region: Region | None = None
         with self._cache.coming(transfer.version):
-            region = self._cache.memory(self._views.own_layout(layout))
             try:
+                layout = self._views.layout(transfer.plan, connection)
+                region = self._cache.memory(self._views.own_layout(layout))
                 with self._timeline.span("receive weights", version=transfer.version.step):
                     member.receive(transfer, layout, region.piece, timeout_s=self._timeout_s)
-            except WeightSyncError as error:
-                self._cache.recycle(region)
+            except (PlanError, TransportError):
+                member.decline(transfer)
+                raise
+            except (RuntimeError, WeightSyncError) as error:  # no memory on the device is a RuntimeError
+                member.decline(transfer)
+                if region is not None:
+                    self._cache.recycle(region)
                 logger.warning("%s: %s; taking it from its agent", self._name, error)
                 self._watch_again()
                 return False

@@ -4,7 +4,7 @@ Weights are written, checked, sent and loaded through a region: the trainer's ra
 receivers view whole tensors in it. A region does not know whose memory it is.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ import xxhash
 from torch import Tensor
 
 from weightsync.plan import DTYPE_BYTES, Bucket, Piece, TensorSpec, TransferPlan
+from weightsync.slot_memory import merged
 
 
 class RegionLayout:
@@ -48,6 +49,14 @@ class RegionLayout:
     def extent(self, number: int) -> tuple[int, int]:
         """Return (first byte, bytes) of a whole tensor."""
         return self._starts[number], self._specs[number].num_bytes
+
+    def extents(self, buckets: Iterable[Bucket]) -> list[tuple[int, int]]:
+        """Return the bytes (start, stop) that buckets lie in, merged where they meet."""
+        runs = []
+        for piece in (piece for bucket in buckets for piece in bucket.pieces):
+            start, num_bytes = self.run(piece) or self.extent(piece.tensor)
+            runs.append((start, start + num_bytes))
+        return merged(runs)
 
     def spec(self, number: int) -> TensorSpec:
         """Return the shape and dtype of a whole tensor."""

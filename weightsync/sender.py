@@ -109,7 +109,8 @@ class WeightSender:
         self._buckets = self._writer.buckets
         self._copies = ShardCopies(self._writer, device=device, timeline=self._timeline)
         # Not page-locked: what comes from a device comes through buffers of `CopyStream.stage`.
-        self._slots = SlotMappings(write=True, device=_HOST, extents=self._writer.extents())
+        self._slots = SlotMappings(write=True, device=_HOST)
+        self._extents = tuple(self._writer.layout.extents(self._buckets))
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._state = SenderState()
         self._changed = threading.Condition()  # its lock guards the state
@@ -306,7 +307,7 @@ class WeightSender:
 
     def _target(self, granted: SlotGranted) -> Target:
         self._slots.keep(granted.live)
-        return self._writer.target(self._slots.get(granted.slot))
+        return self._writer.target(self._slots.get(granted.slot, self._extents))
 
     def _deliver(self, connection: Connection, staged: Staged) -> None:
         """Seal this rank's buckets, in a slot of this agent."""

@@ -112,20 +112,6 @@ class ShardWriter:
         for bucket, views in target.views.items():
             torch._foreach_copy_(list(views), list(source.views[bucket]))
 
-    def extents(self) -> list[tuple[int, int]]:
-        """Return the bytes (start, stop) of a region that are written, merged where they meet."""
-        runs = []
-        for piece in (piece for bucket in self.buckets for piece in bucket.pieces):
-            start, num_bytes = self.layout.run(piece) or self.layout.extent(piece.tensor)
-            runs.append((start, start + num_bytes))
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted(runs):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-            else:
-                merged.append((start, stop))
-        return merged
-
     def _find(self, piece: Piece, held: Mapping[str, Sequence[tuple[int, Box]]]) -> tuple[int, Box]:
         name = self.layout.plan.names[piece.tensor]
         for number, box in held.get(name, ()):

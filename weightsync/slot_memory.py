@@ -14,7 +14,7 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -68,13 +68,16 @@ class SlotMemory:
         self.offer = SlotOffer(os.getpid(), fd, num_bytes, token)
 
 
-def map_slot(offer: SlotOffer, *, write: bool, device: torch.device = _CPU) -> Tensor:
+def map_slot(
+    offer: SlotOffer, *, write: bool, device: torch.device = _CPU, extents: Sequence[tuple[int, int]] | None = None
+) -> Tensor:
     """Map an agent's slot; returns uint8 [num_bytes], which lives as long as a view of it does.
 
     Args:
         offer: the agent's.
         write: whether this process writes to it.
         device: that copies to or from it.
+        extents: bytes (start, stop) that it copies, which are page-locked; None: all.
 
     Raises:
         WeightSyncError: it cannot be opened: another host, or the agent is gone.
@@ -84,7 +87,7 @@ def map_slot(offer: SlotOffer, *, write: bool, device: torch.device = _CPU) -> T
     except TransportError as error:
         raise WeightSyncError(f"weights: the agent's memory cannot be mapped ({error})") from error
     try:
-        return _map(fd, offer.num_bytes, write=write, device=device)
+        return _map(fd, offer.num_bytes, write=write, device=device, extents=extents)
     except OSError as error:
         raise WeightSyncError(f"weights: {offer.num_bytes:,} bytes cannot be mapped ({error.strerror})") from error
     finally:
@@ -94,32 +97,34 @@ def map_slot(offer: SlotOffer, *, write: bool, device: torch.device = _CPU) -> T
 class SlotMappings:
     """Keeps the slots that one process of the agent's host has mapped. Used by one thread."""
 
-    def __init__(self, *, write: bool, device: torch.device, extents: Sequence[tuple[int, int]] | None = None) -> None:
+    def __init__(self, *, write: bool, device: torch.device) -> None:
         """Args:
         write: whether this process writes.
         device: that copies to or from them.
-        extents: bytes (start, stop) that will be touched; None: all.
         """
         self._write = write
         self._device = device
-        self._extents = extents
-        self._memories: dict[bytes, Tensor] = {}
+        self._memories: dict[bytes, tuple[tuple[tuple[int, int], ...], Tensor]] = {}
 
     def __contains__(self, token: bytes | None) -> bool:
         return token in self._memories
 
-    def get(self, offer: SlotOffer) -> Tensor:
-        """Return a slot's memory, uint8 [num_bytes], with its pages present.
+    def get(self, offer: SlotOffer, extents: tuple[tuple[int, int], ...]) -> Tensor:
+        """Return a slot's memory, uint8 [num_bytes], with pages present, and page-locked, where it is touched.
+
+        Args:
+            offer: the agent's.
+            extents: bytes (start, stop) that will be touched.
 
         Raises:
             WeightSyncError: see `map_slot`.
         """
-        memory = self._memories.get(offer.token)
-        if memory is None:
-            memory = map_slot(offer, write=self._write, device=self._device)
-            for start, stop in [(0, offer.num_bytes)] if self._extents is None else self._extents:
+        known, memory = self._memories.get(offer.token, (None, None))
+        if memory is None or known != extents:
+            memory = map_slot(offer, write=self._write, device=self._device, extents=extents)
+            for start, stop in extents:
                 populate(memory[start:stop], write=self._write)
-            self._memories[offer.token] = memory
+            self._memories[offer.token] = extents, memory
         return memory
 
     def keep(self, live: Collection[bytes]) -> None:
@@ -134,6 +139,17 @@ class SlotMappings:
     def clear(self) -> None:
         """Forget all: the agent is gone. What is in use stays mapped."""
         self._memories.clear()
+
+
+def merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return extents (start, stop) in order, as one where they meet."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(extents):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
 
 
 def private_memory(num_bytes: int) -> Tensor:
@@ -160,13 +176,24 @@ def populate(memory: Tensor, *, write: bool) -> None:
         logger.debug("populate: %s", os.strerror(ctypes.get_errno()))  # an older kernel: pages come with their use
 
 
-def _map(fd: int, num_bytes: int, *, write: bool, device: torch.device = _CPU) -> Tensor:
+def _map(
+    fd: int,
+    num_bytes: int,
+    *,
+    write: bool,
+    device: torch.device = _CPU,
+    extents: Sequence[tuple[int, int]] | None = None,
+) -> Tensor:
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     memory = mmap.mmap(fd, _HEADER_BYTES + num_bytes, flags=mmap.MAP_SHARED, prot=protection)
     array = np.frombuffer(memory, dtype=np.uint8)[_HEADER_BYTES:]
-    unpin = pin(array.ctypes.data, num_bytes, device, writable=write)
-    if unpin is not None:
-        weakref.finalize(array, unpin).atexit = False  # views are gone by then, the mapping is not yet
+    page = mmap.PAGESIZE  # no page may be locked twice, and what is copied must be all locked or not at all
+    used = [(0, num_bytes)] if extents is None else extents
+    pages = merged((start // page * page, -(-stop // page) * page) for start, stop in used)
+    for start, stop in pages:
+        unpin = pin(array.ctypes.data + start, min(stop, num_bytes) - start, device, writable=write)
+        if unpin is not None:
+            weakref.finalize(array, unpin).atexit = False  # views are gone by then, the mapping is not yet
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch knows no read-only tensors
         return torch.from_numpy(array)

@@ -76,7 +76,7 @@ class VersionCache:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that ever was ready."""
+        """The newest version that was ready, but for one that made room before it was loaded."""
         return self._newest
 
     @property
@@ -142,10 +142,13 @@ class VersionCache:
         _release(unused)
 
     def memory(self, layout: RegionLayout) -> Region:
-        """Return unused memory of this process, for a version that comes; then `put` it or `recycle`."""
+        """Return unused memory of this process, for a version that comes; then `put` it or `recycle`.
+
+        A version in such memory that the engine has not loaded by now, and is not loading, makes room: there is one
+        beside the engine's own. Should the one that comes break, the agent still has it.
+        """
         with self._changed:
-            given_up = self._ready is not None and self._ready.own and not self._adopts
-            unused = self._forget_loaded() if given_up else []
+            unused = [] if self._adopts else self._give_up()
         _release(unused)
         with self._changed:
             fitting = [region for region in self._free if region.layout is layout]
@@ -234,6 +237,13 @@ class VersionCache:
         with self._changed:
             self._changed.notify_all()
 
+    def _give_up(self) -> list[ReadyVersion]:
+        ready = self._ready
+        if ready is None or not ready.own or ready in self._used:
+            return []
+        self._ready, self._newest = None, self._loaded
+        return [ready]
+
     def _forget_loaded(self) -> list[ReadyVersion]:
         ready = self._ready
         if ready is None or ready.version != self._loaded:
@@ -283,6 +293,10 @@ class EngineViews:
     def own_layout(self, layout: RegionLayout) -> RegionLayout:
         """Return the layout of copies in this process's memory; `layout` is from here."""
         return self._known[layout.plan.digest()][3]
+
+    def extents(self, layout: RegionLayout) -> tuple[tuple[int, int], ...]:
+        """Return the bytes (start, stop) of a slot that this process reads; `layout` is from here."""
+        return tuple(layout.extents(bucket for bucket in layout.plan.buckets if self.reads(bucket, layout)))
 
     def reads(self, bucket: Bucket, layout: RegionLayout) -> bool:
         """Return whether this process reads anything of a bucket; `layout` is from here."""

@@ -49,8 +49,8 @@ def device_memory(config: RunConfig, num_parameters: int) -> dict[str, Parts]:
         if config.vllm.kv_cache_gb is None and sum(beside.values()) > (1 - share) * limit * 1e9:
             raise ConfigError(
                 f"launcher.device_memory_gb: a rank of {role} needs about {sum_text(beside)} beside vLLM, which takes "
-                f"{share:g} of the device's {limit:g} GB; lower vllm.gpu_memory_utilization, raise "
-                f"vllm.tensor_parallel_size, or set weightsync.path to staged"
+                f"{share:g} of the device's {limit:g} GB; lower vllm.gpu_memory_utilization, or set weightsync.path to "
+                f"staged"
             )
     return roles
 

@@ -108,6 +108,24 @@ def check_tensor_parallel(config: RunConfig) -> None:
             )
 
 
+def check_broadcast(config: RunConfig, kind: str) -> None:
+    """Refuse broadcasts to vLLM's ranks on accelerators: two communicators that wait at once may wait for each other.
+
+    Args:
+        config: of the run.
+        kind: of its devices.
+
+    Raises:
+        ConfigError: says what to set instead.
+    """
+    size = ranks_per_instance(config).get("rollout", 1)
+    if size > 1 and kind != "cpu" and config.weightsync.path == "broadcast":
+        raise ConfigError(
+            f"weightsync.path: broadcast would wait beside the collectives of vLLM's {size} ranks, and on {kind} both "
+            f"may hang; set it to staged, or vllm.tensor_parallel_size to 1"
+        )
+
+
 def _generating(config: RunConfig) -> Iterator[tuple[str, str, int]]:
     """Yield section, engine and longest answer (tokens) of the roles that generate."""
     for section, sampling in (("rollout", config.rollout), ("evaluate", config.evaluate.sampling(config.rollout))):

@@ -13,6 +13,7 @@ from launcher.checks.batch_sizes import check_batch_sizes, check_token_budget
 from launcher.checks.device_memory import device_memory
 from launcher.checks.devices import Devices, find_devices
 from launcher.checks.models import (
+    check_broadcast,
     check_generating,
     check_positions,
     check_reference,
@@ -94,6 +95,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
     """
     tasks = _check_settings(config)
     devices = _usable_devices(config)
+    check_broadcast(config, devices.kind)
     gangs = place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
     num_prompts, num_held_out, first_row, first_prompt = _check_files(config)
     num_parameters = count_parameters(Path(config.model.path))

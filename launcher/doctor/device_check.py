@@ -1,17 +1,15 @@
 """`asyncflow doctor --device-check`: tries on the devices of this machine what the project's tests can only try on a
 fake one, in about a minute. What it prints is what its authors want to see of a machine that they do not have.
 
-Every check is a `Check` of the doctor, in its process. Several ranks are processes of `device_ranks`.
+Every check is a `Check` of the doctor, in its process. Several ranks are processes of `device_ranks`, which
+`rank_processes` starts.
 """
 
 import contextlib
 import importlib.metadata
-import json
 import mmap
-import os
 import platform
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,26 +18,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.network import LOOPBACK
 from asyncflow.size_text import size_text
 from launcher.doctor.child import Check
 from launcher.doctor.messages import Finding, Needs, reason
+from launcher.doctor.rank_processes import rank_devices, started_ranks
 from launcher.doctor.trained_model import train, write_model
 
 if TYPE_CHECKING:
     import torch
 
 VERSIONS, CONTEXTS, COPIES, COLLECTIVES = "versions", "contexts", "host copies", "collectives"
-DEAD, UPDATE, SWAP, MEMORY = "dead receiver", "update", "swap", "memory"
+DEAD, CONNECTING, UPDATE, SWAP, MEMORY = "dead receiver", "connecting", "update", "swap", "memory"
 _PACKAGES = ("asyncflow-rl", "torch", "torch_npu", "transformers", "vllm", "vllm-ascend", "megatron-core", "mindspeed")
 _COPIED = 2**26
 _ROUNDS = 8
-_MOST_RANKS = 8
-_DEADLINE_S = 60
-_TIMEOUT = timedelta(seconds=_DEADLINE_S)
-_LONGEST = 200
-_CLOSE = 2e-3
-"""Relative difference between the CPU and a device, in float32; TF32 is off."""
+_TIMEOUT = timedelta(seconds=30)
+_CLOSE = {"float32": 2e-3, "bfloat16": 2e-2}
+"""Relative difference between the CPU and a device, by the type of the computation; TF32 is off."""
 _ESTIMATED = 0.15
 
 
@@ -68,7 +63,7 @@ def check_contexts(needs: Needs) -> list[Finding]:
     last = f"{device.type}:{torch.accelerator.device_count() - 1}"
     with started_ranks(CONTEXTS, [last]) as (store, finish):
         before = _free(device)
-        store.wait(["here"], _TIMEOUT / 2)
+        store.wait(["here"], _TIMEOUT)
         taken = None if before is None else before - (_free(device) or 0)
         store.set("looked", "1")
         finish()
@@ -122,7 +117,7 @@ def check_collectives(needs: Needs) -> list[Finding]:
     found = [one for one in said if not isinstance(one, str)]
     if len(found) < len(names):
         last = next(one for one in said if isinstance(one, str))
-        text = f"{len(names) - len(found)} of {len(names)} ranks died ({last})"
+        text = f"{len(names) - len(found)} of {len(names)} ranks said nothing ({last})"
         return [Finding.error(COLLECTIVES, text, "send us this report")]
     failed = {name: value for each in found for name, value in each.items() if isinstance(value, str)}
     fine = [f"{name} {max(each[name] for each in found) * 1e3:.1f}" for name in found[0] if name not in failed]
@@ -153,20 +148,36 @@ def check_dead_receiver(needs: Needs) -> list[Finding]:
     return [Finding.warning(DEAD, f"{text}; but its group cannot be aborted", "send this report")]
 
 
+def check_connecting(needs: Needs) -> list[Finding]:
+    """Whether another thread can end what connects to a receiver that never does: then `connect_group` should do so."""
+    names = rank_devices(needs.device)[:2]
+    if needs.device != "cuda" or len(names) < 2:
+        return [Finding.ok(CONNECTING, "not tried: it is a setting of NCCL's, and needs two devices")]
+    with started_ranks(CONNECTING, names) as (_, finish):
+        one = finish()[0]
+    if isinstance(one, str):
+        return [Finding.warning(CONNECTING, f"with blocking=0 the process ended ({one})", "send this report")]
+    if one["early"]:
+        return [Finding.warning(CONNECTING, f"with blocking=0 nothing was waited for ({one})", "send this report")]
+    ended = "hung" if one["hung"] else "ended"
+    return [Finding.ok(CONNECTING, f"with blocking=0 a connection that was aborted {ended} ({one['seconds']:.1f} s)")]
+
+
 def check_update(needs: Needs) -> list[Finding]:
-    """Two updates of the quickstart's model: the gradient norms are those of the CPU."""
+    """Two updates of the quickstart's model in each type: the gradient norms are those of the CPU."""
     import torch
 
-    device = _open(needs)
+    device, said, wrong = _open(needs), [], False
     with default_group(device):
-        _, expected, _ = _updates(torch.device("cpu"))
-        _, norms, seconds = _updates(device)
-    pairs = zip(expected, norms, strict=True)
-    apart = max(abs(one / other - 1) for one, other in pairs)
-    text = f"two updates in {seconds:.2f} s, gradient norms {apart:.1e} from the CPU's"
-    if not apart <= _CLOSE:  # not a number, either
-        return [Finding.error(UPDATE, text, "the device computes something else; send this report")]
-    return [Finding.ok(UPDATE, text)]
+        for autocast, close in _CLOSE.items():
+            _, expected, _ = _updates(torch.device("cpu"), autocast)
+            _, norms, seconds = _updates(device, autocast)
+            apart = max(abs(one / other - 1) for one, other in zip(expected, norms, strict=True))
+            said.append(f"{autocast}: two updates in {seconds:.2f} s, gradient norms {apart:.1e} from the CPU's")
+            wrong |= not apart <= close  # not a number, either
+    if wrong:
+        return [Finding.error(UPDATE, "; ".join(said), "the device computes something else; send this report")]
+    return [Finding.ok(UPDATE, "; ".join(said))]
 
 
 def check_swap(needs: Needs) -> list[Finding]:
@@ -206,7 +217,7 @@ def check_swap(needs: Needs) -> list[Finding]:
         apart = float((ours - torch.cat([one.log_probs_R for one in drawn])).abs().max())
         copies.close()
     text = f"a version in {seconds:.2f} s; the generating engine's log-probabilities are {apart:.1e} from the trainer's"
-    if not apart < _CLOSE:
+    if not apart < _CLOSE["float32"]:
         return [Finding.error(SWAP, text, "weights are lost on their way; send this report")]
     return [Finding.ok(SWAP, text)]
 
@@ -231,19 +242,20 @@ def check_memory(needs: Needs) -> list[Finding]:
     return [Finding.ok(MEMORY, text)]
 
 
-def _updates(device: "torch.device") -> tuple[Any, list[float], float]:
-    """Return an engine after two updates, the norms of its gradients, and the seconds of both updates."""
+def _updates(device: "torch.device", autocast: str = "float32") -> tuple[Any, list[float], float]:
+    """Return an engine after two updates of answers to one prompt, the norms of its gradients, and the seconds of both
+    updates. In bfloat16 the attention's kernel is that of accelerators, and it computes the prompt once."""
     import torch
 
     from workers.engines.base import Sequences
     from workers.engines.config import ActorConfig
     from workers.engines.fsdp.engine import FsdpEngine
 
-    actor = ActorConfig.model_validate({"lr": 1e-3, "autocast": "float32"})
+    actor = ActorConfig.model_validate({"lr": 1e-3, "autocast": autocast})
     engine = FsdpEngine(_quickstart(), actor=actor, temperature=1.0, device=device, seed=0)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 12, (8, 24), generator=generator)
-    batch = Sequences.of(list(tokens[:, :8]), list(tokens[:, 8:]))
+    batch = Sequences.of([tokens[0, :8]] * 8, list(tokens[:, 8:]))
     norms, began = [], time.monotonic()
     for _ in range(2):
         engine.forward_backward(batch, lambda log_probs, _: -log_probs.sum())
@@ -261,50 +273,6 @@ def _open(needs: Needs) -> "torch.device":
     from asyncflow.device import open_device
 
     return open_device(needs.device if needs.device == "cpu" else f"{needs.device}:0")
-
-
-def rank_devices(kind: str) -> list[str]:
-    """Return a device for each rank: one each, at most eight; two ranks on the CPU."""
-    import torch
-
-    if kind == "cpu":
-        return ["cpu", "cpu"]
-    most = min(_MOST_RANKS, torch.accelerator.device_count(), max(2, os.cpu_count() or 2))
-    return [f"{kind}:{index}" for index in range(most)]
-
-
-@contextlib.contextmanager
-def started_ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
-    """Start a process per device; yields their store, and what waits for them and returns what each said: facts, or the
-    last line of its errors if it died."""
-    from asyncflow.sealed_store import serve_store
-
-    store, port = serve_store(LOOPBACK, _TIMEOUT)
-    command = [sys.executable, "-P", "-m", "launcher.doctor.device_ranks", mode]
-    processes = [
-        subprocess.Popen(
-            [*command, device, str(rank), str(len(devices)), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, device in enumerate(devices)
-    ]
-
-    def finish() -> list[dict[str, Any] | str]:
-        said: list[dict[str, Any] | str] = []
-        for process in processes:
-            out, errors = process.communicate(timeout=_DEADLINE_S)
-            last = (errors.splitlines() or [f"code {process.returncode}"])[-1]
-            said.append(json.loads(out.splitlines()[-1]) if process.returncode == 0 else last[:_LONGEST])
-        return said
-
-    try:
-        yield store, finish
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 @contextlib.contextmanager
@@ -386,10 +354,11 @@ REGISTRY = "launcher.doctor.device_check:CHECKS"
 _HANGS = "send us this report, with what `py-spy dump --pid` says of the process that hangs"
 CHECKS = (
     Check(VERSIONS, check_versions, 60, _HANGS),
-    Check(CONTEXTS, check_contexts, 60, _HANGS),
+    Check(CONTEXTS, check_contexts, 120, _HANGS),
     Check(COPIES, check_copies, 60, _HANGS),
     Check(COLLECTIVES, check_collectives, 90, _HANGS),
     Check(DEAD, check_dead_receiver, 90, _HANGS),
+    Check(CONNECTING, check_connecting, 90, _HANGS),
     Check(UPDATE, check_update, 60, _HANGS),
     Check(SWAP, check_swap, 60, _HANGS),
     Check(MEMORY, check_memory, 90, _HANGS),

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from asyncflow.device import abort_group, connect_group, group_backends, on_device, open_device, pin
 from asyncflow.network import LOOPBACK
+from asyncflow.process import variables_set
 from asyncflow.sealed_store import connect_store
 from launcher.doctor.messages import reason
 from launcher.plan.profile import EXCHANGED
@@ -27,6 +29,8 @@ TIMEOUT = timedelta(seconds=10)
 """Of each wait."""
 SIZE = 2**22
 """Numbers of what travels (float32)."""
+_CONNECTING_S = 3.0
+"""After so long a rank is in the middle of connecting."""
 
 
 def collectives(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
@@ -76,11 +80,15 @@ def _try_all(device: torch.device, rank: int, size: int, numbers: int) -> dict[s
         return values.view(size, part).sum(0), total
 
     def passed_on() -> tuple[Tensor, float]:
+        # As one group: NCCL connects a pair in its first call, in the host, and a ring of ranks that all send first
+        # would wait for each other.
         values = torch.empty_like(mine)
-        sending = dist.isend(mine, (rank + 1) % size)
-        dist.recv(values, (rank - 1) % size)
-        if sending is not None:
-            sending.wait()
+        passing = [
+            dist.P2POp(dist.isend, mine, (rank + 1) % size),
+            dist.P2POp(dist.irecv, values, (rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(passing):
+            work.wait()
         return values, float((rank - 1) % size + 1)
 
     tried: dict[str, Callable[[], tuple[Tensor, float]]] = {
@@ -130,6 +138,35 @@ def dead_receiver(device: torch.device, rank: int, size: int, store: dist.Store)
     return {"error": error, "seconds": seconds, "aborted": not ending.is_alive(), "computed": computed}
 
 
+def connecting(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
+    """Rank 1 meets rank 0 and never connects; return whether `abort` ends what rank 0 does with NCCL's `blocking=0`."""
+    store.set(f"met/{rank}", "1")
+    store.wait([f"met/{other}" for other in range(size)], TIMEOUT)
+    if rank:
+        store.wait(["tried"], 4 * TIMEOUT)
+        return {}
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout, options.config.blocking = TIMEOUT, 0
+    with variables_set({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
+        group = nccl(dist.PrefixStore("connecting", store), rank, size, options)
+
+    def connect() -> None:
+        with suppress(RuntimeError), on_device(device):  # what `abort` is to make of it
+            group.allreduce([torch.zeros(1, device=device)]).wait(TIMEOUT)
+
+    threads = [threading.Thread(target=target, daemon=True) for target in (connect, group.abort)]
+    threads[0].start()
+    threads[0].join(_CONNECTING_S)
+    began, early = time.monotonic(), not threads[0].is_alive()
+    threads[1].start()
+    for thread in threads:
+        thread.join(TIMEOUT.total_seconds() / 2)
+    seconds = time.monotonic() - began
+    store.set("tried", "1")
+    return {"early": early, "hung": any(thread.is_alive() for thread in threads), "seconds": seconds}
+
+
 def contexts(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
     """Use the device from threads, as a trainer does, and stay until the others have looked at device 0."""
     host = torch.zeros(2**20, dtype=torch.uint8)
@@ -151,7 +188,10 @@ def contexts(device: torch.device, rank: int, size: int, store: dist.Store) -> d
     return {}
 
 
-MODES = {"collectives": collectives, "exchanges": exchanges, "dead receiver": dead_receiver, "contexts": contexts}
+MODES = {
+    "collectives": collectives, "exchanges": exchanges, "dead receiver": dead_receiver, "connecting": connecting,
+    "contexts": contexts,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from asyncflow.device import open_device
 from asyncflow.process import die_with_parent
-from launcher.doctor.device_check import default_group, rank_devices, started_ranks
+from launcher.doctor.device_check import default_group
 from launcher.doctor.messages import reason
+from launcher.doctor.rank_processes import rank_devices, started_ranks
 from launcher.plan.profile import COLLECTIVES, COPY_IN, COPY_OUT, DECODE, FORWARD, OPTIMIZER, PREFILL, TRAIN, Block
 from workers.config import RunConfig
 from workers.engines.base import GenerateRequest, Sequences
@@ -147,7 +148,7 @@ class Bench:
                 said = finish()
             for each in said:
                 if isinstance(each, str):
-                    raise RuntimeError(f"a rank died: {each}")
+                    raise RuntimeError(f"a rank said nothing: {each}")
                 for name, took in each.items():
                     if isinstance(took, str):
                         raise RuntimeError(f"{name}: {took}")

@@ -25,17 +25,19 @@ from asyncflow.device import abort_group, connect_group
 from asyncflow.errors import WeightSyncError
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
-from asyncflow.vendors import Vendor, vendor_of, vendors
+from asyncflow.vendors import Vendor, _Cuda, vendor_of, vendors
 from weightsync.agent.service import WeightAgent
 from weightsync.boxes import Box
 from weightsync.broadcast import Broadcaster, BroadcastMember
-from weightsync.broadcast_group import BroadcastGroup, sender_name
+from weightsync.broadcast_group import STALL_S, BroadcastGroup, sender_name
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import AskStatus, JoinBroadcast, Reply, Transfer
-from weightsync.plan import plan_transfer
+from weightsync.plan import Need, plan_transfer
+from weightsync.receiver import WeightReceiver
 from weightsync.region import Region, RegionLayout
 from weightsync.shard_writer import describe
 from weightsync.version import Version
+from weightsync.version_cache import VersionCache
 from workers.engines.base import LocalShard
 
 pytestmark = pytest.mark.gate  # starts no process
@@ -43,6 +45,7 @@ pytestmark = pytest.mark.gate  # starts no process
 CPU = torch.device("cpu")
 DEADLINE_S = 30.0
 SHORT = timedelta(seconds=0.3)
+NEVER = threading.Event()
 
 
 class Wire:
@@ -52,16 +55,20 @@ class Wire:
         self.met = threading.Barrier(2)
         self.changed = threading.Condition()
         self.sent: dict[int, torch.Tensor] = {}
-        self.taken = 0
+        self.patience: list[timedelta] = []
+        """Of each wait."""
+        self.ended: list[int] = []
+        """Broadcasts for which a watchdog threw what would have ended the process."""
 
 
 class RudeGroup:
     """A group of two whose first collective returns when both are in it, and never else; nor does any wait of it before
     its broadcast has arrived, or it is aborted."""
 
-    def __init__(self, wire: Wire, rank: int, blocking_wait: str | None) -> None:
-        self._wire, self._rank = wire, rank
-        self.blocking_wait = blocking_wait
+    def __init__(self, wire: Wire, rank: int, timeout: timedelta) -> None:
+        self._wire, self._rank, self._timeout = wire, rank, timeout
+        self._watched = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1"
+        self.watchdogs: list[threading.Thread] = []
         self.broadcasts = 0
         self.aborted = False
 
@@ -73,7 +80,7 @@ class RudeGroup:
 
     def allreduce(self, _: list[torch.Tensor]) -> "RudeWork":
         self._wire.met.wait()
-        return RudeWork(lambda: None)
+        return RudeWork(lambda: None, [])
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> "RudeWork":
         wire, number = self._wire, self.broadcasts
@@ -90,29 +97,34 @@ class RudeGroup:
                     raise RuntimeError("the communicator was aborted")
                 tensors[0].copy_(wire.sent[number])
 
-        return RudeWork(arrive)
+        if self._watched:
+            self.watchdogs.append(threading.Thread(target=self._watch, args=(number,), daemon=True))
+            self.watchdogs[-1].start()
+        return RudeWork(arrive, wire.patience)
+
+    def _watch(self, number: int) -> None:
+        with self._wire.changed:
+            if not self._wire.changed.wait_for(lambda: number in self._wire.sent, self._timeout.total_seconds()):
+                self._wire.ended.append(number)
 
 
 class RudeWork:
     """Ignores its timeout."""
 
-    def __init__(self, arrive: Callable[[], None]) -> None:
-        self._arrive = arrive
+    def __init__(self, arrive: Callable[[], None], patience: list[timedelta]) -> None:
+        self._arrive, self._patience = arrive, patience
 
-    def wait(self, _: timedelta) -> None:
+    def wait(self, timeout: timedelta) -> None:
+        self._patience.append(timeout)
         self._arrive()
 
 
-class Rude(Vendor):
-    """The vendor of such groups, in the place of the CPU's."""
+class Rude(_Cuda):
+    """The vendor of such groups, in the place of the CPU's; it constructs them as NCCL's record does."""
 
     wire: Wire
     made: list[RudeGroup]
     aborted: list[Any]
-
-    def group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        self.made.append(RudeGroup(self.wire, rank, os.environ.get("TORCH_NCCL_BLOCKING_WAIT")))
-        return self.made[-1]
 
     def abort(self, group: Any) -> None:
         self.aborted.append(group)
@@ -126,10 +138,18 @@ def rude(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rude]:
     vendor, wire = Rude("cpu", "rude"), Wire()
     for name, value in {"made": [], "aborted": [], "wire": wire}.items():
         object.__setattr__(vendor, name, value)
+
+    def construct(store: dist.Store, rank: int, size: int, options: Any) -> RudeGroup:
+        vendor.made.append(RudeGroup(wire, rank, options._timeout))
+        return vendor.made[-1]
+
+    setattr(construct, "Options", SimpleNamespace)  # noqa: B010 (a function that stands for a class)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", construct, raising=False)
     monkeypatch.setattr(asyncflow.device, "vendor_of", lambda _: vendor)
     monkeypatch.setattr(asyncflow.device, "vendors", lambda: {"cpu": vendor})
     yield vendor
     wire.met.abort()  # threads that were abandoned in it end
+    assert not any(group.watchdogs for group in vendor.made), "one would end the process"
 
 
 def store(timeout: timedelta) -> dist.Store:
@@ -153,12 +173,36 @@ def test_no_rank_enters_the_backend_before_all_are_there(rude: Rude) -> None:
     assert rude.made == []
 
 
+def test_a_group_that_does_not_wait_in_the_host_ends_its_process(rude: Rude) -> None:
+    group = RudeGroup(rude.wire, 1, SHORT)  # not as the record does
+    group.broadcast([torch.zeros(1)], dist.BroadcastOptions())
+    group.watchdogs[0].join(DEADLINE_S)
+    assert rude.wire.ended == [0]
+
+
 def test_a_rank_that_dies_between_meeting_and_connecting_costs_the_deadline(rude: Rude) -> None:
     shared = store(SHORT)
     shared.set("here/1", "1")
     with pytest.raises(RuntimeError, match=r"did not connect within 0\.3 s"):
         connect_group(shared, 0, 2, CPU)
     assert len(rude.made) == 1
+
+
+def test_a_backend_has_its_own_time_to_connect(rude: Rude) -> None:
+    shared = store(timedelta(seconds=DEADLINE_S))
+    shared.set("here/1", "1")
+    with pytest.raises(RuntimeError, match=r"did not connect within 0\.3 s"):
+        connect_group(shared, 0, 2, CPU, connect_s=0.3)
+
+
+def test_connecting_is_given_up_when_the_member_closes(rude: Rude) -> None:
+    shared, closing = store(timedelta(seconds=DEADLINE_S)), threading.Event()
+    shared.set("here/1", "1")
+    closing.set()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not connect"):
+        connect_group(shared, 0, 2, CPU, stop=closing)
+    assert time.monotonic() - began < DEADLINE_S / 2
 
 
 SHARD = LocalShard("w", (300,), Box.whole((300,)), torch.arange(300.0))
@@ -207,6 +251,10 @@ def cast(index: int, views: Sequence[torch.Tensor]) -> None:
         view.copy_(SHARD.values[piece.box.slices])
 
 
+def connect(group: BroadcastGroup, transfer: Transfer) -> None:
+    group.connect(transfer, PLAN, timeout_s=DEADLINE_S, stop=NEVER)
+
+
 def run_both(sender: Broadcaster, joined: Future[Any], receive: Callable[[Transfer], None]) -> None:
     """Broadcast from one thread to a receiver in another."""
     with ThreadPoolExecutor(2) as threads:
@@ -217,16 +265,17 @@ def run_both(sender: Broadcaster, joined: Future[Any], receive: Callable[[Transf
 
 
 def test_weights_are_broadcast_over_such_a_backend(rude: Rude, job: Job) -> None:
-    region, sender = Region(torch.zeros(PLAN.region_bytes, dtype=torch.uint8), LAYOUT), job.broadcaster(DEADLINE_S)
+    region, sender = Region(torch.zeros(PLAN.region_bytes, dtype=torch.uint8), LAYOUT), job.broadcaster(10 * STALL_S)
     member = BroadcastMember(job.credentials.group_store(DEADLINE_S), "rollout-0", CPU)
 
     def receive(transfer: Transfer) -> None:
-        member.receive(transfer, LAYOUT, region.piece, timeout_s=DEADLINE_S)
+        member.receive(transfer, LAYOUT, region.piece, timeout_s=10 * STALL_S)
 
     run_both(sender, job.join("rollout-0"), receive)
     assert torch.equal(region.tensor(0), SHARD.values)
     assert [group.broadcasts for group in rude.made] == [len(PLAN.buckets)] * 2
     assert rude.aborted == []
+    assert max(rude.wire.patience) <= timedelta(seconds=STALL_S), "of a bucket, whatever the transfer may take"
     sender.close()
     member.abort()
 
@@ -237,16 +286,41 @@ def test_a_receiver_that_joined_and_never_came_costs_the_deadline_before_the_fir
     sender, joined = job.broadcaster(2.0), job.join("rollout-0")
     sender.run(VERSION, cast)
     assert joined.result(DEADLINE_S)[0].members == ["rollout-0"]
-    assert re.search(r"not all of sender 0 rollout-0 came within 2 s.*from their agents", caplog.text)
+    assert re.search(r"rollout-0 was not here in time.*from their agents", caplog.text)
     assert rude.made == []
 
 
 def test_a_member_that_is_not_ready_costs_the_deadline_before_the_first_byte(rude: Rude, job: Job) -> None:
     """As one does that dies between two broadcasts of the same group: on HCCL the device would hang with it."""
     sender, other = job.broadcaster(3.0), BroadcastGroup(job.credentials.group_store(DEADLINE_S), "rollout-0", CPU)
-    run_both(sender, job.join("rollout-0"), lambda transfer: other.connect(transfer, PLAN))
+    run_both(sender, job.join("rollout-0"), lambda transfer: connect(other, transfer))
     assert [group.broadcasts for group in rude.made] == [0, 0]
     assert len(rude.aborted) == 1, "the sender's: the next epoch is without that member"
+
+
+@pytest.mark.parametrize(
+    ("needs", "fails"),
+    [({"other": Need((300,))}, "takes part in no more"), ({"w": Need((300,))}, "no room; taking it from its agent")],
+)
+def test_a_receiver_that_cannot_take_a_version_in_costs_nobody_a_deadline(
+    rude: Rude, job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, needs: Any, fails: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(VersionCache, "memory", full)
+    sender, name = job.broadcaster(10 * DEADLINE_S), "rollout-0"
+    member = BroadcastMember(job.credentials.group_store(DEADLINE_S), name, CPU)
+    receiver = WeightReceiver(
+        job.credentials, "weights-0", name, needs, device=CPU, member=member, lead="weights-0", timeout_s=DEADLINE_S
+    )
+    began = time.monotonic()
+    while fails not in caplog.text and time.monotonic() - began < DEADLINE_S:
+        sender.run(VERSION, cast)  # to nobody, before the receiver has joined
+    took_s = time.monotonic() - began
+    receiver.close()
+    assert took_s < DEADLINE_S / 2, caplog.text
+    assert rude.made == [], "nobody connected"
 
 
 def test_a_sender_that_dies_in_a_transfer_costs_the_deadline(rude: Rude, job: Job) -> None:
@@ -256,8 +330,8 @@ def test_a_sender_that_dies_in_a_transfer_costs_the_deadline(rude: Rude, job: Jo
     other = BroadcastGroup(job.credentials.group_store(DEADLINE_S), sender_name(0), CPU)
 
     def send_nothing() -> None:
-        other.connect(transfer, plan)
-        other.ready(transfer, plan, deadline=time.monotonic() + DEADLINE_S, stop=threading.Event())
+        connect(other, transfer)
+        other.ready(transfer, plan, deadline=time.monotonic() + DEADLINE_S, stop=NEVER)
 
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(send_nothing)

@@ -283,7 +283,8 @@ class Receiver:
         loads = []
         while self._loaded != last:
             self._receiver.wait_for(0 if self._loaded is None else self._loaded.step + 1, timeout_s=DEADLINE_S)
-            loads.append(self._load(DEADLINE_S))
+            load = self._load(DEADLINE_S)
+            loads += [load] if load is not None else []  # it may have made room for the next one just now
         return loads
 
     def still_whole(self) -> bool:
@@ -332,9 +333,9 @@ def _count_epochs() -> set[str]:
     built: set[str] = set()
     connect = BroadcastGroup.connect
 
-    def counted(group: BroadcastGroup, transfer: Any, plan: Any) -> None:
+    def counted(group: BroadcastGroup, transfer: Any, plan: Any, **limits: Any) -> None:
         built.add(transfer.epoch)
-        connect(group, transfer, plan)
+        connect(group, transfer, plan, **limits)
 
     setattr(BroadcastGroup, "connect", counted)  # noqa: B010 - a test's hook
     return built

@@ -3,8 +3,8 @@
     rank 0: queue -> item ->+-> header 4 KiB (sizes; a small item whole) --> rank 1, 2, ...
                             '-> one buffer (description, then values), only if it did not fit
 
-`relay` runs in the read-ahead thread of every rank, on a group that nothing else uses, so it overlaps with compute and
-the order of the collectives is the same everywhere. What ends rank 0's fetching (a stop, the last partition, any
+`relay` runs in the read-ahead thread of every rank, on a Gloo group that nothing else uses, so it overlaps with compute
+and the order of the collectives is the same everywhere. What ends rank 0's fetching (a stop, the last partition, any
 error) travels like an item: no rank waits for rows that will not come. A rank that dies breaks the group's pairs, so
 the others' broadcast fails. int64 columns travel as narrow as their values allow.
 
@@ -12,7 +12,6 @@ With `ReplicaFetch.EACH` there is no broadcast: every rank (a pipeline stage tha
 for the same rounds and is granted the same leases, which rank 0 acknowledges.
 """
 
-import contextlib
 import struct
 from collections.abc import Iterator
 
@@ -36,7 +35,6 @@ Round = tuple[LeaseGrant, PackedBatch]
 
 HEADER_BYTES = 4096
 _SIZES = struct.Struct("<qq")
-_CPU = torch.device("cpu")
 
 
 class Failure(msgspec.Struct):
@@ -63,26 +61,17 @@ class Replica:
         name: str = "replica",
         *,
         fetch: ReplicaFetch | None = None,
-        device: torch.device | None = None,
-        control: dist.ProcessGroup | None = None,
     ) -> None:
         """Args:
-        group: the replica's ranks, for nothing but this (`asyncflow.device.connect_group`). With `EACH` only its
-            ranks matter.
+        group: of Gloo, the replica's ranks, for nothing but this (`asyncflow.device.connect_group`): rows lie in host
+            memory, and a communicator of the device would wait beside the model's. With `EACH` only its ranks matter.
         name: for messages.
         fetch: which ranks ask the queue; None: what the config of the loader's client says (`tq.replica_fetch`).
-        device: where `group`'s backend wants its tensors; default the CPU.
-        control: a Gloo group of the same ranks for the headers. Without it they go over `group`, where on an
-            accelerator a kernel would occupy the device while rank 0 waits for rows.
         """
         self.name = name
         self.fetch = fetch
         """Which ranks ask the queue; None until a loader has decided it."""
         self._group = group
-        self._device = device or _CPU
-        self._control = control or group
-        self._control_device = self._device if control is None else _CPU
-        self._stream = None if self._device == _CPU else torch.Stream(device=self._device)
         self._outgoing = torch.empty(0, dtype=torch.uint8)
         self._aborted = False
 
@@ -133,8 +122,7 @@ class Replica:
         """End the group, from any thread: calls that wait in it raise `TransportError`, here and on other ranks."""
         if not self._aborted:
             self._aborted = True
-            for group in {self._group, self._control}:
-                abort_group(group)
+            abort_group(self._group)
 
     def _give(self, item: Round | NoRows | None) -> None:
         if isinstance(item, tuple):
@@ -154,18 +142,16 @@ class Replica:
         body = header[_SIZES.size :][:total] if _fits(total) else self._room(total)
         body[: len(meta)] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
         payload.write(body[aligned(len(meta)) :])
-        self._broadcast(header, self._control, self._control_device)
+        self._broadcast(header)
         if not _fits(total):
-            self._broadcast(body, self._group, self._device)
+            self._broadcast(body)
 
     def _receive(self) -> Round | NoRows | None:
-        header = self._broadcast(torch.empty(HEADER_BYTES, dtype=torch.uint8), self._control, self._control_device)
+        header = self._broadcast(torch.empty(HEADER_BYTES, dtype=torch.uint8))
         meta_bytes, payload_bytes = _SIZES.unpack(header[: _SIZES.size].numpy().tobytes())
         total = aligned(meta_bytes) + payload_bytes
-        if _fits(total):
-            body = header[_SIZES.size :][:total]
-        else:
-            body = self._broadcast(torch.empty(total, dtype=torch.uint8), self._group, self._device)
+        fits = _fits(total)
+        body = header[_SIZES.size :][:total] if fits else self._broadcast(torch.empty(total, dtype=torch.uint8))
         envelope = msgpack_decoder(_Envelope).decode(body[:meta_bytes].numpy().tobytes())
         if envelope.failure is not None:
             raise self._error(envelope.failure)
@@ -175,19 +161,17 @@ class Replica:
         columns = unpack(envelope.columns, body[aligned(meta_bytes) :])
         return granted, PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
 
-    def _broadcast(self, tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-        """Rank 0's `tensor` on every rank, on the CPU again."""
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's `tensor` on every rank."""
         if self._aborted:
             raise TransportError(f"{self.name}: closed")
         try:
-            with self._stream or contextlib.nullcontext():  # not behind the compute kernels of the default stream
-                there = tensor.to(device)
-                group.broadcast([there]).wait()
-                return there.cpu()
+            self._group.broadcast([tensor]).wait()
+            return tensor
         except RuntimeError as error:
             self.abort()  # other ranks do not notice by themselves: a broadcast does not touch every pair
             raise TransportError(
-                f"{self.name}: a broadcast among its {group.size()} ranks failed at rank {group.rank()}: "
+                f"{self.name}: a broadcast among its {self._group.size()} ranks failed at rank {self._group.rank()}: "
                 f"one of them died or left"
             ) from error
 

@@ -69,19 +69,15 @@ class ReplicaPlace:
 
 
 def open_replica(context: WorkerContext, place: ReplicaPlace) -> Replica | None:
-    """Return what shares the queue's rows among the ranks of this replica, over groups of their own; None: one rank."""
+    """Return what shares the queue's rows among the ranks of this replica, over a group of theirs; None: one rank."""
     if len(place.ranks) == 1:
         return None
     # Patient: a rank waits here for rows; the lead says each `tq.request_timeout_s` that there are none yet.
     store = context.new_store(context.config.launcher.operation_timeout_s)
     keys = f"replica/{context.gang.name}/{context.job.lineage}/{context.attempt}/{place.index}"
     number, size = place.ranks.index(place.rank), len(place.ranks)
-    control = connect_group(PrefixStore(f"{keys}/control", store), number, size, _CPU)
-    group = control
-    if context.device.type != "cpu":
-        group = connect_group(PrefixStore(f"{keys}/rows", store), number, size, context.device)
-    name = f"replica {place.index} of {context.gang.name}"
-    return Replica(group, name, device=context.device, control=None if group is control else control)
+    group = connect_group(PrefixStore(keys, store), number, size, _CPU)
+    return Replica(group, f"replica {place.index} of {context.gang.name}")
 
 
 class ReplicaPeers:

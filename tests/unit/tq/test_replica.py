@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 from asyncflow.device import connect_group
 from asyncflow.errors import ConfigError, LeaseFenced, ProducersGone, TransportError
@@ -42,12 +42,11 @@ def both(work: Any) -> list[Any]:
 
 @pytest.fixture(name="pair")
 def _pair() -> list[Replica]:
-    """Two ranks whose headers travel over a group of their own."""
+    """Two ranks."""
     store = HashStore()
 
     def connect(rank: int) -> Replica:
-        groups = [connect_group(PrefixStore(name, store), rank, 2, CPU) for name in ("bulk", "control")]
-        return Replica(groups[0], "replica 3", control=groups[1], fetch=ReplicaFetch.BROADCAST)
+        return Replica(connect_group(store, rank, 2, CPU), "replica 3", fetch=ReplicaFetch.BROADCAST)
 
     pair: list[Replica] = both(connect)
     return pair

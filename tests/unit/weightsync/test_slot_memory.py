@@ -1,6 +1,7 @@
 """Slots: the same bytes for everybody, no way to write for readers, nothing left behind."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from asyncflow.errors import WeightSyncError
-from weightsync.slot_memory import SlotMemory, SlotOffer, map_slot, populate, private_memory
+from weightsync import slot_memory
+from weightsync.slot_memory import SlotMappings, SlotMemory, SlotOffer, map_slot, populate, private_memory
 
 NUM_BYTES = 3 * 4096 + 17
 
@@ -66,6 +68,27 @@ def test_pages_can_be_made_present_ahead(num_bytes: int) -> None:
         populate(memory, write=True)
         populate(memory[num_bytes // 2 :], write=False)
     assert not bool(memory.any())
+
+
+def test_a_process_locks_the_pages_that_it_copies_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[tuple[int, int]] = []
+
+    def pin(address: int, num_bytes: int, device: torch.device, *, writable: bool) -> Callable[[], object]:
+        locked.append((address, num_bytes))
+        return lambda: locked.remove((address, num_bytes))
+
+    slot = SlotMemory(NUM_BYTES)
+    monkeypatch.setattr(slot_memory, "pin", pin)
+    mappings = SlotMappings(write=False, device=torch.device("cpu"))
+    extents = ((10, 20), (30, 4097), (3 * 4096 + 1, NUM_BYTES))
+    start = mappings.get(slot.offer, extents).data_ptr()
+    assert locked == [(start, 2 * 4096), (start + 3 * 4096, 17)]
+    assert mappings.get(slot.offer, extents).data_ptr() == start
+    other = mappings.get(slot.offer, ((5000, 6000),)).data_ptr()
+    assert locked == [(other + 4096, 4096)], "another plan's: the first mapping is gone"
+    mappings.clear()
+    gc.collect()
+    assert locked == []
 
 
 def test_offer_travels() -> None:

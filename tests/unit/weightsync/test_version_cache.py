@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncflow.errors import PlanError, WeightSyncError
+from weightsync import version_cache
 from weightsync.boxes import Box
-from weightsync.plan import ShardSpec, plan_transfer
+from weightsync.plan import Need, ShardSpec, plan_transfer
 from weightsync.region import Region, RegionLayout
 from weightsync.version import Version
-from weightsync.version_cache import ReadyVersion, VersionCache
+from weightsync.version_cache import EngineViews, ReadyVersion, VersionCache
 
 SPEC = ShardSpec("w", (4,), "float32", Box.whole((4,)))
 LAYOUT = RegionLayout(plan_transfer([[SPEC]], bucket_bytes=1024, dtype="float32"))
@@ -117,6 +118,45 @@ def test_memory_that_is_handed_out_is_used_by_nobody(adopts: bool, actions: list
         if adopts and engine is not None:
             assert contents[id(engine[0])] == engine[1]
         assert len(made) <= 3
+
+
+def taken_in(cache: VersionCache, step: int) -> Region:
+    """Receive a version into memory of the cache, as a broadcast does."""
+    region = cache.memory(LAYOUT)
+    cache.put(ReadyVersion(Version(0, step), {}, own=True, release=lambda: cache.recycle(region)))
+    return region
+
+
+def test_version_that_was_not_loaded_makes_room_for_the_next_one() -> None:
+    cache = VersionCache("weights-0", adopts=False)
+    taken_in(cache, 1)
+    cache.load(ignore, newer_than=None)
+    first = taken_in(cache, 2)
+    assert cache.memory(LAYOUT) is first, "the estimate of memory counts one"
+    assert cache.newest == Version(0, 1), "the agent is to offer 2 again if 3 breaks"
+    assert not cache.came(Version(0, 2), stop=NEVER)
+    assert cache.load(ignore, newer_than=Version(0, 1)) is None
+
+
+def test_version_that_is_being_loaded_stays() -> None:
+    cache = VersionCache("weights-0", adopts=False)
+    first, others = taken_in(cache, 1), list[Region]()
+    assert cache.load(lambda _: others.append(cache.memory(LAYOUT)), newer_than=None) == Version(0, 1)
+    assert others != [first]
+    assert cache.newest == cache.loaded == Version(0, 1)
+
+
+@pytest.mark.parametrize(("share", "extents"), [(None, ((0, 16), (64, 80))), (["b"], ((64, 80),)), ([], ())])
+def test_a_process_touches_what_it_reads_of_a_slot(
+    share: list[str] | None, extents: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_transfer(
+        [[ShardSpec(name, (4,), "float32", Box.whole((4,))) for name in "ab"]], bucket_bytes=16, dtype="float32"
+    )
+    monkeypatch.setattr(version_cache, "fetch_plan", lambda *_: plan)
+    views = EngineViews(None if share is None else {name: Need((4,)) for name in "ab"}, whole=True, share=share)
+    connection: Any = None
+    assert views.extents(views.layout(plan.digest(), connection)) == extents
 
 
 def test_wait_says_why_nothing_comes() -> None:
