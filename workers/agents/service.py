@@ -14,7 +14,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,21 +129,22 @@ class Service:
         """
         run = self._run_of(key)
         try:
-            return (await run.complete(request, None, draw=self._draw))[1]
+            with _refusing_tools():
+                return (await run.complete(request, None, draw=self._draw))[1]
         except BudgetIsSpent as error:
             self._cut(run)
             raise SessionGone(str(error)) from error
-        except ConfigError as error:  # the model's template ignores tools
-            raise BadAgentRequest("tools", str(error)) from error
 
     def count(self, key: str, request: ChatRequest) -> int:
         """Return the tokens of a conversation.
 
         Raises:
             SessionGone: the session has ended.
+            BadAgentRequest: the conversation cannot be rendered.
         """
         self._run_of(key)
-        return len(self._renderer.render(request.messages, request.tools))
+        with _refusing_tools():
+            return len(self._renderer.render(request.messages, request.tools))
 
     def _open_gateway(self) -> "Gateway":
         try:
@@ -285,7 +287,7 @@ class Service:
             else:
                 self._fail(run, one_line(error))
         else:
-            self._finish(run, Done(run.number, [], reward, metrics))
+            self._finish(run, Done(run.number, [], reward, metrics), spent=run.spent)
 
     def _cut(self, run: Run) -> None:
         """A budget is spent: what was drawn is the rollout, and it is not made again."""
@@ -330,6 +332,15 @@ class Service:
     @property
     def _base_url(self) -> str:
         return "" if self._gateway is None else self._gateway.base_url
+
+
+@contextmanager
+def _refusing_tools() -> Iterator[None]:
+    """Tell an agent, not the run, that the model's template ignores tools."""
+    try:
+        yield
+    except ConfigError as error:
+        raise BadAgentRequest("tools", str(error)) from error
 
 
 def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:

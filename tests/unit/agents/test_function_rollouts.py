@@ -408,6 +408,24 @@ def test_any_program_is_an_agent(start: Any, tmp_path: Path) -> None:
     assert (one.reward, one.turns) == (0.25, 1)
 
 
+def test_a_program_that_heard_that_its_context_is_spent_is_truncated(start: Any) -> None:
+    code = (
+        "import json, os, urllib.error, urllib.request as web\n"
+        "head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "def ask(text):\n"
+        "    body = {'model': 'policy', 'messages': [{'role': 'user', 'content': text}]}\n"
+        "    web.urlopen(web.Request(url, json.dumps(body).encode(), head))\n"
+        "ask('37*64')\n"
+        "try:\n    ask('37*64' * 9)\n    os._exit(3)\nexcept urllib.error.HTTPError as error:\n    assert error.code == 400\n"
+        "json.dump({'reward': 0.25}, open(os.environ['ASYNCFLOW_RESULT'], 'w'))\n"
+    )
+    rollouts, _ = start(function=None, command=[sys.executable, "-c", code], tools=[], max_context=24)
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert (one.reward, one.turns, one.truncated) == (0.25, 1, True)
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
