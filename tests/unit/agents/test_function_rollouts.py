@@ -417,7 +417,8 @@ def test_a_program_that_heard_that_its_context_is_spent_is_truncated(start: Any)
         "    body = {'model': 'policy', 'messages': [{'role': 'user', 'content': text}]}\n"
         "    web.urlopen(web.Request(url, json.dumps(body).encode(), head))\n"
         "ask('37*64')\n"
-        "try:\n    ask('37*64' * 9)\n    os._exit(3)\nexcept urllib.error.HTTPError as error:\n    assert error.code == 400\n"
+        "try:\n    ask('37*64' * 9)\n    os._exit(3)\n"
+        "except urllib.error.HTTPError as error:\n    assert error.code == 400\n"
         "json.dump({'reward': 0.25}, open(os.environ['ASYNCFLOW_RESULT'], 'w'))\n"
     )
     rollouts, _ = start(function=None, command=[sys.executable, "-c", code], tools=[], max_context=24)

@@ -14,7 +14,7 @@ from workers.agents.wire import Ask, Begin, Done, Raised, Setup, Start, Told
 
 MODULE = """
 import asyncio, os, sys, time
-from workers.agents.api import BudgetSpent
+from workers.agents import BudgetSpent
 
 async def talk(task, model, context):
     chat = model.chat([{"role": "user", "content": task["question"]}])
