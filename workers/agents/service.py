@@ -12,6 +12,7 @@ for nothing. It dies with the engine process, and its workers with it.
 import asyncio
 import logging
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
@@ -43,6 +44,8 @@ from workers.agents.wire import (
     FromService,
     NotDrawn,
     NotTold,
+    Ping,
+    Pong,
     Raised,
     Ready,
     Setup,
@@ -100,12 +103,17 @@ class Service:
 
         Raises:
             ConfigError: the user's function cannot be used.
+            UserCodeNotStarted: its process cannot be started now.
         """
+        await asyncio.to_thread(shutil.rmtree, self._setup.scratch, ignore_errors=True)  # of a service that was killed
         if self._gateway is not None:
             await self._gateway.start()
         if not self._setup.command:
             for _ in range(self._setup.num_workers):
-                await self._add_worker()
+                try:
+                    await self._add_worker()
+                except OSError as error:
+                    raise UserCodeNotStarted(f"a process of rollout functions: {one_line(error)}") from error
         self._engine.send(Ready(0 if self._gateway is None else self._gateway.port))
         while (message := await self._engine.receive()) is not None:
             match message:
@@ -114,6 +122,8 @@ class Service:
                 case Abandon():
                     for run in list(self._runs.values()):
                         self._end(run)
+                case Ping():
+                    self._engine.send(Pong())
                 case Drawn():
                     self._settle(message.call, message)
                 case NotDrawn():
@@ -244,7 +254,7 @@ class Service:
             try:
                 await self._add_worker()
                 return
-            except (ConfigError, UserCodeNotStarted, OSError, TimeoutError) as error:  # memory may be short now
+            except (ConfigError, UserCodeNotStarted, OSError) as error:  # memory may be short now
                 logger.warning("a process of rollout functions did not start again: %s", one_line(error))
                 why = one_line(error)
             await asyncio.sleep(pause_s)

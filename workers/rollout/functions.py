@@ -13,6 +13,7 @@ import heapq
 import logging
 import os
 import secrets
+import shutil
 import sys
 import threading
 import time
@@ -159,6 +160,7 @@ class FunctionRollouts:
     def close(self) -> None:
         """See `Rollouts`."""
         self._service.kill()
+        shutil.rmtree(self._setup.scratch, ignore_errors=True)
 
     def _heard(self) -> list[FinishedRollout]:
         """Take what the service said; return the rollouts that finished."""
