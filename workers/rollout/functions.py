@@ -41,7 +41,7 @@ from workers.agents.wire import (
 )
 from workers.context import WorkerContext
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
-from workers.engines.model_files import max_positions
+from workers.engines.setup import longest_call
 from workers.rollout.config import SamplingConfig
 from workers.rollout.live_rollouts import LiveRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
@@ -299,7 +299,7 @@ def open_rollouts(
         timeout_s=own.timeout_s,
         max_turns=own.max_turns,
         max_tokens=own.max_drawn_tokens,
-        max_context=own.max_context_tokens or max_positions(model_dir) or 0,
+        max_context=longest_call(config, sampling) or 0,
         max_response_tokens=sampling.max_response_tokens,
         max_attempts=own.max_attempts,
         num_workers=own.num_workers,
