@@ -27,6 +27,7 @@ from workers.agents.command import run_command
 from workers.agents.wire import Begin, Setup, Start
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
+from workers.records.samples import token_runs
 from workers.rewards.config import RewardConfig
 from workers.rewards.scorer import Scorer
 from workers.rollout.functions import FunctionRollouts
@@ -274,6 +275,10 @@ def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None
     assert len(one.log_probs_A) == len(one.versions_A) == int(one.response_mask_T.sum())
     assert (one.reward, one.response, one.turns, one.truncated) == (None, "2368", 2, False)
     assert [message["role"] for message in one.conversations[0]] == ["user", "assistant", "tool", "assistant"]
+    (runs,) = token_runs(one, engine.tokenizer)
+    assert [(mask, text.replace(" ", "")) for mask, text in runs] == [
+        (0, "<user>37*64<asst>"), (1, "<call>37*64<eos>"), (0, "<tool>2368<asst>"), (1, "2368<eos>"),
+    ]  # fmt: skip
 
 
 def test_turns_that_could_not_be_bridged_are_trained_as_samples_and_counted_for_the_metrics(start: Any) -> None:
