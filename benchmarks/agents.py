@@ -14,13 +14,14 @@ engine that draws at random logs every call at its door:
 
 `gateway`, half a minute: the `openai` client in another process, histories of 2 k tokens, 32 sessions, turns of 100 ms:
 
-    gateway_cpu_ms          of a turn (milliseconds of a core)
+    gateway_cpu_ms          of a turn, all of the session service (milliseconds of a core)
 
 `tools`, some eight minutes: quickstart-tools, 60 steps:
 
     tools_accuracy          held out, the median of 3 seeds; tools_accuracy_without: of one run with `tools: []`
 
-`kills`, some five minutes: a run whose user workers, session service and rollout are killed every three seconds:
+`kills`, some ten minutes: a run whose user workers, session service and rollout are killed or hung, and one whose agent
+is a program, which is killed with its service:
 
     kills, skipped, twice   how many; groups that were left out, or trained twice
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -11,8 +12,33 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 KILL_EVERY_S = 3.0
-VICTIMS = ("workers.agents.worker", "workers.agents.service", "rollout")
-"""Whose processes are killed: a user worker, the session service, the rollout that has both."""
+VICTIMS = (
+    *(("workers.agents.worker", signal.SIGKILL), ("workers.agents.worker", signal.SIGSTOP)),
+    *(("workers.agents.service", signal.SIGKILL), ("workers.agents.service", signal.SIGSTOP)),
+    ("rollout", signal.SIGKILL),
+)
+"""A user worker and the session service, killed or hung, and the rollout that has both."""
+REPLACED_S = 120.0
+"""How long a hung process may stay (s)."""
+AGENT = """
+import json, os, urllib.request as web
+row = json.load(open(os.environ["ASYNCFLOW_TASK_FILE"]))
+head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+def reply(messages):
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    answer = web.urlopen(web.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head))
+    return json.load(answer)["choices"][0]["message"]
+messages = [{"role": "user", "content": row["prompt"]}]
+said = reply(messages)
+for call in said.get("tool_calls") or ():
+    numbers = json.loads(call["function"]["arguments"])
+    result = {"role": "tool", "tool_call_id": call["id"], "content": str(numbers["a"] * numbers["b"])}
+    said = reply([*messages, said, result])
+    break
+json.dump({"reward": float(said["content"] == row["answer"])}, open(os.environ["ASYNCFLOW_RESULT"], "w"))
+"""
+"""The recipe's rollout as a program that knows nothing of training; it is a victim in a run of its own."""
+AGENT_VICTIMS = (("ASYNCFLOW_AGENT", signal.SIGKILL), ("workers.agents.service", signal.SIGKILL))
 
 
 def accuracies(*, seeds: int, steps: int) -> dict[str, float]:
@@ -25,14 +51,30 @@ def accuracies(*, seeds: int, steps: int) -> dict[str, float]:
 
 
 def kills(*, number: int, seed: int) -> dict[str, float]:
-    """Kill processes of a run, one after the other, and return what `asyncflow verify` and its ledger say."""
+    """Kill or hang processes of two runs, one after the other, and return what `asyncflow verify` and the ledgers say.
+
+    A third of them is in a run whose agent is a program.
+    """
+    agents = number // 3
+    of_functions = _killed(number - agents, random.Random(seed), VICTIMS, ())
+    command = json.dumps([sys.executable, "-c", AGENT, "ASYNCFLOW_AGENT"])
+    settings = (  # each rollout starts a process: small steps
+        "rollout.function=null", "rollout.tools=[]", "schedule.rollout_batch_size=4", "actor.micro_batch_size=16",
+        "schedule.n_samples_per_prompt=4", f"rollout.agent_command={command}",
+    )  # fmt: skip
+    of_agents = _killed(agents, random.Random(seed), AGENT_VICTIMS, settings)
+    return {name: figure + of_agents[name] for name, figure in of_functions.items()}
+
+
+def _killed(
+    number: int, chance: random.Random, victims: "tuple[tuple[str, signal.Signals], ...]", settings: tuple[str, ...]
+) -> dict[str, float]:
     import psutil
 
-    chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         steps = 20 + 4 * number
-        restarts = ("launcher.max_restarts=1000", "launcher.max_global_restarts=1000", f"steps={steps}")
+        restarts = ("launcher.max_restarts=1000", "launcher.max_global_restarts=1000", f"steps={steps}", *settings)
         command = [str(BIN / "asyncflow-launch"), "quickstart-tools", "--run-dir", str(run_dir), *_settings(restarts)]
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         done = 0
@@ -41,7 +83,7 @@ def kills(*, number: int, seed: int) -> dict[str, float]:
             if not _steps(run_dir):
                 continue
             found: list[psutil.Process] = []
-            wanted = chance.choice(VICTIMS)
+            wanted, blow = chance.choice(victims)
             for process in psutil.Process(run.pid).children(recursive=True):
                 try:
                     if _hosts_a_service(process) if wanted == "rollout" else _runs(process, wanted):
@@ -49,7 +91,10 @@ def kills(*, number: int, seed: int) -> dict[str, float]:
                 except psutil.NoSuchProcess:
                     continue
             if found:
-                chance.choice(found).kill()
+                victim = chance.choice(found)
+                victim.send_signal(blow)
+                if blow == signal.SIGSTOP:
+                    victim.wait(REPLACED_S)  # it is noticed, killed and replaced
                 done += 1
         code = run.wait()
         verified = subprocess.run([BIN / "asyncflow", "verify", run_dir], capture_output=True, text=True, check=False)

@@ -60,6 +60,7 @@ def check_positions(config: RunConfig) -> None:
     """
     limit = max_positions(Path(config.model.path))
     prompt = config.data.max_prompt_tokens
+    _check_context(config, limit)
     for section, engine, response in _generating(config):
         if engine == "sim" or limit is None:
             continue
@@ -81,6 +82,21 @@ def check_positions(config: RunConfig) -> None:
             f"data.max_prompt_tokens: {prompt} and {name} {response} together are more than the model's {limit} "
             f"positions (max_position_embeddings); set data.max_prompt_tokens to {limit - response} or less"
         )
+
+
+def _check_context(config: RunConfig, positions: int | None) -> None:
+    """Refuse turns that are longer than the engine takes: they would fail in place of being cut."""
+    wanted = config.rollout.max_context_tokens
+    for _, engine, _ in _generating(config):
+        limits = [] if engine == "sim" else [("the model's positions (max_position_embeddings)", positions)]
+        if engine == "vllm":
+            limits.append(("vllm.max_model_len", config.vllm.max_model_len))
+        for name, limit in limits:
+            if limit is not None and wanted > limit:
+                raise ConfigError(
+                    f"rollout.max_context_tokens: {wanted} is more than {name}, {limit}; set it to {limit} or less, or "
+                    f"to 0"
+                )
 
 
 def ranks_per_instance(config: RunConfig) -> dict[str, int]:

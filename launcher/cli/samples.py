@@ -50,6 +50,7 @@ def _lines(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def _text(line: dict[str, Any]) -> str:
+    """Return a rollout: its conversations, and their tokens, those that are trained in angle quotation marks."""
     reward = "no reward" if line["reward"] is None else f"reward {line['reward']:g}"
     versions = ", ".join(f"{count} by version {version}" for version, count in line["versions"])
     cut = ", truncated" if line["truncated"] else ""
@@ -60,7 +61,9 @@ def _text(line: dict[str, Any]) -> str:
     ]
     if line.get("metrics"):
         head += "\n" + ", ".join(f"{name} {value:g}" for name, value in line["metrics"].items())
-    bodies = ("\n".join(map(_message_text, messages)) for messages in conversations)
+    bodies = ["\n".join(map(_message_text, messages)) for messages in conversations]
+    for place, runs in enumerate(line.get("samples") or ()):
+        bodies[place] += "\n[tokens] " + "".join(f"«{plain(text)}»" if drawn else plain(text) for drawn, text in runs)
     return f"{head}\n" + f"\n{'-' * 100}\n".join(bodies) + f"\n[answer] {plain(line['answer'])}"
 
 

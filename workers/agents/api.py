@@ -26,6 +26,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from asyncflow.errors import UserCodeFailed
+from workers.agents.errors import TaskSkipped
 from workers.agents.messages import Message
 from workers.agents.other_model import OtherModel, Utterance
 from workers.agents.requests import ChatRequest
@@ -44,14 +45,6 @@ _ARGUMENTS: Mapping[str, Any] = {
 }
 _THREADS = ThreadPoolExecutor(256, thread_name_prefix="rollout")
 """Of `Context.run`, for all rollouts of a process; a thread starts when it is needed."""
-
-
-class BudgetSpent(Exception):
-    """The rollout has had its turns, tokens, context or time; let through, it ends a finished, truncated rollout."""
-
-
-class TaskSkipped(Exception):
-    """Raised by `Context.skip`."""
 
 
 class Task(Mapping[str, Any]):
@@ -249,7 +242,8 @@ class Context:
         raise TaskSkipped(reason)
 
     async def call(self, tool_call: Message) -> Message:
-        """Call the tool that the policy named; return its result as a message. What it raises is the result, too."""
+        """Call the tool that the policy named; return its result as a message. What it raises is the result, too, but
+        for `skip`, a spent budget, and memory that ran out."""
         return await call_tool(self.tools, tool_call, run=self.run)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:

@@ -1,7 +1,8 @@
 """An agent that is any program: `rollout.agent_command`. Torch-free.
 
-It finds the policy by `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its task (the data row, JSON) in `ASYNCFLOW_TASK`, and a
-directory of its own, removed at its end, in `ASYNCFLOW_SCRATCH`. It ends with code 0 and writes `{"reward": 1.0}`,
+It finds the policy by `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its task (the data row, JSON) in the file
+`ASYNCFLOW_TASK_FILE`, in `ASYNCFLOW_TASK` too if that can hold it, and a directory of its own, removed at its end, in
+`ASYNCFLOW_SCRATCH`. It ends with code 0 and writes `{"reward": 1.0}`,
 maybe with more numbers, into the file `ASYNCFLOW_RESULT`; without one, or with null for the reward, `reward.function`
 scores the last reply.
 """
@@ -22,6 +23,8 @@ from workers.rewards.base import reward_of
 
 _RESULT = "result.json"
 _MOST_RESULT_BYTES = 2**20
+_MOST_VARIABLE_BYTES = 2**17 - 1
+"""Linux takes no longer string of the environment (`MAX_ARG_STRLEN`): name, equals sign and value."""
 
 
 async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[str, float]]:
@@ -34,16 +37,20 @@ async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[st
         UserCodeFailed: it cannot be started, fails, or writes no result that can be used.
     """
     command, scratch = setup.command, Path(start.scratch)
+    task, task_file = start.rollout.task, scratch / "task.json"
     scratch.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(task_file.write_text, task)
     surroundings = {
         "OPENAI_BASE_URL": f"{start.base_url}/v1",
         "OPENAI_API_KEY": start.key,
         "ANTHROPIC_BASE_URL": start.base_url,
         "ANTHROPIC_API_KEY": start.key,
-        "ASYNCFLOW_TASK": start.rollout.task,
+        "ASYNCFLOW_TASK_FILE": str(task_file),
         "ASYNCFLOW_SCRATCH": start.scratch,
         "ASYNCFLOW_RESULT": str(scratch / _RESULT),
     }
+    if len(f"ASYNCFLOW_TASK={task}".encode()) <= _MOST_VARIABLE_BYTES:
+        surroundings["ASYNCFLOW_TASK"] = task
     parent = os.getpid()
 
     def prepare() -> None:

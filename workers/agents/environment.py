@@ -24,7 +24,8 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from asyncflow.errors import UserCodeFailed
-from workers.agents.api import BudgetSpent, Chat, Context, Model, Reply, Sample, Task
+from workers.agents.api import Chat, Context, Model, Reply, Sample, Task
+from workers.agents.errors import BudgetSpent
 from workers.agents.messages import Message
 from workers.agents.tools import Tool
 from workers.rewards.base import finite

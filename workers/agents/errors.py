@@ -1,8 +1,17 @@
-"""What a session answers to an agent's bad request. The gateway turns each into an HTTP status."""
+"""What ends a rollout, and what a session answers to an agent's bad request: the gateway turns that into an HTTP
+status."""
 
 from typing import ClassVar
 
 from asyncflow.errors import AsyncFlowError
+
+
+class BudgetSpent(Exception):
+    """The rollout has had its turns, tokens, context or time; let through, it ends a finished, truncated rollout."""
+
+
+class TaskSkipped(Exception):
+    """Raised by `Context.skip`."""
 
 
 class AgentError(AsyncFlowError):

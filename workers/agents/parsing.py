@@ -1,18 +1,21 @@
 """Reads a reply's text: reasoning, tool calls, content. Pure.
 
-What is no call after all stays content, so the agent can tell the model.
+What is no call after all stays content, so the agent can tell the model. A policy may draw anything, and the session
+service reads it in its event loop: the time must grow no faster than the text.
 """
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any
 
 from workers.agents.messages import Message
 
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>")
 """Texts that are read here; tokenizers may have special tokens for them."""
 
+_OPEN, _CLOSE = MARKS[:2]
+_LIST = re.compile(r"\[TOOL_CALLS\]\s*(?=\[)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character, as JSON can escape it: no message may have one."""
 
@@ -37,13 +40,6 @@ class CallForm(StrEnum):
         return CallForm.LLAMA if '"parameters"' in template else CallForm.HERMES
 
 
-_PATTERNS = {
-    CallForm.HERMES: re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL),
-    CallForm.MISTRAL: re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])\s*\Z", re.DOTALL),
-    CallForm.LLAMA: re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", re.DOTALL),
-}
-
-
 def read_reply(text: str, form: CallForm, *, thinks: bool = False) -> Message:
     """Return the assistant's message that a text is; calls have no ids yet.
 
@@ -53,14 +49,7 @@ def read_reply(text: str, form: CallForm, *, thinks: bool = False) -> Message:
         thinks: the prompt has opened the reasoning.
     """
     reasoning, content = _split_reasoning(text, thinks)
-    calls: list[dict[str, Any]] = []
-
-    def take(found: re.Match[str]) -> str:
-        read = _calls(found[1])
-        calls.extend(read)
-        return "" if read else found[0]
-
-    content = _PATTERNS[form].sub(take, content)
+    content, calls = _READERS[form](content)
     message: Message = {"role": "assistant", "content": content.strip()}
     if reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
@@ -75,13 +64,49 @@ def _split_reasoning(text: str, thinks: bool) -> tuple[str, str]:
     return reasoning, content
 
 
-def _calls(text: str) -> list[dict[str, Any]]:
+def _read_hermes(text: str) -> tuple[str, list[Message]]:
+    """Return the content and the calls."""
+    *closed, last = text.split(_CLOSE)
+    kept: list[str] = []
+    calls: list[Message] = []
+    behind_call = False
+    for part in closed:
+        part = part.lstrip() if behind_call else part
+        content, _, body = part.partition(_OPEN)
+        read = _calls(body)
+        calls += read
+        kept.append(content if read else part + _CLOSE)
+        behind_call = bool(read)
+    kept.append(last.lstrip() if behind_call else last)
+    return "".join(kept), calls
+
+
+def _read_mistral(text: str) -> tuple[str, list[Message]]:
+    found = _LIST.search(text)
+    calls = _calls(text[found.end() :]) if found else []
+    return text[: found.start()] if found and calls else text, calls
+
+
+def _read_llama(text: str) -> tuple[str, list[Message]]:
+    body = text.strip().removeprefix("<|python_tag|>").lstrip()
+    calls = _calls(body) if body.startswith("{") else []
+    return "" if calls else text, calls
+
+
+_READERS: Mapping[CallForm, Callable[[str], tuple[str, list[Message]]]] = {
+    CallForm.HERMES: _read_hermes,
+    CallForm.MISTRAL: _read_mistral,
+    CallForm.LLAMA: _read_llama,
+}
+
+
+def _calls(text: str) -> list[Message]:
     """Return the calls that a JSON text holds: all of them, or none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    calls = []
+    calls: list[Message] = []
     for each in value if isinstance(value, list) else [value]:
         name = each.get("name") if isinstance(each, dict) else None
         given = each.get("arguments", each.get("parameters")) if isinstance(each, dict) else None

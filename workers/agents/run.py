@@ -1,5 +1,6 @@
 """One attempt at a rollout, as the session service keeps it: its session, its budgets, and what came of it."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -45,10 +46,13 @@ class Run:
         self._renderer = renderer
         self._session = Session(renderer, seed=begin.seed + attempt)
         self._conversations: dict[int, list[Message]] = {}
+        """By node: each may turn out to be where a sample ends. What they share is there once."""
         self._began: float | None = None
         self._turns = 0
         self._num_drawn = 0
         self._num_reserved = 0
+        self._settled = asyncio.Event()
+        """A call that had tokens reserved has ended."""
         self._num_drawing = 0
         self._model_s = 0.0
         self._drawing_since = 0.0
@@ -71,6 +75,7 @@ class Run:
             prompt = session.prompt(request.messages, request.tools)
         else:
             prompt = session.prompt_of_ids(token_ids)
+        await self._until_tokens_are_free()
         try:
             room = self._room(len(prompt.ids), request.max_tokens)
         except (BudgetIsSpent, ContextLengthExceeded):
@@ -83,6 +88,7 @@ class Run:
             drawn = await draw(self.begin.ticket, prompt.ids, room, prompt.seed)
         finally:
             self._num_reserved -= room
+            self._settled.set()
             self._count_time(-1)
         self.spent = False
         if self.ended:
@@ -91,8 +97,9 @@ class Run:
         tokens = DrawnTokens(drawn.token_ids, drawn.log_probs, drawn.versions)
         recorded = session.record(prompt, tokens, stop=request.stop)
         message = recorded.message or self._renderer.parse(drawn.token_ids)
-        self._conversations.pop(-1 if prompt.parent is None else prompt.parent, None)
-        self._conversations[recorded.node] = [*request.messages, message]
+        before = [] if prompt.parent is None else self._conversations[prompt.parent]
+        shared = [old if old == new else new for old, new in zip(before, request.messages, strict=False)]
+        self._conversations[recorded.node] = [*shared, *request.messages[len(shared) :], message]
         self._cut = drawn.truncated
         self._response = message["content"]
         return recorded.node, Completion(
@@ -114,10 +121,10 @@ class Run:
         Raises:
             BadAgentRequest: nothing was drawn, or it names what was not.
         """
-        nodes = done.nodes or None
+        ends = self._session.ends(done.nodes or None)
         samples = [
             SampleTokens(one.token_ids, one.response_mask, one.log_probs, one.versions)
-            for one in self._session.samples(nodes)
+            for one in self._session.samples(ends)
         ]
         if not any(sample.log_probs for sample in samples):
             raise BadAgentRequest("rollout", "the policy was asked for nothing")
@@ -130,11 +137,24 @@ class Run:
             response=self._response,
             truncated=spent or self._cut,
             metrics=done.metrics,
-            conversations=[talk for node, talk in self._conversations.items() if nodes is None or node in nodes],
+            conversations=[self._conversations[end] for end in ends],
             turns=self._turns,
             tool_s=max(0.0, tool_s),
             bridge_failures=self._session.num_bridge_failures,
         )
+
+    async def _until_tokens_are_free(self) -> None:
+        """Wait for calls that may yet draw fewer tokens than they reserved, if nothing is left beside those.
+
+        Raises:
+            SessionGone: it ended meanwhile.
+        """
+        most = self._setup.max_tokens
+        while most and self._num_reserved and self._num_drawn + self._num_reserved >= most:
+            self._settled.clear()
+            await self._settled.wait()
+            if self.ended:
+                raise SessionGone("this rollout has ended")
 
     def _room(self, num_prompt: int, max_tokens: int | None) -> int:
         """Return how many tokens a call may draw."""

@@ -12,9 +12,11 @@ for nothing. It dies with the engine process, and its workers with it.
 import asyncio
 import logging
 import os
+import shutil
 import socket
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,8 @@ from workers.agents.wire import (
     FromService,
     NotDrawn,
     NotTold,
+    Ping,
+    Pong,
     Raised,
     Ready,
     Setup,
@@ -99,12 +103,17 @@ class Service:
 
         Raises:
             ConfigError: the user's function cannot be used.
+            UserCodeNotStarted: its process cannot be started now.
         """
+        await asyncio.to_thread(shutil.rmtree, self._setup.scratch, ignore_errors=True)  # of a service that was killed
         if self._gateway is not None:
             await self._gateway.start()
         if not self._setup.command:
             for _ in range(self._setup.num_workers):
-                await self._add_worker()
+                try:
+                    await self._add_worker()
+                except OSError as error:
+                    raise UserCodeNotStarted(f"a process of rollout functions: {one_line(error)}") from error
         self._engine.send(Ready(0 if self._gateway is None else self._gateway.port))
         while (message := await self._engine.receive()) is not None:
             match message:
@@ -113,6 +122,8 @@ class Service:
                 case Abandon():
                     for run in list(self._runs.values()):
                         self._end(run)
+                case Ping():
+                    self._engine.send(Pong())
                 case Drawn():
                     self._settle(message.call, message)
                 case NotDrawn():
@@ -128,21 +139,22 @@ class Service:
         """
         run = self._run_of(key)
         try:
-            return (await run.complete(request, None, draw=self._draw))[1]
+            with _refusing_tools():
+                return (await run.complete(request, None, draw=self._draw))[1]
         except BudgetIsSpent as error:
             self._cut(run)
             raise SessionGone(str(error)) from error
-        except ConfigError as error:  # the model's template ignores tools
-            raise BadAgentRequest("tools", str(error)) from error
 
     def count(self, key: str, request: ChatRequest) -> int:
         """Return the tokens of a conversation.
 
         Raises:
             SessionGone: the session has ended.
+            BadAgentRequest: the conversation cannot be rendered.
         """
         self._run_of(key)
-        return len(self._renderer.render(request.messages, request.tools))
+        with _refusing_tools():
+            return len(self._renderer.render(request.messages, request.tools))
 
     def _open_gateway(self) -> "Gateway":
         try:
@@ -242,7 +254,7 @@ class Service:
             try:
                 await self._add_worker()
                 return
-            except (ConfigError, UserCodeNotStarted, OSError, TimeoutError) as error:  # memory may be short now
+            except (ConfigError, UserCodeNotStarted, OSError) as error:  # memory may be short now
                 logger.warning("a process of rollout functions did not start again: %s", one_line(error))
                 why = one_line(error)
             await asyncio.sleep(pause_s)
@@ -285,7 +297,7 @@ class Service:
             else:
                 self._fail(run, one_line(error))
         else:
-            self._finish(run, Done(run.number, [], reward, metrics))
+            self._finish(run, Done(run.number, [], reward, metrics), spent=run.spent)
 
     def _cut(self, run: Run) -> None:
         """A budget is spent: what was drawn is the rollout, and it is not made again."""
@@ -330,6 +342,15 @@ class Service:
     @property
     def _base_url(self) -> str:
         return "" if self._gateway is None else self._gateway.base_url
+
+
+@contextmanager
+def _refusing_tools() -> Iterator[None]:
+    """Tell an agent, not the run, that the model's template ignores tools."""
+    try:
+        yield
+    except ConfigError as error:
+        raise BadAgentRequest("tools", str(error)) from error
 
 
 def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:

@@ -121,9 +121,11 @@ class Session:
         conversation that is new, it is rendered afresh.
 
         Raises:
-            BadAgentRequest: a message cannot be used, or the template refuses them.
+            BadAgentRequest: a message cannot be used, the last is the assistant's, or the template refuses them.
         """
         messages = normalized(messages)
+        if messages and messages[-1]["role"] == "assistant":
+            raise BadAgentRequest("messages", "the last one is the assistant's; end with what the policy replies to")
         histories, goes_on = _histories(messages, tools), False
         for end in range(len(messages) - 1, 0, -1):
             nodes = self._replies.get(histories[end])
@@ -175,13 +177,22 @@ class Session:
         return [token for each in self._path(node) for token in (*each.prompt_ids, *each.drawn.token_ids)]
 
     def samples(self, nodes: Sequence[int] | None = None) -> list[TokenSample]:
-        """Return a sample per path from a root to one of these nodes.
+        """Return a sample per path from a root to one of `ends(nodes)`.
 
-        All samples of a rollout come from one call: a drawn token is trained in the first that holds it. Nodes on the
-        way to others of them, and the same node again, give no sample of their own.
+        All samples of a rollout come from one call: a drawn token is trained in the first that holds it.
+
+        Raises:
+            BadAgentRequest: there is no such node.
+        """
+        trained: set[int] = set()
+        return [self._sample(end, trained) for end in self.ends(nodes)]
+
+    def ends(self, nodes: Sequence[int] | None = None) -> list[int]:
+        """Return where the samples of these nodes end: those on the way to others of them, and the same node again,
+        give no sample of their own.
 
         Args:
-            nodes: where the paths end; None: all leaves.
+            nodes: None: all leaves.
 
         Raises:
             BadAgentRequest: there is no such node.
@@ -191,9 +202,7 @@ class Session:
         if not all(0 <= node < len(self._nodes) for node in nodes):
             raise BadAgentRequest("sample", f"this rollout has no pieces {list(nodes)}, only {len(self._nodes)}")
         inner = {id(node) for end in nodes for node in self._path(end)[:-1]}
-        trained: set[int] = set()
-        ends = [end for end in dict.fromkeys(nodes) if id(self._nodes[end]) not in inner]
-        return [self._sample(end, trained) for end in ends]
+        return [end for end in dict.fromkeys(nodes) if id(self._nodes[end]) not in inner]
 
     def _sample(self, end: int, trained: set[int]) -> TokenSample:
         sample = TokenSample([], [], [], [])

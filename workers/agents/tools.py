@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from asyncflow.errors import ConfigError, one_line
+from workers.agents.errors import BudgetSpent, TaskSkipped
 from workers.agents.messages import Message
 from workers.calls.user_function import load_function
 
@@ -77,6 +78,9 @@ async def call_tool(tools: Sequence[Tool], tool_call: Message, *, run: Callable[
         tools: there are.
         tool_call: as OpenAI's API has it.
         run: awaits a function that blocks.
+
+    Raises:
+        TaskSkipped, BudgetSpent, MemoryError: the tool did, which ends the rollout.
     """
     named, number = tool_call["function"], tool_call.get("id", "")
     try:
@@ -90,6 +94,8 @@ async def call_tool(tools: Sequence[Tool], tool_call: Message, *, run: Callable[
         else:
             value = await run(lambda: tool.function(**arguments))
         content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except (TaskSkipped, BudgetSpent, MemoryError):
+        raise
     except Exception as error:  # noqa: BLE001  the policy is told, and may do better
         content = f"error: {one_line(error)}"
     return {"role": "tool", "tool_call_id": number, "name": named["name"], "content": content}

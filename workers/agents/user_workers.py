@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import mmap
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -77,7 +78,8 @@ class UserWorker:
         self._channel = channel
         self._mark = mark
         self._owner = owner
-        self._rollouts: set[int] = set()
+        self._rollouts: dict[int, str] = {}
+        """With their scratch directories."""
         self._ending: dict[int, asyncio.TimerHandle] = {}
         self._last_pong = 0.0
         self._how = ""
@@ -91,8 +93,9 @@ class UserWorker:
 
         Raises:
             ConfigError: the function cannot be used.
-            UserCodeNotStarted: a signal ended the process; that memory was short is not the function's fault.
-            TimeoutError: it takes too long.
+            UserCodeNotStarted: a signal ended the process, or it takes too long; that memory or the machine's time was
+                short is not the function's fault.
+            OSError: no process can be started now.
         """
         page = os.memfd_create("rollout", os.MFD_CLOEXEC)
         os.ftruncate(page, MARK.size)
@@ -112,9 +115,9 @@ class UserWorker:
         worker._channel.send(setup)
         try:
             loaded = await asyncio.wait_for(worker._channel.receive(), START_TIMEOUT_S)
-        except TimeoutError:
+        except TimeoutError as error:
             await worker.gone()
-            raise
+            raise UserCodeNotStarted(f"importing it took longer than {START_TIMEOUT_S:g} s") from error
         if not isinstance(loaded, Loaded):
             if loaded is None:
                 with contextlib.suppress(TimeoutError):
@@ -141,7 +144,7 @@ class UserWorker:
 
     def begin(self, start: Start) -> None:
         """Call the function."""
-        self._rollouts.add(start.run)
+        self._rollouts[start.run] = start.scratch
         self._channel.send(start)
 
     def end(self, run: int, *, within_s: float) -> None:
@@ -218,10 +221,12 @@ class UserWorker:
         how = "ran out of memory (rollout.max_memory_gb)" if code == OUT_OF_MEMORY else ended_how(code)
         culprit = marked if self._culprit is None else self._culprit
         self._owner.died(self, WorkerDeath(self._how or how, culprit))
+        for scratch in self._rollouts.values():
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
     def _ended(self, run: int) -> bool:
         """A rollout's function came to its end; return whether its owner still wants to know."""
-        self._rollouts.discard(run)
+        self._rollouts.pop(run, None)
         timer = self._ending.pop(run, None)
         if timer is not None:
             timer.cancel()

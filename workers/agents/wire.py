@@ -284,7 +284,7 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
     spent: bool = False
 
 
-ToService = Setup | Begin | Abandon | Drawn | NotDrawn
-FromService = Ready | Broken | Draw | Undraw | Finished | Failed
+ToService = Setup | Begin | Abandon | Ping | Drawn | NotDrawn
+FromService = Ready | Broken | Pong | Draw | Undraw | Finished | Failed
 ToWorker = Setup | Start | Stop | Ping | Told | NotTold
 FromWorker = Loaded | Broken | Pong | Ask | Done | Raised

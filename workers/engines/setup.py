@@ -54,12 +54,22 @@ class EngineSetup:
         Raises:
             ConfigError: the model does not say how many positions it has.
         """
-        rollout = self.run.rollout
-        if not rollout.is_own:
+        if not self.run.rollout.is_own:
             return self.run.data.max_prompt_tokens
-        context = rollout.max_context_tokens or max_positions(self.model_dir)
+        context = longest_call(self.run, self.sampling)
         if context is None:
             raise ConfigError(
                 "rollout.max_context_tokens: is 0, and the model's config.json names no number of positions; set it"
             )
         return context - self.sampling.max_response_tokens
+
+
+def longest_call(run: RunConfig, sampling: SamplingConfig) -> int | None:
+    """Return the longest prompt and reply together, of one turn of a user's rollout (tokens); None: no limit is known.
+
+    Args:
+        run: the resolved configuration.
+        sampling: the rollout's, or an evaluation's.
+    """
+    limits = max_positions(Path(run.model.path)), run.vllm.max_model_len if sampling.engine == "vllm" else None
+    return run.rollout.max_context_tokens or min((limit for limit in limits if limit is not None), default=None)

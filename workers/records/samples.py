@@ -25,12 +25,16 @@ logger = logging.getLogger(__name__)
 class SampleLog:
     """Writes the responses of the first few groups of each step that this instance generated."""
 
-    def __init__(self, run_dir: Path, gang: str, *, shown: int, groups_per_step: int) -> None:
+    def __init__(
+        self, run_dir: Path, gang: str, *, shown: int, groups_per_step: int, tokenizer: Any | None = None
+    ) -> None:
         """Args:
         run_dir, gang: say which file.
         shown: `rollout.samples_per_step`.
         groups_per_step: group ids go on from step to step.
+        tokenizer: of rollouts of several turns; None: their tokens are not shown.
         """
+        self._tokenizer = tokenizer
         self._file = open_spare(run_dir / SAMPLES / f"{gang}.jsonl", what="samples", loss="shows none")
         self._shown = shown
         self._groups_per_step = groups_per_step
@@ -61,6 +65,7 @@ class SampleLog:
         if rollout.conversations:
             line |= {
                 "conversations": list(rollout.conversations),
+                "samples": [] if self._tokenizer is None else token_runs(rollout, self._tokenizer),
                 "turns": rollout.turns,
                 "tool_s": round(rollout.tool_s, 3),
                 "metrics": dict(rollout.metrics),
@@ -86,3 +91,18 @@ def version_spans(versions_A: Tensor) -> list[list[int]]:
     """
     versions, counts = versions_A.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
     return [[version, count] for version, count in zip(versions.tolist(), counts.tolist(), strict=True)]
+
+
+def token_runs(rollout: FinishedRollout, tokenizer: Any) -> list[list[tuple[int, str]]]:
+    """Return, of each sample, (mask, text) of each run of tokens with one mask (1: trained), special tokens visible.
+
+    Args:
+        rollout: at its end.
+        tokenizer: of transformers.
+    """
+    lengths, runs = list(rollout.sample_lengths), []
+    for ids_T, mask_T in zip(rollout.tokens_T.split(lengths), rollout.response_mask_T.split(lengths), strict=True):
+        bits, counts = mask_T.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
+        texts = [str(tokenizer.decode(part.tolist())) for part in ids_T.split(counts.tolist())]
+        runs.append(list(zip(bits.tolist(), texts, strict=True)))
+    return runs

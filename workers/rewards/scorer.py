@@ -90,6 +90,8 @@ class Scorer:
             the function says.
         """
         self._function = load_reward(config)
+        self._compares = not config.is_users
+        self._in_groups = config.group_function is not None
         self._has_parts = config.is_users if has_parts is None else has_parts
         self._failed = failed
         self._most_failures = config.max_failures_in_a_row
@@ -104,7 +106,8 @@ class Scorer:
             threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 
     def score(self, rollout: FinishedRollout, answer: str, task: str = NO_FIELDS) -> "Future[ScoredAnswer]":
-        """Score a rollout, unless its function did.
+        """Score a rollout, unless its function did. One without a reward whose row has no answer to compare with has
+        failed.
 
         Args:
             rollout: at its end.
@@ -181,10 +184,21 @@ class Scorer:
             try:
                 prompt = self._decoder.prompt(work.prompt)
                 response = self._decoder.response(work.response) if work.text is None else work.text
-                score = self._score(prompt, response, work.answer, work.task)
+                score = self._compared_with_nothing(work) or self._score(prompt, response, work.answer, work.task)
                 score.add_done_callback(partial(self._settle, work, prompt, response))
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the caller of `result` raises it
                 work.scored.set_exception(error)
+
+    def _compared_with_nothing(self, work: _Work) -> "Future[Score] | None":
+        """Return the score of a row without an answer, where a built-in function would call an empty reply right."""
+        if not self._compares or work.answer.strip():
+            return None
+        score: Future[Score] = Future()
+        if work.text is None or self._in_groups:
+            score.set_result(Score(0.0, correct=False))
+        else:
+            score.set_exception(UserCodeFailed("the rollout gave no reward, and its row has no answer to compare with"))
+        return score
 
     def _score(self, prompt: str, response: str, answer: str, task: str) -> "Future[Score]":
         if isinstance(self._function, PooledReward):

@@ -106,7 +106,8 @@ class RolloutConfig(SamplingConfig):
     max_drawn_tokens: int = Field(0, ge=0)
     """Most tokens that the policy draws in a rollout, all replies together; then it is truncated. 0: no limit."""
     max_context_tokens: int = Field(0, ge=0)
-    """Longest prompt and reply together, of one turn; then the rollout is truncated. 0: the model's positions."""
+    """Longest prompt and reply together, of one turn; then the rollout is truncated. 0: the model's positions, or
+    `vllm.max_model_len`."""
     max_attempts: int = Field(3, ge=1)
     """How often a rollout whose function raised or died is begun."""
     on_failure: Literal["dead_letter", "zero", "absent"] = "dead_letter"

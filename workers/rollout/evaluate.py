@@ -94,10 +94,11 @@ class Evaluator:
         self._wake = threading.Event()
         context.wake_to_stop(self._wake)
         self._rollouts = open_rollouts(context, self._engine, sampling, wake=self._wake)
-        self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)), failed=context.reward_failed)
+        tokenizer = load_tokenizer(Path(config.model.path))
+        self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
-            shown=config.rollout.samples_per_step, groups_per_step=len(self._dataset),
+            shown=config.rollout.samples_per_step, groups_per_step=len(self._dataset), tokenizer=tokenizer,
         )  # fmt: skip
         self._lines = JsonLines(context.run_dir / EVALUATION_FILE)
         self._version: Version | None = None

@@ -13,6 +13,7 @@ import heapq
 import logging
 import os
 import secrets
+import shutil
 import sys
 import threading
 import time
@@ -40,7 +41,7 @@ from workers.agents.wire import (
 )
 from workers.context import WorkerContext
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
-from workers.engines.model_files import max_positions
+from workers.engines.setup import longest_call
 from workers.rollout.config import SamplingConfig
 from workers.rollout.live_rollouts import LiveRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
@@ -159,6 +160,7 @@ class FunctionRollouts:
     def close(self) -> None:
         """See `Rollouts`."""
         self._service.kill()
+        shutil.rmtree(self._setup.scratch, ignore_errors=True)
 
     def _heard(self) -> list[FinishedRollout]:
         """Take what the service said; return the rollouts that finished."""
@@ -297,7 +299,7 @@ def open_rollouts(
         timeout_s=own.timeout_s,
         max_turns=own.max_turns,
         max_tokens=own.max_drawn_tokens,
-        max_context=own.max_context_tokens or max_positions(model_dir) or 0,
+        max_context=longest_call(config, sampling) or 0,
         max_response_tokens=sampling.max_response_tokens,
         max_attempts=own.max_attempts,
         num_workers=own.num_workers,

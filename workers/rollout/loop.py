@@ -58,7 +58,7 @@ class Rollout:
         self._config = config
         self._engine = load_generate_engine(config, config.rollout, device=context.device)
         task = task_of("rollout", config, context.job)
-        self._scorer = None
+        self._scorer, tokenizer = None, None
         if "rewards" in task.fused:
             tokenizer = load_tokenizer(Path(config.model.path))
             parts = config.has_reward_parts
@@ -71,6 +71,7 @@ class Rollout:
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
             shown=config.rollout.samples_per_step, groups_per_step=config.schedule.rollout_batch_size,
+            tokenizer=tokenizer,
         )  # fmt: skip
         self._client = context.queue_client()
         self._wake = threading.Event()

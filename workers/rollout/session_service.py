@@ -1,22 +1,31 @@
-"""The session service of a rollout process: a process of its own, and the thread that reads what it says."""
+"""The session service of a rollout process: a process of its own, and the thread that reads what it says.
+
+A service that stands still would hold up all of its rollouts for ever, their deadlines too, which it keeps itself. So
+it is pinged, and killed if it says nothing for long.
+"""
 
 import logging
 import os
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, UserCodeNotStarted
-from workers.agents.wire import Broken, FromService, Ready, Setup, ToService
+from workers.agents.wire import Broken, FromService, Ping, Pong, Ready, Setup, ToService
 from workers.calls.frames import frame, receive_frame
 
 logger = logging.getLogger(__name__)
 
+STALL_S = 30.0
+"""How long the service's event loop may stand still (s)."""
+_PING_S = 1.0
 _MOST_STARTS = 3
 
 
@@ -56,10 +65,14 @@ class SessionService:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
+        # A service that stands still takes nothing either: no send may wait for ever.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STALL_S), 0))
         self._socket = ours
         self._wake = wake
         self._heard: queue.SimpleQueue[FromService | None] = queue.SimpleQueue()
         self._decoder = msgpack_decoder(FromService)
+        self._watched = time.monotonic()
+        self._silent_s = 0.0
         self.send(setup)
         self._thread = threading.Thread(target=self._read, name="sessions", daemon=True)
         self._thread.start()
@@ -77,11 +90,14 @@ class SessionService:
         """Send a message; to a service that is gone it goes nowhere."""
         try:
             self._socket.sendall(frame(message))
+        except BlockingIOError:
+            self._give_up("took nothing")
         except OSError:
             self._wake.set()
 
     def heard(self) -> Sequence[FromService | None]:
-        """Return what it said since the last time; None: it is gone."""
+        """Return what it said since the last time; None: it is gone. One that stands still is killed, and gone soon."""
+        self._watch()
         messages: list[FromService | None] = []
         while not self._heard.empty():
             messages.append(self._heard.get())
@@ -93,11 +109,31 @@ class SessionService:
         self._process.wait()
         self._socket.close()
 
+    def _watch(self) -> None:
+        """Count the seconds in which it says nothing; no more than one a call, since this process may stand still
+        itself."""
+        now = time.monotonic()
+        if now - self._watched < _PING_S:
+            return
+        self._watched = now
+        self._silent_s += _PING_S
+        if self._silent_s > STALL_S:
+            self._give_up("said nothing")
+        else:
+            self.send(Ping())
+
+    def _give_up(self, how: str) -> None:
+        logger.warning("the session service %s for %g s; it is killed", how, STALL_S)
+        self._process.kill()
+
     def _read(self) -> None:
         try:
             while True:
-                self._heard.put(self._decoder.decode(receive_frame(self._socket)))
-                self._wake.set()
+                message = self._decoder.decode(receive_frame(self._socket))
+                self._silent_s = 0.0
+                if not isinstance(message, Pong):
+                    self._heard.put(message)
+                    self._wake.set()
         except Exception as error:  # noqa: BLE001  the boundary of a thread: half a message is a death, too
             logger.debug("the session service's last words: %s", error)
         self._heard.put(None)

@@ -27,6 +27,7 @@ from workers.agents.command import run_command
 from workers.agents.wire import Begin, Setup, Start
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
+from workers.records.samples import token_runs
 from workers.rewards.config import RewardConfig
 from workers.rewards.scorer import Scorer
 from workers.rollout.functions import FunctionRollouts
@@ -42,6 +43,10 @@ async def waits(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
     await chat.reply()
     open(os.path.join(task["seen"], f"{task.index}-{context.attempt}"), "w").close()
+    await asyncio.sleep(1000)
+
+async def writes(task, model, context):
+    (context.scratch / "file").touch()
     await asyncio.sleep(1000)
 
 async def computes(task, model, context):
@@ -270,6 +275,10 @@ def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None
     assert len(one.log_probs_A) == len(one.versions_A) == int(one.response_mask_T.sum())
     assert (one.reward, one.response, one.turns, one.truncated) == (None, "2368", 2, False)
     assert [message["role"] for message in one.conversations[0]] == ["user", "assistant", "tool", "assistant"]
+    (runs,) = token_runs(one, engine.tokenizer)
+    assert [(mask, text.replace(" ", "")) for mask, text in runs] == [
+        (0, "<user>37*64<asst>"), (1, "<call>37*64<eos>"), (0, "<tool>2368<asst>"), (1, "2368<eos>"),
+    ]  # fmt: skip
 
 
 def test_turns_that_could_not_be_bridged_are_trained_as_samples_and_counted_for_the_metrics(start: Any) -> None:
@@ -312,6 +321,37 @@ def test_rollouts_begin_again_when_the_service_or_a_worker_is_killed(start: Any,
     assert sorted(one.index for one in done) == [0, 1, 2, 3]
     assert len(list(tmp_path.glob("?-0"))) == 4  # each was begun once more, and paid nothing
     assert all(one.truncated and len(one.log_probs_A) and not one.leaves for one in done)  # their time was up
+
+
+@pytest.mark.parametrize("num_bytes", [1, 100_000])
+def test_a_service_that_stands_still_is_replaced_also_where_it_takes_nothing_more(
+    start: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setattr("workers.rollout.session_service.STALL_S", 3.0)
+    rollouts, _ = start()
+    service = child_of_service()
+    os.kill(service.pid, signal.SIGSTOP)
+    rollouts.begin([request(index, more="x" * num_bytes) for index in range(8)])
+    assert len(finished(rollouts, lambda done: len(done) == 8)) == 8
+    service.wait(30)
+
+
+def test_no_files_are_left_of_a_rollout_whose_process_or_service_was_killed(start: Any, tmp_path: Path) -> None:
+    rollouts, _ = start(function="my_rollouts:writes")
+    scratch = tmp_path / "scratch"
+    (scratch / "old").mkdir(parents=True)
+
+    def written() -> set[str]:
+        return {path.parent.name for path in scratch.glob("*/file")}
+
+    rollouts.begin([request(0)])
+    finished(rollouts, lambda _: written() == {"0-1"})
+    os.kill(child_of_service(1).pid, signal.SIGKILL)
+    finished(rollouts, lambda _: written() == {"0-2"})
+    os.kill(child_of_service().pid, signal.SIGKILL)
+    finished(rollouts, lambda _: {path.name for path in scratch.iterdir()} == {"0-1"})
+    rollouts.close()
+    assert not scratch.exists()
 
 
 @pytest.mark.parametrize(
@@ -408,6 +448,37 @@ def test_any_program_is_an_agent(start: Any, tmp_path: Path) -> None:
     assert (one.reward, one.turns) == (0.25, 1)
 
 
+def test_a_program_that_heard_that_its_context_is_spent_is_truncated(start: Any) -> None:
+    code = (
+        "import json, os, urllib.error, urllib.request as web\n"
+        "head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "def ask(text):\n"
+        "    body = {'model': 'policy', 'messages': [{'role': 'user', 'content': text}]}\n"
+        "    web.urlopen(web.Request(url, json.dumps(body).encode(), head))\n"
+        "ask('37*64')\n"
+        "try:\n    ask('37*64' * 9)\n    os._exit(3)\n"
+        "except urllib.error.HTTPError as error:\n    assert error.code == 400\n"
+        "json.dump({'reward': 0.25}, open(os.environ['ASYNCFLOW_RESULT'], 'w'))\n"
+    )
+    rollouts, _ = start(function=None, command=[sys.executable, "-c", code], tools=[], max_context=24)
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert (one.reward, one.turns, one.truncated) == (0.25, 1, True)
+
+
+@pytest.mark.parametrize(("length", "fits"), [(2**17 - 16, True), (2**17 - 15, False), (2**22, False)])
+def test_a_program_gets_a_row_of_any_length(tmp_path: Path, length: int, fits: bool) -> None:
+    code = (
+        "import json, os\n"
+        "task = open(os.environ['ASYNCFLOW_TASK_FILE']).read()\n"
+        "assert os.environ.get('ASYNCFLOW_TASK', task) == task\n"
+        "found = {'reward': len(task), 'fits': int('ASYNCFLOW_TASK' in os.environ)}\n"
+        "json.dump(found, open(os.environ['ASYNCFLOW_RESULT'], 'w'))"
+    )
+    assert run_program(code, "x" * length, tmp_path / "1") == (length, {"fits": float(fits)})
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -425,15 +496,20 @@ def test_a_programs_result_that_cannot_be_used_fails_it_and_holds_nothing_up(
     tmp_path: Path, code: str, words: str
 ) -> None:
     program = f"import os; path = os.environ['ASYNCFLOW_RESULT']; {code}"
+    with pytest.raises(UserCodeFailed, match=words):
+        run_program(program, "{}", tmp_path / "1")
+    assert not (tmp_path / "1").exists()
+
+
+def run_program(program: str, task: str, scratch: Path) -> tuple[float | None, dict[str, float]]:
+    """Run Python code as `rollout.agent_command`."""
     setup = Setup(
         model_dir="", renderer=None, function=None, agent=None, command=[sys.executable, "-c", program], tools=[],
         timeout_s=60, max_turns=0, max_tokens=0, max_context=0, max_response_tokens=8, max_attempts=1, num_workers=1,
         path=[], scratch="",
     )  # fmt: skip
-    start = Start(1, Begin(1, "{}", 0, 0, 0, 1), 0, "", "", 60.0, str(tmp_path / "1"))
-    with pytest.raises(UserCodeFailed, match=words):
-        asyncio.run(asyncio.wait_for(run_command(setup, start), 60))
-    assert not (tmp_path / "1").exists()
+    start = Start(1, Begin(1, task, 0, 0, 0, 1), 0, "", "", 60.0, str(scratch))
+    return asyncio.run(asyncio.wait_for(run_command(setup, start), 60))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Replies as text."""
 
 import json
+import time
 
 import pytest
 
@@ -26,6 +27,23 @@ def test_calls_are_read_in_the_templates_form(form: str, text: str, content: str
     calls = message.get("tool_calls", [])
     assert (message["content"], [call["function"]["name"] for call in calls]) == (content, names)
     assert all(json.loads(call["function"]["arguments"]) == {"a": 1} for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", "<tool_call>" + "\n" * 20_000),
+        ("hermes", "<tool_call>" * 20_000),
+        ("mistral", "[TOOL_CALLS][" * 20_000),
+        ("mistral", "[TOOL_CALLS] [" + "] " * 20_000 + "."),
+        ("llama", " " * 20_000 + "{"),
+        ("llama", "{" + "} " * 20_000 + "."),
+    ],
+)
+def test_what_looks_like_a_call_without_an_end_costs_no_more_than_its_length(form: str, text: str) -> None:
+    began = time.process_time()
+    assert read_reply(text, CallForm(form)) == {"role": "assistant", "content": text.strip()}
+    assert time.process_time() - began < 1.0
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,14 @@ def test_a_changed_history_or_other_tools_begin_a_new_sample() -> None:
     assert rollout.session.num_bridge_failures == 0
 
 
+def test_a_conversation_that_ends_with_the_assistants_message_is_refused() -> None:
+    """Rendered, it would be a finished reply with a new one behind it, and what was drawn be tokenized again."""
+    rollout = Rollout()
+    first = rollout.reply(ASKED, "42<|im_end|>")
+    with pytest.raises(BadAgentRequest, match="messages: the last one is the assistant's"):
+        rollout.session.prompt([*ASKED, as_sent_back(first)])
+
+
 def test_a_bridge_that_fails_is_counted() -> None:
     rollout = Rollout("mistral")
     prompt = rollout.session.prompt(ASKED, [TOOL])

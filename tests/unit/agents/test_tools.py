@@ -7,6 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from asyncflow.errors import ConfigError
+from workers.agents.errors import BudgetSpent, TaskSkipped
 from workers.agents.tools import Tool, call_tool
 
 
@@ -23,12 +24,16 @@ async def slow(a: float) -> dict[str, float]:
     return {"half": a / 2}
 
 
+def over(why: str) -> str:
+    raise {"skip": TaskSkipped, "budget": BudgetSpent, "memory": MemoryError}[why]
+
+
 async def _run(function: Callable[..., Any]) -> Any:
     return function()
 
 
 def called(name: str, arguments: str) -> Any:
-    tools = [Tool.of(add), Tool.of(slow)]
+    tools = [Tool.of(add), Tool.of(slow), Tool.of(over)]
     named = {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
     return asyncio.run(call_tool(tools, named, run=_run))["content"]
 
@@ -70,3 +75,9 @@ def test_an_argument_without_a_type_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="'a' of bad has no type"):
         Tool.of(bad)
+
+
+@pytest.mark.parametrize(("why", "error"), [("skip", TaskSkipped), ("budget", BudgetSpent), ("memory", MemoryError)])
+def test_what_ends_a_rollout_is_no_tools_result(why: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        called("over", f'{{"why": "{why}"}}')

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, UserCodeNotStarted
 from workers.agents import user_workers
 from workers.agents.user_workers import UserWorker, WorkerDeath
 from workers.agents.wire import Ask, Begin, Done, Raised, Setup, Start, Told
 
 MODULE = """
 import asyncio, os, sys, time
-from workers.agents.api import BudgetSpent
+from workers.agents import BudgetSpent
 
 async def talk(task, model, context):
     chat = model.chat([{"role": "user", "content": task["question"]}])
@@ -260,3 +261,13 @@ def test_a_stop_that_follows_a_start_at_once_costs_no_process(users: Path) -> No
 def test_a_function_that_is_no_coroutine_function_is_refused(users: Path) -> None:
     with pytest.raises(ConfigError, match="async def"):
         asyncio.run(told_by(users, "plain", "x"))
+
+
+def test_a_process_that_takes_long_to_import_has_not_started_and_is_no_mistake(
+    users: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_workers, "START_TIMEOUT_S", 2.0)
+    (users / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    setup = replace(setup_of(users, "odd"), function="endless:rollout")
+    with pytest.raises(UserCodeNotStarted, match="took longer than 2 s"):
+        asyncio.run(asyncio.wait_for(UserWorker.start(setup, Owner()), 60))

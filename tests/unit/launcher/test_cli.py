@@ -123,6 +123,14 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         ([*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=/w", "--set", "openai.update=nowhere:f"], "openai.update: "),
         ([*VLLM, "--set", "vllm.max_model_len=12"], "vllm.max_model_len: 12 is less than data.max_prompt_tokens"),
         ([*VLLM, "--set", "vllm.max_model_len=9999"], "vllm.max_model_len: 9999 is more than the model's"),
+        (
+            ["--set", "rollout.max_context_tokens=9999"],
+            "rollout.max_context_tokens: 9999 is more than the model's posi",
+        ),
+        (
+            [*VLLM, "--set", "vllm.max_model_len=60", "--set", "rollout.max_context_tokens=61"],
+            "rollout.max_context_tokens: 61 is more than vllm.max_model_len, 60; set it to 60 or less",
+        ),
         (["--set", "rollout.temperature=0.001"], "rollout.temperature: 0.001 cannot be used"),
         (["--set", "evaluate.temperature=0.001"], "evaluate.temperature: 0.001 cannot be used"),
         (["--set", "rollout.top_k=99999999999"], "rollout.top_k: 99999999999 cannot be used"),

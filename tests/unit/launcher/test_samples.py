@@ -25,7 +25,14 @@ def run_dir(tmp_path: Path) -> Path:
         {"role": "user", "content": "how much"}, {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "eight"},
     ]]  # fmt: skip
-    lines = [line(1, 0, 1.0), line(2, 1, 0.5), line(2, 2, -1.0), line(2, 3, None), line(2, 4, 2.0, conversations=talk)]
+    runs = [[[0, "<user>how much<asst>"], [1, "<call>2<eos>"], [0, "<tool>eight\x1b"]]]
+    lines = [
+        line(1, 0, 1.0),
+        line(2, 1, 0.5),
+        line(2, 2, -1.0),
+        line(2, 3, None),
+        line(2, 4, 2.0, conversations=talk, samples=runs),
+    ]
     texts = [json.dumps(one) for one in lines]
     (tmp_path / "samples" / "rollout-0.jsonl").write_text("\n".join(texts) + '\n{"step": 2, "gro')
     return tmp_path
@@ -40,6 +47,7 @@ def test_the_worst_and_the_best_of_the_newest_step_are_shown(run_dir: Path) -> N
     assert shown(text) == [2, 1, 4]
     assert "-> multiply" in text
     assert "[tool] eight" in text
+    assert "[tokens] <user>how much<asst>«<call>2<eos>»<tool>eight\\x1b\n" in text
 
 
 def test_a_step_shows_its_first_ones_and_no_text_commands_the_terminal(run_dir: Path) -> None:

@@ -4,6 +4,7 @@ import math
 import threading
 from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from workers.data.tokenizer import load_tokenizer
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
 from workers.rewards.scorer import Scorer
+from workers.rollout.rollouts import FinishedRollout
 
 DEADLINE_S = 20
 PROMPT, RESPONSE = torch.tensor([3]), torch.tensor([4])
 
 
-def make_scorer(failures: list[str] | None = None, **settings: int) -> Scorer:
+def make_scorer(failures: list[str] | None = None, **settings: Any) -> Scorer:
     tokenizer = load_tokenizer(Path(load_config(find_recipe("quickstart")).model.path))
     told = [] if failures is None else failures
     return Scorer(RewardConfig.model_validate({"function": "exact"} | settings), tokenizer, failed=told.append)
@@ -94,4 +96,33 @@ def test_a_reward_that_fails_on_every_answer_ends_the_run(most: int, ends: bool)
     else:
         assert futures[5].result(DEADLINE_S).failure == "the server is gone"
     assert failures == ["the server is gone"] * 5
+    scorer.close()
+
+
+def ended(response: str) -> FinishedRollout:
+    """Return a rollout of a function that gave no reward."""
+    drawn = torch.ones(1)
+    return FinishedRollout(
+        0, 0, torch.tensor([3, 4]), [2], torch.tensor([0, 1], dtype=torch.uint8), -drawn, drawn.int(), truncated=True,
+        response=response,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("function", ["exact", "digits", "math"])
+def test_a_rollout_without_reward_whose_row_has_no_answer_is_a_failure_and_not_right(function: str) -> None:
+    failures: list[str] = []
+    scorer = make_scorer(failures, function=function)
+    scored = scorer.score(ended(""), "").result(DEADLINE_S)
+    assert math.isnan(scored.reward)
+    assert (scored.correct, scored.failure) == (False, failures[0])
+    assert "gave no reward" in scored.failure
+    assert scorer.score(ended("8"), "8").result(DEADLINE_S).reward == 1.0
+    scorer.close()
+
+
+def test_nothing_is_right_where_there_is_no_answer_and_groups_are_judged_as_a_whole() -> None:
+    scorer = make_scorer(group_function="math:prod")
+    for scored in (scorer.score(ended(""), ""), scorer.submit(PROMPT, torch.tensor([], dtype=torch.int64), " ")):
+        answer = scored.result(DEADLINE_S)
+        assert (answer.reward, answer.correct, answer.failure) == (0.0, False, "")
     scorer.close()

@@ -1,0 +1,107 @@
+"""One attempt at a rollout: its budgets while calls run, and the conversations of its samples."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from launcher.config.paths import find_recipe
+from tests.support.chat_templates import tokenizer
+from workers.agents.errors import BadAgentRequest
+from workers.agents.messages import Message
+from workers.agents.rendering import TOOL, TemplateRenderer
+from workers.agents.requests import ChatRequest
+from workers.agents.run import BudgetIsSpent, Run
+from workers.agents.service import Service
+from workers.agents.wire import Begin, Done, Drawn, Setup
+
+MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
+ASKED: list[Message] = [{"role": "user", "content": "6*7?"}]
+MORE: list[Message] = [{"role": "user", "content": "Sure?"}]
+BEGIN = Begin(1, "{}", 0, 0, 0, 1)
+
+
+def setup_of(**changed: Any) -> Setup:
+    settings: dict[str, Any] = {
+        "model_dir": str(MODEL), "renderer": "configs.quickstart_tools.renderer:CalculatorRenderer",
+        "function": None, "agent": None, "command": [], "tools": [], "timeout_s": 60.0, "max_turns": 0, "max_tokens": 0,
+        "max_context": 0, "max_response_tokens": 8, "max_attempts": 1, "num_workers": 1, "path": [], "scratch": "",
+    }  # fmt: skip
+    return Setup(**settings | changed)
+
+
+def run_of(**changed: Any) -> Run:
+    return Run(1, BEGIN, key="", attempt=0, setup=setup_of(**changed), renderer=TemplateRenderer(tokenizer("qwen3")))
+
+
+def ids_of(text: str) -> list[int]:
+    return list(tokenizer("qwen3").encode(text, add_special_tokens=False))
+
+
+async def draw_yes(ticket: int, prompt: Sequence[int], max_tokens: int, seed: int) -> Drawn:
+    await asyncio.sleep(0)
+    ids = ids_of("yes<|im_end|>")
+    return Drawn(1, ids, [-0.5] * len(ids), [3] * len(ids), truncated=False)
+
+
+def test_tokens_that_running_calls_may_not_need_are_waited_for_and_not_spent() -> None:
+    run = run_of(max_tokens=16)
+    rooms: list[int] = []
+
+    async def draw(ticket: int, prompt: Sequence[int], max_tokens: int, seed: int) -> Drawn:
+        rooms.append(max_tokens)
+        return await draw_yes(ticket, prompt, max_tokens, seed)
+
+    async def ask() -> None:
+        await asyncio.gather(*(run.complete(ChatRequest(ASKED), None, draw=draw) for _ in range(3)))
+
+    asyncio.run(asyncio.wait_for(ask(), 30))
+    assert rooms == [8, 8, 8]  # of the first 16, two replies took six
+    assert not run.spent
+
+
+def test_a_call_that_waited_in_vain_for_tokens_has_spent_them() -> None:
+    run = run_of(max_tokens=len(ids_of("yes<|im_end|>")))
+
+    async def ask() -> list[Any]:
+        calls = (run.complete(ChatRequest(ASKED), None, draw=draw_yes) for _ in range(2))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, second = asyncio.run(asyncio.wait_for(ask(), 30))
+    assert first[1].message["content"] == "yes"
+    assert isinstance(second, BudgetIsSpent)
+    assert run.spent
+
+
+def test_each_sample_has_its_conversation_though_another_one_went_on_from_it() -> None:
+    run = run_of()
+
+    async def ask() -> list[int]:
+        first, completion = await run.complete(ChatRequest(ASKED), None, draw=draw_yes)
+        longer = [*ASKED, completion.message, *MORE]
+        second, _ = await run.complete(ChatRequest(longer), None, draw=draw_yes)
+        return [first, second]
+
+    first, second = asyncio.run(ask())
+    said = {"role": "assistant", "content": "yes"}
+    short, long = [*ASKED, said], [*ASKED, said, *MORE, said]
+    for nodes, conversations in (([first], [short]), ([second], [long]), ([first, second], [long]), ([], [long])):
+        result = run.result(Done(1, nodes, 1.0, {}), spent=False)
+        assert (result.conversations, len(result.samples)) == (conversations, 1)
+
+
+def test_a_template_that_ignores_tools_is_the_agents_error_also_where_tokens_are_counted() -> None:
+    pytest.importorskip("aiohttp")
+
+    async def count() -> int:
+        engine: Any = None  # it draws nothing
+        service = Service(engine, setup_of(agent="nowhere:agent"))
+        service._renderer = TemplateRenderer(tokenizer("smollm2"))
+        service._start(BEGIN, attempt=0)
+        (key,) = service._keys
+        assert service.count(key, ChatRequest(ASKED)) > 0
+        return service.count(key, ChatRequest(ASKED, [TOOL]))
+
+    with pytest.raises(BadAgentRequest, match="tools: .* ignores tools"):
+        asyncio.run(count())
