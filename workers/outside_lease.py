@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, LeaseFenced
+from tq.client.arguments import check_rows_of
 from tq.client.lease import Lease, LeaseCalls
 from tq.columns import Column
 from weightsync.version import Version
 from workers.tasks.dataflow import ANSWER_COLUMNS, DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS
-from workers.tasks.rollouts import responses_of
+from workers.tasks.rollouts import drawn_per_row, responses_of
 
 _DTYPES = {
     **dict.fromkeys(DRAWN_COLUMNS, torch.float32),
@@ -77,8 +78,15 @@ class OutsideLease(Lease):
         if set(given) != set(outputs):
             raise ConfigError(f"{name}: a put of columns {' '.join(given) or 'none'}; give {' '.join(outputs)}")
         packed = {column: _packed(column, columns[column]) for column in outputs}
+        rows = self.open_rows if rows is None else check_rows_of(self.grant, rows)
         if set(SAMPLE_COLUMNS) <= set(packed):
             self._check_samples(packed)
+        elif rows and not set(packed).isdisjoint(DRAWN_COLUMNS):
+            try:
+                drawn = self._drawn(rows)
+            except LeaseFenced as error:
+                return self._dropped(rows, error)
+            self._check_drawn(packed, drawn)
         if "rewards" in packed and packed["rewards"].values.isinf().any():
             raise ConfigError(f"{name}: rewards are not finite as float32; give numbers, NaN where scoring failed")
         return super().put(packed, rows)
@@ -87,18 +95,11 @@ class OutsideLease(Lease):
         tokens, lengths, mask = (columns[name] for name in SAMPLE_COLUMNS)
         drawn = [int(row.sum()) for row in mask.rows()]
         sums = [int(row.sum()) for row in lengths.rows()]
-        per_row = {"response_mask": mask.lengths.tolist(), "sample_lengths (their sums)": sums}
-        wanted = dict.fromkeys(per_row, tokens.lengths.tolist())
-        for name in set(columns) & set(DRAWN_COLUMNS):
-            per_row[name], wanted[name] = columns[name].lengths.tolist(), drawn
-        for name, numbers in per_row.items():
-            if numbers != wanted[name]:
-                of = "drawn tokens" if name in DRAWN_COLUMNS else "tokens"
-                raise ConfigError(f"{self.grant.task}: {name} of {numbers} for {wanted[name]} {of}; give one for each")
+        for name, numbers in (("response_mask", mask.lengths.tolist()), ("sample_lengths (their sums)", sums)):
+            self._check_numbers(name, numbers, tokens.lengths.tolist(), of="tokens")
+        self._check_drawn(columns, drawn)
         if not all(drawn):
             raise ConfigError(f"{self.grant.task}: a row has no drawn token; response_mask is 1 where one was drawn")
-        if not columns["rollout_log_probs"].values.isfinite().all():
-            raise ConfigError(f"{self.grant.task}: rollout_log_probs are not finite; were the weights loaded?")
         oldest, newest = (int(of(columns["versions"].values)) for of in (torch.min, torch.max))
         least = max(0, self.partition - 1 - self._bound)
         if oldest < least or newest > self._held.step:
@@ -106,6 +107,22 @@ class OutsideLease(Lease):
                 f"{self.grant.task}: versions {oldest} to {newest} for step {self.partition}, which takes {least} to "
                 f"{self._held.step} (what the rows were asked for with); generate with newer weights"
             )
+
+    def _drawn(self, rows: Sequence[int]) -> list[int]:
+        """Return how many tokens were drawn in each of these rows, which others generated."""
+        place = {row: number for number, row in enumerate(self.rows)}
+        return drawn_per_row(self.read(["response_mask"]).select([place[row] for row in rows])).tolist()
+
+    def _check_drawn(self, columns: Mapping[str, Column], drawn: list[int]) -> None:
+        for name in DRAWN_COLUMNS:
+            if name in columns:
+                self._check_numbers(name, columns[name].lengths.tolist(), drawn, of="drawn tokens")
+                if not columns[name].values.isfinite().all():
+                    raise ConfigError(f"{self.grant.task}: {name} are not finite; were the weights loaded?")
+
+    def _check_numbers(self, name: str, numbers: list[int], wanted: list[int], *, of: str) -> None:
+        if numbers != wanted:
+            raise ConfigError(f"{self.grant.task}: {name} of {numbers} for {wanted} {of}; give one for each")
 
 
 def _packed(name: str, values: Any) -> Column:

@@ -12,14 +12,14 @@ import torch
 
 from asyncflow.clock import HostClock
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import ConfigError, TransportError
+from asyncflow.errors import ConfigError, LeaseFenced, TransportError
 from asyncflow.job import GangSpec, Job
 from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import SealedStore, serve_store
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.client.lease import Lease
-from tq.columns import Column
+from tq.columns import Column, PackedBatch
 from tq.config import QueueConfig
 from tq.messages import LeaseGrant
 from weightsync.version import Version
@@ -31,13 +31,22 @@ SECRET = "5e" * 32
 GENERATED = ("tokens", "sample_lengths", "response_mask", "rollout_log_probs", "versions", "truncated")
 ROLLOUT = OutsideTask(("prompts",), GENERATED, needs_version=True)
 REWARDS = OutsideTask(("tokens",), ("rewards", "correct"), needs_version=False)
+REF = OutsideTask(("tokens", "sample_lengths", "response_mask"), ("ref_log_probs",), needs_version=False)
 
 
 class Queue:
-    """Remembers puts; stands in for a client's data plane."""
+    """Has the mask of rows with two and one drawn tokens, and remembers puts; stands in for a client's data plane."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fenced: bool = False) -> None:
+        self.fenced = fenced
         self.puts: list[Mapping[str, Column]] = []
+
+    def get(self, granted: LeaseGrant, names: Sequence[str]) -> PackedBatch:
+        if self.fenced:
+            raise LeaseFenced("others have the rows")
+        assert list(names) == ["response_mask"]
+        masks = [torch.tensor(row, dtype=torch.uint8) for row in ([0, 1, 1], [0, 1])]
+        return PackedBatch(tuple(granted.rows), {"response_mask": Column.of_rows(masks)})
 
     def put(self, granted: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         self.puts.append(columns)
@@ -103,6 +112,37 @@ def test_what_does_not_fit_is_refused_and_not_put(wrong: dict[str, Any], message
     with pytest.raises(ConfigError, match=message):
         lease_of(queue, ROLLOUT, held=2).put(generated(**wrong))
     assert not queue.puts
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "message"),
+    [
+        ([[0.0], [0.0]], r"task: ref_log_probs of \[1, 1\] for \[2, 1\] drawn tokens; give one for each"),
+        ([[0.0], [0.0, 0.0]], r"ref_log_probs of \[1, 2\] for \[2, 1\] drawn tokens"),
+        ([[0.0, 0.0]], r"ref_log_probs of \[2\] for \[2, 1\] drawn tokens"),
+        ([[0.0, float("nan")], [0.0]], "ref_log_probs are not finite; were the weights loaded"),
+        ([[0.0, -1e39], [0.0]], "ref_log_probs are not finite"),
+    ],
+)
+def test_log_probs_that_do_not_fit_what_others_generated_are_refused(log_probs: list[Any], message: str) -> None:
+    queue = Queue()
+    lease = lease_of(queue, REF)
+    with pytest.raises(ConfigError, match=message):
+        lease.put({"ref_log_probs": log_probs})
+    assert not queue.puts and lease.open_rows == [4, 5]
+
+
+def test_log_probs_are_put_in_any_order_of_rows_and_too_late_change_nothing() -> None:
+    queue = Queue()
+    lease = lease_of(queue, REF)
+    with pytest.raises(ConfigError, match=r"of \[2\] for \[1\] drawn tokens"):
+        lease.put({"ref_log_probs": [[-1.0, -2.0]]}, rows=[5])
+    assert lease.put({"ref_log_probs": [[-1.0], [-2.0, -3.0]]}, rows=[5, 4])
+    assert lease.put({"ref_log_probs": [[-1.0], [-2.0, -3.0]]}), "nothing is open"
+    assert [put["ref_log_probs"].lengths.tolist() for put in queue.puts] == [[1, 2]]
+    late = lease_of(Queue(fenced=True), REF)
+    assert not late.put({"ref_log_probs": [[-2.0, -3.0], [-1.0]]})
+    assert late.open_rows == []
 
 
 @pytest.mark.parametrize("reward", [float("inf"), 1e39])
