@@ -1,5 +1,7 @@
 """Rows of a run in the hands of a process outside: what it puts is checked before the run sees it."""
 
+import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from tq.client.arguments import check_rows_of
 from tq.client.lease import Lease, LeaseCalls
 from tq.columns import Column
 from weightsync.version import Version
+from workers.rewards.base import as_number
 from workers.tasks.dataflow import ANSWER_COLUMNS, DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS
 from workers.tasks.rollouts import drawn_per_row, responses_of
 
@@ -67,7 +70,7 @@ class OutsideLease(Lease):
 
         Args:
             columns: name -> a number per row, or a tensor or list per row of what has one per token; `reward_parts`: a
-                dict per row.
+                dict per row, of names to finite numbers.
             rows: some of the lease's.
 
         Raises:
@@ -129,10 +132,25 @@ def _packed(name: str, values: Any) -> Column:
     dtype = _DTYPES.get(name, torch.float32)
     try:
         if name == REWARD_PARTS:
-            return Column.of_values(list(values))
+            return Column.of_values([_reward_parts(row) for row in values])
         if name in (*SAMPLE_COLUMNS, *DRAWN_COLUMNS):
             return Column.of_rows([torch.as_tensor(row).to("cpu", dtype).reshape(-1) for row in values])
         return Column.of_scalars(torch.as_tensor(values).to("cpu", dtype))
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         per = "a number per row" if name in ANSWER_COLUMNS else "a tensor or list per row"
         raise ConfigError(f"column {name}: {error}; give {per} ({dtype})") from error
+
+
+def _reward_parts(row: Any) -> dict[str, float]:
+    """Return a row's parts as plain numbers, which the trainer adds up.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    try:
+        parts = {name: as_number(value) for name, value in row.items()}
+    except Exception:  # noqa: BLE001  the boundary to a user's objects
+        parts = {"": math.nan}
+    if not all(isinstance(name, str) and math.isfinite(value) for name, value in parts.items()):
+        raise ConfigError(f"column {REWARD_PARTS}: {reprlib.repr(row)}; give a dict of names to finite numbers per row")
+    return parts

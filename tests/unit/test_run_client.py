@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,7 @@ SECRET = "5e" * 32
 GENERATED = ("tokens", "sample_lengths", "response_mask", "rollout_log_probs", "versions", "truncated")
 ROLLOUT = OutsideTask(("prompts",), GENERATED, needs_version=True)
 REWARDS = OutsideTask(("tokens",), ("rewards", "correct"), needs_version=False)
+PARTS = OutsideTask(("tokens",), ("rewards", "correct", "reward_parts"), needs_version=False)
 REF = OutsideTask(("tokens", "sample_lengths", "response_mask"), ("ref_log_probs",), needs_version=False)
 
 
@@ -152,6 +154,24 @@ def test_reward_that_float32_does_not_have_is_refused_and_a_failed_one_is_not(re
         lease_of(queue, REWARDS).put({"rewards": [1.0, reward], "correct": [True, True]})
     assert not queue.puts
     assert lease_of(queue, REWARDS).put({"rewards": [1.0, float("nan")], "correct": [True, False]})
+
+
+@pytest.mark.parametrize(
+    "parts",
+    ["five", None, [1.0], {"a": "1"}, {"a": None}, {"a": [1.0, 2.0]}, {"a": float("nan")}, {"a": 10**400}, {3: 1}],
+)
+def test_reward_parts_that_the_trainer_could_not_add_up_are_refused(parts: Any) -> None:
+    queue = Queue()
+    with pytest.raises(ConfigError, match="column reward_parts: .*; give a dict of names to finite numbers per row"):
+        lease_of(queue, PARTS).put({"rewards": [1.0, 1.0], "correct": [True, True], "reward_parts": [{}, parts]})
+    assert not queue.puts
+
+
+def test_reward_parts_of_any_library_become_plain_numbers() -> None:
+    queue = Queue()
+    parts = [{"length": np.float32(0.5), "exact": torch.tensor(1)}, {}]
+    assert lease_of(queue, PARTS).put({"rewards": [1.0, 0.0], "correct": [True, False], "reward_parts": parts})
+    assert queue.puts[0]["reward_parts"].objects() == [{"length": 0.5, "exact": 1.0}, {}]
 
 
 def test_announcement_has_the_tasks_of_roles_without_processes_and_no_secret() -> None:
