@@ -100,6 +100,8 @@ class OutsideLease(Lease):
         sums = [int(row.sum()) for row in lengths.rows()]
         for name, numbers in (("response_mask", mask.lengths.tolist()), ("sample_lengths (their sums)", sums)):
             self._check_numbers(name, numbers, tokens.lengths.tolist(), of="tokens")
+        if (lengths.values < 1).any():
+            raise ConfigError(f"{self.grant.task}: sample_lengths are less than 1; a sample has tokens")
         self._check_drawn(columns, drawn)
         if not all(drawn):
             raise ConfigError(f"{self.grant.task}: a row has no drawn token; response_mask is 1 where one was drawn")
@@ -134,7 +136,10 @@ def _packed(name: str, values: Any) -> Column:
         if name == REWARD_PARTS:
             return Column.of_values([_reward_parts(row) for row in values])
         if name in (*SAMPLE_COLUMNS, *DRAWN_COLUMNS):
-            return Column.of_rows([torch.as_tensor(row).to("cpu", dtype).reshape(-1) for row in values])
+            rows = [torch.as_tensor(row) for row in values]
+            if name == "response_mask" and any((row != row.bool()).any() for row in rows):
+                raise ValueError("it has values besides 0 and 1")  # seen before they are cut to bytes
+            return Column.of_rows([row.to("cpu", dtype).reshape(-1) for row in rows])
         return Column.of_scalars(torch.as_tensor(values).to("cpu", dtype))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         per = "a number per row" if name in ANSWER_COLUMNS else "a tensor or list per row"
