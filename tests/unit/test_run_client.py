@@ -7,19 +7,20 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from asyncflow.clock import HostClock
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import ConfigError, TransportError
+from asyncflow.errors import ConfigError, LeaseFenced, TransportError
 from asyncflow.job import GangSpec, Job
 from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import SealedStore, serve_store
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.client.lease import Lease
-from tq.columns import Column
+from tq.columns import Column, PackedBatch
 from tq.config import QueueConfig
 from tq.messages import LeaseGrant
 from weightsync.version import Version
@@ -31,13 +32,23 @@ SECRET = "5e" * 32
 GENERATED = ("tokens", "sample_lengths", "response_mask", "rollout_log_probs", "versions", "truncated")
 ROLLOUT = OutsideTask(("prompts",), GENERATED, needs_version=True)
 REWARDS = OutsideTask(("tokens",), ("rewards", "correct"), needs_version=False)
+PARTS = OutsideTask(("tokens",), ("rewards", "correct", "reward_parts"), needs_version=False)
+REF = OutsideTask(("tokens", "sample_lengths", "response_mask"), ("ref_log_probs",), needs_version=False)
 
 
 class Queue:
-    """Remembers puts; stands in for a client's data plane."""
+    """Has the mask of rows with two and one drawn tokens, and remembers puts; stands in for a client's data plane."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fenced: bool = False) -> None:
+        self.fenced = fenced
         self.puts: list[Mapping[str, Column]] = []
+
+    def get(self, granted: LeaseGrant, names: Sequence[str]) -> PackedBatch:
+        if self.fenced:
+            raise LeaseFenced("others have the rows")
+        assert list(names) == ["response_mask"]
+        masks = [torch.tensor(row, dtype=torch.uint8) for row in ([0, 1, 1], [0, 1])]
+        return PackedBatch(tuple(granted.rows), {"response_mask": Column.of_rows(masks)})
 
     def put(self, granted: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         self.puts.append(columns)
@@ -94,6 +105,11 @@ def test_lists_and_wide_numbers_become_the_columns_that_the_run_reads() -> None:
             "no dr",
         ),
         ({"sample_lengths": [[3], [1]]}, r"sample_lengths \(their sums\) of \[3, 1\]"),
+        ({"response_mask": [[0, 0, 2], [0, 1]]}, "column response_mask: it has values besides 0 and 1; give a tensor"),
+        ({"response_mask": [[0, 257, 1], [0, 1]]}, "besides 0 and 1"),
+        ({"response_mask": [[0.5, 1, 1], [0, 1]]}, "besides 0 and 1"),
+        ({"sample_lengths": [[4, -1], [2]]}, "sample_lengths are less than 1; a sample has tokens"),
+        ({"sample_lengths": [[3, 0], [2]]}, "sample_lengths are less than 1"),
         ({"tokens": [5, None]}, "column tokens: .*; give a tensor or list per row"),
         ({"rewards": [1.0, 1.0]}, "a put of columns .* rewards; give tokens"),
     ],
@@ -105,6 +121,37 @@ def test_what_does_not_fit_is_refused_and_not_put(wrong: dict[str, Any], message
     assert not queue.puts
 
 
+@pytest.mark.parametrize(
+    ("log_probs", "message"),
+    [
+        ([[0.0], [0.0]], r"task: ref_log_probs of \[1, 1\] for \[2, 1\] drawn tokens; give one for each"),
+        ([[0.0], [0.0, 0.0]], r"ref_log_probs of \[1, 2\] for \[2, 1\] drawn tokens"),
+        ([[0.0, 0.0]], r"ref_log_probs of \[2\] for \[2, 1\] drawn tokens"),
+        ([[0.0, float("nan")], [0.0]], "ref_log_probs are not finite; were the weights loaded"),
+        ([[0.0, -1e39], [0.0]], "ref_log_probs are not finite"),
+    ],
+)
+def test_log_probs_that_do_not_fit_what_others_generated_are_refused(log_probs: list[Any], message: str) -> None:
+    queue = Queue()
+    lease = lease_of(queue, REF)
+    with pytest.raises(ConfigError, match=message):
+        lease.put({"ref_log_probs": log_probs})
+    assert not queue.puts and lease.open_rows == [4, 5]
+
+
+def test_log_probs_are_put_in_any_order_of_rows_and_too_late_change_nothing() -> None:
+    queue = Queue()
+    lease = lease_of(queue, REF)
+    with pytest.raises(ConfigError, match=r"of \[2\] for \[1\] drawn tokens"):
+        lease.put({"ref_log_probs": [[-1.0, -2.0]]}, rows=[5])
+    assert lease.put({"ref_log_probs": [[-1.0], [-2.0, -3.0]]}, rows=[5, 4])
+    assert lease.put({"ref_log_probs": [[-1.0], [-2.0, -3.0]]}), "nothing is open"
+    assert [put["ref_log_probs"].lengths.tolist() for put in queue.puts] == [[1, 2]]
+    late = lease_of(Queue(fenced=True), REF)
+    assert not late.put({"ref_log_probs": [[-2.0, -3.0], [-1.0]]})
+    assert late.open_rows == []
+
+
 @pytest.mark.parametrize("reward", [float("inf"), 1e39])
 def test_reward_that_float32_does_not_have_is_refused_and_a_failed_one_is_not(reward: float) -> None:
     queue = Queue()
@@ -112,6 +159,24 @@ def test_reward_that_float32_does_not_have_is_refused_and_a_failed_one_is_not(re
         lease_of(queue, REWARDS).put({"rewards": [1.0, reward], "correct": [True, True]})
     assert not queue.puts
     assert lease_of(queue, REWARDS).put({"rewards": [1.0, float("nan")], "correct": [True, False]})
+
+
+@pytest.mark.parametrize(
+    "parts",
+    ["five", None, [1.0], {"a": "1"}, {"a": None}, {"a": [1.0, 2.0]}, {"a": float("nan")}, {"a": 10**400}, {3: 1}],
+)
+def test_reward_parts_that_the_trainer_could_not_add_up_are_refused(parts: Any) -> None:
+    queue = Queue()
+    with pytest.raises(ConfigError, match="column reward_parts: .*; give a dict of names to finite numbers per row"):
+        lease_of(queue, PARTS).put({"rewards": [1.0, 1.0], "correct": [True, True], "reward_parts": [{}, parts]})
+    assert not queue.puts
+
+
+def test_reward_parts_of_any_library_become_plain_numbers() -> None:
+    queue = Queue()
+    parts = [{"length": np.float32(0.5), "exact": torch.tensor(1)}, {}]
+    assert lease_of(queue, PARTS).put({"rewards": [1.0, 0.0], "correct": [True, False], "reward_parts": parts})
+    assert queue.puts[0]["reward_parts"].objects() == [{"length": 0.5, "exact": 1.0}, {}]
 
 
 def test_announcement_has_the_tasks_of_roles_without_processes_and_no_secret() -> None:
@@ -195,6 +260,8 @@ def test_numbers_are_in_one_step_and_gone_from_the_next(server: tuple[SealedStor
         report_metrics(store, "judge", None, stamp="4")  # type: ignore[arg-type]  # a mistake
     with pytest.raises(ConfigError, match="ms: nan is not finite"):
         report_metrics(store, "judge", {"ms": float("nan")}, stamp="4")
+    with pytest.raises(ConfigError, match="ms: an integer that no float holds; leave it out"):
+        report_metrics(store, "judge", {"ms": 10**5000}, stamp="4")
     assert read.new() == {}
 
 

@@ -32,7 +32,11 @@ def report_metrics(store: SealedStore, name: str, metrics: Mapping[str, float], 
     for metric, value in metrics.items():
         if not isinstance(metric, str) or isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"metric {metric!r}: {value!r} is no number; give names with a float or an int each")
-        if not math.isfinite(value):
+        try:
+            finite = math.isfinite(value)
+        except OverflowError:
+            raise ConfigError(f"metric {metric}: an integer that no float holds; leave it out") from None
+        if not finite:
             raise ConfigError(f"metric {metric}: {value} is not finite; leave it out")
     store.set(f"{_METRICS}{name}", json.dumps({"stamp": stamp, "metrics": dict(metrics)}))
     store.put(_ANY, "1")
