@@ -97,8 +97,16 @@ def _settings_of(
 
         kind, own = outside_algorithm(name, algorithm)
         _check_run(own, config)
-        try_algorithm(name, kind, own, config.rollout, group_size=config.schedule.n_samples_per_prompt)
-        return {section: {**own.model_dump(mode="json"), "name": name, "reads": list(own.advantage_inputs)}}
+        # A group that is too small for it is refused later, with the other sizes.
+        group_size = max(config.schedule.n_samples_per_prompt, own.min_group_size)
+        made = try_algorithm(name, kind, own, config.rollout, group_size=group_size)
+        found = {
+            "name": name,
+            "reads": list(own.advantage_inputs),
+            "needs_group_size": own.min_group_size,
+            "needs_whole_step": bool(made.whole_step),
+        }
+        return {section: own.model_dump(mode="json") | found}
     if registry is BACKENDS:
         from tq.backends.load import backend_class
 

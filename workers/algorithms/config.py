@@ -335,11 +335,20 @@ class OutsideConfig(KlLossConfig):
     """`module:Class`, a `workers.algorithms.algorithm.Algorithm`."""
     reads: tuple[str, ...] = ("rewards",)
     """Columns that its advantages are computed from; leave it out: its `Config` says so."""
+    needs_group_size: int = 1
+    """Responses per prompt that it needs to compare; leave it out: its `Config` says so (`min_group_size`)."""
+    needs_whole_step: bool = False
+    """Whether nothing trains before the step's last row is there; leave it out: the class says so (`whole_step`)."""
 
     @property
     def min_group_size(self) -> int:
-        """Whatever the class makes of one response."""
-        return 1
+        """As its `Config` says."""
+        return self.needs_group_size
+
+    @property
+    def whole_step(self) -> bool:
+        """As the class says."""
+        return self.needs_whole_step
 
     @property
     def advantage_inputs(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from workers.tasks.dataflow import DRAWN_COLUMNS
 from workers.tasks.rollouts import sample_columns
 
 FIELD = "algorithm.name"
-_NOT_ITS_OWN = ("name", "reads")
+_NOT_ITS_OWN = ("name", "reads", "needs_group_size", "needs_whole_step")
 """Keys of `OutsideConfig` that the class's `Config` does not have."""
 
 
@@ -64,11 +64,16 @@ def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algor
     inputs: object = config.advantage_inputs
     if not isinstance(inputs, tuple | list) or not all(isinstance(column, str) for column in inputs):
         raise ConfigError(f"{FIELD}: {name}: advantage_inputs of its Config are {inputs!r}; give a tuple of columns")
+    smallest: object = config.min_group_size
+    if type(smallest) is not int or smallest < 1:
+        raise ConfigError(f"{FIELD}: {name}: min_group_size of its Config is {smallest!r}; give 1 or more responses")
     return kind, config
 
 
-def try_algorithm(name: str, kind: Any, settings: KlLossConfig, answers: AnswerSettings, *, group_size: int) -> None:
-    """Make an algorithm of a user's, and have it compare a made-up group, if that has the columns.
+def try_algorithm(
+    name: str, kind: Any, settings: KlLossConfig, answers: AnswerSettings, *, group_size: int
+) -> Algorithm[Any]:
+    """Return an algorithm of a user's, which has compared a made-up group, if that has the columns.
 
     Raises:
         ConfigError: its advantages are not such that a run can use them.
@@ -83,7 +88,7 @@ def try_algorithm(name: str, kind: Any, settings: KlLossConfig, answers: AnswerS
     }
     inputs = settings.advantage_inputs
     if not set(inputs) <= set(columns):
-        return  # a users' task writes one
+        return algorithm  # a users' task writes one
     batch = PackedBatch(tuple(range(group_size)), {column: columns[column] for column in inputs}, (0,) * group_size)
     made = algorithm.advantages(batch, group_size=group_size)
     found = made.get("advantages") if isinstance(made, Mapping) else made
@@ -93,6 +98,7 @@ def try_algorithm(name: str, kind: Any, settings: KlLossConfig, answers: AnswerS
             f"{FIELD}: {name}.advantages returned {shown} for a group of {group_size} with a token each; return "
             f"{{'advantages': Column}} with a number per row, or per drawn token"
         )
+    return algorithm
 
 
 def _made(kind: Any, settings: PolicyConfig, answers: AnswerSettings) -> Algorithm[Any]:

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError
+from launcher.checks.batch_sizes import check_batch_sizes
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from launcher.plan.scenario import Training
 from tq.columns import Column, PackedBatch
 from workers.algorithms.config import OutsideConfig
 from workers.algorithms.load import load_algorithm, outside_algorithm
@@ -25,11 +27,28 @@ NAME = "custom_algorithm:SoftGated"
 NAMED = f"algorithm.name={NAME}"
 REFUSED = """
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import KlLossConfig, PPOConfig, RLOOConfig
+from workers.algorithms.config import GRPOConfig, KlLossConfig, PPOConfig, RLOOConfig
 from workers.algorithms.grpo import GRPO
 
 class Bare(GRPO):
     pass
+
+class Fours(GRPO):
+    class Config(GRPOConfig):
+        name: str = "grpo"
+        min_group_size = property(lambda self: 4)
+
+    def __init__(self, config, **how):
+        super().__init__(config, **how)
+        self.whole_step = True
+
+    def advantages(self, batch, *, group_size):
+        assert group_size >= 4
+        return super().advantages(batch, group_size=group_size)
+
+class Nothing(GRPO):
+    class Config(Fours.Config):
+        min_group_size = property(lambda self: "two")
 
 class WithCritic(GRPO):
     Config = PPOConfig
@@ -84,6 +103,19 @@ def test_a_class_of_ones_own_is_loaded_with_its_settings_also_in_a_worker(code: 
     assert new.grad.tolist() == pytest.approx((-batch["advantages"].values).tolist()), "at ratio 1 the gate is open"
 
 
+def test_groups_too_small_for_it_are_refused_and_a_plan_knows_that_it_trains_whole_steps(code: Path) -> None:
+    config = configured(code, "algorithm.name=refused_algorithms:Fours", "schedule.n_samples_per_prompt=2")
+    config.save(code)
+    for each in (config, RunConfig.load(code)):
+        with pytest.raises(ConfigError, match=r"2 answer per prompt cannot be compared by refused_.*:Fours; give 4"):
+            check_batch_sizes(each)
+        training = Training.of(each)["actor"]
+        assert training.whole_step and not training.streams
+    plain = configured(code)
+    check_batch_sizes(plain)
+    assert (plain.algorithm.min_group_size, Training.of(plain)["actor"].whole_step) == (2, False)
+
+
 def test_the_launcher_imports_no_torch_for_it(code: Path) -> None:
     program = (
         "import sys; from launcher.config.load import load_config; from launcher.config.paths import find_recipe\n"
@@ -107,6 +139,7 @@ def test_the_launcher_imports_no_torch_for_it(code: Path) -> None:
         ("no_such_module:Class", {}, "algorithm.name: no module 'no_such_module'"),
         ("refused_algorithms:function", {}, "is no class"),
         ("refused_algorithms:Bare", {}, "has no Config derived from workers.algorithms.config.KlLossConfig"),
+        ("refused_algorithms:Nothing", {}, "min_group_size of its Config is 'two'; give 1 or more responses"),
         ("refused_algorithms:WithCritic", {}, "has a critic, or its KL penalty in the reward"),
         ("refused_algorithms:InReward", {}, "has no Config derived from workers.algorithms.config.KlLossConfig"),
     ],
