@@ -99,12 +99,12 @@ def _settings_of(
         _check_run(own, config)
         # A group that is too small for it is refused later, with the other sizes.
         group_size = max(config.schedule.n_samples_per_prompt, own.min_group_size)
-        algorithm = try_algorithm(name, kind, own, config.rollout, group_size=group_size)
+        made = try_algorithm(name, kind, own, config.rollout, group_size=group_size)
         found = {
             "name": name,
             "reads": list(own.advantage_inputs),
             "needs_group_size": own.min_group_size,
-            "needs_whole_step": bool(algorithm.whole_step),
+            "needs_whole_step": bool(made.whole_step),
         }
         return {section: own.model_dump(mode="json") | found}
     if registry is BACKENDS:

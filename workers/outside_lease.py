@@ -1,5 +1,6 @@
 """Rows of a run in the hands of a process outside: what it puts is checked before the run sees it."""
 
+import contextlib
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -85,11 +86,8 @@ class OutsideLease(Lease):
         if set(SAMPLE_COLUMNS) <= set(packed):
             self._check_samples(packed)
         elif rows and not set(packed).isdisjoint(DRAWN_COLUMNS):
-            try:
-                drawn = self._drawn(rows)
-            except LeaseFenced as error:
-                return self._dropped(rows, error)
-            self._check_drawn(packed, drawn)
+            with contextlib.suppress(LeaseFenced):  # the put below is refused, too
+                self._check_drawn(packed, self._drawn(rows))
         if "rewards" in packed and packed["rewards"].values.isinf().any():
             raise ConfigError(f"{name}: rewards are not finite as float32; give numbers, NaN where scoring failed")
         return super().put(packed, rows)

@@ -8,10 +8,24 @@ from pathlib import Path
 
 import asyncflow
 from asyncflow.job import Job
+from workers.config import RunConfig
 
 from . import command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+TRAINER = """
+from asyncflow.settings import Settings
+from workers.engines.fsdp.engine import FsdpEngine
+
+class Mine(FsdpEngine):
+    class Config(Settings):
+        seed: int = 3
+
+    def __init__(self, setup):
+        temperature = setup.run.rollout.temperature
+        seed = setup.options.seed
+        super().__init__(setup.model_dir, actor=setup.actor, temperature=temperature, device=setup.device, seed=seed)
+"""
 SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval=0", "--steps", "3")
 
 
@@ -115,4 +129,24 @@ def test_an_engine_outside_of_the_package_generates_what_is_trained(tmp_path: Pa
     command.check_ledger(tmp_path / "run", groups_per_step=8, last=3)
     for line in command.lines(tmp_path / "run" / "metrics.jsonl"):
         difference = line["rollout_log_prob_diff_mean"]  # null: none is on-policy
+        assert difference is None or difference < 1e-4
+
+
+def test_an_engine_outside_of_the_package_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "my_trainer.py").write_text(TRAINER)
+    own = ("--set", "actor.engine=my_trainer:Mine", "--set", f"code_directory={tmp_path}")
+    sizes = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval=2")
+    first = command.run(
+        "--run-dir", "run", *sizes, *own, "--steps", "2", "--roles", "rollout:1,actor:1,ref:1", cwd=tmp_path
+    )
+    assert first.returncode == 0, first.stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000002"]
+    second = command.run("--resume", "latest", "--run-dir", "run", "--steps", "3", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    command.check_ledger(tmp_path / "run", groups_per_step=8, last=3)
+    assert RunConfig.load(tmp_path / "run").actor.engine_options == {"seed": 3}
+    lines = command.lines(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["step"], line["lineage"]) for line in lines] == [(1, 0), (2, 0), (3, 1)]
+    for line in lines:
+        difference = line["rollout_log_prob_diff_mean"]  # its weights are what the generator has; null: none on-policy
         assert difference is None or difference < 1e-4

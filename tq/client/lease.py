@@ -186,22 +186,15 @@ class Lease:
     def _finish(self, rows: Sequence[int], call: Callable[[], None]) -> bool:
         if not rows:
             return True
+        mine = True
         try:
             call()
         except LeaseFenced as error:
-            return self._dropped(rows, error)
-        self._close(rows)
-        return True
-
-    def _dropped(self, rows: Sequence[int], error: LeaseFenced) -> bool:
-        """Return False, as a put that comes too late does."""
-        logger.warning("%s: dropped %d rows: %s", self.grant.task, len(rows), error)
-        self._close(rows)
-        return False
-
-    def _close(self, rows: Sequence[int]) -> None:
+            logger.warning("%s: dropped %d rows: %s", self.grant.task, len(rows), error)
+            mine = False
         for row in rows:
             self._open.pop(row, None)
+        return mine
 
 
 def read_or_release(

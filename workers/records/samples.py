@@ -7,8 +7,10 @@ Legend of shapes: A drawn tokens of a rollout.
 """
 
 import contextlib
+import itertools
 import json
 import logging
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +102,11 @@ def token_runs(rollout: FinishedRollout, tokenizer: Any) -> list[list[tuple[int,
         rollout: at its end.
         tokenizer: of transformers.
     """
-    lengths, runs = list(rollout.sample_lengths), []
-    for ids_T, mask_T in zip(rollout.tokens_T.split(lengths), rollout.response_mask_T.split(lengths), strict=True):
-        bits, counts = mask_T.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-        texts = [str(tokenizer.decode(part.tolist())) for part in ids_T.split(counts.tolist())]
-        runs.append(list(zip(bits.tolist(), texts, strict=True)))
+    runs: list[list[tuple[int, str]]] = []
+    drawn = zip(rollout.response_mask_T.tolist(), rollout.tokens_T.tolist(), strict=True)
+    for length in rollout.sample_lengths:
+        found = []
+        for bit, part in itertools.groupby(itertools.islice(drawn, length), key=itemgetter(0)):
+            found.append((bit, str(tokenizer.decode([token for _, token in part]))))
+        runs.append(found)
     return runs
