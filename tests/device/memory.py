@@ -73,4 +73,4 @@ def _generate(path: Path, sizes: ModelSizes, device: torch.device) -> Parts:
     list(
         responses_of(engine, [GenerateRequest(row, prompt, seed=row, ticket=row) for row, prompt in enumerate(prompts)])
     )
-    return hf_memory(sizes, 2, 64, 128)
+    return hf_memory(sizes, 2, 64, 128, prompt_tokens=80)

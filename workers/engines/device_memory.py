@@ -91,7 +91,8 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
             sampling = config.rollout if role == "rollout" else config.evaluate.sampling(config.rollout)
             tokens = config.data.max_prompt_tokens + sampling.max_response_tokens
             if sampling.engine == "hf":
-                roles[role] = hf_memory(model, copy, sampling.batch_size, tokens)
+                prompts = config.data.max_prompt_tokens
+                roles[role] = hf_memory(model, copy, sampling.batch_size, tokens, prompt_tokens=prompts)
             elif sampling.engine == "vllm":
                 number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
                 roles[role] = vllm_memory(model, number, config.vllm.tensor_parallel_size, tokens)
@@ -169,18 +170,19 @@ def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig) -
         "weights": number * size,
         "gathered": gathered,
         "activations": tokens * number * (4 * model.hidden_size + 3 * model.ffn_size // tensor),
-        "logits": _logits_bytes(model, number, tokens=0),
+        "logits": _tile_bytes(number),
     }
     return {name: size for name, size in parts.items() if size}
 
 
-def hf_memory(model: ModelSizes, number: int, responses: int, tokens: int) -> Parts:
+def hf_memory(model: ModelSizes, number: int, responses: int, tokens: int, *, prompt_tokens: int) -> Parts:
     """Return what the `hf` engine has: weights, keys and values of all responses at their longest (2 L K d c a token),
-    and four numbers for each logit of a step."""
+    four numbers for each logit of a step, and one layer of the step in which all prompts enter at once."""
     cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * number
     return {
         "weights": number * model.num_parameters,
         "KV cache": responses * tokens * cache,
+        "activations": responses * prompt_tokens * number * (4 * model.hidden_size + 3 * model.ffn_size),
         "logits": responses * model.vocab_size * 4 * 4,
     }
 
@@ -254,7 +256,11 @@ def _passes(
 
 
 def _logits_bytes(model: ModelSizes, number: int, *, tokens: int) -> int:
-    """Return what the head takes: two tiles in float32, one in bfloat16 on its way to each product, and of T tokens the
-    hidden states and their gradient, also in float32 while it is summed."""
-    tiles = LOGITS_TILE * (8 if number == 4 else 12)
-    return tiles + tokens * model.hidden_size * (2 * number + 4)
+    """Return what the head takes in training: a tile with the exponentials beside it, which the entropies want, and of
+    T tokens the hidden states and their gradient, also in float32 while it is summed."""
+    return _tile_bytes(number) + 4 * LOGITS_TILE + tokens * model.hidden_size * (2 * number + 4)
+
+
+def _tile_bytes(number: int) -> int:
+    """Return what a tile takes: float32, and the product in bfloat16 that it is made of."""
+    return LOGITS_TILE * (4 if number == 4 else 4 + number)
