@@ -9,6 +9,8 @@ Legend of shapes: A drawn tokens of a rollout.
 import contextlib
 import json
 import logging
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +102,10 @@ def token_runs(rollout: FinishedRollout, tokenizer: Any) -> list[list[tuple[int,
         rollout: at its end.
         tokenizer: of transformers.
     """
-    lengths, runs = list(rollout.sample_lengths), []
-    for ids_T, mask_T in zip(rollout.tokens_T.split(lengths), rollout.response_mask_T.split(lengths), strict=True):
-        bits, counts = mask_T.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-        texts = [str(tokenizer.decode(part.tolist())) for part in ids_T.split(counts.tolist())]
-        runs.append(list(zip(bits.tolist(), texts, strict=True)))
-    return runs
+    samples, end = [], 0
+    for length in rollout.sample_lengths:
+        ids, mask = (column[end : end + length].tolist() for column in (rollout.tokens_T, rollout.response_mask_T))
+        end += length
+        runs = [(bit, [token for _, token in run]) for bit, run in groupby(zip(mask, ids, strict=True), itemgetter(0))]
+        samples.append([(bit, str(tokenizer.decode(tokens))) for bit, tokens in runs])
+    return samples
