@@ -18,8 +18,8 @@ VICTIMS = (
     ("rollout", signal.SIGKILL),
 )
 """A user worker and the session service, killed or hung, and the rollout that has both."""
-REPLACED_S = 120.0
-"""How long a hung process may stay (s)."""
+REPLACED_S = 600.0
+"""How long a hung process may stay (s): one that starts may take long, and one that is idle holds nothing up."""
 AGENT = """
 import json, os, urllib.request as web
 row = json.load(open(os.environ["ASYNCFLOW_TASK_FILE"]))

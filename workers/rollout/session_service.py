@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, UserCodeNotStarted
+from workers.agents.user_workers import START_TIMEOUT_S
 from workers.agents.wire import Broken, FromService, Ping, Pong, Ready, Setup, ToService
 from workers.calls.frames import frame, receive_frame
 
@@ -44,8 +45,8 @@ def open_service(setup: Setup, wake: threading.Event) -> "SessionService":
         try:
             return SessionService(setup, wake)
         except _NotStarted:
-            logger.warning("the session service ended while it started; starting it again")
-    raise UserCodeNotStarted(f"the session service ended {_MOST_STARTS} times while it started; see this log")
+            logger.warning("the session service ended while it started, or took too long; starting it again")
+    raise UserCodeNotStarted(f"the session service did not start, {_MOST_STARTS} times; see this log")
 
 
 class SessionService:
@@ -56,7 +57,7 @@ class SessionService:
 
         Raises:
             ConfigError: the user's function cannot be used.
-            _NotStarted: it ended.
+            _NotStarted: it ended, or took too long.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -76,7 +77,11 @@ class SessionService:
         self.send(setup)
         self._thread = threading.Thread(target=self._read, name="sessions", daemon=True)
         self._thread.start()
-        match self._heard.get():
+        try:
+            first = self._heard.get(timeout=START_TIMEOUT_S * (1 + setup.num_workers))
+        except queue.Empty:
+            first = None
+        match first:
             case Ready(port=port):
                 self.port = port
             case Broken(text=text):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from asyncflow.clock import HostClock
-from asyncflow.errors import ConfigError, UserCodeFailed
+from asyncflow.errors import ConfigError, UserCodeFailed, UserCodeNotStarted
 from asyncflow.timeline import Timeline
 from launcher.config.paths import find_recipe
 from tests.support.judge import Judge
@@ -113,6 +113,10 @@ class NoBridge(CalculatorRenderer):
 
     def bridge(self, previous_ids, new_messages, tools=None):
         return None
+class Endless(CalculatorRenderer):
+    def __init__(self, tokenizer):
+        __import__("threading").Event().wait()
+
 class Again(Environment):
     def reset(self, task):
         return task["prompt"]
@@ -334,6 +338,14 @@ def test_a_service_that_stands_still_is_replaced_also_where_it_takes_nothing_mor
     rollouts.begin([request(index, more="x" * num_bytes) for index in range(8)])
     assert len(finished(rollouts, lambda done: len(done) == 8)) == 8
     service.wait(30)
+
+
+def test_a_service_that_stands_still_while_it_starts_has_not_started(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.rollout.session_service.START_TIMEOUT_S", 1.0)
+    with pytest.raises(UserCodeNotStarted, match="did not start, 3 times"):
+        start(renderer="my_rollouts:Endless")
 
 
 def test_no_files_are_left_of_a_rollout_whose_process_or_service_was_killed(start: Any, tmp_path: Path) -> None:
