@@ -2,7 +2,7 @@
 
 from launcher.checks.batch_sizes import check_batch_sizes
 from launcher.checks.devices import Devices
-from launcher.checks.models import check_generating, check_reference, ranks_per_instance
+from launcher.checks.models import check_broadcast, check_generating, check_reference, ranks_per_instance
 from launcher.checks.preflight import check_clients
 from launcher.plan.devices import Device
 from launcher.run.placement import place_gangs
@@ -31,4 +31,5 @@ def check_launchable(config: RunConfig, device: Device | None, num_devices: int)
     if device is not None and not device.shared_by:
         a_node = min(num_devices, device.devices_per_node)
         devices, num_nodes = Devices("accelerator", a_node), -(-num_devices // a_node)
+    check_broadcast(config, devices.kind)
     place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
