@@ -51,6 +51,8 @@ class Queue:
         return PackedBatch(tuple(granted.rows), {"response_mask": Column.of_rows(masks)})
 
     def put(self, granted: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+        if self.fenced:
+            raise LeaseFenced("others have the rows")
         self.puts.append(columns)
 
 
