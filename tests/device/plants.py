@@ -86,7 +86,7 @@ def _copies_said_to_have_ended() -> None:
 def _copies_that_do_not_wait() -> None:
     def stage(self: CopyStream, copies: Any) -> list[CopiesDone]:
         ends: list[Future[None]] = [Future() for _ in copies]
-        self._thread.submit(self._stage, copies, ends)
+        self._thread.submit(self._stage, copies, ends).result()  # before what comes next makes the kernels end
         return [CopiesDone(end.result) for end in ends]
 
     CopyStream.stage = stage  # type: ignore
