@@ -16,7 +16,8 @@ from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from tq.policies import policy_name
 from weightsync.config import WeightSyncConfig
-from workers.algorithms.config import AlgorithmConfig, GRPOConfig
+from workers.algorithms.config import GRPOConfig
+from workers.algorithms.registry import AlgorithmConfig
 from workers.data.config import HELD_OUT_SOURCES, DataConfig, HubPart
 from workers.engines.config import ActorConfig, CriticConfig, RefConfig, TrainingConfig
 from workers.engines.openai.config import OpenAIConfig

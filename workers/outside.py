@@ -7,6 +7,7 @@ and sources of data are tried in children of their own. Torch-free.
 
 import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
@@ -14,8 +15,8 @@ from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 from tq.backends.config import BACKENDS
 from tq.policies import POLICIES, load_policy, policy_name
-from workers.algorithms.config import NAMES as ALGORITHMS
-from workers.algorithms.config import OutsideConfig
+from workers.algorithms.registry import NAMES as ALGORITHMS
+from workers.algorithms.registry import OutsideConfig
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_class import load_class
 from workers.calls.user_function import Callee, check_function, search_beside
@@ -93,16 +94,18 @@ def _settings_of(
     """Return section -> settings of a class, if its section keeps them."""
     section = field.partition(".")[0]
     if section == "algorithm":
-        from workers.algorithms.load import outside_algorithm, try_algorithm
+        from workers.algorithms.load import outside_algorithm, outside_tasks, try_algorithm
 
         kind, own = outside_algorithm(name, algorithm)
-        _check_run(own, config)
+        run = config.model_copy(update={"algorithm": own})
+        _check_run(own, run)
         # A group that is too small for it is refused later, with the other sizes.
         group_size = max(config.schedule.n_samples_per_prompt, own.min_group_size)
-        made = try_algorithm(name, kind, own, config.rollout, group_size=group_size)
+        tasks = outside_tasks(name, own, old_log_probs=run.needs_old_log_probs)
+        made = try_algorithm(name, kind, own, run.rollout, tasks=tasks, group_size=group_size)
         found = {
             "name": name,
-            "reads": list(own.advantage_inputs),
+            "dataflow": [asdict(task) for task in tasks],
             "needs_group_size": own.min_group_size,
             "needs_whole_step": bool(made.whole_step),
         }
