@@ -179,7 +179,7 @@ class LoggerConfig(Settings):
     name: Annotated[str, AfterValidator(LOGGERS.resolve)]
     """`tensorboard`, `wandb`, `swanlab`, `mlflow`, `trackio`, or a class of yours, `module:Class`."""
     options: dict[str, Any] = Field({})
-    """Arguments by name, e.g. `{mode: offline, project: sums}` for wandb."""
+    """Arguments by name, e.g. `{mode: offline, project: sums}` for wandb; the `Config` of its class checks them."""
 
     @model_validator(mode="before")
     @classmethod

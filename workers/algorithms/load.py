@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 
 from asyncflow.errors import ConfigError
+from asyncflow.settings import own_settings
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import KlLossConfig, PolicyConfig
 from workers.algorithms.registry import NAMES, AlgorithmConfig, OutsideConfig
-from workers.calls.user_class import load_class, own_settings
+from workers.calls.user_class import load_class
 from workers.tasks.dataflow import ACTOR_TRAIN, ADVANTAGES, DRAWN_COLUMNS, Task
 from workers.tasks.rollouts import sample_columns
 
