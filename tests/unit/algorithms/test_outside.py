@@ -206,6 +206,15 @@ def test_a_config_adds_columns_to_the_tasks_that_its_class_computes(code: Path) 
         assert graph["actor_train"].inputs[-1] == "spread" and "actor_log_probs" in graph
         (train,) = (task for task in place_tasks(graph.values(), ("rollout", "actor", "ref")) if task.role == "actor")
         assert "spread" not in train.inputs, "the actor computes it itself"
+        apart = {task.role: task for task in place_tasks(graph.values(), ("rollout", "actor", "advantages"))}
+        assert "spread" in apart["advantages"].outputs and "spread" in apart["actor"].inputs
+    columns = {
+        **sample_columns([torch.tensor([0])] * 2, [torch.tensor([0, 0])] * 2),
+        "rewards": Column.of_scalars(torch.tensor([0.0, 1.0])),
+    }
+    made = load_algorithm(config.algorithm, config.rollout).advantages(PackedBatch((0, 1), columns), group_size=2)
+    samples = samples_of(PackedBatch((0, 1), {**columns, **made}))
+    assert samples["spread"].values.tolist() == samples["advantages"].values.tolist(), "so the loss has it"
     assert graph_of(configured(code)) == GRPOConfig(kl_coef=0.001).tasks()
 
 
