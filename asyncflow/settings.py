@@ -1,19 +1,31 @@
-"""Base of all configuration models: frozen, unknown keys are errors, docstrings under fields describe them."""
+"""Base of all configuration models: frozen, unknown keys are errors, docstrings under fields describe them.
+
+A class that a setting names may have one of its own, `Config`: it checks the options that the class is made with.
+"""
 
 import ast
+import difflib
 import inspect
 import itertools
+import reprlib
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from asyncflow.errors import ConfigError
 
 
 class Settings(BaseModel):
     """A frozen section of the configuration; `launcher.config.load` turns its errors into one line with the field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def as_advice(message: str) -> str:
@@ -25,6 +37,76 @@ def description(model: type[BaseModel], field: str) -> str:
     """Return what a field means, in one line: its `description`, or the docstring under it; "" without one."""
     owner = next(kind for kind in model.__mro__ if field in inspect.get_annotations(kind))
     return " ".join((model.model_fields[field].description or _docstrings(owner).get(field, "")).split())
+
+
+def own_settings(kind: Any, given: Mapping[str, Any], *, name: str, section: str, base: type[SettingsT]) -> SettingsT:
+    """Return the settings as the `Config` of a class has them.
+
+    Args:
+        kind: the class.
+        given: what the configuration says.
+        name: of the class.
+        section: of the configuration that holds them.
+        base: what the `Config` derives from; `Settings`: it needs none.
+
+    Raises:
+        ConfigError: its `Config` cannot be used, or refuses a setting.
+    """
+    model = getattr(kind, "Config", Settings)
+    if not (isinstance(model, type) and issubclass(model, base)):
+        raise ConfigError(
+            f"{section}: {name} has no Config derived from {base.__module__}.{base.__name__}; give it one"
+        )
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(_explained(error, name, section, list(model.model_fields))) from error
+
+
+def own_options(
+    kind: Any,
+    given: Mapping[str, Any],
+    *,
+    name: str,
+    section: str,
+    first: Sequence[object] = (),
+    named: Mapping[str, object] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the options that a class is made with by name: as its `Config` has them; without one as they are.
+
+    Args:
+        kind: the class.
+        given: what the configuration says.
+        name: of the class.
+        section: of the configuration that holds them.
+        first, named: what it is made with besides.
+
+    Raises:
+        ConfigError: its `Config` refuses an option, or its signature does not take them.
+    """
+    options = dict(given)
+    if hasattr(kind, "Config"):
+        options = dict(own_settings(kind, given, name=name, section=section, base=Settings))
+    try:
+        inspect.signature(kind).bind(*first, **named, **options)
+    except TypeError as error:
+        shown = " ".join(options) or "no options"
+        raise ConfigError(f"{section}: {name} cannot be made with {shown}: {error}; correct the options") from error
+    except ValueError:
+        pass  # a class of C, which says nothing of its arguments
+    return options
+
+
+def _explained(error: ValidationError, name: str, section: str, known: list[str]) -> str:
+    detail = error.errors(include_url=False)[0]
+    key = ".".join((section, *map(str, detail["loc"])))
+    if detail["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"{name} has {' '.join(known) or 'none'}"
+        return f"{key}: unknown key; {hint}"
+    if detail["type"] == "missing":
+        return f"{key}: missing; set it, {name} has no default"
+    return f"{key}: {reprlib.repr(detail['input'])} cannot be used; {as_advice(detail['msg'])}"
 
 
 @cache

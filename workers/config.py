@@ -16,7 +16,8 @@ from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from tq.policies import policy_name
 from weightsync.config import WeightSyncConfig
-from workers.algorithms.config import AlgorithmConfig, GRPOConfig
+from workers.algorithms.config import GRPOConfig
+from workers.algorithms.registry import AlgorithmConfig
 from workers.data.config import HELD_OUT_SOURCES, DataConfig, HubPart
 from workers.engines.config import ActorConfig, CriticConfig, RefConfig, TrainingConfig
 from workers.engines.openai.config import OpenAIConfig
@@ -178,7 +179,7 @@ class LoggerConfig(Settings):
     name: Annotated[str, AfterValidator(LOGGERS.resolve)]
     """`tensorboard`, `wandb`, `swanlab`, `mlflow`, `trackio`, or a class of yours, `module:Class`."""
     options: dict[str, Any] = Field({})
-    """Arguments by name, e.g. `{mode: offline, project: sums}` for wandb."""
+    """Arguments by name, e.g. `{mode: offline, project: sums}` for wandb; the `Config` of its class checks them."""
 
     @model_validator(mode="before")
     @classmethod

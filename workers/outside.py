@@ -1,30 +1,34 @@
 """Classes outside of the package that a configuration names: imported, and their settings checked, before a run starts.
 
 The launcher imports neither torch nor a user's module. `resolve` has one child do so for all of them, which answers
-with the settings as each class's `Config` has them; a worker then imports its class itself. Rewards, rollout functions
-and sources of data are tried in children of their own. Torch-free.
+with the settings as each class's `Config` has them; a worker then imports its class itself. Rewards, rollout functions,
+sources of data and samplers are tried in children of their own. Torch-free.
 """
 
 import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.registry import Registry
-from asyncflow.settings import Settings
+from asyncflow.settings import Settings, own_options
 from tq.backends.config import BACKENDS
 from tq.policies import POLICIES, load_policy, policy_name
-from workers.algorithms.config import NAMES as ALGORITHMS
-from workers.algorithms.config import OutsideConfig
+from workers.algorithms.registry import NAMES as ALGORITHMS
+from workers.algorithms.registry import OutsideConfig
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_class import load_class
 from workers.calls.user_function import Callee, check_function, search_beside
-from workers.config import LOGGERS, RunConfig
+from workers.config import LOGGERS, LoggerConfig, RunConfig
 from workers.engines.config import REF_ENGINES, TRAIN_ENGINES
 from workers.rollout.config import ENGINES
 
 _ENGINES = {"rollout": ENGINES, "evaluate": ENGINES, "actor": TRAIN_ENGINES, "ref": REF_ENGINES}
 """Section -> what its `engine` may say."""
+_BACKEND = "tq.backend"
 _TIMEOUT_S = 60.0
 
 
@@ -34,6 +38,9 @@ def resolve(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: there is no such class, it cannot be used, or refuses a setting.
     """
+    for number, logger in enumerate(config.loggers):
+        if logger.name in LOGGERS.built_in:
+            _logger_options(number, logger)
     for section, registry in _ENGINES.items():
         own = getattr(config, section)
         if own.engine_options and own.engine in registry.built_in:
@@ -60,16 +67,13 @@ def resolve(config: RunConfig) -> RunConfig:
         raise ConfigError(str(error)) from error
     finally:
         pool.close()
-    if "algorithm" in found:
-        config = config.model_copy(update={"algorithm": OutsideConfig.model_validate(found.pop("algorithm"))})
-    update = {name: getattr(config, name).model_copy(update={"engine_options": each}) for name, each in found.items()}
-    return config.model_copy(update=update)
+    return _with(config, found)
 
 
 def resolving(run: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Callee:
     """Import the classes and check their settings, in the child.
 
-    Returns what returns section -> the algorithm's settings, or the options of its engine.
+    Returns what returns section -> the algorithm's settings, or the options of its class.
 
     Raises:
         ConfigError: see `resolve`.
@@ -90,41 +94,65 @@ def resolving(run: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Callee:
 def _settings_of(
     field: str, registry: Registry, name: str, config: RunConfig, algorithm: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return section -> settings of a class, if its section keeps them."""
+    """Return section -> settings of a class, if the configuration keeps them."""
     section = field.partition(".")[0]
     if section == "algorithm":
-        from workers.algorithms.load import outside_algorithm, try_algorithm
+        from workers.algorithms.load import outside_algorithm, outside_tasks, try_algorithm
 
         kind, own = outside_algorithm(name, algorithm)
-        _check_run(own, config)
+        run = config.model_copy(update={"algorithm": own})
+        _check_run(own, run)
         # A group that is too small for it is refused later, with the other sizes.
         group_size = max(config.schedule.n_samples_per_prompt, own.min_group_size)
-        made = try_algorithm(name, kind, own, config.rollout, group_size=group_size)
+        tasks = outside_tasks(name, own, old_log_probs=run.needs_old_log_probs)
+        made = try_algorithm(name, kind, own, run.rollout, tasks=tasks, group_size=group_size)
         found = {
             "name": name,
-            "reads": list(own.advantage_inputs),
+            "dataflow": [asdict(task) for task in tasks],
             "needs_group_size": own.min_group_size,
             "needs_whole_step": bool(made.whole_step),
         }
         return {section: own.model_dump(mode="json") | found}
     if registry is BACKENDS:
-        from tq.backends.load import backend_class
+        from tq.backends.load import backend_class, backend_options
 
         check_function(name, field=field)
-        backend_class(name)
-        return {}
+        return {_BACKEND: to_jsonable_python(backend_options(config.tq.backend, backend_class(name)))}
     if section == "tq":
         check_function(name, field=field)
         check_policy(config)
         return {}
     if section == "loggers":
-        load_class(name, field=field, methods=("log", "show", "rewind", "close"))
-        return {}
+        number = int(field.split(".")[1])
+        return {f"loggers.{number}": to_jsonable_python(_logger_options(number, config.loggers[number]))}
     from workers.engines.load import outside_engine
 
     _, options = outside_engine(registry, section, name, getattr(config, section).engine_options)
     _check_run(options, config)
     return {section: options.model_dump(mode="json")}
+
+
+def _logger_options(number: int, logger: LoggerConfig) -> dict[str, Any]:
+    """Return what a logger is made with; raises ConfigError where its class refuses that."""
+    field = f"loggers.{number}"
+    kind = load_class(LOGGERS.locate(logger.name), field=f"{field}.name", methods=("log", "show", "rewind", "close"))
+    return own_options(kind, logger.options, name=logger.name, section=f"{field}.options", first=(None,))
+
+
+def _with(config: RunConfig, found: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with what the child found."""
+    update: dict[str, Any] = {}
+    for section in _ENGINES.keys() & found.keys():
+        update[section] = getattr(config, section).model_copy(update={"engine_options": found[section]})
+    if "algorithm" in found:
+        update["algorithm"] = OutsideConfig.model_validate(found["algorithm"])
+    if _BACKEND in found:
+        backend = config.tq.backend.model_copy(update={"options": found[_BACKEND]})
+        update["tq"] = config.tq.model_copy(update={"backend": backend})
+    options = [found.get(f"loggers.{number}", logger.options) for number, logger in enumerate(config.loggers)]
+    pairs = zip(config.loggers, options, strict=True)
+    update["loggers"] = tuple(logger.model_copy(update={"options": own}) for logger, own in pairs)
+    return config.model_copy(update=update)
 
 
 def check_policy(config: RunConfig) -> None:

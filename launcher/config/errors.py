@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 from asyncflow.settings import as_advice, description
 from launcher.config.reference import key_paths
 from launcher.config.yaml_file import YamlFile
-from workers.algorithms.config import ALGORITHMS, NAMES, PolicyConfig
+from workers.algorithms.config import PolicyConfig
+from workers.algorithms.registry import ALGORITHMS, NAMES
 from workers.config import RunConfig
 
 _ADVICE = {

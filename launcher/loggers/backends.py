@@ -1,17 +1,19 @@
 """TensorBoard, Weights & Biases, SwanLab, MLflow and Trackio, each as a `launcher.loggers.base.Logger`. Torch-free.
 
-A class imports its library when it is made, in the logger's process, and hands its options to it.
+A class imports its library when it is made, in the logger's process, and hands the options of its `Config` to it; None
+is the library's default.
 """
 
 import html
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from asyncflow.errors import ConfigError
 from asyncflow.extras import pip_line
 from asyncflow.run_files import LOGGERS
+from asyncflow.settings import Settings, own_options
 from launcher.checks.engine_libraries import is_installed
 from launcher.loggers.base import COLUMNS, Histogram, LoggedRun, Logger
 from workers.calls.user_function import check_function, load_function
@@ -27,6 +29,11 @@ class TensorBoard(Logger):
     event of each figure instead of one of each step."""
 
     id = "events"
+
+    class Config(Settings):
+        """Its options."""
+
+        log_dir: str | None = None
 
     def __init__(self, run: LoggedRun, *, log_dir: str | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -63,12 +70,21 @@ class TensorBoard(Logger):
         self._writer.add_event(self._event(step=step, wall_time=time.time(), **what))
 
 
+class _InitOptions(Settings):
+    """Options of the `init` of all three."""
+
+    project: str | None = None
+    name: str | None = None
+    group: str | None = None
+
+
 class _InitLogFinish(Logger):
     """What wandb, SwanLab and Trackio have in common."""
 
     def __init__(self, library: Any, run: LoggedRun, arguments: Mapping[str, Any]) -> None:
         common = {"project": run.project, "name": run.directory.name, "config": dict(run.config), "resume": "allow"}
-        self._library, self._run = library, library.init(**{**common, **arguments})
+        given = {name: value for name, value in arguments.items() if value is not None}
+        self._library, self._run = library, library.init(**{**common, **given})
         self.id = str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -91,12 +107,26 @@ class _InitLogFinish(Logger):
 class Wandb(_InitLogFinish):
     """Weights & Biases."""
 
-    def __init__(self, run: LoggedRun, **options: Any) -> None:
+    class Config(_InitOptions):
+        """Options of `wandb.init`."""
+
+        entity: str | None = None
+        mode: Literal["online", "offline", "disabled", "shared"] | None = None
+        notes: str | None = None
+        tags: list[str] | None = None
+        job_type: str | None = None
+        dir: str | None = None
+        save_code: bool | None = None
+        settings: dict[str, Any] | None = None
+
+    def __init__(
+        self, run: LoggedRun, *, dir: str | None = None, settings: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
         import wandb
 
         # The machine's own figures would cost more than all of ours.
-        quiet = wandb.Settings(x_disable_stats=True, console="off", silent=True)
-        arguments = {"id": run.id or None, "dir": str(run.directory / LOGGERS), "settings": quiet, **options}
+        own = wandb.Settings(**{"x_disable_stats": True, "console": "off", "silent": True, **(settings or {})})
+        arguments = {"id": run.id or None, "dir": dir or str(run.directory / LOGGERS), "settings": own, **options}
         super().__init__(wandb, run, arguments)
         self._run.define_metric("evaluation/*", step_metric="evaluation/step")
         self._newest = int(self._run.step)
@@ -110,12 +140,24 @@ class Wandb(_InitLogFinish):
 class SwanLab(_InitLogFinish):
     """SwanLab: samples are texts, histograms bar charts."""
 
-    def __init__(self, run: LoggedRun, **options: Any) -> None:
+    class Config(_InitOptions):
+        """Options of `swanlab.init`."""
+
+        workspace: str | None = None
+        mode: Literal["disabled", "online", "local", "offline"] | None = None
+        description: str | None = None
+        tags: list[str] | None = None
+        job_type: str | None = None
+        public: bool | None = None
+        color: str | None = None
+        log_dir: str | None = None
+
+    def __init__(self, run: LoggedRun, *, log_dir: str | None = None, **options: Any) -> None:
         import swanlab
 
         directory = run.directory / LOGGERS / "swanlab"
         directory.mkdir(exist_ok=True)
-        super().__init__(swanlab, run, {"id": run.id or None, "log_dir": str(directory), **options})
+        super().__init__(swanlab, run, {"id": run.id or None, "log_dir": log_dir or str(directory), **options})
 
     def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         texts = [(f"{row['prompt']}\n\n{row['response']}", f"reward {row['reward']}") for row in rows]
@@ -129,15 +171,37 @@ class SwanLab(_InitLogFinish):
 class Trackio(_InitLogFinish):
     """Trackio finds a run by its name."""
 
-    def __init__(self, run: LoggedRun, **options: Any) -> None:
+    class Config(_InitOptions):
+        """Options of `trackio.init`."""
+
+        space_id: str | None = None
+        server_url: str | None = None
+        dataset_id: str | None = None
+        bucket_id: str | None = None
+        private: bool | None = None
+        embed: bool = False
+        auto_log_gpu: bool | None = None
+        gpu_log_interval: float | None = None
+        auto_log_cpu: bool | None = None
+        cpu_log_interval: float | None = None
+        webhook_url: str | None = None
+        webhook_min_level: str | None = None
+
+    def __init__(self, run: LoggedRun, *, name: str | None = None, **options: Any) -> None:
         import trackio
 
-        super().__init__(trackio, run, {"name": run.id or run.directory.name, "embed": False, **options})
+        super().__init__(trackio, run, {"name": run.id or name, **options})
         self.id = str(self._run.name)
 
 
 class MLflow(Logger):
     """MLflow: a server's (`tracking_uri`, else the environment's MLFLOW_TRACKING_URI), else files of the run."""
+
+    class Config(Settings):
+        """Its options."""
+
+        tracking_uri: str | None = None
+        experiment: str | None = None
 
     def __init__(self, run: LoggedRun, *, tracking_uri: str | None = None, experiment: str | None = None) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # without a server there is no database either
@@ -182,9 +246,14 @@ def check_loggers(loggers: Sequence[LoggerConfig]) -> None:
 
 
 def make_logger(config: LoggerConfig, run: LoggedRun) -> Logger:
-    """Return a logger; in its own process, since this imports its library, or the user's module."""
+    """Return a logger; in its own process, since this imports its library, or the user's module.
+
+    Raises:
+        ConfigError: it cannot be made with its options.
+    """
     kind = load_function(NAMES.locate(config.name), field="loggers", arguments=None)
-    logger: Logger = kind(run, **config.options)
+    options = own_options(kind, config.options, name=config.name, section="loggers.options", first=(run,))
+    logger: Logger = kind(run, **options)
     return logger
 
 

@@ -32,6 +32,8 @@ class LoggedRun:
 class Logger:
     """Made in a process of its own as `Class(run, **options)`. Whatever it raises ends that process, and no more.
 
+    A `Config` of the class, derived from `asyncflow.settings.Settings`, checks the options before a run starts.
+
     Attributes:
         id: of its run there; the next start's `LoggedRun` has it.
     """

@@ -9,9 +9,9 @@ from workers.algorithms.config import GRPOConfig
 from workers.config import RunConfig
 from workers.tasks.config import UserTaskConfig
 from workers.tasks.dataflow import PlacedTask, place_tasks
-from workers.tasks.graph import algorithm_tasks, graph_of, prompt_columns, with_reward_parts, with_user_tasks
+from workers.tasks.graph import graph_of, prompt_columns, with_reward_parts, with_user_tasks
 
-GRPO = algorithm_tasks(GRPOConfig(kl_coef=0.1))
+GRPO = GRPOConfig(kl_coef=0.1).tasks()
 
 
 def user(name: str = "safety", **settings: Any) -> UserTaskConfig:

@@ -18,6 +18,9 @@ from workers.admission.task_sampler import StepResults, TaskSampler, UserSampler
 from workers.data.config import DataConfig
 
 OWN = """
+from pydantic import Field
+from asyncflow.settings import Settings
+
 class Hardest:
     def __init__(self, size, seed, width=1):
         self.size, self.seen, self.drawn = size, {}, seed
@@ -37,6 +40,10 @@ class Hardest:
     def load(self, state):
         self.seen = {int(index): value for index, value in state["seen"].items()}
         self.drawn = state["drawn"]
+
+class Typed(Hardest):
+    class Config(Settings):
+        width: int = Field(1, ge=1)
 
 class Outside(Hardest):
     def next(self):
@@ -213,9 +220,21 @@ def test_sampler_that_can_be_used_is_accepted() -> None:
         ("Outside", {}, r"returned 5 on next\(\); return a task's index, 0 to 4"),
         ("Deaf", {}, r"raised RuntimeError: what\? on told\(index=\d, rewards=\[0.0, 1.0\]\)"),
         ("Stateless", {}, "raised what cannot be passed on: TypeError"),
-        ("Hardest", {"height": 1}, "cannot be made with height size seed: got an unexpected keyword argument 'height'"),
     ],
 )
 def test_sampler_that_cannot_be_used_is_named(name: str, options: dict[str, int], message: str) -> None:
     with pytest.raises((ConfigError, UserCodeFailed), match=f"^data.sampler: own_samplers:{name} {message}"):
+        try_sampler(data(name, **options), size=5, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Hardest", {"height": 1}, ": own_samplers:Hardest cannot be made with height: got an unexpected keyword"),
+        ("Hardest", {"seed": 1}, ": own_samplers:Hardest cannot be made with seed: .* multiple values for keyword"),
+        ("Typed", {"width": 0}, ".width: 0 cannot be used; it must be greater than or equal to 1"),
+    ],
+)
+def test_options_that_a_sampler_does_not_take_are_named(name: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^data.sampler_options{message}"):
         try_sampler(data(name, **options), size=5, seed=0)

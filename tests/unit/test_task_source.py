@@ -21,6 +21,8 @@ from workers.data.task_source import HELD_OUT_SEEDS, TaskSource, data_identity, 
 MODEL_DIR = Path(configs.__path__[0]) / "quickstart" / "model"
 OWN = """
 import random, time
+from pydantic import Field, model_validator
+from asyncflow.settings import Settings
 
 class Sums:
     def __init__(self, most=9):
@@ -30,6 +32,19 @@ class Sums:
         draw = random.Random(f"{seed} {index}")
         a, b = draw.randint(0, self.most), draw.randint(0, self.most)
         return {"prompt": f"{a}+{b}=", "answer": a + b, "seed": seed, "tools": ["add"]}
+
+class Typed(Sums):
+    class Config(Settings):
+        most: int = Field(3, ge=1)
+
+    def __init__(self, most):
+        super().__init__(most)
+
+class Raising(Sums):
+    class Config(Settings):
+        @model_validator(mode="after")
+        def checked(self):
+            raise KeyError("zz")
 
 class Five(Sums):
     def __len__(self):
@@ -96,6 +111,11 @@ def test_tasks_are_rows_and_a_function_of_seed_and_index(sums: TaskSource) -> No
     assert json.loads(rows[0].task) == rows[0].fields and rows[0].fields["seed"] == 3
 
 
+def test_a_config_of_a_source_has_its_options() -> None:
+    with TaskSource(data("Typed"), seed=3, own_rollout=False) as source:
+        assert all(len(source.row(index).prompt) == 4 and "9" not in source.row(index).prompt for index in range(9))
+
+
 def test_groups_of_a_source_without_an_end_have_its_tasks_in_order(sums: TaskSource) -> None:
     tokens = PromptTokens(data("Sums"), model_dir=MODEL_DIR, own_rollout=False)
     prompts = SourcePrompts(sums, tokens, seed=3, shuffle=True)
@@ -137,6 +157,12 @@ def test_start_without_prompts_of_its_own_says_who_puts_them(tmp_path: Path) -> 
             r"^data.source: own_tasks:Lacking has no method task\(seed, index\); add it",
         ),
         (("data.source=own_tasks:Sums", "data.options={least: 1}"), "cannot be made with least: got an unexpected"),
+        (
+            ("data.source=own_tasks:Typed", "data.options={mots: 1}"),
+            "data.options.mots: unknown key; did you mean 'most'",
+        ),
+        (("data.source=own_tasks:Typed", "data.options={most: 0}"), "data.options.most: 0 cannot be used; it must be"),
+        (("data.source=own_tasks:Raising",), "data.options: own_tasks:Raising raised KeyError: 'zz' when its options"),
         (("data.source=own_tasks:Empty",), r"^data.source: own_tasks:Empty is empty: its len\(\) is 0"),
         (("data.source=own_tasks:Text",), "^data.source: own_tasks:Text returned text for task 0 of seed 0; return a"),
         (("data.source=own_tasks:Broken",), "Broken raised LookupError: nothing here on task 0 of seed 0"),

@@ -29,7 +29,7 @@ class BackendConfig(Settings):
     """`redis`: a URL such as `redis://127.0.0.1:6379/0`. `mooncake`: HOST:PORT of its master. A class of
     yours defines its own form."""
     options: dict[str, Any] = Field({})
-    """Settings of a class of yours."""
+    """Settings of a class of yours, checked by its `Config` if it has one."""
     timeout_s: float = Field(30.0, gt=0)
     """Deadline of one operation (s)."""
     local_host: str = "127.0.0.1"

@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncflow.errors import AsyncFlowError, ConfigError, one_line
 from asyncflow.sealed_store import SealedStore
+from asyncflow.settings import Settings, own_settings
 from tq.backends.backend import Backend
 from tq.backends.config import BACKENDS, BackendConfig
 
@@ -26,7 +27,9 @@ def load_backend(config: BackendConfig, unit_name: str, run_id: str) -> Backend:
         TransportError: the backend does not answer.
     """
     try:
-        made: Backend = backend_class(config.kind)(config, key_prefix(run_id, unit_name))
+        kind = backend_class(config.kind)
+        config = config.model_copy(update={"options": backend_options(config, kind)})
+        made: Backend = kind(config, key_prefix(run_id, unit_name))
     except AsyncFlowError:
         raise
     except Exception as error:  # it may be a user's class
@@ -58,6 +61,17 @@ def backend_class(kind: str) -> Any:
             f"tq.backend.kind: {kind} must be made with two arguments, section tq.backend and the prefix of its keys"
         ) from error
     return found
+
+
+def backend_options(config: BackendConfig, kind: Any) -> dict[str, Any]:
+    """Return the options of a user's backend, as its `Config` has them; without one as they are.
+
+    Raises:
+        ConfigError: it refuses one.
+    """
+    if not hasattr(kind, "Config"):
+        return config.options
+    return dict(own_settings(kind, config.options, name=config.kind, section="tq.backend.options", base=Settings))
 
 
 def key_prefix(run_id: str, unit_name: str) -> str:

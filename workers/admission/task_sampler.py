@@ -1,6 +1,7 @@
 """A curriculum of the user's (`data.sampler`): which task each new group gets, told of the rewards.
 
     class Curriculum:
+        class Config(Settings): ...                                       # data.sampler_options; may be left out
         def __init__(self, size: int | None, seed: int, **options): ...   # tasks of the data; None: no end
         def next(self) -> int: ...                                        # index of the next group's task
         def told(self, index: int, rewards: list[float]) -> None: ...     # []: filtered out, or a dead letter
@@ -70,9 +71,14 @@ class UserSampler:
         """
         assert config.sampler is not None
         self._size = size
-        options = {**config.sampler_options, "size": size, "seed": seed}
         self._made = UserObject(
-            config.sampler, options, field="data.sampler", methods=_METHODS, timeout_s=config.timeout_s
+            config.sampler,
+            config.sampler_options,
+            field="data.sampler",
+            section="data.sampler_options",
+            methods=_METHODS,
+            timeout_s=config.timeout_s,
+            named={"size": size, "seed": seed},
         )
 
     def next(self) -> int:

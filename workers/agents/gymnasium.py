@@ -12,8 +12,11 @@ https://gymnasium.farama.org (MIT).
 import random
 from typing import Any
 
+from pydantic import ConfigDict
+
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.extras import pip_line
+from asyncflow.settings import Settings
 from workers.agents.api import Reply, Task
 from workers.agents.environment import Environment, Step
 from workers.agents.messages import Message
@@ -26,6 +29,13 @@ except ModuleNotFoundError as error:
 
 class Episodes:
     """Tasks without an end: one environment, another seed for each (`data.source`)."""
+
+    class Config(Settings):
+        """Its options; other ones are those of `gymnasium.make`."""
+
+        model_config = ConfigDict(extra="allow")
+        env: str
+        instruction: str = ""
 
     def __init__(self, env: str, instruction: str = "", **options: Any) -> None:
         """Args:

@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
+from asyncflow.settings import Settings
 from workers.agents.api import Reply, Task
 from workers.agents.environment import Environment, Step
 
@@ -30,6 +31,12 @@ INSTRUCTION = "{question}\nGive your final answer between <answer> and </answer>
 
 class Puzzles:
     """Tasks of several data sets, by turns (`data.source`)."""
+
+    class Config(Settings):
+        """Its options."""
+
+        datasets: dict[str, dict[str, Any]]
+        instruction: str = INSTRUCTION
 
     def __init__(self, datasets: Mapping[str, Mapping[str, Any]], instruction: str = INSTRUCTION) -> None:
         """Args:

@@ -8,7 +8,7 @@ update:
                      advantages -> moments ... the last is there -> normalized -> loss loss loss -> scale   whole step
 
 To add one: a subclass with its `Config`, anywhere (`algorithm.name: module:Class`). One of the package has its settings
-in `workers.algorithms.config`, and its graph in `workers.tasks.graph` if that is another than the critic-free one.
+in `workers.algorithms.config`, and its name in `registry`.
 
 Legend of shapes: N samples, A drawn tokens of these, packed.
 """

@@ -1,4 +1,4 @@
-"""Settings of the algorithms, a class each: a key of another algorithm is refused. Torch-free: `--dry-run` reads this.
+"""Settings of the algorithms, a class each, with its tasks and checks. Torch-free: `--dry-run` reads this.
 
 PolicyConfig            what every policy loss has
   |- KlLossConfig       the KL penalty is a term of the loss, unless a setting puts it into the reward
@@ -6,18 +6,22 @@ PolicyConfig            what every policy loss has
   |    '- GroupConfig   rewards are compared inside their group: GRPOConfig  GSPOConfig  CISPOConfig  DPPOConfig
   '- RLOOConfig         the KL penalty is part of the reward
 PPOClipConfig           PPO's clip and the dual one, of all but CISPO and DPPO
+
+A key of another algorithm is refused. Names are in `workers.algorithms.registry`.
 """
 
-import contextlib
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
-from asyncflow.registry import Registry
+from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
 from workers.algorithms.off_policy import OffPolicyConfig
+from workers.tasks.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic_free_tasks
+
+if TYPE_CHECKING:
+    from workers.config import RunConfig
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -52,6 +56,8 @@ class PolicyConfig(Settings):
 
     implementation: ClassVar[str] = ""
     """`module:Class` of the algorithm; here a name, so that reading the configuration imports no torch."""
+    name: str = ""
+    """Which algorithm."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the reference policy; 0 drops the reference task."""
     ref_update_interval: int = Field(0, ge=0)
@@ -112,6 +118,26 @@ class PolicyConfig(Settings):
     def advantage_inputs(self) -> tuple[str, ...]:
         """Columns that advantages are computed from."""
         return ("rewards", "old_log_probs", "ref_log_probs") if self.has_reward_penalty else ("rewards",)
+
+    def tasks(self, *, old_log_probs: bool = False) -> tuple[Task, ...]:
+        """Return the algorithm's dataflow graph, producers before consumers; the last task trains the policy.
+
+        Args:
+            old_log_probs: loss or reward need log-probabilities under the weights that the step found.
+        """
+        return critic_free_tasks(
+            self.advantage_inputs,
+            whole_groups=self.filters_groups,
+            reference=self.kl_coef > 0,
+            old_log_probs=old_log_probs,
+        )
+
+    def check(self, run: "RunConfig") -> None:
+        """Refuse other settings of the run that the algorithm cannot be trained with.
+
+        Raises:
+            ConfigError: says which.
+        """
 
 
 class KlLossConfig(PolicyConfig):
@@ -210,6 +236,21 @@ class DAPOConfig(PPOClipConfig, KlLossConfig):
         """Columns that advantages are computed from."""
         return ("rewards", "response_mask") if self.overlong_buffer_tokens else ("rewards",)
 
+    def check(self, run: "RunConfig") -> None:
+        """Refuse a buffer for long responses that begins before their first token: it would price all of them alike."""
+        rollout, tokens = run.rollout, self.overlong_buffer_tokens
+        if tokens and rollout.is_own and not rollout.max_drawn_tokens:
+            raise ConfigError(
+                f"algorithm.overlong_buffer_tokens: {tokens} is a price of long rollouts, but rollout.max_drawn_tokens "
+                f"0 sets them no limit; set that, or overlong_buffer_tokens to 0"
+            )
+        if tokens > rollout.longest_rollout:
+            limit = "max_drawn_tokens" if rollout.is_own else "max_response_tokens"
+            raise ConfigError(
+                f"algorithm.overlong_buffer_tokens: {tokens} are more than the longest response (rollout.{limit} "
+                f"{rollout.longest_rollout}); set it below that"
+            )
+
 
 class GSPOConfig(PPOClipConfig, GroupConfig):
     """GRPO whose ratio and clip are those of whole samples: Zheng et al. 2025 (arXiv 2507.18071)."""
@@ -223,6 +264,15 @@ class GSPOConfig(PPOClipConfig, GroupConfig):
     """Upper clip."""
     loss_normalization: Literal["token", "sequence", "constant"] = "sequence"
     """`sequence` is the paper's: each rollout counts the same."""
+
+    def check(self, run: "RunConfig") -> None:
+        """Refuse ratios between two engines that round differently: the clip is as narrow as that gap."""
+        if not (self.off_policy.has_proximal_policy or run.actor.tri_model):
+            raise ConfigError(
+                "algorithm.off_policy.method: none cannot be with algorithm.name gspo, whose clip is as narrow as the "
+                "gap between the generating engine's log-probabilities and the trainer's; leave it out, or set "
+                "actor.tri_model"
+            )
 
 
 class RLOOConfig(PPOClipConfig, PolicyConfig):
@@ -323,75 +373,27 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
         """Columns that advantages are computed from."""
         return (*super().advantage_inputs, "values", "sample_lengths", "response_mask")
 
+    def tasks(self, *, old_log_probs: bool = False) -> tuple[Task, ...]:
+        """A critic computes values, advantages and returns, passes the advantages on, and trains on the returns.
 
-class OutsideConfig(KlLossConfig):
-    """An algorithm of your own: a class outside the package, with settings of its own beside those of every algorithm.
-
-    The launcher has a child import it and check its settings (`workers.outside`); here they are as it resolved them.
-    """
-
-    model_config = ConfigDict(extra="allow")
-    name: Annotated[str, AfterValidator(lambda name: NAMES.resolve(name))] = "module:Class"
-    """`module:Class`, a `workers.algorithms.algorithm.Algorithm`."""
-    reads: tuple[str, ...] = ("rewards",)
-    """Columns that its advantages are computed from; leave it out: its `Config` says so."""
-    needs_group_size: int = 1
-    """Responses per prompt that it needs to compare; leave it out: its `Config` says so (`min_group_size`)."""
-    needs_whole_step: bool = False
-    """Whether nothing trains before the step's last row is there; leave it out: the class says so (`whole_step`)."""
-
-    @property
-    def min_group_size(self) -> int:
-        """As its `Config` says."""
-        return self.needs_group_size
-
-    @property
-    def whole_step(self) -> bool:
-        """As the class says."""
-        return self.needs_whole_step
-
-    @property
-    def advantage_inputs(self) -> tuple[str, ...]:
-        """Columns that advantages are computed from."""
-        return self.reads
-
-
-ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
-    {
-        "grpo": GRPOConfig,
-        "dapo": DAPOConfig,
-        "rloo": RLOOConfig,
-        "reinforce_plus_plus": ReinforcePlusPlusConfig,
-        "gspo": GSPOConfig,
-        "cispo": CISPOConfig,
-        "dppo": DPPOConfig,
-        "ppo": PPOConfig,
-    }
-)
-"""Name -> settings, which name the class."""
-
-NAMES = Registry("asyncflow.algorithms", {name: kind.implementation for name, kind in ALGORITHMS.items()})
-"""What `algorithm.name` may say."""
-
-
-def _name_of(section: Any) -> Any:
-    """Return the algorithm that a section is of; without a name it is GRPO."""
-    name = section.get("name", "grpo") if isinstance(section, Mapping) else getattr(section, "name", None)
-    with contextlib.suppress(ValueError):  # a name that does not exist has no settings, either
-        return "outside" if isinstance(name, str) and ":" in NAMES.resolve(name) else name
-    return name
-
-
-AlgorithmConfig = Annotated[
-    Annotated[GRPOConfig, Tag("grpo")]
-    | Annotated[DAPOConfig, Tag("dapo")]
-    | Annotated[RLOOConfig, Tag("rloo")]
-    | Annotated[ReinforcePlusPlusConfig, Tag("reinforce_plus_plus")]
-    | Annotated[GSPOConfig, Tag("gspo")]
-    | Annotated[CISPOConfig, Tag("cispo")]
-    | Annotated[DPPOConfig, Tag("dppo")]
-    | Annotated[PPOConfig, Tag("ppo")]
-    | Annotated[OutsideConfig, Tag("outside")],
-    Discriminator(_name_of),
-]
-"""Objective of the actor."""
+        Source: Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
+        """
+        *others, advantages, train = super().tasks(old_log_probs=old_log_probs)
+        values = Task(
+            name="values",
+            role="critic",
+            host="actor",
+            inputs=SAMPLE_COLUMNS,
+            outputs=("values",),
+        )
+        advantages = replace(advantages, role="critic", outputs=("advantages", "returns"), whole_groups=False)
+        critic = Task(
+            name=CRITIC_TRAIN,
+            role="critic",
+            host="actor",
+            inputs=(*SAMPLE_COLUMNS, "values", "returns", "truncated", "rewards"),
+            outputs=(),
+            whole_groups=True,
+            passes_on=True,
+        )
+        return (*others, values, advantages, critic, train)

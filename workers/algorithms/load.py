@@ -1,22 +1,29 @@
-"""The algorithm that a configuration names, ready to be asked; the registry is `config.NAMES`."""
+"""The algorithm that a configuration names, ready to be asked; the names are in `registry`."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from asyncflow.errors import ConfigError
+from asyncflow.settings import own_settings
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import NAMES, AlgorithmConfig, KlLossConfig, OutsideConfig, PolicyConfig
-from workers.calls.user_class import load_class, own_settings
-from workers.tasks.dataflow import DRAWN_COLUMNS
+from workers.algorithms.config import KlLossConfig, PolicyConfig
+from workers.algorithms.registry import NAMES, AlgorithmConfig, OutsideConfig
+from workers.calls.user_class import load_class
+from workers.tasks.dataflow import ACTOR_TRAIN, ADVANTAGES, DRAWN_COLUMNS, Task
 from workers.tasks.rollouts import sample_columns
 
 FIELD = "algorithm.name"
-_NOT_ITS_OWN = ("name", "reads", "needs_group_size", "needs_whole_step")
-"""Keys of `OutsideConfig` that the class's `Config` does not have."""
+_NOT_ITS_OWN = ("name", "dataflow", "needs_group_size", "needs_whole_step")
+"""Keys of `OutsideConfig` that are answers of the class's `Config`."""
+_MAY_GROW: Mapping[str, tuple[str, ...]] = {ADVANTAGES: ("inputs", "outputs"), ACTOR_TRAIN: ("inputs",)}
+"""Task -> what an algorithm outside of the package may add columns to: it computes advantages and loss."""
+_TRIED_TOKENS = 2
+"""Of each response of the made-up group."""
 
 
 class AnswerSettings(Protocol):
@@ -70,8 +77,34 @@ def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algor
     return kind, config
 
 
+def outside_tasks(name: str, settings: KlLossConfig, *, old_log_probs: bool) -> tuple[Task, ...]:
+    """Return the tasks of an algorithm outside of the package, as its `Config` has them.
+
+    Raises:
+        ConfigError: they are others than those of every algorithm, or change more of these than what it computes.
+    """
+    given: object = settings.tasks(old_log_probs=old_log_probs)
+    if not isinstance(given, tuple | list) or not all(isinstance(task, Task) for task in given):
+        raise ConfigError(f"{FIELD}: {name}: tasks() of its Config returned {_shown(given)}; return a tuple of Task")
+    known = PolicyConfig.tasks(settings, old_log_probs=old_log_probs)
+    names = [task.name for task in known]
+    if [task.name for task in given] != names:
+        raise ConfigError(
+            f"{FIELD}: {name}: tasks() of its Config are {' '.join(task.name for task in given)}; return those of "
+            f"super().tasks(), {' '.join(names)} (a task of your own: section tasks)"
+        )
+    for ours, its in zip(known, given, strict=True):
+        grown = {part: getattr(its, part) for part in _MAY_GROW.get(ours.name, ())}
+        if its != replace(ours, **grown) or any(not set(getattr(ours, part)) <= set(grown[part]) for part in grown):
+            raise ConfigError(
+                f"{FIELD}: {name}: tasks() of its Config changes {ours.name}; it may add inputs and outputs to "
+                f"{ADVANTAGES}, and inputs to {ACTOR_TRAIN}"
+            )
+    return tuple(given)
+
+
 def try_algorithm(
-    name: str, kind: Any, settings: KlLossConfig, answers: AnswerSettings, *, group_size: int
+    name: str, kind: Any, settings: KlLossConfig, answers: AnswerSettings, *, tasks: Sequence[Task], group_size: int
 ) -> Algorithm[Any]:
     """Return an algorithm of a user's, which has compared a made-up group, if that has the columns.
 
@@ -79,26 +112,33 @@ def try_algorithm(
         ConfigError: its advantages are not such that a run can use them.
         Exception: what it raises.
     """
-    algorithm, ones = _made(kind, settings, answers), [torch.ones(1)] * group_size
+    algorithm, ones = _made(kind, settings, answers), [torch.ones(_TRIED_TOKENS)] * group_size
     columns = {
-        **sample_columns([torch.tensor([0])] * group_size, [torch.tensor([0])] * group_size),
+        **sample_columns([torch.tensor([0])] * group_size, [torch.tensor([0] * _TRIED_TOKENS)] * group_size),
         **{column: Column.of_rows(ones) for column in DRAWN_COLUMNS},
         **{column: Column.of_scalars(torch.zeros(group_size, dtype=torch.bool)) for column in ("truncated", "correct")},
         "rewards": Column.of_scalars(torch.arange(group_size, dtype=torch.float32)),
     }
-    inputs = settings.advantage_inputs
+    task = next(task for task in tasks if task.name == ADVANTAGES)
+    inputs = task.inputs
     if not set(inputs) <= set(columns):
         return algorithm  # a users' task writes one
     batch = PackedBatch(tuple(range(group_size)), {column: columns[column] for column in inputs}, (0,) * group_size)
     made = algorithm.advantages(batch, group_size=group_size)
-    found = made.get("advantages") if isinstance(made, Mapping) else made
-    if not isinstance(found, Column) or found.lengths.tolist() != [1] * group_size:
-        shown = " ".join(reprlib.repr(made).split())
-        raise ConfigError(
-            f"{FIELD}: {name}.advantages returned {shown} for a group of {group_size} with a token each; return "
-            f"{{'advantages': Column}} with a number per row, or per drawn token"
-        )
+    for column in task.outputs:
+        found = made.get(column) if isinstance(made, Mapping) else made
+        lengths = (1, _TRIED_TOKENS) if column == "advantages" else (1,)
+        if not isinstance(found, Column) or found.lengths.tolist() not in [[each] * group_size for each in lengths]:
+            raise ConfigError(
+                f"{FIELD}: {name}.advantages returned {_shown(made)} for a group of {group_size} with "
+                f"{_TRIED_TOKENS} tokens each; return {{{column!r}: Column}} with a number per row"
+                f"{', or per drawn token' if column == 'advantages' else ''}"
+            )
     return algorithm
+
+
+def _shown(returned: object) -> str:
+    return " ".join(reprlib.repr(returned).split())
 
 
 def _made(kind: Any, settings: PolicyConfig, answers: AnswerSettings) -> Algorithm[Any]:

@@ -1,10 +1,11 @@
 """An object of a class of the user's, in a child process: it keeps its state between calls. Torch-free."""
 
-import inspect
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
+from asyncflow.settings import own_options
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import Callee, load_function
 
@@ -19,26 +20,30 @@ class UserObject:
         options: Mapping[str, Any],
         *,
         field: str,
+        section: str,
         methods: Mapping[str, Sequence[str]],
         timeout_s: float,
+        named: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Import the class and make the object, in a child.
 
         Args:
             name: `module:Class`.
-            options: its arguments by name; what JSON has.
+            options: its arguments by name, checked by its `Config` if it has one; what JSON has.
             field: of the configuration that names it.
+            section: of the configuration that holds the options.
             methods: that it must have -> their arguments, in words.
             timeout_s: deadline of a call (s), `data.timeout_s`.
+            named: more arguments by name.
 
         Raises:
             ConfigError: there is no such class, it does not take the options, raises, or lacks a method.
             UserCodeNotStarted: the process did not start, twice.
         """
         self.what = f"{field}: {name}"
-        settings = {"name": name, "options": options, "field": field, "methods": methods}
+        settings = {"name": name, "options": options, "field": field, "section": section, "methods": methods}
         self._pool = CallPool(
-            Entry("workers.calls.user_object:made", settings),
+            Entry("workers.calls.user_object:made", {**settings, "named": dict(named)}),
             what=self.what,
             limit="data.timeout_s",
             timeout_s=timeout_s,
@@ -80,7 +85,14 @@ class UserObject:
 _SIZE = "__len__"
 
 
-def made(name: str, options: Mapping[str, Any], field: str, methods: Mapping[str, Sequence[str]]) -> Callee:
+def made(
+    name: str,
+    options: Mapping[str, Any],
+    field: str,
+    section: str,
+    methods: Mapping[str, Sequence[str]],
+    named: Mapping[str, Any],
+) -> Callee:
     """Make the object, in the child, and return what calls its methods: (name, arguments).
 
     Raises:
@@ -88,14 +100,13 @@ def made(name: str, options: Mapping[str, Any], field: str, methods: Mapping[str
     """
     kind = load_function(name, field=field, arguments=None)
     try:
-        inspect.signature(kind).bind(**options)
-    except TypeError as error:
-        given = " ".join(options) or "no options"
-        raise ConfigError(f"{field}: {name} cannot be made with {given}: {error}; correct the options") from error
-    except ValueError:
-        pass  # a class of C, which says nothing of its arguments
+        own = own_options(kind, options, name=name, section=section, named=named)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a validator of its `Config`
+        raise ConfigError(f"{section}: {name} raised {one_line(error)} when its options were checked") from error
     try:
-        thing = kind(**options)
+        thing = kind(**named, **own)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{field}: {name} raised {one_line(error)} when it was made") from error
     for method, arguments in methods.items():

@@ -71,11 +71,11 @@ class DataConfig(HubPart):
     arguments must give the same row. `len()` of it is an epoch; without one the tasks never end. `feed`: processes
     outside put the rows while the run goes on (docs/outside.md)."""
     options: dict[str, Any] = Field({})
-    """Arguments by name that `source` is made with."""
+    """Arguments by name that `source` is made with; checked by its `Config` if it has one."""
     sampler: str | None = None
     """`module:Class` that says which task comes next, and is told of rewards; null: each once an epoch."""
     sampler_options: dict[str, Any] = Field({})
-    """Arguments by name that `sampler` is made with."""
+    """Arguments by name that `sampler` is made with; checked by its `Config` if it has one."""
     timeout_s: float = Field(30.0, gt=0, le=86400)
     """Deadline of one call of `source` or `sampler` (s)."""
     prompt_field: str = "prompt"

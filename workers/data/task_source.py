@@ -1,7 +1,8 @@
 """Tasks that a class of the user's makes (`data.source`): (seed, index) -> data row. Torch-free.
 
     class Sums:
-        def __init__(self, digits: int = 2): ...          # data.options
+        class Config(Settings): ...                       # data.options, pydantic's; leave it out: they are as given
+        def __init__(self, digits: int = 2): ...          # the options by name
         def __len__(self) -> int: ...                     # optional: an epoch; without it tasks never end
         def task(self, seed: int, index: int) -> dict: ...
 
@@ -50,6 +51,7 @@ class TaskSource:
             config.source,
             config.options,
             field=f"{key}.source",
+            section=f"{key}.options",
             methods={"task": ("seed", "index")},
             timeout_s=config.timeout_s,
         )

@@ -12,8 +12,8 @@ import torch
 
 from asyncflow.process import keep_freed_memory
 from asyncflow.registry import Registry
-from asyncflow.settings import Settings
-from workers.calls.user_class import load_class, own_settings
+from asyncflow.settings import Settings, own_settings
+from workers.calls.user_class import load_class
 from workers.calls.user_function import load_function
 from workers.config import RunConfig
 from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine

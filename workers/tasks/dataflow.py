@@ -44,6 +44,8 @@ LOSS_WEIGHTS = "loss_weights"
 """Written by users' tasks: the weight of a response's loss, 0 to 1."""
 REWARD_PARTS = "reward_parts"
 """What a user's reward is made of: numbers by name, for the metrics."""
+ADVANTAGES = "compute_advantages_and_returns"
+"""The task that compares responses."""
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
 """Tasks that train; the second is folded into the first where there is no role `critic`."""
 TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS)
@@ -116,6 +118,75 @@ class PlacedTask:
     whole_groups: bool
     fused: tuple[str, ...]
     weights: NeededWeights = NeededWeights.ANY
+
+
+def critic_free_tasks(
+    advantage_inputs: tuple[str, ...], *, whole_groups: bool, reference: bool, old_log_probs: bool
+) -> tuple[Task, ...]:
+    """Return the tasks of an algorithm without a critic, producers before consumers.
+
+    Args:
+        advantage_inputs: columns that advantages are computed from.
+        whole_groups: responses are scored together with their group's, so that groups can be filtered.
+        reference: there is a KL penalty to the reference policy.
+        old_log_probs: loss or reward need log-probabilities under the weights that the step found.
+
+    Source: Shao et al. 2024 (arXiv 2402.03300), algorithm 1.
+    """
+    rollout = Task(
+        name="actor_rollout",
+        role="rollout",
+        host="rollout",
+        inputs=("prompts",),
+        outputs=(*SAMPLE_COLUMNS, "rollout_log_probs", "versions", "truncated"),
+        weights=NeededWeights.BOUNDED,
+    )
+    rewards = Task(
+        name="rewards",
+        role="reward",
+        host="rollout",
+        inputs=("prompts", *SAMPLE_COLUMNS, "ground_truth"),
+        outputs=("rewards", "correct"),
+        whole_groups=whole_groups,
+    )
+    ref_log_probs = Task(
+        name="ref_log_probs",
+        role="ref",
+        host="actor",
+        inputs=SAMPLE_COLUMNS,
+        outputs=("ref_log_probs",),
+    )
+    old_policy = Task(
+        name="actor_log_probs",
+        role="actor_fwd",
+        host="actor",
+        inputs=SAMPLE_COLUMNS,
+        outputs=("old_log_probs",),
+        weights=NeededWeights.NEWEST,
+    )
+    advantages = Task(
+        name=ADVANTAGES,
+        role="advantages",
+        host="actor",
+        inputs=advantage_inputs,
+        outputs=("advantages",),
+        whole_groups=True,
+    )
+    optional = (*((ref_log_probs,) if reference else ()), *((old_policy,) if old_log_probs else ()))
+    train = Task(
+        name=ACTOR_TRAIN,
+        role="actor",
+        host="actor",
+        inputs=(
+            *("prompts", *SAMPLE_COLUMNS, "rollout_log_probs", "advantages"),
+            *(name for task in optional for name in task.outputs),
+            # Not read by the loss: masking, and what the step's metrics and ledger line report.
+            *("truncated", "versions", "rewards", "correct", "epochs"),
+        ),
+        outputs=(),
+        whole_groups=True,
+    )
+    return (rollout, rewards, *optional, advantages, train)
 
 
 def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[PlacedTask, ...]:

@@ -1,6 +1,6 @@
 """A run's dataflow graph: the algorithm's tasks and the user's own, placed over the roles that were launched.
 
-Torch-free: launcher, queue and workers read it. An algorithm with other tasks than the critic-free ones adds them here.
+Torch-free: launcher, queue and workers read it. An algorithm's tasks are its settings' (`PolicyConfig.tasks`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from asyncflow.job import Job
 from tq.config import ScheduleMode
 from tq.policies import load_policy
 from tq.task_spec import StepSpec, TaskSpec
-from workers.algorithms.config import AlgorithmConfig, PolicyConfig, PPOConfig
 from workers.config import RunConfig
 from workers.tasks.config import UserTaskConfig
 from workers.tasks.dataflow import (
@@ -23,7 +22,6 @@ from workers.tasks.dataflow import (
     PROMPT_COLUMNS,
     REWARD_PARTS,
     ROLES,
-    SAMPLE_COLUMNS,
     SERVICES,
     SOURCES,
     TASKS,
@@ -43,7 +41,7 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     Raises:
         ConfigError: a task of the user's own cannot be in this graph.
     """
-    graph = algorithm_tasks(config.algorithm, old_log_probs=config.needs_old_log_probs)
+    graph = config.algorithm.tasks(old_log_probs=config.needs_old_log_probs)
     if config.rollout.is_own:
         graph = with_own_rollout(graph)
     elif config.sends_tasks:
@@ -103,104 +101,6 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
         )
         for task in tasks
     ]
-
-
-def algorithm_tasks(config: AlgorithmConfig, *, old_log_probs: bool = False) -> tuple[Task, ...]:
-    """Return the tasks of the configured algorithm, producers before consumers.
-
-    Args:
-        old_log_probs: loss or reward need log-probabilities under the weights that the step found.
-    """
-    if isinstance(config, PPOConfig):
-        return ppo_tasks(config, old_log_probs)
-    return critic_free_tasks(config, old_log_probs)
-
-
-def critic_free_tasks(config: PolicyConfig, old_log_probs: bool) -> tuple[Task, ...]:
-    """Algorithms without a critic; the reference is there only when there is a KL penalty.
-
-    Source: Shao et al. 2024 (arXiv 2402.03300), algorithm 1.
-    """
-    rollout = Task(
-        name="actor_rollout",
-        role="rollout",
-        host="rollout",
-        inputs=("prompts",),
-        outputs=(*SAMPLE_COLUMNS, "rollout_log_probs", "versions", "truncated"),
-        weights=NeededWeights.BOUNDED,
-    )
-    rewards = Task(
-        name="rewards",
-        role="reward",
-        host="rollout",
-        inputs=("prompts", *SAMPLE_COLUMNS, "ground_truth"),
-        outputs=("rewards", "correct"),
-        whole_groups=config.filters_groups,
-    )
-    reference = Task(
-        name="ref_log_probs",
-        role="ref",
-        host="actor",
-        inputs=SAMPLE_COLUMNS,
-        outputs=("ref_log_probs",),
-    )
-    old_policy = Task(
-        name="actor_log_probs",
-        role="actor_fwd",
-        host="actor",
-        inputs=SAMPLE_COLUMNS,
-        outputs=("old_log_probs",),
-        weights=NeededWeights.NEWEST,
-    )
-    advantages = Task(
-        name="compute_advantages_and_returns",
-        role="advantages",
-        host="actor",
-        inputs=config.advantage_inputs,
-        outputs=("advantages",),
-        whole_groups=True,
-    )
-    optional = (*((reference,) if config.kl_coef > 0 else ()), *((old_policy,) if old_log_probs else ()))
-    train = Task(
-        name="actor_train",
-        role="actor",
-        host="actor",
-        inputs=(
-            *("prompts", *SAMPLE_COLUMNS, "rollout_log_probs", "advantages"),
-            *(name for task in optional for name in task.outputs),
-            # Not read by the loss: masking, and what the step's metrics and ledger line report.
-            *("truncated", "versions", "rewards", "correct", "epochs"),
-        ),
-        outputs=(),
-        whole_groups=True,
-    )
-    return (rollout, rewards, *optional, advantages, train)
-
-
-def ppo_tasks(config: PPOConfig, old_log_probs: bool) -> tuple[Task, ...]:
-    """PPO: a critic computes values, advantages and returns, passes the advantages on, and trains on the returns.
-
-    Source: Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
-    """
-    *others, advantages, train = critic_free_tasks(config, old_log_probs)
-    values = Task(
-        name="values",
-        role="critic",
-        host="actor",
-        inputs=SAMPLE_COLUMNS,
-        outputs=("values",),
-    )
-    advantages = replace(advantages, role="critic", outputs=("advantages", "returns"), whole_groups=False)
-    critic = Task(
-        name=CRITIC_TRAIN,
-        role="critic",
-        host="actor",
-        inputs=(*SAMPLE_COLUMNS, "values", "returns", "truncated", "rewards"),
-        outputs=(),
-        whole_groups=True,
-        passes_on=True,
-    )
-    return (*others, values, advantages, critic, train)
 
 
 def with_reward_parts(graph: Sequence[Task]) -> tuple[Task, ...]:

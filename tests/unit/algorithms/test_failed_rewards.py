@@ -12,10 +12,10 @@ from pydantic import TypeAdapter
 from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
 from workers.algorithms.algorithm import Moments
-from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.off_policy import OffPolicyConfig
 from workers.algorithms.ppo import PPO
+from workers.algorithms.registry import AlgorithmConfig
 from workers.algorithms.rloo import leave_one_out
 from workers.rollout.config import RolloutConfig
 from workers.tasks.rollouts import sample_columns, samples_of

@@ -11,13 +11,13 @@ from launcher.config.paths import find_recipe
 from workers.algorithms.config import GRPOConfig, PPOConfig
 from workers.tasks.config import UserTaskConfig
 from workers.tasks.dataflow import NeededWeights, PlacedTask, place_tasks
-from workers.tasks.graph import algorithm_tasks, graph_of, task_specs, with_user_tasks
+from workers.tasks.graph import graph_of, task_specs, with_user_tasks
 
 WITH_KL = GRPOConfig(kl_coef=0.1)
 
 
 def place(*roles: str, config: GRPOConfig = WITH_KL) -> dict[str, PlacedTask]:
-    return {task.name: task for task in place_tasks(algorithm_tasks(config), roles)}
+    return {task.name: task for task in place_tasks(config.tasks(), roles)}
 
 
 def test_default_placement() -> None:
@@ -61,7 +61,7 @@ def test_no_reference_without_a_kl_penalty(roles: tuple[str, ...]) -> None:
     assert not any("ref_log_probs" in (*task.inputs, *task.fused) for task in placed.values())
 
 
-SEVERAL = algorithm_tasks(GRPOConfig(), old_log_probs=True)
+SEVERAL = GRPOConfig().tasks(old_log_probs=True)
 
 
 def test_actor_computes_the_old_policys_log_probs_where_nobody_else_does() -> None:
@@ -107,7 +107,7 @@ def test_graph_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-PPO = algorithm_tasks(PPOConfig(kl_coef=0.1, kl_placement="reward"), old_log_probs=True)
+PPO = PPOConfig(kl_coef=0.1, kl_placement="reward").tasks(old_log_probs=True)
 
 
 def test_critic_passes_advantages_on_and_keeps_values_and_returns() -> None:
@@ -132,7 +132,7 @@ def test_actor_trains_the_critic_that_has_no_role() -> None:
 def test_critic_in_a_role_of_its_own_needs_the_penaltys_two_models_in_theirs(roles: tuple[str], column: str) -> None:
     with pytest.raises(ConfigError, match=rf"'critic' reads column {column}, which no other launched role writes"):
         place_tasks(PPO, ("rollout", "actor", "critic", *roles))
-    in_loss = algorithm_tasks(PPOConfig(kl_coef=0.1))
+    in_loss = PPOConfig(kl_coef=0.1).tasks()
     assert place_tasks(in_loss, ("rollout", "actor", "critic"))
 
 

@@ -16,9 +16,11 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.plan.scenario import Training
 from tq.columns import Column, PackedBatch
-from workers.algorithms.config import OutsideConfig
+from workers.algorithms.config import GRPOConfig
 from workers.algorithms.load import load_algorithm, outside_algorithm
+from workers.algorithms.registry import OutsideConfig
 from workers.config import RunConfig
+from workers.tasks.dataflow import place_tasks
 from workers.tasks.graph import graph_of
 from workers.tasks.rollouts import sample_columns, samples_of
 
@@ -26,8 +28,11 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_algorithm.py"
 NAME = "custom_algorithm:SoftGated"
 NAMED = f"algorithm.name={NAME}"
 REFUSED = """
+from dataclasses import replace
+
+from tq.columns import Column
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import GRPOConfig, KlLossConfig, PPOConfig, RLOOConfig
+from workers.algorithms.config import DAPOConfig, GRPOConfig, KlLossConfig, PPOConfig, RLOOConfig
 from workers.algorithms.grpo import GRPO
 
 class Bare(GRPO):
@@ -56,6 +61,36 @@ class WithCritic(GRPO):
 class InReward(GRPO):
     Config = RLOOConfig
 
+class Spread(GRPO):
+    # Has a column of its own, from its advantages to its loss.
+
+    class Config(GRPOConfig):
+        per_token: bool = False
+        loses: str = ""
+        adds: bool = True
+
+        def tasks(self, *, old_log_probs=False):
+            *others, advantages, train = super().tasks(old_log_probs=old_log_probs)
+            if self.loses == "everything":
+                return "no tasks"
+            if self.loses == "rewards":
+                return (others[0], advantages, train)
+            if self.loses == "a column":
+                others[0] = replace(others[0], outputs=others[0].outputs[1:])
+            advantages = replace(advantages, outputs=(*advantages.outputs, "spread"))
+            return (*others, advantages, replace(train, inputs=(*train.inputs, "spread")))
+
+    def advantages(self, batch, *, group_size):
+        made = super().advantages(batch, group_size=group_size)
+        if not self._config.adds:
+            return made
+        values = made["advantages"].values
+        own = values.repeat_interleave(2).chunk(len(values)) if self._config.per_token else values[:, None]
+        return {**made, "spread": Column.of_rows(list(own))}
+
+class Priced(GRPO):
+    Config = DAPOConfig
+
 def function():
     pass
 """
@@ -82,7 +117,7 @@ def test_a_class_of_ones_own_is_loaded_with_its_settings_also_in_a_worker(code: 
     config = configured(code, "algorithm.tau_negative=1.5")
     assert isinstance(config.algorithm, OutsideConfig) and config.algorithm.kl_coef == 0.001
     found = config.algorithm.model_dump()
-    assert (found["tau_positive"], found["tau_negative"], found["reads"]) == (1.0, 1.5, ("rewards",))
+    assert (found["tau_positive"], found["tau_negative"]) == (1.0, 1.5)
     config.save(code)
     again = RunConfig.load(code)
     assert again == config
@@ -131,7 +166,7 @@ def test_the_launcher_imports_no_torch_for_it(code: Path) -> None:
     ("name", "section", "message"),
     [
         (NAME, {"tau_negtive": 1.0}, "algorithm.tau_negtive: unknown key; did you mean 'tau_negative'?"),
-        (NAME, {"zzz": 1.0}, f"algorithm.zzz: unknown key; {NAME} has kl_coef"),
+        (NAME, {"zzz": 1.0}, f"algorithm.zzz: unknown key; {NAME} has name kl_coef"),
         (NAME, {"tau_negative": -1}, "algorithm.tau_negative: -1 cannot be used; it must be greater than 0"),
         (NAME, {"off_policy": {"cap": 0.1}}, "algorithm.off_policy.cap: 0.1 cannot be used"),
         ("custom_algorithm:SoftGate", {}, "algorithm.name: custom_algorithm:SoftGate is no algorithm; derive it"),
@@ -160,3 +195,46 @@ def test_a_setting_that_yaml_made_something_else_is_refused(code: Path) -> None:
         with pytest.raises(ConfigError, match=r"^algorithm\.tau_negative: "):
             configured(code, f"algorithm.tau_negative={value}")
     assert math.isfinite(configured(code).algorithm.model_dump()["tau_negative"])
+
+
+def test_a_config_adds_columns_to_the_tasks_that_its_class_computes(code: Path) -> None:
+    config = configured(code, "algorithm.name=refused_algorithms:Spread", "actor.num_mini_batches=2")
+    config.save(code)
+    for each in (config, RunConfig.load(code)):
+        graph = {task.name: task for task in graph_of(each)}
+        assert graph["compute_advantages_and_returns"].outputs == ("advantages", "spread")
+        assert graph["actor_train"].inputs[-1] == "spread" and "actor_log_probs" in graph
+        (train,) = (task for task in place_tasks(graph.values(), ("rollout", "actor", "ref")) if task.role == "actor")
+        assert "spread" not in train.inputs, "the actor computes it itself"
+        apart = {task.role: task for task in place_tasks(graph.values(), ("rollout", "actor", "advantages"))}
+        assert "spread" in apart["advantages"].outputs and "spread" in apart["actor"].inputs
+    columns = {
+        **sample_columns([torch.tensor([0])] * 2, [torch.tensor([0, 0])] * 2),
+        "rewards": Column.of_scalars(torch.tensor([0.0, 1.0])),
+    }
+    made = load_algorithm(config.algorithm, config.rollout).advantages(PackedBatch((0, 1), columns), group_size=2)
+    samples = samples_of(PackedBatch((0, 1), {**columns, **made}))
+    assert samples["spread"].values.tolist() == samples["advantages"].values.tolist(), "so the loss has it"
+    assert graph_of(configured(code)) == GRPOConfig(kl_coef=0.001).tasks()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["loses=everything"], "tasks() of its Config returned 'no tasks'; return a tuple of Task"),
+        (["loses=rewards"], "tasks() of its Config are actor_rollout compute_advantages_and_returns actor_train"),
+        (["loses=a column"], "tasks() of its Config changes actor_rollout; it may add inputs and outputs to compute_"),
+        (["adds=false"], "{'spread': Column} with a number per row"),
+        (["per_token=true"], "{'spread': Column} with a number per row"),
+    ],
+)
+def test_tasks_that_a_run_cannot_have_are_one_line(code: Path, settings: list[str], message: str) -> None:
+    own = [f"algorithm.{setting}" for setting in settings]
+    with pytest.raises(ConfigError) as refused:
+        configured(code, "algorithm.name=refused_algorithms:Spread", *own)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_config_derived_from_a_built_in_one_has_its_checks(code: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^algorithm.overlong_buffer_tokens: 500 are more than the longest response"):
+        configured(code, "algorithm.name=refused_algorithms:Priced", "algorithm.overlong_buffer_tokens=500")

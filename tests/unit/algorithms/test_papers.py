@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Moments
-from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.parts import LossCounts
+from workers.algorithms.registry import AlgorithmConfig
 from workers.rollout.config import RolloutConfig
 from workers.tasks.rollouts import sample_columns, samples_of
 

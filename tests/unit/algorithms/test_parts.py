@@ -7,7 +7,6 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import PolicyLoss, kl_divergence
 from workers.algorithms.off_policy import OffPolicyConfig
@@ -21,6 +20,7 @@ from workers.algorithms.parts import (
     bounded_ratio,
     policy_parts,
 )
+from workers.algorithms.registry import AlgorithmConfig
 from workers.rollout.config import RolloutConfig
 
 LENGTHS = torch.tensor([5, 0, 17, 1, 9])

@@ -75,7 +75,7 @@ def test_a_buffer_for_long_answers_is_no_longer_than_an_answer() -> None:
         return check_run(load_config(find_recipe("quickstart"), overrides=dapo))
 
     load(4)
-    with pytest.raises(ConfigError, match=r"overlong_buffer_tokens: 5 are more than the longest answer .* 4\)"):
+    with pytest.raises(ConfigError, match=r"overlong_buffer_tokens: 5 are more than the longest response .* 4\)"):
         load(5)
 
 
@@ -87,7 +87,7 @@ def test_a_price_of_long_rollouts_needs_a_limit_of_all_their_replies() -> None:
     load("rollout.max_drawn_tokens=12")
     with pytest.raises(ConfigError, match="overlong_buffer_tokens: 12 is a price .*max_drawn_tokens 0 sets them no"):
         load()
-    with pytest.raises(ConfigError, match=r"12 are more than the longest answer \(rollout.max_drawn_tokens 11\)"):
+    with pytest.raises(ConfigError, match=r"12 are more than the longest response \(rollout.max_drawn_tokens 11\)"):
         load("rollout.max_drawn_tokens=11")
 
 

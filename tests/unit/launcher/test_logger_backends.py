@@ -12,7 +12,8 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from launcher.loggers.backends import TABLE, check_loggers
+from launcher.loggers.backends import TABLE, check_loggers, make_logger
+from launcher.loggers.base import LoggedRun
 from launcher.loggers.processes import feeding
 from tests.support.logged_runs import add_steps, append, go_back, make_run
 from workers.config import LOGGERS, LoggerConfig, RunConfig
@@ -155,6 +156,30 @@ def test_loggers_that_cannot_be_are_refused_with_what_to_do(monkeypatch: pytest.
     monkeypatch.setattr("launcher.loggers.backends.is_installed", lambda name: False)
     with pytest.raises(ConfigError, match="trackio is not installed here; pip install"):
         check_loggers([LoggerConfig(name="trackio")])
+
+
+@pytest.mark.parametrize(
+    ("logger", "message"),
+    [
+        ("{name: wandb, options: {projct: sums}}", "loggers.0.options.projct: unknown key; did you mean 'project'?"),
+        ("{name: wandb, options: {mode: off}}", "loggers.0.options.mode: False cannot be used; it must be 'online', "),
+        ("{name: swanlab, options: {entity: us}}", "loggers.0.options.entity: unknown key; swanlab has project name"),
+        ("{name: tensorboard, options: {log_dir: 3}}", "loggers.0.options.log_dir: 3 cannot be used; it must be a "),
+        ("{name: mlflow, options: {project: sums}}", "loggers.0.options.project: unknown key; mlflow has tracking_uri"),
+        ("{name: trackio, options: {private: maybe}}", "loggers.0.options.private: 'maybe' cannot be used; it must be"),
+    ],
+)
+def test_an_option_that_a_logger_has_not_is_refused_when_the_configuration_is_read(logger: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(find_recipe(None), overrides=[f"loggers=[{logger}]"])
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+def test_options_reach_the_library_in_place_of_what_a_run_says(tmp_path: Path) -> None:
+    needs("tensorboard")
+    run = LoggedRun(tmp_path, "sums", {})
+    make_logger(LoggerConfig(name="tensorboard", options={"log_dir": str(tmp_path / "mine")}), run).close()
+    assert [*(tmp_path / "mine").iterdir()]
 
 
 def test_a_logger_is_named_alone_or_with_options() -> None:

@@ -12,16 +12,46 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from tq.backends.config import BackendConfig
+from tq.backends.load import load_backend
 from workers.outside import resolving
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_engine.py"
 PLAIN = {"engine": "custom_engine:PlainEngine"}
 CLASSES = """
+from pydantic import Field
+from asyncflow.settings import Settings
+
+class Kept:
+    class Config(Settings):
+        bucket: str = "rows"
+    name, in_process = "kept", False
+    def __init__(self, config, prefix):
+        self.options = config.options
+    def store(self): ...
+    def load(self): ...
+    def delete(self): ...
+    def close(self): ...
 class Half:
     def submit(self): ...
 
 def function():
     pass
+
+class Printer:
+    def __init__(self, run, width=80):
+        self.width = width
+    def log(self, step, metrics): ...
+    def show(self, step, rows, histograms): ...
+    def rewind(self, step): ...
+    def close(self): ...
+
+class Typed(Printer):
+    class Config(Settings):
+        width: int = Field(80, ge=1)
+
+class Untyped(Printer):
+    Config = {"width": 80}
 
 class Wide:
     window = 2.0
@@ -142,7 +172,32 @@ def test_an_engine_s_settings_are_checked_without_torch_in_the_launcher(code: Pa
             {"backend": {"kind": "outside_classes:Half"}},
             "tq.backend.kind: outside_classes:Half lacks store load delete close",
         ),
+        (
+            "tq",
+            {"backend": {"kind": "outside_classes:Kept", "options": {"buckt": "x"}}},
+            "tq.backend.options.buckt: unknown key; did you mean 'bucket'?",
+        ),
         ("loggers", ({"name": "outside_classes:Half"},), "loggers.0.name: outside_classes:Half lacks log"),
+        (
+            "loggers",
+            ({"name": "outside_classes:Typed", "options": {"width": 0}},),
+            "loggers.0.options.width: 0 cannot be used; it must be greater than or equal to 1",
+        ),
+        (
+            "loggers",
+            ({"name": "outside_classes:Typed", "options": {"widht": 9}},),
+            "loggers.0.options.widht: unknown key; did you mean 'width'?",
+        ),
+        (
+            "loggers",
+            ({"name": "outside_classes:Printer", "options": {"widht": 9}},),
+            "loggers.0.options: outside_classes:Printer cannot be made with widht: got an unexpected keyword",
+        ),
+        (
+            "loggers",
+            ({"name": "outside_classes:Untyped"},),
+            "loggers.0.options: outside_classes:Untyped has no Config derived from asyncflow.settings.Settings",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_one_line(code: Path, section: str, changes: Any, message: str) -> None:
@@ -188,6 +243,22 @@ def test_run_whose_class_lost_a_setting_is_told_where_that_is_from(code: Path, t
         ConfigError, match=r"^algorithm\.lost: unknown key; .*config\.yaml has the settings that the run "
     ):
         load_config(saved)
+
+
+def test_a_run_keeps_the_options_that_classes_add(code: Path) -> None:
+    loggers = "loggers=[tensorboard, {name: 'outside_classes:Typed'}]"
+    backend = "tq.backend={kind: 'outside_classes:Kept'}"
+    config = load_config(find_recipe("quickstart"), overrides=[loggers, backend, f"code_directory={code}"])
+    assert [each.options for each in config.loggers] == [{}, {"width": 80}]
+    assert config.tq.backend.options == {"bucket": "rows"}
+
+
+def test_a_queue_without_a_run_checks_a_backend_s_options_too(code: Path) -> None:
+    sys.path.insert(0, str(code))
+    own: Any = load_backend(BackendConfig(kind="outside_classes:Kept"), "storage-0", "run-1")
+    assert own.options == {"bucket": "rows"}
+    with pytest.raises(ConfigError, match=r"^tq.backend.options.bucket: 3 cannot be used; it must be a valid string"):
+        load_backend(BackendConfig(kind="outside_classes:Kept", options={"bucket": 3}), "storage-0", "run-1")
 
 
 def test_a_policy_that_chooses_rows_is_refused_where_timing_must_not_matter(code: Path) -> None:
