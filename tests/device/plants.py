@@ -267,9 +267,10 @@ def _weights_given_back_early() -> None:
 
     def replace(parameters: Any, weights: Any, *, adopt: bool) -> None:
         if adopt:
-            return right(parameters, weights, adopt=True)
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name], non_blocking=True)
+            right(parameters, weights, adopt=True)
+        else:
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name], non_blocking=True)
 
     engine.replace_weights = torch.no_grad()(replace)
 

@@ -43,12 +43,12 @@ class Said:
 class User:
     """What uses the engine, in this process."""
 
-    def __init__(self, run: WeightRun, store: TCPStore, run_dir: Path) -> None:
+    def __init__(self, run: WeightRun, store: TCPStore, run_dir: Path, *, lead: str = "weights-0") -> None:
         self.engine, self.said, self.arrived = Ranks(run._start, run.setup), Said(), threading.Event()
         job = Job("127.0.0.1", store.port, SECRET.hex(), os.getpid(), (), 0, "", 100, time.time(), HostClock.measure())
         job.save(run_dir)
         self.receiver = RanksReceiver(
-            credentials(store.port), "weights-0", "rollout-0", self.engine, run_dir=run_dir, lead="weights-0",
+            credentials(store.port), "weights-0", "rollout-0", self.engine, run_dir=run_dir, lead=lead,
             arrived=self.arrived.set, takes_turns=True, timeout_s=DEADLINE_S, timeline=self.said,
         )  # fmt: skip
         self.held: Version | None = None
@@ -94,6 +94,28 @@ def test_ranks_load_one_version_of_which_each_keeps_a_share(
     assert weight_run.status().holders == {}
     copies = ask_all(user.engine.ranks, "copies")
     assert all(each and max(each) < weight_run.plan().region_bytes for each in copies), copies
+    assert ask_all(user.engine.ranks, "end") == ["closed"] * NUM_RANKS
+    user.receiver.close()
+
+
+@pytest.mark.gate
+def test_ranks_load_what_is_not_broadcast_out_of_the_agents_memory(
+    weight_run: WeightRun, store: TCPStore, tmp_path: Path
+) -> None:
+    weight_run.start_node()
+    user = User(weight_run, store, tmp_path, lead="")
+    for version in steps(1, 3):
+        weight_run.publish(version)
+        user.load(version)
+    held, *newer = steps(4, 8)
+    weight_run.publish(held)
+    user.receiver.wait_for(held.step, timeout_s=60)
+    assert user.engine.hold(held)
+    weight_run.publish(*newer)
+    assert held in weight_run.status().holders["rollout-0-0"], "it is not written again before it is let go"
+    user.engine.load_held()
+    user.load(newer[-1])
+    assert ask_all(user.engine.ranks, "copies") == [[]] * NUM_RANKS
     assert ask_all(user.engine.ranks, "end") == ["closed"] * NUM_RANKS
     user.receiver.close()
 
