@@ -132,6 +132,7 @@ class RanksReceiver(WeightReceiver):
             credentials, agent, name, engine.weight_needs(),
             device=_CPU, arrived=arrived, takes_turns=takes_turns, timeline=timeline,
         )  # fmt: skip
+        self._cache.fail(self._lag())
         threading.Thread(target=self._listen, args=(read_end,), name="weight-ranks", daemon=True).start()
         try:
             engine.follow(
@@ -168,12 +169,18 @@ class RanksReceiver(WeightReceiver):
                 self._newest_of[rank] = version = Version(lineage, step)
                 if self._newest_of.count(version) < len(self._newest_of):
                     self._agree.clear()
+                    self._cache.fail(self._lag())
                 else:
                     self._cache.put(ReadyVersion(version, {}, own=False, release=lambda: None))
                     self._agree.set()
                 self._timeline.record(_BROADCAST if by_broadcast else _AGENT, seconds, version=step, rank=rank)
         self._cache.fail(EngineFailed("the engine's ranks have ended; the log above says why"))
         self._agree.set()  # on nothing any more: the engine raises when it is to hold a version
+
+    def _lag(self) -> WeightSyncError:
+        """Return what a wait says that ends before all ranks have the same version."""
+        have = ", ".join("none" if version is None else str(version) for version in self._newest_of)
+        return WeightSyncError(f"the engine's ranks have {have}; see their log")
 
     def _take(self, connection: Connection, offered: Offered) -> bool:
         """Check that the engine fits the trainer; the ranks take the version themselves."""

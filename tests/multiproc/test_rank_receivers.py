@@ -18,7 +18,7 @@ from waiting import wait_until
 from weight_run import WeightRun, ask, ask_all, steps
 
 from asyncflow.clock import HostClock
-from asyncflow.errors import EngineFailed
+from asyncflow.errors import EngineFailed, WeightsLate
 from asyncflow.job import Job
 from weightsync.rank_receivers import RanksReceiver
 from weightsync.version import Version
@@ -132,6 +132,8 @@ def test_nothing_is_loaded_while_one_rank_lags(weight_run: WeightRun, open_user:
     wait_until(lambda: from_agent in user.said.spans, "the other rank has no newer version", deadline_s=60)
     assert user.receiver.newest == former
     assert user.receiver.load(lambda _: pytest.fail("torn"), newer_than=None) is None
+    with pytest.raises(WeightsLate, match=f"the engine's ranks have {newest}, {former}; see their log"):
+        user.receiver.wait_for(newest.step, timeout_s=0.1)
     user.engine.ranks[1].signal(signal.SIGCONT)
     user.load(newest)
     assert not user.engine.hold(former)
