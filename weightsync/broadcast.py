@@ -93,7 +93,7 @@ class Broadcaster:
         stop = stop or threading.Event()
         with aborting(self._abort, when=stop):
             try:
-                transfer = self._share(self._begin(version) if self._rank == 0 else None, stop)
+                transfer = self._share(self._begin(version, stop) if self._rank == 0 else None, stop)
                 if transfer.members and self._sends:
                     self._send(transfer, cast, stop)
             except (RuntimeError, TransportError, WeightSyncError) as error:
@@ -112,12 +112,12 @@ class Broadcaster:
             connection.close()
         self._group.leave()
 
-    def _begin(self, version: Version) -> Transfer:
+    def _begin(self, version: Version, stop: threading.Event) -> Transfer:
         """Ask which receivers take part: none if the lead agent is gone."""
         try:
             if self._connection is None or self._connection.closed:
                 self._connection = Connection(
-                    self._credentials, self._lead, f"{self._name}-lead", Reply, timeout_s=self._timeout_s
+                    self._credentials, self._lead, f"{self._name}-lead", Reply, timeout_s=self._timeout_s, stop=stop
                 )
                 self._connection.call(OpenPlan(self._plan.encode()), timeout_s=self._timeout_s)
             request = BeginBroadcast(version, self._plan.digest(), self._broken, self._timeout_s)

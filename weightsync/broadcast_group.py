@@ -241,7 +241,8 @@ def senders_of(plan: TransferPlan) -> tuple[int, ...]:
 def aborting(
     abort: Callable[[], None], *, when: threading.Event | None, deadline: float | None = None
 ) -> Iterator[None]:
-    """Call `abort` from another thread while the enclosed block runs, once `when` is set or `deadline` has passed.
+    """Call `abort` from another thread while the enclosed block runs, once `when` is set or `deadline` has passed, and
+    from then on again and again: the block may begin a wait after it.
 
     Some backends' waits have no timeout of their own.
     """
@@ -251,7 +252,6 @@ def aborting(
         while not done.wait(_LOOK_S):
             if (when is not None and when.is_set()) or (deadline is not None and time.monotonic() > deadline):
                 abort()
-                return
 
     threading.Thread(target=watch, name="weight-stop", daemon=True).start()
     try:

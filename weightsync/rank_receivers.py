@@ -1,9 +1,10 @@
 """Receivers of an engine whose ranks are processes of their own: each has a receiver, and keeps its share of a version.
 
-    engine's rank k    RankReceiver     agent, broadcasts -> the k-th share of a version, on the rank's device
+    engine's rank k    RankReceiver     agent, broadcasts -> the k-th share of a version
       | pipe: (k, version)                                                 hold(v) ... load, share by share ... let_go
     user's process     RanksReceiver    what all ranks have is ready ... load: have all hold v, have them load it
 
+A share that was broadcast is on the rank's device; another one stays in the agent's memory, which the rank has mapped.
 The shares are whole tensors, of about the same size together. A rank checks its own; the others get them from it while
 all load, so a version takes its size once, however many ranks there are. The user's process has no copy of anything.
 """
@@ -54,7 +55,8 @@ class Following(msgspec.Struct, frozen=True):
     Attributes:
         run_dir: of the run; its `job.json` says how to reach the others.
         name: of the engine's user.
-        agent, lead: see `WeightReceiver`.
+        agent: see `WeightReceiver`.
+        lead: see there; empty: nothing is broadcast.
         timeout_s: deadline of a broadcast.
         start_timeout_s: deadline of a handshake.
         pid, fd: of the pipe's writing end.
@@ -79,6 +81,10 @@ class RanksEngine(Protocol):
     @property
     def num_ranks(self) -> int:
         """Processes that share the model."""
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether they can receive what is not broadcast, too, out of the agent's memory."""
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what they need together."""
@@ -115,7 +121,8 @@ class RanksReceiver(WeightReceiver):
         Args:
             engine: whose ranks receive.
             run_dir: of the run.
-            credentials, agent, name, lead, arrived, takes_turns, timeout_s, timeline: see `WeightReceiver`.
+            lead: see `Following`.
+            credentials, agent, name, arrived, takes_turns, timeout_s, timeline: see `WeightReceiver`.
         """
         self._engine = engine
         self._newest_of: list[Version | None] = [None] * engine.num_ranks
@@ -125,6 +132,7 @@ class RanksReceiver(WeightReceiver):
             credentials, agent, name, engine.weight_needs(),
             device=_CPU, arrived=arrived, takes_turns=takes_turns, timeline=timeline,
         )  # fmt: skip
+        self._cache.fail(self._lag())
         threading.Thread(target=self._listen, args=(read_end,), name="weight-ranks", daemon=True).start()
         try:
             engine.follow(
@@ -161,12 +169,18 @@ class RanksReceiver(WeightReceiver):
                 self._newest_of[rank] = version = Version(lineage, step)
                 if self._newest_of.count(version) < len(self._newest_of):
                     self._agree.clear()
+                    self._cache.fail(self._lag())
                 else:
                     self._cache.put(ReadyVersion(version, {}, own=False, release=lambda: None))
                     self._agree.set()
                 self._timeline.record(_BROADCAST if by_broadcast else _AGENT, seconds, version=step, rank=rank)
         self._cache.fail(EngineFailed("the engine's ranks have ended; the log above says why"))
         self._agree.set()  # on nothing any more: the engine raises when it is to hold a version
+
+    def _lag(self) -> WeightSyncError:
+        """Return what a wait says that ends before all ranks have the same version."""
+        have = ", ".join("none" if version is None else str(version) for version in self._newest_of)
+        return WeightSyncError(f"the engine's ranks have {have}; see their log")
 
     def _take(self, connection: Connection, offered: Offered) -> bool:
         """Check that the engine fits the trainer; the ranks take the version themselves."""
@@ -228,11 +242,13 @@ class RankReceiver(WeightReceiver):
         patience = timedelta(seconds=min(following.start_timeout_s, STALL_S))
         store = connect_store(job.store_host, job.store_port, patience)
         credentials = Credentials(store, bytes.fromhex(job.secret), following.start_timeout_s)
-        meeting = credentials.group_store(min(following.timeout_s, STALL_S))
+        member = None
+        if following.lead:
+            member = BroadcastMember(credentials.group_store(min(following.timeout_s, STALL_S)), name, device)
         super().__init__(
             credentials, following.agent, name, following.needs,
             device=device, share=[each for each, owner in self._owners.items() if owner == rank], arrived=self._say,
-            member=BroadcastMember(meeting, name, device), lead=following.lead, timeout_s=following.timeout_s,
+            member=member, lead=following.lead, timeout_s=following.timeout_s,
             timeline=self._last,
         )  # fmt: skip
 

@@ -106,10 +106,11 @@ def follow_policy(
         loaded: called after each swap.
     """
     config = context.config
-    if config.weightsync.path == "broadcast" and isinstance(engine, RanksEngine):
+    broadcast = config.weightsync.path == "broadcast"
+    if isinstance(engine, RanksEngine) and (broadcast or engine.can_follow):
         ranks = RanksReceiver(
             context.credentials(), _agent(context), context.name, engine,
-            run_dir=context.run_dir, lead=_lead(context), arrived=arrived,
+            run_dir=context.run_dir, lead=_lead(context) if broadcast else "", arrived=arrived,
             takes_turns=config.weightsync.max_updating is not None, timeout_s=config.weightsync.timeout_s,
             timeline=context.timeline,
         )  # fmt: skip

@@ -166,7 +166,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         policy copies  4 x P (2 under bfloat16) for each that `actor.tri_model` keeps, all ranks together, on the CPU
         model copies   P x c per generating or evaluating instance and copy of the reference, on the CPU
         reward models  R x c per copy, on the CPU: R parameters, c of its own
-        vllm mailboxes P x c per instance, shared memory; c of `vllm.dtype`
+        vllm mailboxes P x c per evaluating instance, shared memory; c of `vllm.dtype`
         broadcasts     P x w for each of them on the CPU, and per instance of vLLM; only with `weightsync.path:
                        broadcast`
         queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in the units and on their way
@@ -193,7 +193,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         "policy copies": config.num_policy_copies * parameters * DTYPE_BYTES[config.actor.autocast] if on_cpu else 0,
         "model copies": holders * parameters * copy if on_cpu else 0,
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
-        "vllm mailboxes": len(instances) * parameters * posted,
+        "vllm mailboxes": sum(gang.role == "evaluate" for gang in instances) * parameters * posted,
         "broadcasts": (holders if on_cpu else len(instances)) * parameters * wire
         if config.weightsync.path == "broadcast"
         else 0,

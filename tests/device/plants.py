@@ -260,6 +260,21 @@ def _responses_read_early() -> None:
     engine.torch = Torch()  # type: ignore
 
 
+def _weights_given_back_early() -> None:
+    import workers.engines.hf.engine as engine
+
+    right = engine.replace_weights
+
+    def replace(parameters: Any, weights: Any, *, adopt: bool) -> None:
+        if adopt:
+            right(parameters, weights, adopt=True)
+        else:
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name], non_blocking=True)
+
+    engine.replace_weights = torch.no_grad()(replace)
+
+
 def _broadcasts_that_wait_for_no_update() -> None:
     import weightsync.broadcast_group as broadcast_group
 
@@ -299,6 +314,7 @@ PLANTS = {
     "policy-copy-beside": Plant("steps", "kernels", partial(_beside, _policy_copy, "take")),
     "update-beside": Plant("steps", "kernels", partial(_beside, _sharded_model, "step")),
     "responses-early": Plant("generate", "copies", _responses_read_early),
+    "given-back-early": Plant("generate", "copies", _weights_given_back_early),
     "no-order": Plant("broadcast", "kernels", _broadcasts_that_wait_for_no_update, 3),
     "no-end": Plant("broadcast", "kernels", _broadcasts_said_to_have_ended, 3),
 }

@@ -175,11 +175,16 @@ def train(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
 
 
 def generate(device: torch.device, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
-    """Sampled responses, with weights that change under way."""
+    """Sampled responses, with weights that change under way. Each version lies in a slot, which is given back then."""
     from safetensors.torch import load_file
 
+    from weightsync.boxes import Box
+    from weightsync.plan import match_needs, plan_transfer
+    from weightsync.region import Region, RegionLayout
+    from weightsync.shard_writer import describe
+    from weightsync.slot_memory import SlotMemory, map_slot
     from workers.config import ModelConfig
-    from workers.engines.base import GenerateRequest
+    from workers.engines.base import GenerateRequest, LocalShard
     from workers.engines.base import generate as responses_of
     from workers.engines.hf.engine import HfEngine
     from workers.rollout.config import SamplingConfig
@@ -187,12 +192,20 @@ def generate(device: torch.device, rank: int, num_ranks: int, directory: Path) -
     sampling = SamplingConfig.model_validate({"max_response_tokens": 8, "batch_size": 8, "top_p": 0.95})
     engine = HfEngine(MODEL, ModelConfig(path=str(MODEL)), sampling=sampling, device=device)
     weights = load_file(MODEL / "model.safetensors")
-    engine.load_weights(weights)
+    shards = [LocalShard(name, tuple(w.shape), Box.whole(tuple(w.shape)), w) for name, w in weights.items()]
+    plan = plan_transfer([describe(shards)], bucket_bytes=1 << 16, dtype="float32")
+    layout, pieces = RegionLayout(plan), match_needs(plan, engine.weight_needs())
+    slot = SlotMemory(plan.region_bytes)
+    written = Region(slot.memory, layout).views(pieces)
+    mapped = Region(map_slot(slot.offer, write=False, device=device), layout).views(pieces)
     requests = [GenerateRequest(row, torch.arange(2, 5 + row % 3), seed=row, ticket=row) for row in range(12)]
-    first = list(responses_of(engine, requests))
-    engine.load_weights({name: value * 1.01 for name, value in weights.items()})
-    second = list(responses_of(engine, requests))
-    done = sorted(first, key=lambda one: one.index) + sorted(second, key=lambda one: one.index)
+    done = []
+    for factor in (1.0, 1.01):
+        for name, view in written.items():
+            view.copy_(weights[name] * factor)
+        engine.load_weights(mapped)
+        slot.memory.zero_()  # given back: the trainer writes its next version there
+        done += sorted(responses_of(engine, requests), key=lambda one: one.index)
     return {
         "tokens": [one.response_R.tolist() for one in done],
         "log_probs": [one.log_probs_R.tolist() for one in done],

@@ -25,13 +25,14 @@ from asyncflow.device import abort_group, connect_group
 from asyncflow.errors import WeightSyncError
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.server import Call, ChannelServer, Session
 from asyncflow.vendors import Vendor, _Cuda, vendor_of, vendors
 from weightsync.agent.service import WeightAgent
 from weightsync.boxes import Box
 from weightsync.broadcast import Broadcaster, BroadcastMember
 from weightsync.broadcast_group import STALL_S, BroadcastGroup, sender_name
 from weightsync.config import WeightSyncConfig
-from weightsync.messages import AskStatus, JoinBroadcast, Reply, Transfer
+from weightsync.messages import AskStatus, JoinBroadcast, Reply, Request, Transfer
 from weightsync.plan import Need, plan_transfer
 from weightsync.receiver import WeightReceiver
 from weightsync.region import Region, RegionLayout
@@ -288,6 +289,49 @@ def test_a_receiver_that_joined_and_never_came_costs_the_deadline_before_the_fir
     assert joined.result(DEADLINE_S)[0].members == ["rollout-0"]
     assert re.search(r"rollout-0 was not here in time.*from their agents", caplog.text)
     assert rude.made == []
+
+
+def test_a_stop_ends_a_broadcasts_wait_for_a_lead_agent_that_is_gone(job: Job) -> None:
+    sender = Broadcaster(job.credentials, "gone", "actor/0", PLAN, 0, device=CPU, epoch="0", timeout_s=DEADLINE_S)
+    assert stopped_after_s(sender) < DEADLINE_S / 2
+
+
+def test_a_stop_that_comes_while_it_connects_ends_what_follows(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lead agent takes the channel and answers nothing, as one does that is stopped."""
+    looked = threading.Event()
+
+    class Sender(Broadcaster):
+        def _abort(self) -> None:
+            super()._abort()
+            looked.set()
+
+    def connect(*given: Any, stop: threading.Event, **named: Any) -> Connection:
+        assert looked.wait(DEADLINE_S)
+        return Connection(*given, **named)
+
+    class Silent:
+        def handle(self, call: Call) -> None:
+            """Does not answer."""
+
+        def disconnected(self, session: Session) -> None:
+            """Nothing is kept."""
+
+    monkeypatch.setattr("weightsync.broadcast.Connection", connect)
+    server = ChannelServer(job.credentials, "silent", Request, Silent())
+    sender = Sender(job.credentials, "silent", "actor/0", PLAN, 0, device=CPU, epoch="0", timeout_s=DEADLINE_S)
+    took_s = stopped_after_s(sender)
+    server.close()
+    assert took_s < DEADLINE_S / 2
+
+
+def stopped_after_s(sender: Broadcaster) -> float:
+    """Return how long a broadcast takes that is to stop (s)."""
+    stop = threading.Event()
+    stop.set()
+    began = time.monotonic()
+    sender.run(VERSION, cast, stop=stop)
+    sender.close()
+    return time.monotonic() - began
 
 
 def test_a_member_that_is_not_ready_costs_the_deadline_before_the_first_byte(rude: Rude, job: Job) -> None:

@@ -10,10 +10,14 @@ from gang_ranks import gang_rank
 
 Start = Callable[..., Any]
 
+DEVICES = pytest.mark.parametrize("device", ["cpu", "cuda"])
+"""The second one's backend blocks as NCCL's does, see `gang_ranks`."""
+
 
 @pytest.mark.gate
-def test_ranks_that_all_come_hear_from_each_other(start: Start) -> None:
-    ranks = [start(gang_rank, rank, 2, 60.0) for rank in range(2)]
+@DEVICES
+def test_ranks_that_all_come_hear_from_each_other(start: Start, device: str) -> None:
+    ranks = [start(gang_rank, rank, 2, 60.0, device) for rank in range(2)]
     assert [rank.hear() for rank in ranks] == ["ready"] * 2
     for rank in ranks:
         rank.tell("gather")
@@ -35,8 +39,10 @@ def test_collective_that_a_rank_does_not_come_to_names_all_that_were_waited_for(
 
 
 @pytest.mark.gate
-def test_rank_that_never_comes_to_the_meeting_is_named(start: Start) -> None:
-    alone = start(gang_rank, 1, 2, 2.0)
+@DEVICES
+def test_rank_that_never_comes_to_the_meeting_is_named(start: Start, device: str) -> None:
+    """Gloo meets first: a device's backend would be waited for without end."""
+    alone = start(gang_rank, 1, 2, 2.0, device)
     kind, text = alone.hear()
     assert kind == "DeadlineExceeded"
     assert re.match(r"actor rank 1 waited \d+ s to meet for rank 0, in vain: .", text)

@@ -18,7 +18,7 @@ from waiting import wait_until
 from weight_run import WeightRun, ask, ask_all, steps
 
 from asyncflow.clock import HostClock
-from asyncflow.errors import EngineFailed
+from asyncflow.errors import EngineFailed, WeightsLate
 from asyncflow.job import Job
 from weightsync.rank_receivers import RanksReceiver
 from weightsync.version import Version
@@ -43,12 +43,12 @@ class Said:
 class User:
     """What uses the engine, in this process."""
 
-    def __init__(self, run: WeightRun, store: TCPStore, run_dir: Path) -> None:
+    def __init__(self, run: WeightRun, store: TCPStore, run_dir: Path, *, lead: str = "weights-0") -> None:
         self.engine, self.said, self.arrived = Ranks(run._start, run.setup), Said(), threading.Event()
         job = Job("127.0.0.1", store.port, SECRET.hex(), os.getpid(), (), 0, "", 100, time.time(), HostClock.measure())
         job.save(run_dir)
         self.receiver = RanksReceiver(
-            credentials(store.port), "weights-0", "rollout-0", self.engine, run_dir=run_dir, lead="weights-0",
+            credentials(store.port), "weights-0", "rollout-0", self.engine, run_dir=run_dir, lead=lead,
             arrived=self.arrived.set, takes_turns=True, timeout_s=DEADLINE_S, timeline=self.said,
         )  # fmt: skip
         self.held: Version | None = None
@@ -98,6 +98,28 @@ def test_ranks_load_one_version_of_which_each_keeps_a_share(
     user.receiver.close()
 
 
+@pytest.mark.gate
+def test_ranks_load_what_is_not_broadcast_out_of_the_agents_memory(
+    weight_run: WeightRun, store: TCPStore, tmp_path: Path
+) -> None:
+    weight_run.start_node()
+    user = User(weight_run, store, tmp_path, lead="")
+    for version in steps(1, 3):
+        weight_run.publish(version)
+        user.load(version)
+    held, *newer = steps(4, 8)
+    weight_run.publish(held)
+    user.receiver.wait_for(held.step, timeout_s=60)
+    assert user.engine.hold(held)
+    weight_run.publish(*newer)
+    assert held in weight_run.status().holders["rollout-0-0"], "it is not written again before it is let go"
+    user.engine.load_held()
+    user.load(newer[-1])
+    assert ask_all(user.engine.ranks, "copies") == [[]] * NUM_RANKS
+    assert ask_all(user.engine.ranks, "end") == ["closed"] * NUM_RANKS
+    user.receiver.close()
+
+
 def test_nothing_is_loaded_while_one_rank_lags(weight_run: WeightRun, open_user: Callable[[], User]) -> None:
     weight_run.start_node()
     user = open_user()
@@ -110,6 +132,8 @@ def test_nothing_is_loaded_while_one_rank_lags(weight_run: WeightRun, open_user:
     wait_until(lambda: from_agent in user.said.spans, "the other rank has no newer version", deadline_s=60)
     assert user.receiver.newest == former
     assert user.receiver.load(lambda _: pytest.fail("torn"), newer_than=None) is None
+    with pytest.raises(WeightsLate, match=f"the engine's ranks have {newest}, {former}; see their log"):
+        user.receiver.wait_for(newest.step, timeout_s=0.1)
     user.engine.ranks[1].signal(signal.SIGCONT)
     user.load(newest)
     assert not user.engine.hold(former)

@@ -36,6 +36,9 @@ def test_run_swaps_weights_within_answers(tmp_path: Path) -> None:
         assert versions == sorted(set(versions))
         assert sum(tokens for _, tokens in line["versions"]) == line["response_tokens"]
     assert any(line.versions[0] < line.versions[1] for _, line in read_ledger(tmp_path / "run").trained)
+    spans = command.lines(tmp_path / "run" / "timeline" / "rollout-0-0.jsonl")
+    checked = [span for span in spans if span.get("name") == "check weights"]
+    assert checked and all("rank" in span for span in checked), "vLLM's process reads the agent's memory itself"
 
 
 @pytest.mark.timeout(1600)

@@ -141,7 +141,8 @@ class GenerateEngine(Protocol):
         No token is drawn between this and the next `submit` or `step`, so `version` can be set.
 
         Args:
-            weights: of the model's shapes; other element types are cast.
+            weights: of the model's shapes; other element types are cast. Their memory is written again once this has
+                returned, so a device must have read it by then (no `non_blocking` copy without a wait).
             adopt: the caller leaves the tensors unchanged until the next call ends, so an engine may use them directly.
         """
 

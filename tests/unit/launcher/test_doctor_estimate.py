@@ -126,7 +126,7 @@ def test_models_on_a_device_take_no_host_memory() -> None:
     assert parts["processes"] == 400e6 + 4 * 40e6 + 4 * 2e9
 
 
-def test_processes_of_vllm_and_the_weights_on_their_way_to_it_count() -> None:
+def test_processes_of_vllm_count() -> None:
     checked = preflight(
         "rollout.engine=vllm", "vllm.dtype=bfloat16", "vllm.tensor_parallel_size=4", roles="rollout:8,actor:1"
     )
@@ -134,8 +134,7 @@ def test_processes_of_vllm_and_the_weights_on_their_way_to_it_count() -> None:
     plain = place_gangs(checked.config, Devices("npu", 9))
     shared = place_gangs(checked.config, Devices("npu", 9), ranks_per_instance=sizes)
     alone, together = (replace(checked, devices=Devices("npu", 9), gangs=gangs) for gangs in (plain, shared))
-    assert memory_parts(together)["vllm mailboxes"] == 2 * PARAMETERS * 2
-    assert memory_parts(alone)["vllm mailboxes"] == 8 * PARAMETERS * 2
+    assert memory_parts(together)["vllm mailboxes"] == 0, "its ranks read the agent's memory"
     difference = memory_parts(together)["processes"] - memory_parts(alone)["processes"]
     assert difference == (2 + 2 * 5 - 8 - 8) * 2 * 10**9, "a rollout, an engine and four ranks, against a rollout each"
 

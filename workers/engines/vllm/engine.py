@@ -2,8 +2,8 @@
 
     rollout process                                        vLLM's engine process (ends with the rollout)
     submit: a task per response -> AsyncLLM ...............  scheduler, model, sampler
-    load_weights: copy to shared memory, pause, resume ..  read, load layer by layer
     load_held: pause, resume ............................  load what its ranks received themselves (`RankReceiver`)
+    load_weights: copy to shared memory, pause, resume ..  read, load layer by layer (outside of a run, in evaluation)
 
 Running responses go on with new weights: the scheduler pauses between two tokens, nothing is lost, and vLLM says which
 version drew which tokens. Prompts are cached per version; `on_swap: keep` keeps the cache of running responses alone.
@@ -194,6 +194,11 @@ class VllmEngine:
     @property
     def num_ranks(self) -> int:
         return self._config.tensor_parallel_size
+
+    @property
+    def can_follow(self) -> bool:
+        """Not with an older vLLM, which may not say where the model is."""
+        return self._tells_versions
 
     def follow(self, following: Following) -> None:
         self._call_ranks("follow_weights", msgspec.to_builtins(following))

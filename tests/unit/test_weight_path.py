@@ -1,0 +1,71 @@
+"""Which receiver an engine gets."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workers import weight_path
+
+
+class Engine:
+    """Of several ranks, as vLLM's."""
+
+    num_ranks = 2
+    adopts_weights = False
+
+    def __init__(self, *, can_follow: bool) -> None:
+        self.can_follow = can_follow
+
+    def weight_needs(self) -> dict[str, Any]:
+        return {}
+
+    def follow(self, following: Any) -> None:
+        """Not called here."""
+
+    def hold(self, version: Any) -> bool:
+        return True
+
+    def load_held(self) -> None:
+        """Not called here."""
+
+    def load_weights(self, weights: Any, *, adopt: bool) -> None:
+        """Not called here."""
+
+
+@pytest.mark.parametrize(
+    ("path", "can_follow", "expected"),
+    [
+        ("staged", True, ("ranks", "")),
+        ("broadcast", True, ("ranks", "weights-0")),
+        ("broadcast", False, ("ranks", "weights-0")),  # the ranks refuse it, and say why
+        ("staged", False, ("process", "weights-0")),
+    ],
+)
+def test_ranks_receive_by_themselves_on_both_paths_where_they_can(
+    monkeypatch: pytest.MonkeyPatch, path: str, can_follow: bool, expected: tuple[str, str]
+) -> None:
+    made: list[tuple[str, str]] = []
+
+    def receiver(kind: str) -> Any:
+        def open_one(*_: Any, lead: str, **named: Any) -> Any:
+            made.append((kind, lead))
+            return SimpleNamespace(adopts=False)
+
+        return open_one
+
+    monkeypatch.setattr(weight_path, "RanksReceiver", receiver("ranks"))
+    monkeypatch.setattr(weight_path, "WeightReceiver", receiver("process"))
+    agent = SimpleNamespace(name="weights-0", parts={"node"})
+    weightsync = SimpleNamespace(path=path, max_updating=None, timeout_s=1.0, dtype=None)
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            weightsync=weightsync, rollout=SimpleNamespace(engine="vllm"), model=SimpleNamespace(dtype="float32")
+        ),
+        job=SimpleNamespace(of_role=lambda _: [agent]),
+        credentials=lambda: None,
+        name="rollout-0", node="node", run_dir=None, timeline=None, reading_device=None,
+    )  # fmt: skip
+    engine: Any = Engine(can_follow=can_follow)
+    weight_path.follow_policy(context, engine, arrived=lambda: None, loaded=lambda _: None)
+    assert made == [expected]
