@@ -1,5 +1,6 @@
 """Users' tasks in an algorithm's graph, and where they are placed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from asyncflow.errors import ConfigError
 from workers.algorithms.config import GRPOConfig
 from workers.config import RunConfig
 from workers.tasks.config import UserTaskConfig
-from workers.tasks.dataflow import PlacedTask, place_tasks
+from workers.tasks.dataflow import ACTOR_TRAIN, ADVANTAGES, PlacedTask, place_tasks
 from workers.tasks.graph import graph_of, prompt_columns, with_reward_parts, with_user_tasks
 
 GRPO = GRPOConfig(kl_coef=0.1).tasks()
@@ -92,6 +93,20 @@ def test_tasks_of_one_role_are_computed_together_and_put_what_others_read() -> N
 def test_tasks_that_cannot_be_are_refused(users: list[UserTaskConfig], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         with_user_tasks(GRPO, users)
+
+
+def test_an_algorithm_of_ones_own_may_compare_what_a_users_task_wrote() -> None:
+    """The task comes before the advantages then, in a role of its own or inside the actor."""
+    graph = tuple(replace(task, inputs=(*task.inputs, "novelty")) if task.name == ADVANTAGES else task for task in GRPO)
+    tasks = with_user_tasks(graph, [user("mask"), user("curious", output="novelty")])
+    names = [task.name for task in tasks]
+    assert names.index("curious") < names.index(ADVANTAGES) and names[-1] == ACTOR_TRAIN
+    (train,) = (task for task in place_tasks(tasks, ("rollout", "actor", "ref")) if task.name == ACTOR_TRAIN)
+    assert train.fused.index("curious") < train.fused.index(ADVANTAGES) and "novelty" not in train.inputs
+    placed = {task.name: task for task in place_tasks(tasks, ("rollout", "actor", "ref", "curious"))}
+    assert "novelty" in placed["curious"].outputs and "novelty" in placed[ACTOR_TRAIN].inputs
+    with pytest.raises(ConfigError, match=r"^tasks.0.output: no task reads column 'novel'; did you mean 'novelty'\?"):
+        with_user_tasks(graph, [user("curious", output="novel")])
 
 
 def test_the_trainer_reads_from_which_source_of_a_mixture_a_row_is() -> None:

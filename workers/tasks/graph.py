@@ -15,6 +15,7 @@ from tq.task_spec import StepSpec, TaskSpec
 from workers.config import RunConfig
 from workers.tasks.config import UserTaskConfig
 from workers.tasks.dataflow import (
+    ADMITTED,
     ALIASES,
     ANSWER_COLUMNS,
     CRITIC_TRAIN,
@@ -156,7 +157,7 @@ def with_user_tasks(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> t
     if any(user.output == LOSS_WEIGHTS for user in users):
         train = _weighted(train)
         others = [_weighted(task) if task.name == CRITIC_TRAIN else task for task in others]
-    return (*others, *_sorted(others, users), train)
+    return (*_sorted(others, users), train)
 
 
 def _weighted(train: Task) -> Task:
@@ -182,6 +183,7 @@ def _check_names(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None
 
 def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None:
     written = [*PROMPT_COLUMNS, *_COLUMNS_OF, *(name for task in graph for name in task.outputs)]
+    missing = {name for task in graph for name in task.inputs}.difference(written, ADMITTED)
     written += [user.output for user in users]
     for number, user in enumerate(users):
         for name in user.inputs:
@@ -195,11 +197,15 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
                     f"tasks.{number}.inputs: column {name!r} has a value per token; use texts "
                     f"({' '.join(TEXT_COLUMNS)}) and columns with one number per answer ({numbers})"
                 )
-        read = [LOSS_WEIGHTS, *(name for other in users if other is not user for name in other.inputs)]
+        read = [
+            LOSS_WEIGHTS,
+            *sorted(missing),
+            *(name for other in users if other is not user for name in other.inputs),
+        ]
         if user.output not in read:
             raise ConfigError(
                 f"tasks.{number}.output: no task reads column {user.output!r}; {_hint(user.output, read)} "
-                f"(training reads {LOSS_WEIGHTS}, users' tasks their inputs)"
+                f"(training reads {LOSS_WEIGHTS}, an algorithm and users' tasks their inputs)"
             )
 
 
@@ -216,7 +222,7 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 def _sorted(others: Sequence[Task], users: Sequence[UserTaskConfig]) -> list[Task]:
-    """Return users' tasks, producers before consumers; the text `responses` is made of what was generated."""
+    """Return all tasks, producers before consumers; the text `responses` is made of what was generated."""
     nodes = [
         Task(
             user.name,
@@ -227,13 +233,15 @@ def _sorted(others: Sequence[Task], users: Sequence[UserTaskConfig]) -> list[Tas
         )
         for user in users
     ]
-    written = {*PROMPT_COLUMNS, *(name for task in others for name in task.outputs)}
+    waiting = [*others, *nodes]
+    unwritten = {name for task in waiting for name in task.outputs}
     ordered: list[Task] = []
-    while len(ordered) < len(nodes):
-        able = [node for node in nodes if node not in ordered and written.issuperset(node.inputs)]
-        if not able:
-            circle = " ".join(node.name for node in nodes if node not in ordered)
+    while waiting:
+        able = next((task for task in waiting if unwritten.isdisjoint(task.inputs)), None)
+        if able is None:
+            circle = " ".join(task.name for task in waiting)
             raise ConfigError(f"tasks: {circle} wait for each other's outputs in a circle; break it")
-        ordered += able
-        written.update(name for node in able for name in node.outputs)
+        waiting.remove(able)
+        ordered.append(able)
+        unwritten.difference_update(able.outputs)
     return ordered
