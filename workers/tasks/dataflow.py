@@ -12,6 +12,7 @@ its outputs itself, so that they never travel.
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from asyncflow.errors import ConfigError
 
@@ -120,6 +121,9 @@ class PlacedTask:
     weights: NeededWeights = NeededWeights.ANY
 
 
+AnyTask = TypeVar("AnyTask", Task, PlacedTask)
+
+
 def critic_free_tasks(
     advantage_inputs: tuple[str, ...], *, whole_groups: bool, reference: bool, old_log_probs: bool
 ) -> tuple[Task, ...]:
@@ -189,6 +193,21 @@ def critic_free_tasks(
     return (rollout, rewards, *optional, advantages, train)
 
 
+def producers_first(tasks: Collection[AnyTask]) -> tuple[list[AnyTask], list[AnyTask]]:
+    """Return tasks, each as early as its producers allow, else in the order given; and those that wait in a circle.
+
+    Nobody waits for a column that no task writes.
+    """
+    ordered: list[AnyTask] = []
+    waiting = list(tasks)
+    unwritten = {name for task in waiting for name in task.outputs}
+    while able := next((task for task in waiting if unwritten.isdisjoint(task.inputs)), None):
+        waiting.remove(able)
+        ordered.append(able)
+        unwritten.difference_update(able.outputs)
+    return ordered, waiting
+
+
 def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[PlacedTask, ...]:
     """Assign every task to a launched role; fold all tasks of a role, hosted ones too, into its last own task.
 
@@ -242,16 +261,10 @@ def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collectio
 
 def _refuse_circles(placed: Collection[PlacedTask]) -> None:
     """A role computes all its tasks at once, so two roles may wait for each other although no two tasks do."""
-    written, waiting = {*ADMITTED}, list(placed)
-    while waiting:
-        able = [task for task in waiting if written.issuperset(task.inputs)]
-        if not able:
-            roles = " ".join(task.role for task in waiting)
-            raise ConfigError(
-                f"roles: {roles} would wait for each other's columns; give their tasks roles of their own"
-            )
-        written.update(name for task in able for name in task.outputs)
-        waiting = [task for task in waiting if task not in able]
+    _, circle = producers_first(placed)
+    if circle:
+        roles = " ".join(task.role for task in circle)
+        raise ConfigError(f"roles: {roles} would wait for each other's columns; give their tasks roles of their own")
 
 
 def _fold(task: Task, fused: list[Task], read_elsewhere: Collection[str]) -> PlacedTask:

@@ -33,6 +33,7 @@ from workers.tasks.dataflow import (
     PlacedTask,
     Task,
     place_tasks,
+    producers_first,
 )
 
 
@@ -233,15 +234,8 @@ def _sorted(others: Sequence[Task], users: Sequence[UserTaskConfig]) -> list[Tas
         )
         for user in users
     ]
-    waiting = [*others, *nodes]
-    unwritten = {name for task in waiting for name in task.outputs}
-    ordered: list[Task] = []
-    while waiting:
-        able = next((task for task in waiting if unwritten.isdisjoint(task.inputs)), None)
-        if able is None:
-            circle = " ".join(task.name for task in waiting)
-            raise ConfigError(f"tasks: {circle} wait for each other's outputs in a circle; break it")
-        waiting.remove(able)
-        ordered.append(able)
-        unwritten.difference_update(able.outputs)
+    ordered, circle = producers_first([*others, *nodes])
+    if circle:
+        names = " ".join(task.name for task in circle)
+        raise ConfigError(f"tasks: {names} wait for each other's outputs in a circle; break it")
     return ordered
