@@ -95,7 +95,7 @@ class BadRequest(AsyncFlowError):
 
 
 class EngineFailed(AsyncFlowError):
-    """A library or a server that generates did not start, ended, or failed an answer. Names it; its log says more."""
+    """A library or a server that generates did not start, ended, or failed a response. Names it; its log says more."""
 
 
 class TrainingDiverged(AsyncFlowError):

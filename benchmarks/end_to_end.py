@@ -2,11 +2,11 @@
 
     python benchmarks/end_to_end.py --model DIR --peer-python PEER/bin/python [--json [FILE]] [--only PART ...]
 
-    part_hf      hf_vs_trl_fp32 hf_vs_trl_bf16   answer tokens trained per second, times TRL's
+    part_hf      hf_vs_trl_fp32 hf_vs_trl_bf16   response tokens trained per second, times TRL's
     part_vllm    vllm_vs_trl_fp32 vllm_vs_trl_bf16   the same with vLLM
     part_floor   hf_vs_floor                     the same, as a share of what matrix products at full speed would allow
 
-and what the docstrings of the other `end_to_end_parts/part_*.py` say. Both sides train the same prompts, 8 answers of
+and what the docstrings of the other `end_to_end_parts/part_*.py` say. Both sides train the same prompts, 8 responses of
 at most 32 tokens and one update of all weights a step, on as many threads (our two processes share them). Each side
 runs alone, in turn, several rounds; figures are ratios of medians. Ours runs asynchronously with a staleness of 2.
 

@@ -29,11 +29,11 @@ from json_option import add_json_option, report
 from workers.calls.pool import CallPool, Entry
 
 SOURCE = """
-def score(prompt, response, answer):
+def score(prompt, response, ground_truth):
     return float(response.rstrip().endswith(answer))
 
-async def score_async(prompt, response, answer):
-    return score(prompt, response, answer)
+async def score_async(prompt, response, ground_truth):
+    return score(prompt, response, ground_truth)
 """
 TEXTS = ("What is 6 x 7? " * 16, "Six times seven, step by step: " * 16 + "42", "42")
 IN_FLIGHT = 64

@@ -17,7 +17,7 @@ import asyncflow
 
 
 def score(response: str, truth: str) -> float:
-    """Return half for the exact answer, and half for the share of characters that are right and in place."""
+    """Return half for the exact ground truth, and half for the share of characters that are right and in place."""
     right = sum(given == wanted for given, wanted in zip(response, truth, strict=False))
     return 0.5 * (response == truth) + 0.5 * right / max(len(response), len(truth))
 
@@ -34,10 +34,10 @@ def main(steps: int = 40) -> float:
             prompts = engines.get_experience_data("actor_rollout")
             engines.put_experience_data(prompts, engines.generate_sequences(prompts))
 
-            answers = engines.get_experience_data("rewards")
-            pairs = zip(engines.responses(answers), answers["ground_truth"].texts(), strict=True)
+            batch = engines.get_experience_data("rewards")
+            pairs = zip(engines.responses(batch), batch["ground_truth"].texts(), strict=True)
             rewards = [score(response.strip(), truth.strip()) for response, truth in pairs]
-            engines.put_experience_data(answers, {"rewards": rewards, "correct": [reward == 1 for reward in rewards]})
+            engines.put_experience_data(batch, {"rewards": rewards, "correct": [reward == 1 for reward in rewards]})
 
             batch = engines.get_experience_data("actor_train")
             figures = engines.update(batch)

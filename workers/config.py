@@ -88,11 +88,11 @@ class EvaluateConfig(HubPart):
     """How long a run whose last step is trained and saved waits for evaluations to end (s)."""
 
     @model_validator(mode="after")
-    def _answers_to_a_prompt_differ(self) -> Self:
+    def _responses_to_a_prompt_differ(self) -> Self:
         if self.temperature == 0 and self.n_samples_per_prompt > 1:
             raise ValueError(
-                f"{self.n_samples_per_prompt} greedy answers to one prompt are all the same; set n_samples_per_prompt "
-                f"to 1, or temperature above 0"
+                f"{self.n_samples_per_prompt} greedy responses to one prompt are all the same; set "
+                f"n_samples_per_prompt to 1, or temperature above 0"
             )
         return self
 

@@ -127,7 +127,7 @@ class LocalEngines:
         Args:
             rows: data rows, with the fields that `data` names.
         Raises:
-            ConfigError: there are no rows, a row lacks its prompt or its answer, or the prompt is too long.
+            ConfigError: there are no rows, a row lacks its prompt or its ground truth, or the prompt is too long.
         """
         data, size = self.config.data, self.config.schedule.n_samples_per_prompt
         if isinstance(rows, str | Mapping) or not rows or not all(isinstance(row, Mapping) for row in rows):

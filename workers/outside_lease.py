@@ -16,7 +16,7 @@ from tq.client.lease import Lease, LeaseCalls
 from tq.columns import Column
 from weightsync.version import Version
 from workers.rewards.base import as_number
-from workers.tasks.dataflow import ANSWER_COLUMNS, DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS
+from workers.tasks.dataflow import DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS, SCALAR_COLUMNS
 from workers.tasks.rollouts import drawn_per_row, responses_of
 
 _DTYPES = {
@@ -140,7 +140,7 @@ def _packed(name: str, values: Any) -> Column:
             return Column.of_rows([row.to("cpu", dtype).reshape(-1) for row in rows])
         return Column.of_scalars(torch.as_tensor(values).to("cpu", dtype))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        per = "a number per row" if name in ANSWER_COLUMNS else "a tensor or list per row"
+        per = "a number per row" if name in SCALAR_COLUMNS else "a tensor or list per row"
         raise ConfigError(f"column {name}: {error}; give {per} ({dtype})") from error
 
 

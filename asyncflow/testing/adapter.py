@@ -33,13 +33,13 @@ class Adapter:
     model: ClassVar[Mapping[str, Any]] = {}
     """Changes of the tiny models' configurations, such as a head size that the engine's kernels have."""
     sampling: ClassVar[Mapping[str, Any]] = {}
-    """Changes of how answers are drawn, where the engine cannot do it as the suite would."""
+    """Changes of how responses are drawn, where the engine cannot do it as the suite would."""
     draws_ignore_batch: ClassVar[bool] = True
     """The same seed gives the same draws whatever else is in the batch."""
     loads_weights: ClassVar[bool] = True
     """`load_weights` replaces what it computes with."""
     keeps_cache: ClassVar[bool] = False
-    """An answer into which weights were swapped goes on with keys and values of the old ones, so log-probabilities of
+    """A response into which weights were swapped goes on with keys and values of the old ones, so log-probabilities of
     its later tokens are not those of the new weights alone."""
     tolerance: ClassVar[float] = 2e-5
     """Largest error of a log-probability in float32."""

@@ -98,39 +98,39 @@ def model_lab(request: pytest.FixtureRequest, open_lab: Callable[..., Lab]) -> L
 
 def test_log_probs_are_those_of_the_tempered_distribution_before_filters(model_lab: Lab) -> None:
     requests = model_lab.requests(40)
-    answers = model_lab.drain(requests)
-    assert [answer.index for answer in answers] == list(range(40))
-    for request, answer in zip(requests, answers, strict=True):
-        assert answer.log_probs_R.dtype == torch.float32
-        model_lab.assert_like_reference(request, answer)
+    responses = model_lab.drain(requests)
+    assert [response.index for response in responses] == list(range(40))
+    for request, response in zip(requests, responses, strict=True):
+        assert response.log_probs_R.dtype == torch.float32
+        model_lab.assert_like_reference(request, response)
 
 
-def test_answers_end_at_eos_or_are_flagged(model_lab: Lab) -> None:
-    answers = model_lab.drain(model_lab.requests(60))
-    assert {answer.truncated for answer in answers} == {True, False}
-    for answer in answers:
-        assert EOS not in answer.response_R[:-1]
-        assert (answer.response_R[-1] == EOS) != answer.truncated
-        assert not answer.truncated or len(answer.response_R) == model_lab.sampling.max_response_tokens
+def test_responses_end_at_eos_or_are_flagged(model_lab: Lab) -> None:
+    responses = model_lab.drain(model_lab.requests(60))
+    assert {response.truncated for response in responses} == {True, False}
+    for response in responses:
+        assert EOS not in response.response_R[:-1]
+        assert (response.response_R[-1] == EOS) != response.truncated
+        assert not response.truncated or len(response.response_R) == model_lab.sampling.max_response_tokens
 
 
-def test_answers_are_never_longer_than_allowed(lab: Lab) -> None:
-    for answer in lab.drain(lab.requests(40)):
-        assert 0 < len(answer.response_R) <= lab.sampling.max_response_tokens
+def test_responses_are_never_longer_than_allowed(lab: Lab) -> None:
+    for response in lab.drain(lab.requests(40)):
+        assert 0 < len(response.response_R) <= lab.sampling.max_response_tokens
 
 
-def test_answers_are_plain_tensors_of_host_memory(lab: Lab) -> None:
-    for answer in lab.drain(lab.requests(3)):
+def test_responses_are_plain_tensors_of_host_memory(lab: Lab) -> None:
+    for response in lab.drain(lab.requests(3)):
         for tensor, dtype in (
-            (answer.response_R, torch.int64),
-            (answer.log_probs_R, torch.float32),
-            (answer.versions_R, torch.int32),
+            (response.response_R, torch.int64),
+            (response.log_probs_R, torch.float32),
+            (response.versions_R, torch.int32),
         ):
-            assert tensor.dtype == dtype and tensor.shape == answer.response_R.shape
+            assert tensor.dtype == dtype and tensor.shape == response.response_R.shape
             assert tensor.device.type == "cpu" and not tensor.is_inference()
 
 
-def test_answer_does_not_depend_on_what_else_runs(model_lab: Lab) -> None:
+def test_response_does_not_depend_on_what_else_runs(model_lab: Lab) -> None:
     if not model_lab.adapter.draws_ignore_batch:
         pytest.skip("the engine says that its draws depend on the batch")
     requests = model_lab.requests(20)
@@ -141,11 +141,11 @@ def test_answer_does_not_depend_on_what_else_runs(model_lab: Lab) -> None:
         torch.testing.assert_close(one.log_probs_R, other.log_probs_R, rtol=0, atol=2 * model_lab.adapter.tolerance)
 
 
-def test_other_seeds_draw_other_answers(model_lab: Lab) -> None:
+def test_other_seeds_draw_other_responses(model_lab: Lab) -> None:
     prompt = torch.tensor([5, 6, 7])
     requests = [GenerateRequest(row, prompt, seed=row, ticket=row) for row in range(16)]
-    answers = {tuple(answer.response_R.tolist()) for answer in model_lab.drain(requests)}
-    assert len(answers) > 4
+    responses = {tuple(response.response_R.tolist()) for response in model_lab.drain(requests)}
+    assert len(responses) > 4
 
 
 def test_new_weights_take_the_place_of_the_old_ones_entirely(model_lab: Lab) -> None:
@@ -156,9 +156,9 @@ def test_new_weights_take_the_place_of_the_old_ones_entirely(model_lab: Lab) -> 
     model_lab.swap(model_lab.new, version=1)
     after = model_lab.drain(requests)  # the same prompts: what was kept of them would show
     assert any(not one.response_R.equal(other.response_R) for one, other in zip(before, after, strict=True))
-    for request, answer in zip(requests, after, strict=True):
-        assert answer.versions_R.tolist() == [1] * len(answer.response_R)
-        model_lab.assert_like_reference(request, answer)
+    for request, response in zip(requests, after, strict=True):
+        assert response.versions_R.tolist() == [1] * len(response.response_R)
+        model_lab.assert_like_reference(request, response)
 
 
 def test_needs_name_the_weights(lab: Lab) -> None:
@@ -175,24 +175,24 @@ def test_tokens_carry_the_version_of_the_weights(lab: Lab) -> None:
         pytest.skip("the engine's weights are not ours to load")
     for version in (7, 8):
         lab.swap(lab.old, version=version)
-        for answer in lab.drain(lab.requests(3)):
-            assert answer.versions_R.tolist() == [version] * len(answer.response_R)
+        for response in lab.drain(lab.requests(3)):
+            assert response.versions_R.tolist() == [version] * len(response.response_R)
 
 
-def test_answers_go_on_with_weights_that_came_meanwhile(lab: Lab) -> None:
+def test_responses_go_on_with_weights_that_came_meanwhile(lab: Lab) -> None:
     if not (lab.engine.interruptible and lab.adapter.loads_weights):
         pytest.skip("the engine says that it cannot be interrupted")
     requests = lab.requests(16)
     lab.engine.submit(requests)
-    answers = lab.step_until_some()
+    responses = lab.step_until_some()
     lab.swap(lab.new, version=1)
-    answers += lab.drain()
-    assert len(answers) == 16
-    seen = [tuple(dict.fromkeys(answer.versions_R.tolist())) for answer in answers]
-    assert set(seen) <= {(0,), (0, 1), (1,)} and (0, 1) in seen, "versions ascend within an answer"
+    responses += lab.drain()
+    assert len(responses) == 16
+    seen = [tuple(dict.fromkeys(response.versions_R.tolist())) for response in responses]
+    assert set(seen) <= {(0,), (0, 1), (1,)} and (0, 1) in seen, "versions ascend within a response"
     if lab.adapter.families:
-        for answer in answers:
-            lab.assert_like_reference(requests[answer.ticket], answer)
+        for response in responses:
+            lab.assert_like_reference(requests[response.ticket], response)
 
 
 def test_places_are_filled_while_others_run(lab: Lab) -> None:
@@ -200,57 +200,59 @@ def test_places_are_filled_while_others_run(lab: Lab) -> None:
     assert (lab.engine.num_running, lab.engine.free_slots) == (0, slots)
     lab.engine.submit(lab.requests(slots))
     assert (lab.engine.num_running, lab.engine.free_slots) == (slots, 0)
-    answers = lab.step_until_some()
-    assert (lab.engine.num_running, lab.engine.free_slots) == (slots - len(answers), len(answers))
-    assert lab.engine.num_running, "all answers are of one length"
-    lab.engine.submit(lab.requests(len(answers), first=slots))
+    responses = lab.step_until_some()
+    assert (lab.engine.num_running, lab.engine.free_slots) == (slots - len(responses), len(responses))
+    assert lab.engine.num_running, "all responses are of one length"
+    lab.engine.submit(lab.requests(len(responses), first=slots))
     assert (lab.engine.num_running, lab.engine.free_slots) == (slots, 0)
-    answers += lab.drain()
-    assert sorted(answer.ticket for answer in answers) == list(range(len(answers))) and len(answers) > slots
+    responses += lab.drain()
+    assert sorted(response.ticket for response in responses) == list(range(len(responses))) and len(responses) > slots
 
 
-def test_answers_that_came_late_are_as_good_as_the_first(model_lab: Lab) -> None:
+def test_responses_that_came_late_are_as_good_as_the_first(model_lab: Lab) -> None:
     slots = model_lab.sampling.batch_size
     requests = model_lab.requests(3 * slots)
-    answers = model_lab.drain(requests)
-    for request, answer in zip(requests, answers, strict=True):
-        model_lab.assert_like_reference(request, answer)
+    responses = model_lab.drain(requests)
+    for request, response in zip(requests, responses, strict=True):
+        model_lab.assert_like_reference(request, response)
 
 
 def test_requests_of_one_row_are_told_apart_by_their_tickets(lab: Lab) -> None:
     prompt = torch.tensor([3, 4])
     lab.engine.submit([GenerateRequest(5, prompt, seed=1, ticket=10), GenerateRequest(5, prompt, seed=1, ticket=11)])
-    answers = lab.drain()
-    assert [(answer.index, answer.ticket) for answer in answers] == [(5, 10), (5, 11)]
+    responses = lab.drain()
+    assert [(response.index, response.ticket) for response in responses] == [(5, 10), (5, 11)]
 
 
 def test_each_request_has_its_own_limit(lab: Lab) -> None:
     requests = lab.requests(24)
     whole = lab.drain(requests)
     limits = [(1, 3, 9, 1000)[row % 4] for row in range(24)]
-    answers = lab.drain([replace(request, max_tokens=limit) for request, limit in zip(requests, limits, strict=True)])
-    assert {answer.truncated for answer in answers} == {True, False}
-    for one, answer, limit in zip(whole, answers, limits, strict=True):
-        assert len(answer.response_R) <= min(limit, lab.sampling.max_response_tokens)
+    responses = lab.drain([replace(request, max_tokens=limit) for request, limit in zip(requests, limits, strict=True)])
+    assert {response.truncated for response in responses} == {True, False}
+    for one, response, limit in zip(whole, responses, limits, strict=True):
+        assert len(response.response_R) <= min(limit, lab.sampling.max_response_tokens)
         if lab.adapter.draws_ignore_batch:
-            assert answer.response_R.equal(one.response_R[:limit])
-            assert answer.truncated == (one.truncated or len(one.response_R) > limit)
+            assert response.response_R.equal(one.response_R[:limit])
+            assert response.truncated == (one.truncated or len(one.response_R) > limit)
 
 
-def test_stop_tokens_end_an_answer_and_are_part_of_it(lab: Lab) -> None:
+def test_stop_tokens_end_a_response_and_are_part_of_it(lab: Lab) -> None:
     requests, stops = lab.requests(40), (5, 7)
     whole = lab.drain(requests)
     # the last ones have none, and share the batch
-    answers = lab.drain([replace(request, stop_ids=stops) for request in requests[:30]] + requests[30:])
-    last = [int(answer.response_R[-1]) for answer in answers]
+    responses = lab.drain([replace(request, stop_ids=stops) for request in requests[:30]] + requests[30:])
+    last = [int(response.response_R[-1]) for response in responses]
     assert set(stops) & set(last[:30])
-    for one, answer, token in zip(whole[:30], answers, last, strict=False):
-        assert not set(stops) & set(answer.response_R[:-1].tolist())
-        assert answer.truncated == (token not in {*stops, EOS})
+    for one, response, token in zip(whole[:30], responses, last, strict=False):
+        assert not set(stops) & set(response.response_R[:-1].tolist())
+        assert response.truncated == (token not in {*stops, EOS})
         if lab.adapter.families and lab.adapter.draws_ignore_batch:
-            assert answer.response_R.equal(one.response_R[: len(answer.response_R)])
+            assert response.response_R.equal(one.response_R[: len(response.response_R)])
     if lab.adapter.draws_ignore_batch:
-        assert all(one.response_R.equal(other.response_R) for one, other in zip(whole[30:], answers[30:], strict=True))
+        assert all(
+            one.response_R.equal(other.response_R) for one, other in zip(whole[30:], responses[30:], strict=True)
+        )
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before the first step", "while they run"])
@@ -259,20 +261,20 @@ def test_cancel_frees_places_and_leaves_the_others_as_they_were(lab: Lab, early:
     requests, late = lab.requests(slots), lab.requests(3, first=slots)
     alone = lab.drain([*requests, *late])
     lab.engine.submit(requests)
-    answers = [] if early else lab.step_until_some()
-    running = sorted({request.ticket for request in requests} - {answer.ticket for answer in answers})
+    responses = [] if early else lab.step_until_some()
+    running = sorted({request.ticket for request in requests} - {response.ticket for response in responses})
     cancelled, left = running[:3], running[3:]
-    assert left, "all answers are of one length"
+    assert left, "all responses are of one length"
     for ticket in [*cancelled, *cancelled, 12345]:  # those that do not run change nothing
         lab.engine.cancel(ticket)
     assert (lab.engine.num_running, lab.engine.free_slots) == (len(left), slots - len(left))
     lab.engine.submit(late)
-    answers += lab.drain()
-    assert sorted(answer.ticket for answer in answers) == sorted(
+    responses += lab.drain()
+    assert sorted(response.ticket for response in responses) == sorted(
         {request.ticket for request in [*requests, *late]} - set(cancelled)
     )
     if lab.adapter.draws_ignore_batch:
-        assert all(answer.response_R.equal(alone[answer.ticket].response_R) for answer in answers)
+        assert all(response.response_R.equal(alone[response.ticket].response_R) for response in responses)
 
 
 def test_cancel_of_all_that_runs_leaves_an_idle_engine(lab: Lab) -> None:
@@ -283,7 +285,7 @@ def test_cancel_of_all_that_runs_leaves_an_idle_engine(lab: Lab) -> None:
     assert (lab.engine.num_running, lab.engine.step(threading.Event())) == (0, [])
     if lab.adapter.loads_weights:
         lab.swap(lab.old, version=0)  # which some engines do only while nothing runs
-    assert [answer.ticket for answer in lab.drain(lab.requests(2))] == [0, 1]
+    assert [response.ticket for response in lab.drain(lab.requests(2))] == [0, 1]
 
 
 def test_abort_forgets_what_runs(lab: Lab) -> None:
@@ -292,7 +294,7 @@ def test_abort_forgets_what_runs(lab: Lab) -> None:
     lab.engine.abort()
     assert (lab.engine.num_running, lab.engine.free_slots) == (0, lab.sampling.batch_size)
     assert lab.engine.step(_set()) == []
-    assert [answer.ticket for answer in lab.drain(lab.requests(4, first=40))] == [40, 41, 42, 43]
+    assert [response.ticket for response in lab.drain(lab.requests(4, first=40))] == [40, 41, 42, 43]
 
 
 def test_idle_step_returns_at_once(lab: Lab) -> None:
@@ -301,8 +303,8 @@ def test_idle_step_returns_at_once(lab: Lab) -> None:
 
 def test_more_requests_than_places_are_answered_one_after_another(lab: Lab) -> None:
     requests = lab.requests(3 * lab.sampling.batch_size + 1)
-    answers = list(generate(lab.engine, requests))
-    assert sorted(answer.ticket for answer in answers) == [request.ticket for request in requests]
+    responses = list(generate(lab.engine, requests))
+    assert sorted(response.ticket for response in responses) == [request.ticket for request in requests]
 
 
 def test_long_and_short_prompts_run_together(model_lab: Lab) -> None:
@@ -312,14 +314,14 @@ def test_long_and_short_prompts_run_together(model_lab: Lab) -> None:
         GenerateRequest(row, 2 + torch.arange(length) % 11, seed=row, ticket=row, max_tokens=MAX_POSITIONS - length)
         for row, length in enumerate(lengths)
     ]
-    for request, answer in zip(requests, model_lab.drain(requests), strict=True):
-        model_lab.assert_like_reference(request, answer)
+    for request, response in zip(requests, model_lab.drain(requests), strict=True):
+        model_lab.assert_like_reference(request, response)
 
 
 def test_prompt_and_limit_fit_the_positions(model_lab: Lab) -> None:
     longest = GenerateRequest(77, torch.full((MAX_POSITIONS - 3,), 3), seed=0, max_tokens=3)
-    (answer,) = model_lab.drain([longest])
-    assert 0 < len(answer.response_R) <= 3
+    (response,) = model_lab.drain([longest])
+    assert 0 < len(response.response_R) <= 3
     for limit, reason in ((4, f"row 77 has {MAX_POSITIONS - 3} tokens .* up to 4; .* {MAX_POSITIONS} "), (0, "is 0")):
         with pytest.raises(BadRequest, match=reason):
             model_lab.engine.submit([replace(longest, max_tokens=limit)])
@@ -341,7 +343,7 @@ def test_bad_request_is_refused_and_nothing_begins(model_lab: Lab, prompt: torch
     with pytest.raises(BadRequest, match=reason):
         model_lab.engine.submit([good[0], GenerateRequest(77, prompt, seed=0, ticket=77)])
     assert model_lab.engine.num_running == 0
-    assert [answer.ticket for answer in model_lab.drain(good)] == [0, 1]
+    assert [response.ticket for response in model_lab.drain(good)] == [0, 1]
 
 
 def _set() -> threading.Event:

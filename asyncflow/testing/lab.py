@@ -57,7 +57,7 @@ class Lab:
         }
 
     def requests(self, num: int, *, first: int = 0, group: int = 2) -> list[GenerateRequest]:
-        """Return groups of answers, as they come from the queue; prompts of one to nineteen tokens."""
+        """Return groups of responses, as they come from the queue; prompts of one to nineteen tokens."""
         made = []
         for row in range(first, first + num):
             length = 1 + 6 * (row // group % 4)
@@ -66,31 +66,31 @@ class Lab:
         return made
 
     def step_until_some(self) -> list[Generation]:
-        """Step until at least one answer is finished."""
+        """Step until at least one response is finished."""
         deadline = time.monotonic() + DEADLINE_S
         never = threading.Event()
         while not (finished := self.engine.step(never)):
-            assert time.monotonic() < deadline, "no answer ended"
-            assert self.engine.num_running, "answers were lost"
+            assert time.monotonic() < deadline, "no response ended"
+            assert self.engine.num_running, "responses were lost"
         return finished
 
     def drain(self, requests: Sequence[GenerateRequest] = ()) -> list[Generation]:
-        """Answer `requests`, filling places as they get free, and what runs; returns the answers by ticket."""
-        waiting, answers = deque(requests), []
+        """Answer `requests`, filling places as they get free, and what runs; returns the responses by ticket."""
+        waiting, responses = deque(requests), []
         while waiting or self.engine.num_running:
             number = min(self.engine.free_slots, len(waiting))
             if number:
                 self.engine.submit([waiting.popleft() for _ in range(number)])
-            answers += self.step_until_some()
-        return sorted(answers, key=lambda answer: answer.ticket)
+            responses += self.step_until_some()
+        return sorted(responses, key=lambda response: response.ticket)
 
-    def assert_like_reference(self, request: GenerateRequest, answer: Generation) -> None:
+    def assert_like_reference(self, request: GenerateRequest, response: Generation) -> None:
         """Compare the log-probability of every token with the float64 reference of the weights that drew it."""
-        versions = set(answer.versions_R.tolist())
+        versions = set(response.versions_R.tolist())
         for version in versions:
-            drawn = answer.versions_R == version
-            expected = self.references[version].log_probs(request.prompt_P, answer.response_R)
+            drawn = response.versions_R == version
+            expected = self.references[version].log_probs(request.prompt_P, response.response_R)
             if version == 0 or len(versions) == 1 or not self.adapter.keeps_cache:
                 torch.testing.assert_close(
-                    answer.log_probs_R[drawn].double(), expected[drawn], rtol=0, atol=self.adapter.tolerance
+                    response.log_probs_R[drawn].double(), expected[drawn], rtol=0, atol=self.adapter.tolerance
                 )

@@ -1,6 +1,6 @@
 """Plain PyTorch: one process, one sample after another, transformers' own attention, AdamW, clipping.
 
-Legend of shapes: R tokens of one answer.
+Legend of shapes: R tokens of one response.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Plain:
     """What a model says before and after the suite's updates.
 
     Attributes:
-        log_probs: float64, of every sample's answer.
+        log_probs: float64, of every sample's response.
         trained_log_probs: the same after the updates.
         updates: (gradient norm, learning rate) of each.
         weights: after the updates, by Hugging Face name, tied ones once.
@@ -46,9 +46,9 @@ class Plain:
             lr = actor.lr * min(1.0, (number + 1) / actor.lr_warmup_steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            for prompt, answer in samples.samples():
-                if len(answer):
-                    log_probs_R = _log_probs(model, prompt, answer)
+            for prompt, response in samples.samples():
+                if len(response):
+                    log_probs_R = _log_probs(model, prompt, response)
                     (samples.loss(log_probs_R, log_probs_R) * samples.SCALE).backward()  # type: ignore[no-untyped-call]
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), actor.grad_clip)
             optimizer.step()
@@ -62,13 +62,13 @@ def _load(model_dir: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
 
 
-def _log_probs(model: Any, prompt: Tensor, answer: Tensor) -> Tensor:
-    tokens = torch.cat([prompt, answer])
+def _log_probs(model: Any, prompt: Tensor, response: Tensor) -> Tensor:
+    tokens = torch.cat([prompt, response])
     logits = model(tokens.unsqueeze(0)).logits[0, len(prompt) - 1 : -1] / samples.TEMPERATURE
-    picked: Tensor = logits.log_softmax(-1).gather(-1, answer.unsqueeze(-1)).squeeze(-1)
+    picked: Tensor = logits.log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1)
     return picked
 
 
 @torch.no_grad()
 def _all_log_probs(model: Any) -> list[Tensor]:
-    return [_log_probs(model, prompt, answer) for prompt, answer in samples.samples()]
+    return [_log_probs(model, prompt, response) for prompt, response in samples.samples()]

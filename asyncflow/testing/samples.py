@@ -1,6 +1,6 @@
 """What every engine is given: samples, losses, settings. Used on both sides.
 
-Legend of shapes: A answer tokens of a batch.
+Legend of shapes: A response tokens of a batch.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ ACTOR = ActorConfig(lr=1e-2, eps=0.05, weight_decay=0.1, grad_clip=4.0, lr_warmu
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:
-    """(prompt, answer) of eight samples: two prompts with three answers, and two alone; one answer has no tokens."""
+    """(prompt, response) of eight samples: two prompts with three responses, two with one; one is empty."""
     chance = torch.Generator().manual_seed(6)
     first, second, third, fourth = (torch.randint(2, 13, (n,), generator=chance) for n in (5, 3, 1, 4))
     prompts = [first, second, first, third, second, first, fourth, second]
@@ -32,7 +32,7 @@ def sequences(rows: Sequence[int]) -> Sequences | None:
     if not rows:
         return None
     chosen = [samples()[row] for row in rows]
-    return Sequences.of([prompt for prompt, _ in chosen], [answer for _, answer in chosen])
+    return Sequences.of([prompt for prompt, _ in chosen], [response for _, response in chosen])
 
 
 def loss(log_probs_A: Tensor, _entropy: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Random models of two layers, and what they say in float64.
 
-Legend of shapes: P prompt tokens, R answer tokens.
+Legend of shapes: P prompt tokens, R response tokens.
 """
 
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 EOS = 1
 VOCABULARY = 13
 MAX_POSITIONS = 64
-"""Longest prompt and answer of the models (tokens)."""
+"""Longest prompt and response of the models (tokens)."""
 
 
 def save_tiny_model(path: Path, family: str, *, seed: int, changes: Mapping[str, Any]) -> Path:
-    """Write a model whose answers are of very different lengths; returns its directory."""
+    """Write a model whose responses are of very different lengths; returns its directory."""
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -65,7 +65,7 @@ class Reference:
 
     @torch.no_grad()
     def log_probs(self, prompt_P: Tensor, response_R: Tensor) -> Tensor:
-        """Return float64 [R]: log-probabilities of an answer under the tempered distribution."""
+        """Return float64 [R]: log-probabilities of a response under the tempered distribution."""
         tokens = torch.cat([prompt_P, response_R])
         logits = self._model(tokens.unsqueeze(0)).logits[0, prompt_P.numel() - 1 : -1] / self._temperature
         picked: Tensor = logits.log_softmax(-1).gather(-1, response_R.unsqueeze(-1)).squeeze(-1)

@@ -16,7 +16,7 @@ import os, pathlib
 if pathlib.Path("sick").exists():
     os._exit(7)
 
-def score(prompt, response, answer):
+def score(prompt, response, ground_truth):
     return 0.5
 """
 _BROADCAST = {"weightsync.path": "broadcast", "weightsync.timeout_s": 10, "sim.parameters": 8_000_000}

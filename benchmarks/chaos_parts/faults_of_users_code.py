@@ -11,7 +11,7 @@ _ONE_EPOCH = 20
 _REWARD = """\
 import {imports}
 
-def score(prompt, response, answer):
+def score(prompt, response, ground_truth):
     if prompt == {suspect!r}:
         return {deed}
     return 0.5
@@ -19,7 +19,7 @@ def score(prompt, response, answer):
 _HUGE = """\
 import pathlib, random
 
-def score(prompt, response, answer):
+def score(prompt, response, ground_truth):
     return random.choice([3e38, -3e38]) if pathlib.Path("now").exists() else random.random()
 """
 _GLUTTON = """\
@@ -27,7 +27,7 @@ import resource
 
 kept = []
 
-def score(prompt, response, answer):
+def score(prompt, response, ground_truth):
     if prompt == {suspect!r}:
         used = 4096 * int(open("/proc/self/statm").read().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))

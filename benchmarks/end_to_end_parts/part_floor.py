@@ -1,8 +1,8 @@
-"""hf_vs_floor: answer tokens trained per second in float32, as a share of what matrix products alone would allow.
+"""hf_vs_floor: response tokens trained per second in float32, as a share of what matrix products alone would allow.
 
 The floor of an update: the products of generating and training its tokens once (a group's prompt once in each, logits
-at answer tokens only), 2 floating point operations per weight and token forward and 4 backward, at the speed of a large
-product on all threads. Attention's own products, the optimizer and everything else count nothing.
+at response tokens only), 2 floating point operations per weight and token forward and 4 backward, at the speed of a
+large product on all threads. Attention's own products, the optimizer and everything else count nothing.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from end_to_end_parts.runs import Lab
-from end_to_end_parts.workload import ANSWERS, TOKENS
+from end_to_end_parts.workload import RESPONSES, TOKENS
 
 PROMPT_TOKENS = 38
 """Of the workload's prompts in SmolLM2's chat template, about."""
@@ -23,12 +23,12 @@ _SIZE, _REPEATS = 2048, 9
 def run(lab: Lab) -> dict[str, float]:
     """Measure the products, and the runs unless another part did."""
     torch.set_num_threads(lab.threads)
-    floor = TOKENS * ANSWERS / (update_flops(lab.model) / product_flops_per_s())
+    floor = TOKENS * RESPONSES / (update_flops(lab.model) / product_flops_per_s())
     return {"floor_tokens_per_s": floor, "hf_vs_floor": statistics.median(lab.ours("hf", "float32")) / floor}
 
 
 def update_flops(model: Path) -> float:
-    """Return floating point operations of an update whose answers all have the most tokens."""
+    """Return floating point operations of an update whose responses all have the most tokens."""
     config = json.loads((model / "config.json").read_text())
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -36,8 +36,8 @@ def update_flops(model: Path) -> float:
     attention = hidden * head_dim * (2 * heads + 2 * key_heads)
     layers = config["num_hidden_layers"] * (attention + 3 * hidden * config["intermediate_size"])
     logits = hidden * config["vocab_size"]
-    answers = ANSWERS * TOKENS
-    once: float = 2.0 * (layers * (PROMPT_TOKENS + answers) + logits * answers)
+    responses = RESPONSES * TOKENS
+    once: float = 2.0 * (layers * (PROMPT_TOKENS + responses) + logits * responses)
     return float(once + 3 * once)  # generated; forward and backward
 
 

@@ -1,4 +1,4 @@
-"""hf_vs_trl_fp32 hf_vs_trl_bf16: answer tokens trained per second with `rollout.engine: hf`, times those of TRL."""
+"""hf_vs_trl_fp32 hf_vs_trl_bf16: response tokens trained per second with `rollout.engine: hf`, times those of TRL."""
 
 from end_to_end_parts.runs import Lab, ratio_of_medians
 

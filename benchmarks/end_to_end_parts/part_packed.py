@@ -1,7 +1,7 @@
-"""`packed_x`: forward-backward of answers of log-normal lengths, padded against packed.
+"""`packed_x`: forward-backward of responses of log-normal lengths, padded against packed.
 
 Padded as trainers do it that have no packing: micro-batches of 8 samples in the order in which they come, prompts
-padded on the left, answers on the right, a mask, logits at the answers' positions only. Packed: micro-batches of as
+padded on the left, responses on the right, a mask, logits at the responses' positions only. Packed: micro-batches of as
 many tokens as such a padded one has on the average without its padding. The same model, weights and loss; every prompt
 is another one, so that none is shared. `packed_tokens_x`: tokens that the padded way computes per token that counts.
 The model is that of `training_case.py`; `--model` is not used.
@@ -28,7 +28,7 @@ from tq.balance import split_by_tokens
 from workers.engines.base import Sequences
 
 ROWS, SIZE = 32, 8
-PROMPT, ANSWER, SPREAD = 64.0, 64.0, 0.9
+PROMPT, RESPONSE, SPREAD = 64.0, 64.0, 0.9
 """Medians (tokens), and the deviation of the logarithm."""
 LONGEST = 512
 
@@ -36,35 +36,35 @@ LONGEST = 512
 @dataclass(frozen=True)
 class _Lengths:
     prompts: list[int]
-    answers: list[int]
+    responses: list[int]
 
 
 def run(lab: Lab) -> dict[str, float]:
     """Measure one step's worth of samples."""
     chance = torch.Generator().manual_seed(2)
     torch.set_num_threads(lab.threads)
-    lengths = _Lengths(*(_log_normal(middle, ROWS, chance) for middle in (PROMPT, ANSWER)))
-    prompts, answers = (
+    lengths = _Lengths(*(_log_normal(middle, ROWS, chance) for middle in (PROMPT, RESPONSE)))
+    prompts, responses = (
         [torch.randint(0, VOCABULARY, (n,), generator=chance) for n in each]
-        for each in (lengths.prompts, lengths.answers)
+        for each in (lengths.prompts, lengths.responses)
     )
     with process_group():
         model_dir = save_model(lab.directory)
         engine = open_engine(model_dir, shared_prompt=False)
         plain = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="sdpa")
-        whole = [p + a for p, a in zip(lengths.prompts, lengths.answers, strict=True)]
+        whole = [p + a for p, a in zip(lengths.prompts, lengths.responses, strict=True)]
         budget = max(sum(whole) * SIZE // ROWS, max(whole))
         cuts = split_by_tokens(whole, budget)
 
         def padded() -> None:
             for start in range(0, ROWS, SIZE):
                 chosen = slice(start, start + SIZE)
-                _padded_loss(plain, prompts[chosen], answers[chosen]).backward()  # type: ignore[no-untyped-call]
+                _padded_loss(plain, prompts[chosen], responses[chosen]).backward()  # type: ignore[no-untyped-call]
             plain.zero_grad()
 
         def packed() -> None:
             for cut in cuts:
-                engine.forward_backward(Sequences.of([prompts[i] for i in cut], [answers[i] for i in cut]), loss)
+                engine.forward_backward(Sequences.of([prompts[i] for i in cut], [responses[i] for i in cut]), loss)
             engine.zero_grad()
 
         seconds = median_seconds({"padded": padded, "packed": packed}, lab.rounds)
@@ -78,14 +78,14 @@ def _log_normal(middle: float, count: int, chance: torch.Generator) -> list[int]
 
 
 def _padded_tokens(lengths: _Lengths, start: int) -> int:
-    prompts, answers = (each[start : start + SIZE] for each in (lengths.prompts, lengths.answers))
-    return len(prompts) * (max(prompts) + max(answers))
+    prompts, responses = (each[start : start + SIZE] for each in (lengths.prompts, lengths.responses))
+    return len(prompts) * (max(prompts) + max(responses))
 
 
-def _padded_loss(model: Any, prompts: list[Tensor], answers: list[Tensor]) -> Tensor:
+def _padded_loss(model: Any, prompts: list[Tensor], responses: list[Tensor]) -> Tensor:
     """The loss of a padded micro-batch."""
     left = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
-    right = pad_sequence(answers, batch_first=True, padding_value=-1)
+    right = pad_sequence(responses, batch_first=True, padding_value=-1)
     tokens = torch.cat([left, right], dim=1)
     mask = tokens >= 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)

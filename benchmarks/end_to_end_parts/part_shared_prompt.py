@@ -1,10 +1,10 @@
-"""`shared_prompt_x`: forward-backward of a group, answer by answer, against once with the prompt shared.
+"""`shared_prompt_x`: forward-backward of a group, response by response, against once with the prompt shared.
 
-Prompt of 512 tokens, 8 answers of 32. The same engine, weights and loss; gradients are equal (tests/unit/engines). For
-every shape "P+RxK" (prompt, answer, answers) there are also
+Prompt of 512 tokens, 8 responses of 32. The same engine, weights and loss; gradients are equal (tests/unit/engines).
+For every shape "P+RxK" (prompt, response, responses) there are also
 
     shared_prompt_x P+RxK          the same ratio
-    shared_prompt_packed_x P+RxK   against all answers in one micro-batch, each with its own copy of the prompt
+    shared_prompt_packed_x P+RxK   against all responses in one micro-batch, each with its own copy of the prompt
     shared_prompt_tokens_x P+RxK   by counting the tokens that linear layers compute: K (P + R) / (P + K R)
     shared_prompt_pairs_x P+RxK    by counting query-key pairs of attention: K (P + R)^2 / (P^2 + K R (P + R)), the
                                    reciprocal of (15) in arXiv 2511.18871
@@ -30,7 +30,7 @@ from workers.engines.fsdp.engine import FsdpEngine
 
 SHAPE = (512, 32, 8)
 SHAPES = (SHAPE, (512, 32, 4), (512, 128, 8), (128, 128, 8), (64, 256, 8), (1024, 32, 8))
-"""Prompt tokens, answer tokens, answers of a group."""
+"""Prompt tokens, response tokens, responses of a group."""
 
 
 def run(lab: Lab) -> dict[str, float]:
@@ -49,26 +49,26 @@ def run(lab: Lab) -> dict[str, float]:
 
 
 def _measure(alone: FsdpEngine, shared: FsdpEngine, shape: tuple[int, int, int], rounds: int) -> dict[str, float]:
-    prompt, answer, count = shape
+    prompt, response, count = shape
     chance = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (prompt,), generator=chance)
-    answers = [torch.randint(0, VOCABULARY, (answer,), generator=chance) for _ in range(count)]
+    responses = [torch.randint(0, VOCABULARY, (response,), generator=chance) for _ in range(count)]
 
     def per_sample() -> None:
-        for each in answers:
+        for each in responses:
             alone.forward_backward(Sequences.of([tokens], [each]), loss)
         alone.zero_grad()
 
     def together(engine: FsdpEngine) -> None:
-        engine.forward_backward(Sequences.of([tokens] * count, answers), loss)
+        engine.forward_backward(Sequences.of([tokens] * count, responses), loss)
         engine.zero_grad()
 
     ways = {"per_sample": per_sample, "packed": lambda: together(alone), "shared": lambda: together(shared)}
     seconds = median_seconds(ways, rounds)
-    whole = prompt + answer
+    whole = prompt + response
     return {
         "shared_prompt_x": seconds["per_sample"] / seconds["shared"],
         "shared_prompt_packed_x": seconds["packed"] / seconds["shared"],
-        "shared_prompt_tokens_x": count * whole / (prompt + count * answer),
-        "shared_prompt_pairs_x": count * whole**2 / (prompt**2 + count * answer * whole),
+        "shared_prompt_tokens_x": count * whole / (prompt + count * response),
+        "shared_prompt_pairs_x": count * whole**2 / (prompt**2 + count * response * whole),
     }

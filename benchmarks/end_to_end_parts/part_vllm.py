@@ -1,4 +1,4 @@
-"""vllm_vs_trl_fp32 vllm_vs_trl_bf16: answer tokens trained per second with `rollout.engine: vllm`, times those of TRL.
+"""vllm_vs_trl_fp32 vllm_vs_trl_bf16: response tokens trained per second with `rollout.engine: vllm`, times TRL's.
 
 Needs `--engine-python vllm=PATH` of an environment with vLLM, where this one has none.
 """

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from end_to_end_parts.workload import ANSWERS, TOKENS, Workload, our_config, write_prompts
+from end_to_end_parts.workload import RESPONSES, TOKENS, Workload, our_config, write_prompts
 
 _ROOT = Path(__file__).parents[2]
 _LAUNCH = "from launcher.cli.launch import launch; launch()"
@@ -50,18 +50,18 @@ class Lab:
     _rates: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
     def rates(self, engine: str, dtype: str) -> tuple[list[float], list[float]]:
-        """Return answer tokens trained per second of every round: ours with `engine`, and the peer's."""
+        """Return response tokens trained per second of every round: ours with `engine`, and the peer's."""
         sides = (engine, dtype), ("trl", dtype)
         while any(len(self._rates.get(side, ())) < self.rounds for side in sides):
             for side in sides:
                 done = self._rates.setdefault(side, [])
                 if len(done) < self.rounds:
                     done.append(self._peer(dtype) if side[0] == "trl" else self._ours(engine, dtype))
-                    print(f"{side[0]} {dtype}: {done[-1]:.1f} answer tokens/s", file=sys.stderr, flush=True)
+                    print(f"{side[0]} {dtype}: {done[-1]:.1f} response tokens/s", file=sys.stderr, flush=True)
         return self._rates[sides[0]], self._rates[sides[1]]
 
     def ours(self, engine: str, dtype: str) -> list[float]:
-        """Return answer tokens trained per second of every round of ours."""
+        """Return response tokens trained per second of every round of ours."""
         done = self._rates.setdefault((engine, dtype), [])
         done += [self._ours(engine, dtype) for _ in range(self.rounds - len(done))]
         return done
@@ -89,7 +89,7 @@ class Lab:
         workload = self._workload(dtype)
         description = {
             "model": str(workload.model), "prompts": str(workload.prompts), "dtype": dtype, "steps": workload.steps,
-            "threads": workload.threads, "answers": ANSWERS, "tokens": TOKENS,
+            "threads": workload.threads, "answers": RESPONSES, "tokens": TOKENS,
         }  # fmt: skip
         file = self.directory / "workload.json"
         file.write_text(json.dumps(description))

@@ -3,7 +3,7 @@
 Fewer layers than the real one: the time is spent in the same matrix products, and the head, which neither way of
 packing changes, weighs more, so ratios are rather too small than too large.
 
-Legend of shapes: A answer tokens of a batch.
+Legend of shapes: A response tokens of a batch.
 """
 
 import time

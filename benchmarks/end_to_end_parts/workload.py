@@ -1,4 +1,4 @@
-"""What both sides train on: the same prompts, answers and optimizer updates."""
+"""What both sides train on: the same prompts, responses and optimizer updates."""
 
 import json
 import random
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 NUM_PROMPTS = 64
-ANSWERS, TOKENS = 8, 32
-"""Answers to a prompt, of at most so many tokens; one prompt an update."""
+RESPONSES, TOKENS = 8, 32
+"""Responses to a prompt, of at most so many tokens; one prompt an update."""
 STALENESS = 2
-"""Of our data, at most (steps): three prompts' answers are decoded together, which costs little more than one's."""
+"""Of our data, at most (steps): three prompts' responses are decoded together, which costs little more than one's."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ def our_config(workload: Workload, *, engine: str, settings: dict[str, Any]) -> 
         "data": {"path": str(workload.prompts), "chat_template": True, "max_prompt_tokens": 96},
         "reward": {"function": "math"},
         "schedule": {
-            "mode": "async", "max_staleness": STALENESS, "rollout_batch_size": 1, "n_samples_per_prompt": ANSWERS,
+            "mode": "async", "max_staleness": STALENESS, "rollout_batch_size": 1, "n_samples_per_prompt": RESPONSES,
         },
         "rollout": {
-            "engine": engine, "on_swap": "keep", "batch_size": (STALENESS + 1) * ANSWERS,
+            "engine": engine, "on_swap": "keep", "batch_size": (STALENESS + 1) * RESPONSES,
             "max_response_tokens": TOKENS, "samples_per_step": 0,
         },
         "algorithm": {"kl_coef": 0.0},
-        "actor": {"micro_batch_size": ANSWERS, "lr": 1e-6, "autocast": workload.dtype},
+        "actor": {"micro_batch_size": RESPONSES, "lr": 1e-6, "autocast": workload.dtype},
         "checkpoint": {"interval": 0, "export_hf": False},
         "launcher": {"threads_per_worker": max(1, workload.threads // 2)},  # generation and training share them
     }  # fmt: skip

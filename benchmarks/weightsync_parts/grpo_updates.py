@@ -42,34 +42,34 @@ class GrpoUpdates:
     def run(self, number: int) -> Iterator[tuple[float, float]]:
         """Train so many steps; after each, yields mean reward and gradient norm."""
         for step in range(number):
-            batch = self._answer(step)
+            batch = self._response(step)
             loss = self._algorithm.loss(batch, device=CPU)
             self._trainer.forward_backward(sequences_of(batch), loss)
             stats = self._trainer.step(self._algorithm.scale(self._algorithm.counts(batch)))
             yield float(batch["rewards"].values.mean()), stats.grad_norm
 
-    def _answer(self, step: int) -> PackedBatch:
+    def _response(self, step: int) -> PackedBatch:
         schedule = self._config.schedule
         size, first = schedule.n_samples_per_prompt, step * schedule.rollout_batch_size
         prompts = [self._prompts.prompt(first + k // size) for k in range(schedule.rollout_batch_size * size)]
         self._generator.load_weights(_by_name(self.shards()))
         offset = first * size
         requests = [GenerateRequest(k, prompt.tokens, seed=offset + k) for k, prompt in enumerate(prompts)]
-        answers = sorted(generate(self._generator, requests), key=lambda answer: answer.index)
-        return self._batch(prompts, answers, size)
+        responses = sorted(generate(self._generator, requests), key=lambda response: response.index)
+        return self._batch(prompts, responses, size)
 
-    def _batch(self, prompts: Sequence[Prompt], answers: Sequence[Generation], size: int) -> PackedBatch:
+    def _batch(self, prompts: Sequence[Prompt], responses: Sequence[Generation], size: int) -> PackedBatch:
         texts, wanted = [prompt.tokens for prompt in prompts], [prompt.ground_truth for prompt in prompts]
-        rows = zip(texts, [answer.response_R for answer in answers], wanted, strict=True)
+        rows = zip(texts, [response.response_R for response in responses], wanted, strict=True)
         scores = [scored.result() for scored in [self._scorer.submit(*row) for row in rows]]
         rewards = torch.tensor([score.reward for score in scores])
         columns = {
-            **sample_columns(texts, [answer.response_R for answer in answers]),
-            "rollout_log_probs": Column.of_rows([answer.log_probs_R for answer in answers]),
-            "truncated": Column.of_scalars(torch.tensor([answer.truncated for answer in answers])),
+            **sample_columns(texts, [response.response_R for response in responses]),
+            "rollout_log_probs": Column.of_rows([response.log_probs_R for response in responses]),
+            "truncated": Column.of_scalars(torch.tensor([response.truncated for response in responses])),
             "rewards": Column.of_scalars(rewards),
         }
-        batch = PackedBatch(tuple(range(len(answers))), columns)
+        batch = PackedBatch(tuple(range(len(responses))), columns)
         return samples_of(batch.with_columns(self._algorithm.advantages(batch, group_size=size)))
 
 

@@ -1,9 +1,9 @@
 """`delta_bytes_vs_full`: what of the bfloat16 weights changes in real GRPO updates at lr 1e-6.
 
 The model is SmolLM2-135M where the package that carries it is installed (see README), else the quickstart's. Updates
-are AdamW's, 2 prompts x 4 answers each; the first moves every weight that has a gradient by lr, as Adam's do. After
+are AdamW's, 2 prompts x 4 responses each; the first moves every weight that has a gradient by lr, as Adam's do. After
 every one, all buckets are encoded against the version before, applied to it and compared. The figure is the median over
-the updates that had a gradient (a group whose answers are all right or all wrong gives none).
+the updates that had a gradient (a group whose responses are all right or all wrong gives none).
 """
 
 import importlib.util

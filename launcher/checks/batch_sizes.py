@@ -16,7 +16,7 @@ def check_batch_sizes(config: RunConfig) -> None:
     smallest = config.algorithm.min_group_size
     if group_size < smallest and config.actor.engine != "sim":
         raise ConfigError(
-            f"schedule.n_samples_per_prompt: {group_size} answer per prompt cannot be compared by "
+            f"schedule.n_samples_per_prompt: {group_size} response per prompt cannot be compared by "
             f"{config.algorithm.name}; give {smallest} or more"
         )
     if groups % ranks:
@@ -60,7 +60,7 @@ def _check_micro_batches(config: RunConfig, samples: int, role: str, micro: int)
         over = _trainers(config) if role == "actor" else f"{role}:{config.roles[role]}"
         raise ConfigError(
             f"{role}.micro_batch_size: {micro} does not divide a rank's {samples} samples {per} ({groups} groups x "
-            f"{group_size} answers over {over}) into whole or equally cut groups; "
+            f"{group_size} responses over {over}) into whole or equally cut groups; "
             f"use {_either(*_nearest(micro, fitting))}"
         )
 

@@ -53,7 +53,7 @@ def check_reference(config: RunConfig) -> None:
 
 
 def check_positions(config: RunConfig) -> None:
-    """Refuse sequences that are longer than the model's positions: its answers there would be noise, or an error.
+    """Refuse sequences that are longer than the model's positions: its responses there would be noise, or an error.
 
     Raises:
         ConfigError: says which setting to lower.
@@ -143,7 +143,7 @@ def check_broadcast(config: RunConfig, kind: str) -> None:
 
 
 def _generating(config: RunConfig) -> Iterator[tuple[str, str, int]]:
-    """Yield section, engine and longest answer (tokens) of the roles that generate."""
+    """Yield section, engine and longest response (tokens) of the roles that generate."""
     for section, sampling in (("rollout", config.rollout), ("evaluate", config.evaluate.sampling(config.rollout))):
         if section in config.roles:
             yield section, sampling.engine, sampling.max_response_tokens
@@ -159,7 +159,7 @@ def _check_deterministic(config: RunConfig) -> None:
 
 
 def _check_vllm(config: RunConfig) -> None:
-    """Refuse a limit below prompt and answer together: vLLM would refuse such prompts one by one, during the run."""
+    """Refuse a limit below prompt and response together: vLLM would refuse such prompts one by one, during the run."""
     longest, prompt = config.vllm.max_model_len, config.data.max_prompt_tokens
     for section, engine, response in _generating(config):
         if engine == "vllm" and longest is not None and longest < prompt + response:
@@ -238,7 +238,7 @@ def check_reward_model(config: RunConfig) -> None:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"{KEY}: {path} has {limit} positions, but prompt and answer may have {longest} tokens "
+            f"{KEY}: {path} has {limit} positions, but prompt and response may have {longest} tokens "
             f"(data.max_prompt_tokens + rollout.max_response_tokens); lower these, or name another model"
         )
 
@@ -253,7 +253,7 @@ def _check_head(path: Path) -> None:
     }
     if not shapes:
         raise ConfigError(
-            f"{KEY}: {path} has no weight {HEAD_WEIGHT}, the head that gives an answer its score; name a reward model "
+            f"{KEY}: {path} has no weight {HEAD_WEIGHT}, the head that gives a response its score; name a reward model "
             f"on a language model of the policy's family"
         )
     labels = shapes[HEAD_WEIGHT][0]

@@ -166,7 +166,7 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     check_generating(config)
     check_reference(config)
     check_algorithm(config)
-    _check_answers(config)
+    _check_ground_truth(config)
     check_reward_role(config)
     _check_evaluate(config)
     check_own_rollouts(config)
@@ -276,7 +276,7 @@ def _check_queue(config: RunConfig) -> None:
     if 0 < limit < schedule.live_rows:
         raise ConfigError(
             f"tq.max_live_rows: {limit} rows are fewer than the schedule keeps alive ({schedule.rollout_batch_size} "
-            f"groups x {schedule.n_samples_per_prompt} answers x {schedule.gate_staleness + 1} steps = "
+            f"groups x {schedule.n_samples_per_prompt} responses x {schedule.gate_staleness + 1} steps = "
             f"{schedule.live_rows}), so the run would wait for ever; set it to {schedule.live_rows} or more, or to 0"
         )
 
@@ -298,14 +298,14 @@ def _check_fill(config: RunConfig) -> None:
         )
 
 
-def _check_answers(config: RunConfig) -> None:
+def _check_ground_truth(config: RunConfig) -> None:
     """Refuse a reward that compares with what the data do not have."""
     reward = config.reward
     needs_none = reward.is_users or reward.group_function or reward.model or config.rollout.is_own
-    if config.data.answer_field is None and not needs_none:
+    if config.data.ground_truth_field is None and not needs_none:
         raise ConfigError(
-            f"data.answer_field: null cannot be with reward.function {reward.function}, which compares responses with "
-            f"answers; name the field, or a reward that needs none (module:function, a URL, reward.model)"
+            f"data.ground_truth_field: null cannot be with reward.function {reward.function}, which compares "
+            f"responses with it; name the field, or a reward that needs none (module:function, a URL, reward.model)"
         )
 
 

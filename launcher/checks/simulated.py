@@ -28,7 +28,7 @@ def check_sim(config: RunConfig) -> None:
 
 
 def check_lengths(config: SimConfig) -> None:
-    """Refuse a file of answer lengths that has none.
+    """Refuse a file of response lengths that has none.
 
     Raises:
         ConfigError: it cannot be read, or has something else.

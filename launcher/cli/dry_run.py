@@ -89,7 +89,7 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
             "schedule",
             f"{schedule.mode.value}, staleness <= {schedule.staleness_bound}{late}, up to step {config.steps}",
         ),
-        ("step", f"{groups} groups x {group_size} answers = {groups * group_size} samples"),
+        ("step", f"{groups} groups x {group_size} responses = {groups * group_size} samples"),
         ("per actor rank", f"{_micro_batches(config)} (actor:{config.roles['actor']})"),
         ("devices", devices),
     ]
@@ -112,12 +112,12 @@ def _how_many(checked: Preflight) -> str:
 
 
 def _first_prompt(checked: Preflight) -> str:
-    """Show what the model is asked, templates included, and what the reward compares its answer with."""
+    """Show what the model is asked, templates included, and what the reward compares its response with."""
     shown = checked.first_prompt
     if shown is None:
         return "FIRST PROMPT (is fed while the run goes on)"
     tokens = f"{shown.num_tokens} tokens; " if shown.num_tokens is not None else ""
-    return f"FIRST PROMPT ({tokens}reference answer {_shortened(repr(shown.ground_truth), 100)})\n{_shown(shown.text)}"
+    return f"FIRST PROMPT ({tokens}ground truth {_shortened(repr(shown.ground_truth), 100)})\n{_shown(shown.text)}"
 
 
 def _shown(text: str) -> str:
@@ -224,7 +224,7 @@ def _by_hand(checked: Preflight, run_dir: Path) -> str:
 def _evaluation(checked: Preflight) -> str:
     own, engine = checked.config.evaluate, checked.config.evaluate.sampling(checked.config.rollout)
     drawn = f"temperature {engine.temperature:g}" if engine.temperature else "greedy"
-    prompts = f"{checked.num_held_out:,} prompts x {own.n_samples_per_prompt} answers ({drawn})"
+    prompts = f"{checked.num_held_out:,} prompts x {own.n_samples_per_prompt} responses ({drawn})"
     return f"{own.path}  {prompts}, every {own.interval} steps"
 
 

@@ -5,8 +5,8 @@ Request --accept()--> Accepted --describe()--> text of --dry-run
         '-follow()--> NodeRun, on any node but node 0
 
 Users' functions are tried before a start: each is imported as in the run, in a child process, and the reward is called
-once, with the first prompt and its own answer as the response. A reward that cannot score that would fail on every
-answer of the run. It has the configured deadline; a scorer behind a URL is not called.
+once, with the first prompt and its own ground truth as the response. A reward that cannot score that would fail on
+every response of the run. It has the configured deadline; a scorer behind a URL is not called.
 """
 
 from contextlib import suppress
@@ -317,7 +317,7 @@ def try_reward(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
         reward(shown.text, row.ground_truth, row.ground_truth, row.task)
     except UserCodeFailed as error:
         raise ConfigError(
-            f"{error} (a trial call with {row.where(config.data)}: its prompt, and its answer as the response); "
+            f"{error} (a trial call with {row.where(config.data)}: its prompt, and its ground truth as the response); "
             f"correct the function: it must score any response"
         ) from error
     finally:

@@ -60,7 +60,7 @@ _OTHER_WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "data.max_prompt_tokens": ("max_prompt_length", "prompt_max_len"),
         "data.prompt_field": ("prompt_key", "input_key"),
-        "data.answer_field": ("answer_key", "label_key", "ground_truth_key"),
+        "data.ground_truth_field": ("answer_field", "answer_key", "label_key", "ground_truth_key"),
         "data.path": ("train_files", "prompt_data", "dataset", "dataset_name", "file"),
         "model.path": ("model_name_or_path", "model_name", "pretrain"),
         "model.dtype": ("torch_dtype", "precision"),

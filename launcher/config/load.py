@@ -202,7 +202,7 @@ def _validate(values: Mapping[Any, Any], origins: Origins, *, beside: Path) -> R
         )
     if config.deterministic and config.algorithm.filters_groups:
         raise ConfigError(
-            "deterministic: true cannot be with algorithm.group_filter, where which answers are generated together "
+            "deterministic: true cannot be with algorithm.group_filter, where which responses are generated together "
             "depends on timing; set algorithm.group_filter to null"
         )
     if config.reward.group_function is not None and (config.deterministic or "reward" in config.roles):

@@ -243,8 +243,8 @@ def check_memory(needs: Needs) -> list[Finding]:
 
 
 def _updates(device: "torch.device", autocast: str = "float32") -> tuple[Any, list[float], float]:
-    """Return an engine after two updates of answers to one prompt, the norms of its gradients, and the seconds of both
-    updates. In bfloat16 the attention's kernel is that of accelerators, and it computes the prompt once."""
+    """Return an engine after two updates of responses to one prompt, the norms of its gradients, and the seconds of
+    both updates. In bfloat16 the attention's kernel is that of accelerators, and it computes the prompt once."""
     import torch
 
     from workers.engines.base import Sequences

@@ -241,18 +241,18 @@ def _reward_model_bytes(checked: Preflight) -> int:
 
 
 def checkpoint_bytes(checked: Preflight, *, model_bytes: int) -> int:
-    """Return the size of one checkpoint: 13 x P per trained model, the Hugging Face export, answers in the queue.
+    """Return the size of one checkpoint: 13 x P per trained model, the Hugging Face export, responses in the queue.
 
     Float32 weights and two moments of AdamW have 12; measured are 12.9 where input and output embeddings are one. A
-    reference that follows the policy adds one more copy of the model, a critic as much as the policy. Answers count as
-    if all were as long as allowed.
+    reference that follows the policy adds one more copy of the model, a critic as much as the policy. Responses count
+    as if all were as long as allowed.
     """
     config = checked.config
     moving_reference = config.algorithm.kl_coef > 0 and config.algorithm.ref_update_interval > 0
     copies = int(config.checkpoint.export_hf) + int(moving_reference)
-    answers = config.schedule.live_rows * _row_bytes(config)
+    responses = config.schedule.live_rows * _row_bytes(config)
     saved = _trained_models(config) * _SAVED_PARAMETER_BYTES * _parameters(checked)
-    return saved + copies * model_bytes + answers
+    return saved + copies * model_bytes + responses
 
 
 def _trained_models(config: RunConfig) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 Histogram = Mapping[float, int]
 """Value, to two digits -> how many of a step's responses have it; ascending."""
 
-COLUMNS = ("step", "group", "prompt", "response", "answer", "reward", "response_tokens", "truncated")
+COLUMNS = ("step", "group", "prompt", "response", "ground_truth", "reward", "response_tokens", "truncated")
 """Fields of a sample."""
 
 

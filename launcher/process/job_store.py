@@ -3,7 +3,7 @@
     phase              run | evaluate | stop | exit                             launcher -> workers
     status/GANG/RANK   JSON of `launcher.run.progress.Status`, about twice a second  worker -> launcher
     warning/GANG/RANK  JSON: trouble that the run survives, or text ""           worker -> launcher
-    first/reward_failure   why an answer could not be scored, the first time     worker -> launcher
+    first/reward_failure   why a response could not be scored, the first time     worker -> launcher
     reward_failure         the same, the last time                               worker -> actor
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
@@ -97,7 +97,7 @@ class JobStore(JobStoreClient):
         return "" if said is None else str(json.loads(said)["text"])
 
     def first_reward_failure(self) -> str:
-        """Return, once, why an answer could not be scored the first time; "" before and after."""
+        """Return, once, why a response could not be scored the first time; "" before and after."""
         key = "first/reward_failure"
         if self._told_reward_failure or (said := self._store.look([key]).get(key)) is None:
             return ""

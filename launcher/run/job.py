@@ -347,7 +347,7 @@ class _Run:
         """Return what trainers and controllers complain about since the last look, and the first reward that failed."""
         new = []
         if text := self._store.first_reward_failure():
-            new.append(f"{text}; such answers have no weight (reward_failures in metrics.jsonl counts them)")
+            new.append(f"{text}; such responses have no weight (reward_failures in metrics.jsonl counts them)")
         for name in [gang.name for gang in self._specs.values() if gang.role in TRAINERS | {CONTROLLER}]:
             text = self._store.warning(name, 0)
             if text != self._warnings.get(name, ""):

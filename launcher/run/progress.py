@@ -48,7 +48,7 @@ class Status:
 
     Attributes:
         state: what it does, a few words, e.g. `starting`, `generating`, `waiting for weights`.
-        detail: more about it, e.g. `48/64 answers`; shown when all ranks of the role agree.
+        detail: more about it, e.g. `48/64 responses`; shown when all ranks of the role agree.
         step: the step it works for; 0 before the first.
         version: step of the weights it holds; negative when it holds none.
         time: when it said so (unix time, s).

@@ -20,7 +20,7 @@ FOLLOWERS = TRAINERS | OBSERVERS | {CONTROLLER, STORAGE, "actor_fwd"}
 """What starts again with the trainer: it holds samples, columns or figures of steps that are no more. Rollouts are not
 among them: they drop what they run, and take the new lineage's weights."""
 _QUEUE = frozenset({CONTROLLER, STORAGE})
-"""With a critic in a role of its own, what the queue lost cannot be put again by itself: an answer that the critic has
+"""With a critic in a role of its own, what the queue lost cannot be put again by itself: a response that the critic has
 seen, and the actor has not, would come to the actor as another one."""
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 30.0

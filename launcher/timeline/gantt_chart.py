@@ -30,7 +30,7 @@ _SWAP_SHARE, _SWAP_SHARE_OF_STEP = 1 / 800, 1 / 10
 """A swap of the weights is drawn at least so long, in the window, but never longer in a step."""
 _ROLE_GAP = 0.45
 CAPTION = (
-    "Lines: the weights of a step exist. Numbers in bars: the step that answers are generated for. Thin bars: "
+    "Lines: the weights of a step exist. Numbers in bars: the step that responses are generated for. Thin bars: "
     "background threads. Red: an instance takes new weights (drawn wide enough to be seen)."
 )
 

@@ -199,7 +199,7 @@ def check_tokens(steps: CompleteSteps) -> Check:
     notes = _saved(steps)
     alike = sum(count for count in hashes.values() if count > 1)
     if alike:
-        notes.append(f"{alike} groups have the same tokens as another one, as short answers do")
+        notes.append(f"{alike} groups have the same tokens as another one, as short responses do")
     return Check("tokens", f"{len(hashes)} different hashes", tuple(problems), tuple(notes))
 
 
@@ -262,7 +262,7 @@ def _left_out(start: Start, steps: CompleteSteps) -> Iterator[str]:
 
 
 def _saved(steps: CompleteSteps) -> list[str]:
-    """Say what became of answers that were saved before they were trained; one may be generated again."""
+    """Say what became of responses that were saved before they were trained; one may be generated again."""
     trained = {line.group: line for _, line in steps.trained}
     same: set[int] = set()
     other: set[int] = set()
@@ -274,5 +274,7 @@ def _saved(steps: CompleteSteps) -> list[str]:
     if not same and not other:
         return []
     both = len(same | other)
-    text = f"checkpoints hold answers of {both} group{'s' * (both != 1)} that came later; {len(same)} trained with them"
+    text = (
+        f"checkpoints hold responses of {both} group{'s' * (both != 1)} that came later; {len(same)} trained with them"
+    )
     return [f"{text}, generated again: {named(other - same)}" if other - same else text]

@@ -1,6 +1,6 @@
 """What `asyncflow verify` looks at: a run's lines and checkpoints, parsed, in one consistent look. Only reads.
 
-Saved counts, saved answers and the data set need torch and the tokenizer: `Readers`.
+Saved counts, saved responses and the data set need torch and the tokenizer: `Readers`.
 """
 
 import warnings
@@ -82,7 +82,7 @@ class SavedCheckpoint:
         step, lineage: of its `meta.json`.
         updates: number of optimizer updates in its state.
         critic_updates: the same of a critic; None: it has none.
-        queue: group -> token hash, of the groups whose answers all were saved with it; as in the ledger.
+        queue: group -> token hash, of the groups whose responses all were saved with it; as in the ledger.
     """
 
     path: Path
@@ -182,7 +182,7 @@ def saved_updates(directory: Path) -> int:
 
 
 def saved_groups(directory: Path) -> Mapping[int, str]:
-    """Return the token hash of each group whose answers all are in a queue's snapshot; nothing without one.
+    """Return the token hash of each group whose responses all are in a queue's snapshot; nothing without one.
 
     Raises:
         CheckpointError: it cannot be read.

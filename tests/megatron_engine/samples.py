@@ -8,7 +8,7 @@ _FIRST, _LAST = 2, 13
 
 
 def make_sample(row: int) -> tuple[Tensor, Tensor]:
-    """Return a prompt, which pairs of rows share, and an answer."""
+    """Return a prompt, which pairs of rows share, and a response."""
     return _tokens(2 + row // 2 % 2, 100 + row // 2), _tokens(1 + row % 5, row)
 
 

@@ -141,12 +141,12 @@ def reference(model_dir: Path) -> Reference:
 
 
 def log_probs(model: PreTrainedModel) -> Tensor:
-    answers = []
+    responses = []
     for row in range(NUM_SAMPLES):
-        prompt, answer = make_sample(row)
-        logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-        answers.append(logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0])
-    return torch.cat(answers)
+        prompt, response = make_sample(row)
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        responses.append(logits.log_softmax(-1).gather(-1, response[:, None])[:, 0])
+    return torch.cat(responses)
 
 
 def saved(root: Path, case: str, rank: int = 0) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def test_what_only_another_host_lacks_is_told_by_node_0(two_hosts: list[Host], t
     (tmp_path / "here").mkdir()
     run_dir = tmp_path / "here" / "run"
     arguments = ("--run-dir", run_dir, "--set", "reward.function=my_reward:score")
-    (tmp_path / "my_reward.py").write_text("def score(prompt, response, answer):\n    return 0.0\n")
+    (tmp_path / "my_reward.py").write_text("def score(prompt, response, ground_truth):\n    return 0.0\n")
     head = ("--nnodes", 2, "--head", two_hosts[0].address)
     launchers = [
         two_hosts[0].start(COMMAND, *arguments, *head, "--node-rank", 0, cwd=tmp_path),

@@ -72,7 +72,7 @@ def test_groups_of_equal_rewards_are_replaced_once_also_over_a_resume(tmp_path: 
 
 
 def test_a_reward_that_is_always_the_same_ends_the_run_and_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "constant_reward.py").write_text("def score(prompt, response, answer):\n    return 0.5\n")
+    (tmp_path / "constant_reward.py").write_text("def score(prompt, response, ground_truth):\n    return 0.5\n")
     constant = ("--set", "reward.function=constant_reward:score", "--set", "algorithm.max_filtered_share=0.5")
     failed = command.run(
         "--run-dir",

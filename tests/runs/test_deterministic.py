@@ -20,7 +20,7 @@ def run(mode: str, cwd: Path) -> Path:
 
 
 def trained(run_dir: Path) -> list[tuple[Any, ...]]:
-    """Return what every group's answers were."""
+    """Return what every group's responses were."""
     return sorted((line["step"], line["group"], line["token_hash"]) for line in command.lines(run_dir / "ledger.jsonl"))
 
 

@@ -17,10 +17,10 @@ import threading
 from workers.rewards.load import digits_reward
 
 
-def score(prompt: str, response: str, answer: str) -> float:
+def score(prompt: str, response: str, ground_truth: str) -> float:
     if (3 * int(prompt[0]) + int(prompt[2])) % 5 == 0:  # held out
         threading.Event().wait({seconds})
-    return digits_reward(prompt, response, answer).reward
+    return digits_reward(prompt, response, ground_truth).reward
 """
 
 

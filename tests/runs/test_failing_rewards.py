@@ -11,17 +11,17 @@ SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval
 SOMETIMES = """
 import os
 
-async def score(prompt, response, answer):
+async def score(prompt, response, ground_truth):
     print("scored by", os.getpid())
-    if len(response) == 1 and response != answer:
+    if len(response) == 1 and response != ground_truth:
         raise ValueError(f"no idea of {response!r}")
-    return {"score": float(response == answer), "short": float(len(response) < 3), "pred": response}
+    return {"score": float(response == ground_truth), "short": float(len(response) < 3), "pred": response}
 """
 LATER = """
 import pathlib
 
-def score(prompt, response, answer):
-    if response != answer or pathlib.Path("now").exists():
+def score(prompt, response, ground_truth):
+    if response != ground_truth or pathlib.Path("now").exists():
         raise KeyError(response)
     pathlib.Path("now").touch()
     return 1.0
@@ -29,7 +29,7 @@ def score(prompt, response, answer):
 
 
 @pytest.mark.parametrize("roles", ["rollout:2,actor:1", "rollout:1,actor:1,reward:1,advantages:1"])
-def test_answers_without_a_reward_are_counted_told_once_and_left_out(tmp_path: Path, roles: str) -> None:
+def test_responses_without_a_reward_are_counted_told_once_and_left_out(tmp_path: Path, roles: str) -> None:
     (tmp_path / "sometimes.py").write_text(SOMETIMES)
     function = ("--set", "reward.function=sometimes:score", "--set", "rollout.samples_per_step=8")
     finished = command.run("--run-dir", "run", "--roles", roles, *SMALL, *function, cwd=tmp_path)
@@ -50,7 +50,7 @@ def test_a_step_in_which_every_reward_fails_ends_the_run_by_name(tmp_path: Path)
     assert failed.returncode == 1
     last = failed.stderr.splitlines()[-1]
     assert (
-        "UserCodeFailed: step 1: none of its answers could be scored; reward.function: later:score raised KeyError"
+        "UserCodeFailed: step 1: none of its responses could be scored; reward.function: later:score raised KeyError"
         in last
     )
     assert command.lines(tmp_path / "run" / "metrics.jsonl") == []

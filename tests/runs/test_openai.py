@@ -1,4 +1,4 @@
-"""A whole run with the `openai` engine, against a server whose answers are drawn from all tokens alike."""
+"""A whole run with the `openai` engine, against a server whose responses are drawn from all tokens alike."""
 
 import math
 import random
@@ -39,7 +39,9 @@ def _server() -> Iterator[CompletionsServer]:
 
 
 @pytest.mark.gate
-def test_answers_of_a_server_are_trained_and_it_takes_every_version(server: CompletionsServer, tmp_path: Path) -> None:
+def test_responses_of_a_server_are_trained_and_it_takes_every_version(
+    server: CompletionsServer, tmp_path: Path
+) -> None:
     served = ("--set", f"openai.urls=[{server.url}]", "--set", f"openai.weights_dir={tmp_path / 'served'}")
     roles = ("--roles", "rollout:1,actor:1", "--set", "rollout.engine=openai")
     finished = command.run("--run-dir", "run", "--steps", "3", *roles, *served, *SMALL, cwd=tmp_path)

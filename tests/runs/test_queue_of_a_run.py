@@ -60,7 +60,7 @@ def test_status_of_a_live_run_with_two_controllers(tmp_path: Path, monkeypatch: 
 
 
 def test_rounds_under_a_token_budget_keep_to_it(tmp_path: Path) -> None:
-    """A prompt has four tokens and each of its 16 answers one or more, so two groups never fit together."""
+    """A prompt has four tokens and each of its 16 responses one or more, so two groups never fit together."""
     budget = ("--set", "tq.policy=token-budget", "--set", "actor.max_tokens_per_micro_batch=150")
     done = command.run("--run-dir", "run", "--steps", "2", *SMALL, *budget, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -67,9 +67,9 @@ def test_every_group_is_trained_once_in_its_step(quickstart: Path) -> None:
 
 
 def test_streaming_trains_before_the_steps_last_sample_exists(tmp_path: Path) -> None:
-    """In some step after the first, whose answers may all be there before the reference model is loaded."""
+    """In some step after the first, whose responses may all be there before the reference model is loaded."""
     small_leases = ("--set", "rollout.batch_size=32")  # a step is 16 of them, so that it takes a while
-    one_by_one = ("--set", "schedule.mode=periodic")  # a step's answers are generated when the one before is trained
+    one_by_one = ("--set", "schedule.mode=periodic")  # a step's responses are generated when the one before is trained
     done = command.run("--run-dir", "run", "--steps", "4", *small_leases, *one_by_one, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     timeline = tmp_path / "run" / "timeline"
@@ -100,7 +100,7 @@ def test_run_directory_is_complete(quickstart: Path) -> None:
     assert yaml.safe_load((quickstart / "config.yaml").read_text())["schedule"]["max_staleness"] == 1
     assert {path.name for path in (quickstart / "logs").iterdir()} >= {"actor", "rollout", "ref", "storage"}
     samples = command.lines(quickstart / "samples" / "rollout-0.jsonl")
-    assert {"prompt", "response", "answer", "reward", "correct", "step", "version"} <= set(samples[0])
+    assert {"prompt", "response", "ground_truth", "reward", "correct", "step", "version"} <= set(samples[0])
 
 
 def test_exported_checkpoint_loads_in_transformers_and_answers(quickstart: Path) -> None:
@@ -110,8 +110,8 @@ def test_exported_checkpoint_loads_in_transformers_and_answers(quickstart: Path)
     model = AutoModelForCausalLM.from_pretrained(export)
     tokenizer = AutoTokenizer.from_pretrained(export)
     prompt = tokenizer("3+5=", return_tensors="pt", add_special_tokens=False)
-    answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(answer, skip_special_tokens=True).strip() == "8"
+    response = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(response, skip_special_tokens=True).strip() == "8"
 
 
 def test_old_checkpoints_are_removed(quickstart: Path) -> None:

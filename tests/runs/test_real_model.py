@@ -36,4 +36,4 @@ def test_smollm2_trains_on_arithmetic(tmp_path: Path) -> None:
     samples = command.lines(tmp_path / "run" / "samples" / "rollout-0.jsonl")
     assert len(samples) == 3 * 2 * 8
     assert all(re.search(r"\d+ [-+] \d+", line["prompt"]) for line in samples)
-    assert any(line["correct"] and line["answer"] in line["response"] for line in samples)
+    assert any(line["correct"] and line["ground_truth"] in line["response"] for line in samples)

@@ -40,5 +40,5 @@ def test_refreshed_reference_survives_a_resume(tmp_path: Path, roles: str, shard
     for one, other in zip(expected, resumed, strict=True):
         assert math.isclose(one["kl"], other["kl"], rel_tol=1e-3, abs_tol=1e-6), one["step"]
         assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-3), one["step"]
-    # The reference of steps 4 and 7 is the policy that wrote their answers: no divergence yet.
+    # The reference of steps 4 and 7 is the policy that wrote their responses: no divergence yet.
     assert [line["step"] for line in expected if line["kl"] < 1e-6] == [1, 4, 7]

@@ -1,4 +1,4 @@
-"""Runs whose answers are scored by a reward model, in a role of its own."""
+"""Runs whose responses are scored by a reward model, in a role of its own."""
 
 import math
 import statistics
@@ -38,7 +38,7 @@ def workers(launcher: int, run_dir: Path) -> dict[str, psutil.Process]:
 
 
 def test_reward_is_the_model_s_score_and_accuracy_the_function_s_word(tmp_path: Path) -> None:
-    """Against a run that scores with the function alone: the first step's answers are the same."""
+    """Against a run that scores with the function alone: the first step's responses are the same."""
     one_step = (*SMALL, "--steps", "1")
     function = ("--roles", "rollout:1,actor:1", "--set", "reward.function=exact", "--set", "rollout.samples_per_step=8")
     plain = command.run("--run-dir", "plain", *one_step, *function, cwd=tmp_path, deadline_s=DEADLINE_S)

@@ -76,16 +76,16 @@ def _exported(line: str) -> str:
 
 
 @pytest.mark.parametrize("roles", ["rollout:1,actor:1", "rollout:1,actor:1,safety:2"])
-def test_a_task_of_the_users_own_weighs_answers(tmp_path: Path, roles: str) -> None:
+def test_a_task_of_the_users_own_weighs_responses(tmp_path: Path, roles: str) -> None:
     examples = Path(__file__).parents[2] / "examples"
     shown = ("--set", "rollout.samples_per_step=16", "--steps", "3", "--run-dir", str(tmp_path / "run"))
     finished = command.run("safety_filter.yaml", "--roles", roles, *shown, cwd=examples)
     assert finished.returncode == 0, finished.stderr
     samples = command.lines(tmp_path / "run" / "samples" / "rollout-0.jsonl")
     for line in command.lines(tmp_path / "run" / "metrics.jsonl"):
-        answers = [sample["response"] for sample in samples if sample["step"] == line["step"]]
-        assert len(answers) == 256
-        assert line["masked_fraction"] == sum("13" in answer for answer in answers) / 256
+        responses = [sample["response"] for sample in samples if sample["step"] == line["step"]]
+        assert len(responses) == 256
+        assert line["masked_fraction"] == sum("13" in response for response in responses) / 256
     assert any("13" in sample["response"] for sample in samples)
     command.check_ledger(tmp_path / "run", groups_per_step=16, last=3)
 

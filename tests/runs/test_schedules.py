@@ -55,7 +55,7 @@ def test_every_group_is_trained_once_in_its_step_within_the_bound(tmp_path: Path
         assert 0 <= line["staleness"] <= bound
         assert line["versions"][1] <= line["step"] - 1
     swapped_inside = [line for line in ledger if line["versions"][0] < line["versions"][1]]
-    assert bool(swapped_inside) == (bound > 0), "answers go on over a swap"
+    assert bool(swapped_inside) == (bound > 0), "responses go on over a swap"
 
 
 def test_a_live_run_says_which_split_would_be_better(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_live_run_says_which_split_would_be_better(tmp_path: Path) -> None:
 
 
 def first_ready_recipe() -> dict[str, Any]:
-    """Some answers are many times longer than the mean; an instance has places for less than a step of them."""
+    """Some responses are many times longer than the mean; an instance has places for less than a step of them."""
     config = recipe("async", 2)
     config["schedule"] |= {"fill": "first_ready", "rollout_batch_size": SAMPLES // 2, "n_samples_per_prompt": 2}
     config["rollout"] |= {"batch_size": 16}
@@ -112,11 +112,11 @@ def test_first_ready_fills_steps_with_what_is_finished_within_the_bound(tmp_path
     metrics = command.lines(tmp_path / "run" / "metrics.jsonl")
     num_late = sum(line["late_fraction"] * line["samples"] for line in metrics)
     assert round(num_late) == 2 * later[1]
-    assert metrics[0]["length_bias"] == 0 and metrics[0]["response_tokens_mean"] < 90, "short answers come first"
+    assert metrics[0]["length_bias"] == 0 and metrics[0]["response_tokens_mean"] < 90, "short responses come first"
 
 
 def test_first_ready_resumes_with_the_groups_that_were_not_trained(tmp_path: Path) -> None:
-    """From the checkpoint of the first step that left long answers behind."""
+    """From the checkpoint of the first step that left long responses behind."""
     run_dir = tmp_path / "run"
     config = first_ready_recipe() | {"steps": 100_000}
     config["checkpoint"] |= {"interval": 1, "keep_last": 1000}

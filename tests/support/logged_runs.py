@@ -36,7 +36,14 @@ def add_steps(run_dir: Path, first: int, last: int, *, lineage: int = 0, reward:
 
 def add_sample(run_dir: Path, step: int, index: int) -> None:
     """Append a sample."""
-    line = {"step": step, "group": step, "prompt": "1+1=", "response": f"{index} | <b>", "answer": "2", "reward": 0.5}
+    line = {
+        "step": step,
+        "group": step,
+        "prompt": "1+1=",
+        "response": f"{index} | <b>",
+        "ground_truth": "2",
+        "reward": 0.5,
+    }
     more = {"index": index, "response_tokens": 2, "truncated": False, "versions": [[0, 2]]}
     append(run_dir / "samples" / "rollout-0.jsonl", line | more)
 

@@ -61,12 +61,12 @@ def test_parquet_is_read_by_whatever_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (Decimal("1.5"), "'answer' is of type Decimal; data.answer_field must name text or a number"),
+        (Decimal("1.5"), "'answer' is of type Decimal; data.ground_truth_field must name text or a number"),
         (b"1", "'answer' is of type bytes"),
         (math.nan, "'answer' is nan"),
     ],
 )
-def test_answers_that_parquet_has_and_json_has_not_are_named(answer: object, words: str) -> None:
+def test_values_that_parquet_has_and_json_has_not_are_named(answer: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         as_row({"prompt": "a", "answer": answer}, 1, DataConfig(path="x"), own_rollout=False, where="rows.parquet:1")
 
@@ -157,9 +157,9 @@ def test_messages_that_cannot_be_answered(tmp_path: Path, prompt: object, settin
     assert f"{path}:1: {words}" in refusal(path, **({"chat_template": True} | dict(settings)))  # type: ignore[call-overload]
 
 
-def test_data_may_have_no_answers(tmp_path: Path) -> None:
+def test_data_may_have_no_ground_truths(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b", "answer": ["of no use"]}\n')
-    assert refusal(path).endswith("set data.answer_field to the right one, or to null if your reward needs no answer")
-    rows = read_prompt_rows(path, DataConfig(path=str(path), answer_field=None))
+    assert refusal(path).endswith("set data.ground_truth_field to the right one, or to null if your reward needs none")
+    rows = read_prompt_rows(path, DataConfig(path=str(path), ground_truth_field=None))
     assert rows == [PromptRow("a", "", 1), PromptRow("b", "", 2)]

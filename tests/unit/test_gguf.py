@@ -121,8 +121,8 @@ def test_smollm2_adds(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "What is 7 + 5?"}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     tokens = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
-    answer = model.generate(tokens, max_new_tokens=24, do_sample=False)[0, tokens.shape[1] :]
-    assert "12" in tokenizer.decode(answer, skip_special_tokens=True)
+    response = model.generate(tokens, max_new_tokens=24, do_sample=False)[0, tokens.shape[1] :]
+    assert "12" in tokenizer.decode(response, skip_special_tokens=True)
 
 
 def test_target_in_use_is_refused(tmp_path: Path) -> None:

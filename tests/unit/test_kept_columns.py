@@ -8,7 +8,7 @@ from workers.config import RunConfig
 from workers.services import usable_columns
 
 PROMPT = {"prompts", "ground_truth", "epochs"}
-ANSWER = {"tokens", "sample_lengths", "response_mask", "rollout_log_probs", "versions", "truncated"}
+RESPONSE = {"tokens", "sample_lengths", "response_mask", "rollout_log_probs", "versions", "truncated"}
 REWARD = {"rewards", "correct"}
 REFERENCE = {"ref_log_probs"}
 USER = {"name": "polite", "function": "manners:polite", "inputs": ["responses"], "output": "loss_weights"}
@@ -30,7 +30,7 @@ def usable(now: RunConfig, *, before: RunConfig | None = None, partition: int = 
     return set(columns)
 
 
-EVERYTHING = PROMPT | ANSWER | REWARD | REFERENCE | {"advantages", "loss_weights"}
+EVERYTHING = PROMPT | RESPONSE | REWARD | REFERENCE | {"advantages", "loss_weights"}
 
 
 def test_unchanged_configuration_keeps_everything() -> None:
@@ -78,4 +78,4 @@ def test_reference_that_follows_the_policy_holds_while_it_is_the_same(partition:
     follows = config(algorithm={"ref_update_interval": 4})
     columns = usable(follows, before=follows, partition=partition, step=step)
     assert (columns >= REFERENCE) == holds
-    assert columns >= ANSWER
+    assert columns >= RESPONSE

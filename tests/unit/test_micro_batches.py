@@ -14,9 +14,9 @@ from workers.trainer.batching import micro_batches
 
 
 def rows_of(groups: Sequence[tuple[int, Sequence[int]]]) -> PackedBatch:
-    """(prompt tokens, tokens of its answers) -> their rows; prompts differ."""
-    prompts = [torch.full((p,), number) for number, (p, answers) in enumerate(groups) for _ in answers]
-    responses = [torch.zeros(length, dtype=torch.int64) for _, answers in groups for length in answers]
+    """(prompt tokens, tokens of its responses) -> their rows; prompts differ."""
+    prompts = [torch.full((p,), number) for number, (p, responses) in enumerate(groups) for _ in responses]
+    responses = [torch.zeros(length, dtype=torch.int64) for _, responses in groups for length in responses]
     return samples_of(PackedBatch(tuple(range(len(prompts))), sample_columns(prompts, responses)))
 
 
@@ -41,7 +41,7 @@ def test_a_group_that_fits_stays_whole_and_one_that_does_not_is_cut() -> None:
     assert [tokens_of(batch, cut, shared=True) for cut in cuts] == [14, 20, 7]
 
 
-def test_an_answer_beyond_the_budget_is_alone() -> None:
+def test_a_response_beyond_the_budget_is_alone() -> None:
     batch = rows_of([(8, [30, 2]), (40, [3, 5])])
     assert micro_batches(batch, ActorConfig(max_tokens_per_micro_batch=20)) == [[0], [1], [2], [3]]
 
@@ -91,5 +91,5 @@ def test_every_row_is_in_one_micro_batch_and_those_of_several_rows_fit(
     cuts = micro_batches(batch, ActorConfig(max_tokens_per_micro_batch=budget, shared_prompt=shared))
     assert sorted(row for cut in cuts for row in cut) == list(range(len(batch)))
     for cut in cuts:
-        answers = [length for length in drawn_per_row(batch.select(list(cut))).tolist() if length]
-        assert len(answers) <= 1 or tokens_of(batch, cut, shared=shared) <= budget
+        responses = [length for length in drawn_per_row(batch.select(list(cut))).tolist() if length]
+        assert len(responses) <= 1 or tokens_of(batch, cut, shared=shared) <= budget

@@ -40,7 +40,7 @@ def test_mini_batches_hold_every_round_once_and_differ_by_less_than_a_round(
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_mini_batches_do_not_follow_arrival(streams: bool) -> None:
-    """Short answers arrive first: each of 8 rounds must be in the first update about every second step."""
+    """Short responses arrive first: each of 8 rounds must be in the first update about every second step."""
     config = ActorConfig(num_mini_batches=2)
     made = [updates(config, [4] * 8, step, streams=streams) for step in range(200)]
     assert all(len(update) == 4 for step in made for update in step)

@@ -131,7 +131,7 @@ def test_damage_of_shards_is_named(model_dir: Path, damage: Callable[[Path], obj
         check_model_dir(model_dir)
 
 
-def test_end_of_an_answer_is_generation_s_else_the_model_s(model_dir: Path) -> None:
+def test_end_of_a_response_is_generation_s_else_the_model_s(model_dir: Path) -> None:
     assert eos_token_ids(model_dir) == (1,)
     edit_config(model_dir, eos_token_id=2)
     assert eos_token_ids(model_dir) == (1,)

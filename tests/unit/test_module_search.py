@@ -9,7 +9,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import load_function, search_beside
 
-ARGUMENTS = ("prompt", "response", "answer")
+ARGUMENTS = ("prompt", "response", "ground_truth")
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def write(path: Path, value: int) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"def score(prompt, response, answer): return {value}\n")
+    path.write_text(f"def score(prompt, response, ground_truth): return {value}\n")
 
 
 def score(name: str) -> object:

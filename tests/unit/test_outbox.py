@@ -1,4 +1,4 @@
-"""Finished answers are scored and put while generation goes on."""
+"""Finished responses are scored and put while generation goes on."""
 
 import json
 import math
@@ -65,10 +65,10 @@ class GatedScorer(Scorer):
         self.open = threading.Event()
         self._function = self._gated
 
-    def _gated(self, prompt: str, response: str, answer: str) -> Score:
+    def _gated(self, prompt: str, response: str, ground_truth: str) -> Score:
         if prompt == self._decoder.response((self.blocked,)):
             assert self.open.wait(DEADLINE_S)
-        return exact_reward(prompt, response, answer)
+        return exact_reward(prompt, response, ground_truth)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def lease(client: Queue, *prompts: int) -> RolloutLease:
     return RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, (0,) * len(rows)))
 
 
-def answer(index: int) -> Generation:
+def response(index: int) -> Generation:
     versions = torch.tensor([3, 4], dtype=torch.int32)
     return Generation(index, torch.tensor([4, 1]), torch.tensor([-1.0, -2.0]), versions, truncated=False)
 
@@ -115,11 +115,11 @@ def rolled(lease: RolloutLease, generation: Generation) -> FinishedRollout:
     return FinishedRollout.of(lease.prompts[lease.position[generation.index]], generation)
 
 
-def test_slow_reward_holds_up_neither_generation_nor_other_answers(scorer: GatedScorer, samples: SampleLog) -> None:
+def test_slow_reward_holds_up_neither_generation_nor_other_responses(scorer: GatedScorer, samples: SampleLog) -> None:
     client = Queue()
     one, outbox = lease(client, 3, 5, 6, 7), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
     for index in (10, 11, 12, 13):
-        outbox.add(one, rolled(one, answer(index)))
+        outbox.add(one, rolled(one, response(index)))
     assert client.arrived.acquire(timeout=DEADLINE_S)
     assert 10 not in client.puts[0][0] and len(client.puts[0][0]) == 2
     scorer.open.set()
@@ -131,20 +131,20 @@ def test_slow_reward_holds_up_neither_generation_nor_other_answers(scorer: Gated
         assert all(len(column) == len(rows) for column in columns.values())
 
 
-def test_last_answers_are_put_without_a_whole_group(samples: SampleLog) -> None:
+def test_last_responses_are_put_without_a_whole_group(samples: SampleLog) -> None:
     client = Queue()
     one, outbox = lease(client, 5, 6, 7), Outbox(scorer=None, samples=samples, rows_per_put=2)
     for index in (12, 10, 11):
-        outbox.add(one, rolled(one, answer(index)))
+        outbox.add(one, rolled(one, response(index)))
     outbox.close(stop=threading.Event())
     assert [rows for rows, _ in client.puts] == [[12, 10], [11]]
     assert "rewards" not in client.puts[0][1]
 
 
-def test_stop_leaves_unscored_answers_behind(scorer: GatedScorer, samples: SampleLog) -> None:
+def test_stop_leaves_unscored_responses_behind(scorer: GatedScorer, samples: SampleLog) -> None:
     client, stop = Queue(), threading.Event()
     one, outbox = lease(client, 3, 5), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
-    outbox.add(one, rolled(one, answer(10)))
+    outbox.add(one, rolled(one, response(10)))
     stop.set()
     outbox.close(stop=stop)
     assert client.puts == []
@@ -156,7 +156,7 @@ def test_void_lease_is_dropped_and_other_errors_are_raised(
 ) -> None:
     client = Queue(error)
     one, outbox = lease(client, 5), Outbox(scorer=None, samples=samples, rows_per_put=1)
-    outbox.add(one, rolled(one, answer(10)))
+    outbox.add(one, rolled(one, response(10)))
     if expected is None:
         outbox.close(stop=threading.Event())
     else:
@@ -172,36 +172,36 @@ def test_failure_wakes_whoever_would_not_look(samples: SampleLog) -> None:
         Outbox(scorer=None, samples=samples, rows_per_put=1, failed=failed.set),
     )
     outbox.check()
-    outbox.add(one, rolled(one, answer(10)))
+    outbox.add(one, rolled(one, response(10)))
     assert failed.wait(DEADLINE_S)
     with pytest.raises(ValueError, match="broken"):
         outbox.check()
 
 
-def test_abandoned_answers_are_dropped_also_those_that_are_scored_later(
+def test_abandoned_responses_are_dropped_also_those_that_are_scored_later(
     scorer: GatedScorer, samples: SampleLog
 ) -> None:
     client = Queue()
     old, outbox = lease(client, 3, 5, 6), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
     for index in (10, 11):  # the first waits for its score, so the second waits for company
-        outbox.add(old, rolled(old, answer(index)))
+        outbox.add(old, rolled(old, response(index)))
     outbox.abandon()
     scorer.open.set()
     new = lease(client, 5, 7)
     for index in (10, 11):
-        outbox.add(new, rolled(new, answer(index)))
+        outbox.add(new, rolled(new, response(index)))
     outbox.close(stop=threading.Event())
     assert sorted(row for rows, _ in client.puts for row in rows) == [10, 11]
 
 
 def leased_groups(client: Queue, *groups: int, truths: str = "") -> RolloutLease:
-    """A lease of these groups' rows, 10, 11, ...; answer "c" is what `answer` gives."""
+    """A lease of these groups' rows, 10, 11, ...; response "c" is what `response` gives."""
     rows = list(range(10, 10 + len(groups)))
     granted = LeaseGrant("actor_rollout", 7, 1, rows, list(groups), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([5])] * len(rows)),
         "ground_truth": Column.of_texts(list(truths) or ["-"] * len(rows)),
-        "tasks": Column.of_texts([json.dumps({"answer": truth}) for truth in truths or "-" * len(rows)]),
+        "tasks": Column.of_texts([json.dumps({"response": truth}) for truth in truths or "-" * len(rows)]),
     }
     return RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, groups))
 
@@ -216,7 +216,7 @@ class GradedScorer(Scorer):
         super().__init__(RewardConfig(), tokenizer)
         self._function = self._graded
 
-    def _graded(self, prompt: str, response: str, answer: str) -> Score:
+    def _graded(self, prompt: str, response: str, ground_truth: str) -> Score:
         if response in self.bad:
             raise UserCodeFailed("no idea")
         return Score(float(response in self.good), False)
@@ -225,7 +225,7 @@ class GradedScorer(Scorer):
 def test_groups_of_equal_rewards_are_filtered_and_the_others_put_as_wholes(model_dir: Path, samples: SampleLog) -> None:
     client, scorer = Queue(), GradedScorer(load_tokenizer(model_dir))
     scorer.good = frozenset({scorer._decoder.response((4, 1)), scorer._decoder.response((6, 1))})
-    one = leased_groups(client, 0, 0, 1, 1, 2, 2, 3)  # of group 3 one answer is all that is left
+    one = leased_groups(client, 0, 0, 1, 1, 2, 2, 3)  # of group 3 one response is all that is left
     outbox = Outbox(
         scorer=scorer, samples=samples, rows_per_put=2, group_filter=GroupFilter("zero_variance", group_size=2)
     )
@@ -248,9 +248,9 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 RANKS = """
 def rank(task, members):
-    if task["answer"] == "6":
+    if task["response"] == "6":
         return [0.0] * (len(members) - 1)
-    if task["answer"] == "8":
+    if task["response"] == "8":
         raise RuntimeError("no idea")
     order = sorted(members, key=lambda one: (one["reward"], one["response"]))
     return [order.index(one) / 10 for one in members]
@@ -302,7 +302,7 @@ def test_a_function_that_says_nan_rewards_nobody(model_dir: Path, samples: Sampl
     group_reward = GroupReward(config, group_size=2, failed=told.append)
     outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2, group_reward=group_reward)
     for index in (10, 11):
-        outbox.add(one, rolled(one, answer(index)))
+        outbox.add(one, rolled(one, response(index)))
     outbox.close(stop=threading.Event())
     group_reward.close()
     scorer.close()
@@ -326,7 +326,7 @@ def test_groups_that_are_rewarded_after_the_run_went_back_are_dropped(model_dir:
     outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2, group_reward=group_reward)
     one = leased_groups(client, 0, 0)
     for index in (10, 11):
-        outbox.add(one, rolled(one, answer(index)))
+        outbox.add(one, rolled(one, response(index)))
     assert later.asked.wait(DEADLINE_S)
     outbox.abandon()
     later.scores.set_result(later.given)
@@ -335,7 +335,7 @@ def test_groups_that_are_rewarded_after_the_run_went_back_are_dropped(model_dir:
     assert client.puts == []
 
 
-def test_answers_without_a_reward_are_no_part_of_what_is_filtered_and_are_put(
+def test_responses_without_a_reward_are_no_part_of_what_is_filtered_and_are_put(
     model_dir: Path, samples: SampleLog
 ) -> None:
     client, scorer = Queue(), GradedScorer(load_tokenizer(model_dir))
@@ -372,9 +372,9 @@ def test_a_group_that_leaves_takes_no_other_groups_rollouts_with_it(scorer: Gate
     }
     one = RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, (0, 0, 1, 1)))
     outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2)
-    outbox.add(one, replace(rolled(one, answer(10)), leaves=True, failures=3, failure="it broke"))
+    outbox.add(one, replace(rolled(one, response(10)), leaves=True, failures=3, failure="it broke"))
     for index in (12, 11, 13):
-        outbox.add(one, rolled(one, answer(index)))
+        outbox.add(one, rolled(one, response(index)))
     outbox.close(stop=threading.Event())
     assert sorted(row for put, _ in client.puts for row in put) == [12, 13]
     assert sorted(row for filtered in client.filtered for row in filtered) == [10, 11]

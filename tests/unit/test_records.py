@@ -52,7 +52,7 @@ def test_figures_of_several_updates_are_means_over_them() -> None:
     assert metrics["masked_fraction"] == pytest.approx(2 / 8)
 
 
-def test_an_update_without_an_answer_that_counts_is_counted_but_is_no_part_of_the_means() -> None:
+def test_an_update_without_a_response_that_counts_is_counted_but_is_no_part_of_the_means() -> None:
     record = StepRecord(1)
     for counts, loss_sum, norm in ((LossCounts(8, 3, 4), 4.0, 1.0), (LossCounts(0, 0, 0), 0.0, 0.0)):
         record.policy.next_update.add(counts, loss_sum)

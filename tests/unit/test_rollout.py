@@ -92,7 +92,7 @@ def lease(step: int, *rows: int) -> RolloutLease:
 
 
 def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE_S) -> Any:
-    """A rollout without processes; answers are instant unless a test says otherwise."""
+    """A rollout without processes; responses are instant unless a test says otherwise."""
     sim = SimConfig(lengths="constant", mean_tokens=4, decode_s_per_token=0.0)
     made: Any = object.__new__(Rollout)
     made._config = SimpleNamespace(
@@ -254,7 +254,7 @@ def test_free_places_are_filled_while_others_run_unless_the_run_is_deterministic
     assert loop._engine.num_running == (2 if deterministic else 3)
 
 
-def test_answers_are_abandoned_when_the_trainer_went_back_to_a_checkpoint() -> None:
+def test_responses_are_abandoned_when_the_trainer_went_back_to_a_checkpoint() -> None:
     loop = make()
     loop._receiver.newest = Version(0, 9)
     turn(loop)
@@ -273,7 +273,7 @@ def test_answers_are_abandoned_when_the_trainer_went_back_to_a_checkpoint() -> N
     assert versions(loop._outbox) == {7: [4] * 4}
 
 
-def test_answers_that_a_later_lineage_overtook_while_it_was_loaded_are_abandoned() -> None:
+def test_responses_that_a_later_lineage_overtook_while_it_was_loaded_are_abandoned() -> None:
     loop = make(ScheduleMode.SUBSTEP)
     turn(loop)
     loop._rollouts.begin([RolloutRequest(7, 99, 0, torch.tensor([1]))])

@@ -94,11 +94,11 @@ def test_an_update_counts_what_all_ranks_trained_for_it() -> None:
     ranks[0].add(LossCounts(1, 1, 2), 0.5)
     ranks[1].add(LossCounts(3, 1, 1), -1.0)
     whole = UpdateTotals.merged(ranks)
-    assert whole.counts == LossCounts(tokens=9, sequences=4, answers=5)
+    assert whole.counts == LossCounts(tokens=9, sequences=4, responses=5)
     assert whole.loss == pytest.approx(1.0)
 
 
-def test_answers_without_a_reward_are_counted_and_left_out_of_rewards() -> None:
+def test_responses_without_a_reward_are_counted_and_left_out_of_rewards() -> None:
     totals = StepTotals()
     columns = {
         "rewards": Column.of_scalars(torch.tensor([1.0, math.nan, 0.5])),

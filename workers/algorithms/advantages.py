@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tq.columns import PackedBatch
-from workers.algorithms.parts import answer_sums
+from workers.algorithms.parts import response_sums
 
 
 def group_advantages(reward_BG: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
@@ -51,9 +51,9 @@ def token_penalties(batch: PackedBatch) -> Tensor:
     return batch["old_log_probs"].values.double() - batch["ref_log_probs"].values.double()
 
 
-def answer_penalties(batch: PackedBatch) -> Tensor:
+def response_penalties(batch: PackedBatch) -> Tensor:
     """Return float64 [N]: the sum over each row's tokens."""
-    return answer_sums(token_penalties(batch), batch["old_log_probs"].lengths.long())
+    return response_sums(token_penalties(batch), batch["old_log_probs"].lengths.long())
 
 
 def penalties_to_come(batch: PackedBatch, length_N: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def penalties_to_come(batch: PackedBatch, length_N: Tensor) -> Tensor:
     penalty_A = token_penalties(batch)
     before_A = penalty_A.cumsum(0) - penalty_A
     ends_N = length_N.cumsum(0)
-    total_N = answer_sums(penalty_A, length_N)
+    total_N = response_sums(penalty_A, length_N)
     starts_N = (ends_N - length_N)[length_N > 0]
     begun_A = before_A[starts_N].repeat_interleave(length_N[length_N > 0])
     return total_N.repeat_interleave(length_N) - (before_A - begun_A)
@@ -108,12 +108,12 @@ def generalized_advantages(
     Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 11, 12 and 16.
     """
     length_N = length_N.long()
-    answers, tokens = len(length_N), int(length_N.max()) if len(length_N) else 0
+    responses, tokens = len(length_N), int(length_N.max()) if len(length_N) else 0
     real_NR = torch.arange(tokens) < length_N.unsqueeze(1)
-    reward_NR, value_NR = (torch.zeros(answers, tokens, dtype=torch.float64) for _ in range(2))
+    reward_NR, value_NR = (torch.zeros(responses, tokens, dtype=torch.float64) for _ in range(2))
     reward_NR[real_NR], value_NR[real_NR] = reward_A.double(), value_A.double()
     advantage_NR = torch.zeros_like(value_NR)
-    next_value_N = next_advantage_N = torch.zeros(answers, dtype=torch.float64)
+    next_value_N = next_advantage_N = torch.zeros(responses, dtype=torch.float64)
     for t in reversed(range(tokens)):
         delta_N = reward_NR[:, t] + gamma * next_value_N - value_NR[:, t]
         # Behind a response's end all is 0: nothing of it reaches its tokens.

@@ -115,7 +115,7 @@ class Algorithm(ABC, Generic[SettingsT]):
         return LossCounts(
             tokens=int(drawn(batch)[keep_N].sum()),
             sequences=int((keep_N & begins_N).sum()),
-            answers=int((has_reward(batch) & begins_N).sum()),
+            responses=int((has_reward(batch) & begins_N).sum()),
         )
 
     def loss(self, batch: PackedBatch, *, device: torch.device) -> PolicyLoss:

@@ -26,7 +26,7 @@ _TRIED_TOKENS = 2
 """Of each response of the made-up group."""
 
 
-class AnswerSettings(Protocol):
+class ResponseSettings(Protocol):
     """What an algorithm must know of generation; `workers.config.RolloutConfig` says it."""
 
     @property
@@ -38,7 +38,7 @@ class AnswerSettings(Protocol):
         """`mask`: responses that were cut do not count."""
 
 
-def load_algorithm(config: AlgorithmConfig, answers: AnswerSettings) -> Algorithm[Any]:
+def load_algorithm(config: AlgorithmConfig, responses: ResponseSettings) -> Algorithm[Any]:
     """Return the algorithm that `config` names.
 
     Raises:
@@ -50,7 +50,7 @@ def load_algorithm(config: AlgorithmConfig, answers: AnswerSettings) -> Algorith
         kind, settings = outside_algorithm(config.name, config.model_dump())
     else:
         kind, settings = load_class(NAMES.locate(config.name), field=FIELD, methods=()), config
-    return _made(kind, settings, answers)
+    return _made(kind, settings, responses)
 
 
 def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algorithm[Any]], KlLossConfig]:
@@ -104,7 +104,7 @@ def outside_tasks(name: str, settings: KlLossConfig, *, old_log_probs: bool) -> 
 
 
 def try_algorithm(
-    name: str, kind: Any, settings: KlLossConfig, answers: AnswerSettings, *, tasks: Sequence[Task], group_size: int
+    name: str, kind: Any, settings: KlLossConfig, responses: ResponseSettings, *, tasks: Sequence[Task], group_size: int
 ) -> Algorithm[Any]:
     """Return an algorithm of a user's, which has compared a made-up group, if that has the columns.
 
@@ -112,7 +112,7 @@ def try_algorithm(
         ConfigError: its advantages are not such that a run can use them.
         Exception: what it raises.
     """
-    algorithm, ones = _made(kind, settings, answers), [torch.ones(_TRIED_TOKENS)] * group_size
+    algorithm, ones = _made(kind, settings, responses), [torch.ones(_TRIED_TOKENS)] * group_size
     columns = {
         **sample_columns([torch.tensor([0])] * group_size, [torch.tensor([0] * _TRIED_TOKENS)] * group_size),
         **{column: Column.of_rows(ones) for column in DRAWN_COLUMNS},
@@ -141,8 +141,8 @@ def _shown(returned: object) -> str:
     return " ".join(reprlib.repr(returned).split())
 
 
-def _made(kind: Any, settings: PolicyConfig, answers: AnswerSettings) -> Algorithm[Any]:
+def _made(kind: Any, settings: PolicyConfig, responses: ResponseSettings) -> Algorithm[Any]:
     algorithm: Algorithm[Any] = kind(
-        settings, max_response_tokens=answers.longest_rollout, mask_truncated=answers.truncated == "mask"
+        settings, max_response_tokens=responses.longest_rollout, mask_truncated=responses.truncated == "mask"
     )
     return algorithm

@@ -85,7 +85,7 @@ class PolicyParts:
         """Return floating [A], the policy in training over the base."""
         log_ratio_A = tokens.log_probs_A - self.base_log_probs(tokens)
         if self.whole_samples:
-            log_ratio_A = _of_tokens(answer_means(log_ratio_A, tokens.length_N), tokens)
+            log_ratio_A = _of_tokens(response_means(log_ratio_A, tokens.length_N), tokens)
         return bounded_ratio(log_ratio_A)
 
     def surrogate(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -261,7 +261,7 @@ class SampleMask:
     def __call__(self, tokens: Tokens) -> Tensor:
         """See `Mask`."""
         log_weight_A = tokens.old_log_probs_A - tokens.rollout_log_probs_A
-        over_sample = answer_means if self.geometric else answer_sums
+        over_sample = response_means if self.geometric else response_sums
         whole_N = over_sample(log_weight_A, tokens.length_N)
         return _of_tokens((whole_N >= -self.bound) & (whole_N <= self.bound), tokens)
 
@@ -278,15 +278,17 @@ class LossCounts:
     Attributes:
         tokens: drawn tokens whose loss counts.
         sequences: rows (rollouts, whatever their samples) whose loss counts.
-        answers: all rows with a reward, masked ones included.
+        responses: all rows with a reward, masked ones included.
     """
 
     tokens: int
     sequences: int
-    answers: int
+    responses: int
 
     def __add__(self, other: "LossCounts") -> "LossCounts":
-        return LossCounts(self.tokens + other.tokens, self.sequences + other.sequences, self.answers + other.answers)
+        return LossCounts(
+            self.tokens + other.tokens, self.sequences + other.sequences, self.responses + other.responses
+        )
 
 
 def token_weights(aggregate: Normalization, length_N: Tensor, weight_N: Tensor, row_N: Tensor) -> Tensor:
@@ -309,7 +311,7 @@ def loss_scale(aggregate: Normalization, counts: LossCounts, *, max_response_tok
 
     Args:
         aggregate: `token`: 1 / tokens (arXiv 2503.14476, eq. 8); `sequence`: 1 / sequences, the sum being weighted
-            by `token_weights` (arXiv 2402.03300, eq. 3); `constant`: 1 / (answers * max_response_tokens)
+            by `token_weights` (arXiv 2402.03300, eq. 3); `constant`: 1 / (responses * max_response_tokens)
             (arXiv 2503.20783, section 3.2).
         counts: of the whole update over all ranks.
         max_response_tokens: longest response.
@@ -317,19 +319,19 @@ def loss_scale(aggregate: Normalization, counts: LossCounts, *, max_response_tok
     divisors = {
         "token": counts.tokens,
         "sequence": counts.sequences,
-        "constant": counts.answers * max_response_tokens,
+        "constant": counts.responses * max_response_tokens,
     }
     divisor = divisors[aggregate]
     return 1.0 / divisor if divisor else 0.0
 
 
-def answer_sums(value_A: Tensor, length_N: Tensor) -> Tensor:
+def response_sums(value_A: Tensor, length_N: Tensor) -> Tensor:
     """Return floating [N]: the sum over each sample's tokens; 0 for one without any."""
     numbers_N = torch.arange(len(length_N), device=value_A.device)
     answer_A = numbers_N.repeat_interleave(length_N, output_size=len(value_A))  # else the device is asked how many
     return torch.zeros(len(length_N), dtype=value_A.dtype, device=value_A.device).index_add(0, answer_A, value_A)
 
 
-def answer_means(value_A: Tensor, length_N: Tensor) -> Tensor:
+def response_means(value_A: Tensor, length_N: Tensor) -> Tensor:
     """Return floating [N]: the mean of each sample's tokens; 0 for one without any."""
-    return answer_sums(value_A, length_N) / length_N.clamp(min=1)
+    return response_sums(value_A, length_N) / length_N.clamp(min=1)

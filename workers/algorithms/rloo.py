@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tq.columns import Column, PackedBatch
-from workers.algorithms.advantages import answer_penalties, has_equal_rewards
+from workers.algorithms.advantages import has_equal_rewards, response_penalties
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import RLOOConfig
 
@@ -23,7 +23,7 @@ class RLOO(Algorithm[RLOOConfig]):
         """Return `advantages`, one per row, from `rewards` and, with a penalty, the log-probabilities."""
         reward_N = batch["rewards"].values.double()
         if self._config.kl_coef:
-            reward_N = reward_N - self._config.kl_coef * answer_penalties(batch)
+            reward_N = reward_N - self._config.kl_coef * response_penalties(batch)
         return {"advantages": Column.of_scalars(leave_one_out(reward_N.reshape(-1, group_size)))}
 
 

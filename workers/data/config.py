@@ -47,8 +47,8 @@ class MixtureSource(HubPart):
     """Share of the prompts, in proportion to the other weights, however many rows there are."""
     prompt_field: str | None = None
     """Null: `data.prompt_field`."""
-    answer_field: str | None = None
-    """Null: `data.answer_field`."""
+    ground_truth_field: str | None = None
+    """Null: `data.ground_truth_field`."""
 
     @field_validator("name")
     @classmethod
@@ -81,8 +81,8 @@ class DataConfig(HubPart):
     prompt_field: str = "prompt"
     """Field that holds the prompt (GSM8K: `question`; DeepScaleR: `problem`): a text, or, with `chat_template`, a list
     of messages, `{role, content}` each."""
-    answer_field: str | None = "answer"
-    """Field that holds the reference answer, passed to the reward; null: there is none, and the reward needs none."""
+    ground_truth_field: str | None = "answer"
+    """Field that holds the ground truth, passed to the reward; null: there is none, and the reward needs none."""
     prompt_template: str = "{prompt}"
     """Text around the prompt, applied before the chat template; `{prompt}` stands for the field or its last message."""
     chat_template: bool = False

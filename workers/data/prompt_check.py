@@ -35,7 +35,7 @@ class ShownPrompt:
 
     Attributes:
         text: templates included.
-        ground_truth: the reference answer.
+        ground_truth: of its row.
         num_tokens: of the text; None: the tokenizer is no tokenizer.json.
         num_kept: prompts of the file that are short enough; None: not all were looked at.
     """

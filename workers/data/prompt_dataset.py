@@ -53,7 +53,7 @@ class Prompt:
 
     Attributes:
         tokens: int64 [P].
-        ground_truth: the reference answer as it stands in the file.
+        ground_truth: as it stands in the file.
         epoch: number of passes over the data before this one; of a mixture, over the prompt's source.
         position: index into the prompts that were kept, or of the source's task.
         text: what was tokenized, templates included.
@@ -264,7 +264,7 @@ class SourcePrompts:
 
         Raises:
             UserCodeFailed: the source failed.
-            ConfigError: the task lacks its prompt or its answer, or is too long.
+            ConfigError: the task lacks its prompt or its ground truth, or is too long.
         """
         row = self._source.row(position)
         (text,), (tokens,) = self._tokens.of([row])
@@ -320,7 +320,7 @@ class FedPrompts:
         """Refuse a put of which a row cannot be trained on.
 
         Raises:
-            ConfigError: one lacks its prompt or its answer, or has no tokens or too many.
+            ConfigError: one lacks its prompt or its ground truth, or has no tokens or too many.
         """
         if rows:
             self._tokenized(rows)

@@ -1,4 +1,4 @@
-"""Reads data rows from files: a prompt and its reference answer, or whatever a rollout of the user's takes. Torch-free:
+"""Reads data rows from files: a prompt and its ground truth, or whatever a rollout of the user's takes. Torch-free:
 `--dry-run` and workers read the same way.
 
 Never tokenizes: that is `workers.data.prompt_dataset`. What lies on the Hub is a file before a run starts
@@ -34,7 +34,7 @@ class PromptRow:
 
     Attributes:
         prompt: text, or messages, of the prompt field, before any template.
-        ground_truth: text of the answer field as it is (GSM8K: the whole solution); a number as Python writes it; "":
+        ground_truth: text of its field as it is (GSM8K: the whole solution); a number as Python writes it; "":
             the data have none.
         line: line of a JSONL file, else the row's number, from 1; or the task's index.
         fields: all that it has, in its order.
@@ -232,23 +232,28 @@ def as_row(
     Args:
         fields: all that it has.
         line: number of the line, or index of the task.
-        config: names prompt and answer.
-        own_rollout: a rollout of the user's gets the row: any prompt and answer will do, or none.
+        config: names prompt and ground truth.
+        own_rollout: a rollout of the user's gets the row: any prompt and ground truth will do, or none.
         where: begins errors.
         part: source of the mixture.
 
     Raises:
-        ConfigError: it lacks the prompt or the reference answer.
+        ConfigError: it lacks the prompt or the ground truth.
     """
     if own_rollout:
-        prompt, answer = (_as_text(fields.get(name or "")) for name in (config.prompt_field, config.answer_field))
-        return PromptRow(prompt, answer, line, fields, part)
-    return PromptRow(*_prompt_and_answer(fields, config, where), line, fields, part)
+        prompt, ground_truth = (
+            _as_text(fields.get(name or "")) for name in (config.prompt_field, config.ground_truth_field)
+        )
+        return PromptRow(prompt, ground_truth, line, fields, part)
+    return PromptRow(*_prompt_and_ground_truth(fields, config, where), line, fields, part)
 
 
-def _prompt_and_answer(row: dict[str, Any], config: DataConfig, where: str) -> tuple[str | list[Message], str]:
+def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str) -> tuple[str | list[Message], str]:
     try:
-        prompt, answer = row[config.prompt_field], "" if config.answer_field is None else row[config.answer_field]
+        prompt, ground_truth = (
+            row[config.prompt_field],
+            "" if config.ground_truth_field is None else row[config.ground_truth_field],
+        )
     except KeyError:
         _refuse_missing(row, where, config)
     if isinstance(prompt, list):
@@ -259,13 +264,14 @@ def _prompt_and_answer(row: dict[str, Any], config: DataConfig, where: str) -> t
         )
     elif not prompt.strip():
         raise ConfigError(f"{where}: {config.prompt_field!r} is empty; remove the row or write a prompt")
-    if type(answer) is int or (type(answer) is float and math.isfinite(answer)):
-        answer = str(answer)
-    if type(answer) is not str:
+    if type(ground_truth) is int or (type(ground_truth) is float and math.isfinite(ground_truth)):
+        ground_truth = str(ground_truth)
+    if type(ground_truth) is not str:
         raise ConfigError(
-            f"{where}: {config.answer_field!r} is {kind_of(answer)}; data.answer_field must name text or a number"
+            f"{where}: {config.ground_truth_field!r} is {kind_of(ground_truth)}; data.ground_truth_field must name "
+            f"text or a number"
         )
-    return prompt, answer
+    return prompt, ground_truth
 
 
 def _check_messages(messages: list[Any], config: DataConfig, where: str) -> None:
@@ -290,11 +296,11 @@ def _as_text(value: object) -> str:
 def _refuse_missing(row: dict[str, Any], where: str, config: DataConfig) -> NoReturn:
     key, name = next(
         (key, name)
-        for key, name in (("prompt_field", config.prompt_field), ("answer_field", config.answer_field))
+        for key, name in (("prompt_field", config.prompt_field), ("ground_truth_field", config.ground_truth_field))
         if name is not None and name not in row
     )
     found = ", ".join(sorted(row)) or "none"
-    or_null = ", or to null if your reward needs no answer" if key == "answer_field" else ""
+    or_null = ", or to null if your reward needs none" if key == "ground_truth_field" else ""
     raise ConfigError(f"{where}: no field {name!r}; found: {found}; set data.{key} to the right one{or_null}")
 
 

@@ -74,7 +74,7 @@ class TaskSource:
 
         Raises:
             UserCodeFailed: the class raised, hung, or returned no object that JSON has.
-            ConfigError: the row lacks its prompt or its reference answer.
+            ConfigError: the row lacks its prompt or its ground truth.
         """
         on = f"task {index} of seed {self._seed}"
         fields = self._source.call("task", self._seed, index, on=on)
@@ -150,6 +150,8 @@ def data_identity(config: DataConfig) -> str:
         return data_hash(config.file)
     import xxhash
 
-    parts = [[data_hash(one.file), one.prompt_field, one.answer_field] for one in config.parts() if config.mixture]
+    parts = [
+        [data_hash(one.file), one.prompt_field, one.ground_truth_field] for one in config.parts() if config.mixture
+    ]
     facts = [parts, config.block] if parts else [config.source, config.options]
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(facts, order="sorted"))

@@ -94,7 +94,7 @@ class ChatTemplate:
         self._pool.close()
 
     def render(self, conversations: Sequence[Conversation]) -> list[str]:
-        """Return, of each conversation, the text in front of the model's answer.
+        """Return, of each conversation, the text in front of the model's response.
 
         Raises:
             ConfigError: the model has no tokenizer or no template; the template is broken, refuses the messages (many

@@ -154,7 +154,7 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
     ids = settings.get("eos_token_id")
     ids = config.get("eos_token_id") if ids is None else ids
     if ids is None or ids == []:
-        raise BadModelDir(f"{path} names no eos_token_id, the token that ends an answer; add it to {generation.name}")
+        raise BadModelDir(f"{path} names no eos_token_id, the token that ends a response; add it to {generation.name}")
     tokens = tuple(ids) if isinstance(ids, list) else (ids,)
     vocab_size = config.get("vocab_size")
     for token in tokens:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncflow.json_lines import open_spare
 from asyncflow.run_files import SAMPLES
-from workers.rewards.scorer import ScoredAnswer
+from workers.rewards.scorer import ScoredResponse
 from workers.rollout.rollouts import FinishedRollout
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class SampleLog:
         self._shown = shown
         self._groups_per_step = groups_per_step
 
-    def write(self, rollout: FinishedRollout, scored: ScoredAnswer, *, step: int, group: int) -> None:
+    def write(self, rollout: FinishedRollout, scored: ScoredResponse, *, step: int, group: int) -> None:
         """Write one rollout, if its group is among those shown.
 
         Args:
@@ -58,7 +58,7 @@ class SampleLog:
             "versions": version_spans(rollout.versions_A),
             "prompt": scored.prompt,
             "response": scored.response,
-            "answer": scored.answer,
+            "ground_truth": scored.ground_truth,
             "reward": None if scored.failure else scored.reward,
             "correct": scored.correct,
             "response_tokens": rollout.log_probs_A.numel(),

@@ -180,10 +180,10 @@ class StepRecord:
 
     def training_metrics(self) -> dict[str, float]:
         """Return what the updates report, the critic's under names of its own."""
-        answers = sum(update.totals.answers for update in self.policy.made)
-        masked = answers - sum(update.totals.sequences for update in self.policy.made)
+        responses = sum(update.totals.responses for update in self.policy.made)
+        masked = responses - sum(update.totals.sequences for update in self.policy.made)
         critic = self.critic_metrics() if self.critic.made else self.critic_report
-        return {**self.policy.metrics(), "masked_fraction": masked / max(1, answers), **critic}
+        return {**self.policy.metrics(), "masked_fraction": masked / max(1, responses), **critic}
 
     def critic_metrics(self) -> dict[str, float]:
         """Return the figures of a critic that is trained here."""

@@ -25,26 +25,26 @@ class UpdateTotals:
     """Sums of one optimizer update; plain numbers, so that they travel as JSON.
 
     Attributes:
-        tokens, sequences, answers: see `LossCounts`.
+        tokens, sequences, responses: see `LossCounts`.
         loss: not yet scaled.
     """
 
     tokens: int = 0
     sequences: int = 0
-    answers: int = 0
+    responses: int = 0
     loss: float = 0.0
 
     def add(self, counts: LossCounts, loss: float) -> None:
         """Add a micro-batch."""
         self.tokens += counts.tokens
         self.sequences += counts.sequences
-        self.answers += counts.answers
+        self.responses += counts.responses
         self.loss += loss
 
     @property
     def counts(self) -> LossCounts:
         """Return the parts of the loss's divisor."""
-        return LossCounts(self.tokens, self.sequences, self.answers)
+        return LossCounts(self.tokens, self.sequences, self.responses)
 
     @staticmethod
     def merged(parts: Iterable["UpdateTotals"]) -> "UpdateTotals":

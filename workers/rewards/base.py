@@ -156,4 +156,4 @@ def reward_of(returned: object) -> tuple[float | None, dict[str, float]]:
 NO_FIELDS = "{}"
 """A data row, JSON, of which no more is known than prompt and ground truth."""
 ScoreFunction = Callable[[str, str, str], Score]
-"""(prompt, response, answer) -> score: what `load_reward` returns."""
+"""(prompt, response, ground_truth) -> score: what `load_reward` returns."""

@@ -19,7 +19,7 @@ from workers.calls.user_function import excerpt
 from workers.rewards.config import RewardConfig
 from workers.rewards.in_child import GROUP_FIELD
 from workers.rewards.pooled import CONCURRENCY
-from workers.rewards.scorer import ScoredAnswer
+from workers.rewards.scorer import ScoredResponse
 from workers.rollout.rollouts import FinishedRollout
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class GroupReward:
             raise
 
     def rewarded(
-        self, task: str, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredAnswer]
-    ) -> "Future[Sequence[ScoredAnswer]]":
+        self, task: str, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]
+    ) -> "Future[Sequence[ScoredResponse]]":
         """Have the function reward a group.
 
         Members that drew nothing or have no reward of their own keep what they have. If the function fails, no member
@@ -68,7 +68,7 @@ class GroupReward:
             task: the data row, JSON.
             rollouts, scores: of the members, in their order.
         """
-        rewarded: Future[Sequence[ScoredAnswer]] = Future()
+        rewarded: Future[Sequence[ScoredResponse]] = Future()
         seen = [k for k, one in enumerate(scores) if not one.failure and len(rollouts[k].log_probs_A)]
         if not seen or len(scores) < self._group_size:
             rewarded.set_result(_changed(scores, seen, _CUT))
@@ -81,7 +81,7 @@ class GroupReward:
             try:
                 rewarded.set_result(_changed(scores, seen, done.result()))
             except UserCodeFailed as error:  # costs one group, not the run
-                logger.warning("%s; its answers have no weight", error)
+                logger.warning("%s; its responses have no weight", error)
                 self._failed(str(error))
                 rewarded.set_result(_changed(scores, seen, str(error)))
             except Exception as error:  # noqa: BLE001  the boundary of a thread: the caller of `result` raises it
@@ -95,7 +95,7 @@ class GroupReward:
         self._pool.close()
 
 
-def _member(rollout: FinishedRollout, score: ScoredAnswer) -> dict[str, Any]:
+def _member(rollout: FinishedRollout, score: ScoredResponse) -> dict[str, Any]:
     return {
         "response": score.response,
         "reward": score.reward,
@@ -106,7 +106,7 @@ def _member(rollout: FinishedRollout, score: ScoredAnswer) -> dict[str, Any]:
     }
 
 
-def _changed(scores: Sequence[ScoredAnswer], seen: Sequence[int], given: list[float] | str) -> list[ScoredAnswer]:
+def _changed(scores: Sequence[ScoredResponse], seen: Sequence[int], given: list[float] | str) -> list[ScoredResponse]:
     """Return the scores with the rewards that some of them were given, or why there are none."""
     changed = list(scores)
     for k, reward in zip(seen, [nan] * len(seen) if isinstance(given, str) else given, strict=True):

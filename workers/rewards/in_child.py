@@ -12,13 +12,13 @@ from workers.rewards.base import Score, as_rewards, as_score
 from workers.rewards.math_verify import VerifiedMath
 
 FIELD = "reward.function"
-ARGUMENTS = ("prompt", "response", "answer")
+ARGUMENTS = ("prompt", "response", "ground_truth")
 GROUP_FIELD = "reward.group_function"
 GROUP_ARGUMENTS = ("task", "members")
 
 
 class LastMatch:
-    """Whether what a regular expression finds in a response is the reference answer: the last match, its first group if
+    """Whether what a regular expression finds in a response is the ground truth: the last match, its first group if
     it has one, else all of it.
 
     reward: {function: regex, pattern: '<answer>(.*?)</answer>'}
@@ -28,14 +28,14 @@ class LastMatch:
         """Compile; `.` matches line ends, too."""
         self._pattern = compile_pattern(pattern)
 
-    def __call__(self, response: str, answer: str) -> bool:
-        """Return whether it is there, and equal to the answer but for space around both."""
+    def __call__(self, response: str, ground_truth: str) -> bool:
+        """Return whether it is there, and equal to the ground truth but for space around both."""
         matches = list(self._pattern.finditer(response))
         if not matches:
             return False
         found = matches[-1]
         text = found.group(1) if self._pattern.groups else found.group()
-        return text is not None and text.strip() == answer.strip()
+        return text is not None and text.strip() == ground_truth.strip()
 
 
 def compile_pattern(pattern: str | None) -> re.Pattern[str]:
@@ -96,5 +96,5 @@ def verified_math() -> Callee:
 
 
 def _comparison(compare: LastMatch | VerifiedMath) -> Callee:
-    """Of response and reference answer."""
+    """Of response and ground truth."""
     return Callee(compare, takes=lambda sent: sent[1:3], gives=lambda right, _: Score(float(right), right))

@@ -10,27 +10,27 @@ from workers.rewards.pooled import PooledReward
 from workers.rewards.remote import RemoteReward, check_url, is_url
 
 
-def exact_reward(prompt: str, response: str, answer: str) -> Score:
-    """Return 1 when response and answer are equal apart from space around them, else 0."""
-    correct = response.strip() == answer.strip()
+def exact_reward(prompt: str, response: str, ground_truth: str) -> Score:
+    """Return 1 when response and ground truth are equal apart from space around them, else 0."""
+    correct = response.strip() == ground_truth.strip()
     return Score(float(correct), correct)
 
 
-def digits_reward(prompt: str, response: str, answer: str) -> Score:
-    """Return half for the exact answer and half for the share of characters that are right and in place: a slope to
+def digits_reward(prompt: str, response: str, ground_truth: str) -> Score:
+    """Return half for the exact ground truth, half for the share of characters that are right and in place: a slope to
     climb for a model that is rarely exactly right.
 
-    A missing or surplus character counts as wrong: answer 12, response 1 gives 0.25; 13 gives 0.25; 12 gives 1.
+    A missing or surplus character counts as wrong: ground truth 12, response 1 gives 0.25; 13 gives 0.25; 12 gives 1.
     """
-    response, answer = response.strip(), answer.strip()
-    correct = response == answer
-    num_right = sum(given == wanted for given, wanted in zip(response, answer, strict=False))
-    share = num_right / max(len(response), len(answer), 1)
+    response, ground_truth = response.strip(), ground_truth.strip()
+    correct = response == ground_truth
+    num_right = sum(given == wanted for given, wanted in zip(response, ground_truth, strict=False))
+    share = num_right / max(len(response), len(ground_truth), 1)
     return Score(0.5 * float(correct) + 0.5 * (1.0 if correct else share), correct)
 
 
 def load_reward(config: RewardConfig) -> ScoreFunction:
-    """Return the function that scores a response: (prompt, response, answer) -> Score.
+    """Return the function that scores a response: (prompt, response, ground_truth) -> Score.
 
     Raises:
         ConfigError: a user's module or function that cannot be imported.

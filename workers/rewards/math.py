@@ -21,9 +21,9 @@ _FORMULA = re.compile(r"[\\^_(\[{]")
 _NOISE = re.compile(r"\\(?:left|right|text|mathrm|!|,|;|%|\$)|[\s$%{}]")
 
 
-def math_reward(prompt: str, response: str, answer: str) -> Score:
-    """Return 1 when the final answer of `response` equals that of `answer`, else 0."""
-    wanted = final_answer(answer, is_reference=True)
+def math_reward(prompt: str, response: str, ground_truth: str) -> Score:
+    """Return 1 when the final answer of `response` equals that of `ground_truth`, else 0."""
+    wanted = final_answer(ground_truth, is_reference=True)
     if isinstance(wanted, Fraction):
         correct = final_answer(response) == wanted
     else:
@@ -36,7 +36,7 @@ def final_answer(text: str, *, is_reference: bool = False) -> Fraction | str:
     r"""Return the number or formula that a text ends in; formulas without spaces and dollar signs.
 
     Args:
-        is_reference: the text is an answer of the data set: without a mark, all of it may be a formula.
+        is_reference: the text is a ground truth of the data set: without a mark, all of it may be a formula.
     """
     marked = _marked(text)
     part = text if marked is None else marked

@@ -22,16 +22,16 @@ class VerifiedMath:
         self._library = math_verify
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it writes whole responses into the log
 
-    def __call__(self, response: str, answer: str) -> bool:
-        r"""Return whether the response's final answer is the reference's.
+    def __call__(self, response: str, ground_truth: str) -> bool:
+        r"""Return whether the response's final answer is the ground truth's.
 
         Args:
             response: its last `\boxed{}` counts, else its last formula or number.
-            answer: plain LaTeX, in dollars or boxed, or a worked solution with `#### answer` (GSM8K).
+            ground_truth: plain LaTeX, in dollars or boxed, or a worked solution with `#### answer` (GSM8K).
         """
         library = self._library
-        _, marker, marked = answer.rpartition("####")
-        wanted = marked.strip() if marker else answer.strip()
+        _, marker, marked = ground_truth.rpartition("####")
+        wanted = marked.strip() if marker else ground_truth.strip()
         if "\\boxed" not in wanted and "$" not in wanted:
             wanted = f"\\boxed{{{wanted}}}"
         gold = library.parse(wanted, extraction_config=[library.LatexExtractionConfig()], parsing_timeout=0)

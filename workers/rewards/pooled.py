@@ -45,21 +45,21 @@ class PooledReward:
             self.close()
             raise
 
-    def submit(self, prompt: str, response: str, answer: str, task: str = NO_FIELDS) -> "Future[Score]":
+    def submit(self, prompt: str, response: str, ground_truth: str, task: str = NO_FIELDS) -> "Future[Score]":
         """Score one response to the data row `task` (JSON); the future raises `UserCodeFailed` if there is no score."""
         score: Future[Score] = Future()
         score.set_running_or_notify_cancel()
-        pending = self._pool.submit(prompt, response, answer, task, on=f"response {excerpt(response)}")
+        pending = self._pool.submit(prompt, response, ground_truth, task, on=f"response {excerpt(response)}")
         pending.add_done_callback(lambda done: _pass_on(done, score))
         return score
 
-    def __call__(self, prompt: str, response: str, answer: str, task: str = NO_FIELDS, /) -> Score:
+    def __call__(self, prompt: str, response: str, ground_truth: str, task: str = NO_FIELDS, /) -> Score:
         """Score one response and wait.
 
         Raises:
             UserCodeFailed: it raised, hung, or returned neither a number that float32 holds nor a Score of one.
         """
-        return self.submit(prompt, response, answer, task).result()
+        return self.submit(prompt, response, ground_truth, task).result()
 
     def close(self) -> None:
         """End the children; scores that are to come are cancelled. Idempotent."""

@@ -1,6 +1,6 @@
 """A scorer behind HTTP: responses are posted in batches as they finish, `reward.function: http://host:port/score`.
 
-    -> {"answers": [{"prompt": "...", "response": "...", "answer": "...", "task": {the data row}}, ...]}
+    -> {"samples": [{"prompt": "...", "response": "...", "ground_truth": "...", "task": {the data row}}, ...]}
     <- {"scores": [1.0, {"reward": 0.5, "correct": false}, {"error": "no idea"}, ...]}         in the same order
 
 A request takes what waits, up to `reward.batch_size`, so batches grow by themselves when the scorer is busy. One that
@@ -37,7 +37,7 @@ _PASSING = frozenset({408, 429, *range(500, 600)})
 
 @dataclass(frozen=True)
 class _Waiting:
-    answer: dict[str, Any]
+    sample: dict[str, Any]
     score: "Future[Score]"
 
 
@@ -60,13 +60,13 @@ class RemoteReward:
         for number in range(_SENDERS):
             threading.Thread(target=self._send_for_ever, name=f"remote-reward-{number}", daemon=True).start()
 
-    def __call__(self, prompt: str, response: str, answer: str, task: str = NO_FIELDS, /) -> Score:
+    def __call__(self, prompt: str, response: str, ground_truth: str, task: str = NO_FIELDS, /) -> Score:
         """Score one response.
 
         Raises:
             UserCodeFailed: the scorer gave no score for it.
         """
-        fields = {"prompt": prompt, "response": response, "answer": answer, "task": json.loads(task)}
+        fields = {"prompt": prompt, "response": response, "ground_truth": ground_truth, "task": json.loads(task)}
         one = _Waiting(fields, Future())
         self._waiting.put(one)
         return one.score.result()
@@ -83,7 +83,7 @@ class RemoteReward:
 
     def _score(self, batch: list[_Waiting]) -> None:
         try:
-            scores = self._scores([one.answer for one in batch])
+            scores = self._scores([one.sample for one in batch])
         except _BatchRefused as error:
             if len(batch) == 1:
                 batch[0].score.set_exception(error)
@@ -99,7 +99,7 @@ class RemoteReward:
 
     def _settle(self, one: _Waiting, value: Any) -> None:
         try:
-            one.score.set_result(self._as_score(value, one.answer["response"]))
+            one.score.set_result(self._as_score(value, one.sample["response"]))
         except UserCodeFailed as error:
             one.score.set_exception(error)
 
@@ -112,7 +112,7 @@ class RemoteReward:
             value = {"score": value["reward"]} | {name: part for name, part in value.items() if name not in _NO_PARTS}
         return as_score(value, what=self._what, response=response)
 
-    def _scores(self, answers: list[dict[str, Any]]) -> list[Any]:
+    def _scores(self, samples: list[dict[str, Any]]) -> list[Any]:
         """Return a value per response, after as many attempts as it takes and is allowed.
 
         Raises:
@@ -122,7 +122,7 @@ class RemoteReward:
         pause_s = _FIRST_PAUSE_S
         for attempt in range(self._config.retries + 1):
             try:
-                return self._post(answers)
+                return self._post(samples)
             except urllib.error.HTTPError as error:
                 failure: UserCodeFailed = _BatchRefused(f"{self._what} answered {error.code} {error.reason}")
                 error.close()
@@ -135,10 +135,10 @@ class RemoteReward:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise failure
 
-    def _post(self, answers: list[dict[str, Any]]) -> list[Any]:
+    def _post(self, samples: list[dict[str, Any]]) -> list[Any]:
         request = urllib.request.Request(
             self._config.function,
-            data=json.dumps({"answers": answers}).encode(),
+            data=json.dumps({"samples": samples}).encode(),
             headers={"Content-Type": "application/json", "Accept": "application/json"},
         )
         deadline = time.monotonic() + self._config.timeout_s
@@ -148,8 +148,8 @@ class RemoteReward:
             scores = json.loads(data)["scores"]
         except (ValueError, TypeError, KeyError, RecursionError):
             raise _BatchRefused(f"{self._what} did not answer with an object that has scores") from None
-        if not isinstance(scores, list) or len(scores) != len(answers):
-            raise _BatchRefused(f"{self._what} answered {len(answers)} answers with other than {len(answers)} scores")
+        if not isinstance(scores, list) or len(scores) != len(samples):
+            raise _BatchRefused(f"{self._what} answered {len(samples)} samples with other than {len(samples)} scores")
         return scores
 
 

@@ -37,11 +37,11 @@ _MANY = 64
 
 
 @dataclass(frozen=True)
-class ScoredAnswer:
+class ScoredResponse:
     """One response with its texts.
 
     Attributes:
-        prompt, response, answer: what was asked, what came, what is right.
+        prompt, response, ground_truth: what was asked, what came, what is right.
         reward: of the response; NaN: scoring failed, and the response has no weight.
         correct: whether it is exactly right.
         parts: of the reward, by name.
@@ -50,7 +50,7 @@ class ScoredAnswer:
 
     prompt: str
     response: str
-    answer: str
+    ground_truth: str
     reward: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -61,13 +61,13 @@ class ScoredAnswer:
 class _Work:
     prompt: tuple[int, ...]
     response: tuple[int, ...]
-    answer: str
+    ground_truth: str
     task: str
     text: str | None
     """What is scored instead of the decoded response."""
     parts: Mapping[str, float]
     """Numbers that go with the reward's own parts."""
-    scored: "Future[ScoredAnswer]" = field(default_factory=Future)
+    scored: "Future[ScoredResponse]" = field(default_factory=Future)
 
 
 class Scorer:
@@ -105,13 +105,13 @@ class Scorer:
         for number in range(self._num_threads):
             threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 
-    def score(self, rollout: FinishedRollout, answer: str, task: str = NO_FIELDS) -> "Future[ScoredAnswer]":
-        """Score a rollout, unless its function did. One without a reward whose row has no answer to compare with has
-        failed.
+    def score(self, rollout: FinishedRollout, ground_truth: str, task: str = NO_FIELDS) -> "Future[ScoredResponse]":
+        """Score a rollout, unless its function did. One without a reward whose row has no ground truth to compare with
+        has failed.
 
         Args:
             rollout: at its end.
-            answer: reference answer.
+            ground_truth: of the row.
             task: the data row, JSON.
         """
         parts = dict(rollout.metrics)
@@ -119,41 +119,41 @@ class Scorer:
             parts |= {"turns": float(rollout.turns), "tool_s": rollout.tool_s, "cpu_s": rollout.cpu_s}
             parts["bridge_failures"] = float(rollout.bridge_failures)
         if rollout.reward is None and not rollout.failure:
-            return self._submit(rollout.prompt, rollout.drawn, answer, task, text=rollout.response, parts=parts)
+            return self._submit(rollout.prompt, rollout.drawn, ground_truth, task, text=rollout.response, parts=parts)
         reward = math.nan if rollout.failure or rollout.reward is None else rollout.reward
         correct = bool(rollout.metrics.get("correct", reward >= 1.0))
         prompt, response = self._decoder.prompt(tuple(rollout.prompt.tolist())), rollout.response or ""
-        scored: Future[ScoredAnswer] = Future()
-        scored.set_result(ScoredAnswer(prompt, response, answer, reward, correct, parts, rollout.failure))
+        scored: Future[ScoredResponse] = Future()
+        scored.set_result(ScoredResponse(prompt, response, ground_truth, reward, correct, parts, rollout.failure))
         return scored
 
     def submit(
-        self, prompt_P: Tensor, response_R: Tensor, answer: str, task: str = NO_FIELDS
-    ) -> "Future[ScoredAnswer]":
+        self, prompt_P: Tensor, response_R: Tensor, ground_truth: str, task: str = NO_FIELDS
+    ) -> "Future[ScoredResponse]":
         """Score one response.
 
         Args:
             prompt_P, response_R: int64 tokens.
-            answer: reference answer.
+            ground_truth: of the row.
             task: the data row, JSON.
         """
-        return self._submit(prompt_P, response_R, answer, task)
+        return self._submit(prompt_P, response_R, ground_truth, task)
 
     def _submit(
         self,
         prompt_P: Tensor,
         response_R: Tensor,
-        answer: str,
+        ground_truth: str,
         task: str,
         *,
         text: str | None = None,
         parts: Mapping[str, float] | None = None,
-    ) -> "Future[ScoredAnswer]":
-        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer, task, text, parts or {})
+    ) -> "Future[ScoredResponse]":
+        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), ground_truth, task, text, parts or {})
         self._work.put(work)
         return work.scored
 
-    def columns(self, scores: Sequence[ScoredAnswer]) -> dict[str, Column]:
+    def columns(self, scores: Sequence[ScoredResponse]) -> dict[str, Column]:
         """Return the outputs of task `rewards`: `rewards` float32 [N], `correct` bool [N], and, where the function may
         say what its rewards are made of, `reward_parts`."""
         columns = {
@@ -184,52 +184,54 @@ class Scorer:
             try:
                 prompt = self._decoder.prompt(work.prompt)
                 response = self._decoder.response(work.response) if work.text is None else work.text
-                score = self._compared_with_nothing(work) or self._score(prompt, response, work.answer, work.task)
+                score = self._compared_with_nothing(work) or self._score(prompt, response, work.ground_truth, work.task)
                 score.add_done_callback(partial(self._settle, work, prompt, response))
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the caller of `result` raises it
                 work.scored.set_exception(error)
 
     def _compared_with_nothing(self, work: _Work) -> "Future[Score] | None":
-        """Return the score of a row without an answer, where a built-in function would call an empty reply right."""
-        if not self._compares or work.answer.strip():
+        """Return the score of a row without a ground truth, where a built-in would call an empty reply right."""
+        if not self._compares or work.ground_truth.strip():
             return None
         score: Future[Score] = Future()
         if work.text is None or self._in_groups:
             score.set_result(Score(0.0, correct=False))
         else:
-            score.set_exception(UserCodeFailed("the rollout gave no reward, and its row has no answer to compare with"))
+            score.set_exception(
+                UserCodeFailed("the rollout gave no reward, and its row has no ground truth to compare with")
+            )
         return score
 
-    def _score(self, prompt: str, response: str, answer: str, task: str) -> "Future[Score]":
+    def _score(self, prompt: str, response: str, ground_truth: str, task: str) -> "Future[Score]":
         if isinstance(self._function, PooledReward):
-            return self._function.submit(prompt, response, answer, task)
+            return self._function.submit(prompt, response, ground_truth, task)
         score: Future[Score] = Future()
         try:
             if isinstance(self._function, RemoteReward):
-                score.set_result(self._function(prompt, response, answer, task))
+                score.set_result(self._function(prompt, response, ground_truth, task))
             else:
-                score.set_result(self._function(prompt, response, answer))
+                score.set_result(self._function(prompt, response, ground_truth))
         except Exception as error:  # noqa: BLE001 - as above
             score.set_exception(error)
         return score
 
     def _settle(self, work: _Work, prompt: str, response: str, done: "Future[Score]") -> None:
         try:
-            scored = self._scored(prompt, response, work.answer, done)
+            scored = self._scored(prompt, response, work.ground_truth, done)
             work.scored.set_result(replace(scored, parts={**scored.parts, **work.parts}) if work.parts else scored)
         except Exception as error:  # noqa: BLE001 - as above
             work.scored.set_exception(error)
 
-    def _scored(self, prompt: str, response: str, answer: str, done: "Future[Score]") -> ScoredAnswer:
+    def _scored(self, prompt: str, response: str, ground_truth: str, done: "Future[Score]") -> ScoredResponse:
         try:
             score = done.result()
         except UserCodeFailed as error:  # costs one sample, not the run
-            logger.warning("%s; the answer has no weight", error)
+            logger.warning("%s; the response has no weight", error)
             self._failed(str(error))
             self._count_failure(error)
-            return ScoredAnswer(prompt, response, answer, math.nan, correct=False, failure=str(error))
+            return ScoredResponse(prompt, response, ground_truth, math.nan, correct=False, failure=str(error))
         self._failures = 0
-        return ScoredAnswer(prompt, response, answer, score.reward, score.correct, score.parts)
+        return ScoredResponse(prompt, response, ground_truth, score.reward, score.correct, score.parts)
 
     def _count_failure(self, error: UserCodeFailed) -> None:
         """Raise if nothing was scored for too long: the reward is broken, or its server gone."""
@@ -237,7 +239,7 @@ class Scorer:
             self._failures += 1
             if 0 < self._most_failures <= self._failures:
                 raise UserCodeFailed(
-                    f"no score for {self._failures} answers in a row (reward.max_failures_in_a_row), for the "
+                    f"no score for {self._failures} responses in a row (reward.max_failures_in_a_row), for the "
                     f"last one because {error}; correct the reward and resume"
                 )
 
@@ -249,4 +251,4 @@ def no_rewards(where: str, why: str) -> UserCodeFailed:
         where: what they are of.
         why: the last one could not be.
     """
-    return UserCodeFailed(f"{where}: none of its answers could be scored; {why}; correct the reward and resume")
+    return UserCodeFailed(f"{where}: none of its responses could be scored; {why}; correct the reward and resume")

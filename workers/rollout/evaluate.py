@@ -33,7 +33,7 @@ from workers.data.tokenizer import load_tokenizer
 from workers.engines.load import load_generate_engine
 from workers.records.samples import SampleLog
 from workers.rewards.base import NO_FIELDS
-from workers.rewards.scorer import ScoredAnswer, Scorer, no_rewards
+from workers.rewards.scorer import ScoredResponse, Scorer, no_rewards
 from workers.rollout.functions import open_rollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest
 from workers.weight_path import open_receiver
@@ -47,7 +47,7 @@ _LOOK_S = 0.5
 _STREAM = 1
 """Keeps the random numbers of evaluations apart from those of rollouts."""
 
-Answer = tuple[FinishedRollout, "Future[ScoredAnswer]"]
+_Scored = tuple[FinishedRollout, "Future[ScoredResponse]"]
 
 
 def run_evaluate(context: WorkerContext) -> None:
@@ -131,14 +131,14 @@ class Evaluator:
         """
         began = time.monotonic()
         with self._context.timeline.span("evaluate", step=version.step, rows=len(self._requests)):
-            answers = self._generate(version)
-            if not self._wait_scores(answers):
+            rollouts = self._generate(version)
+            if not self._wait_scores(rollouts):
                 return
-        scores = [score.result() for _, score in answers]
+        scores = [score.result() for _, score in rollouts]
         if all(score.failure for score in scores):
             raise no_rewards(f"evaluation of step {version.step}", scores[-1].failure)
         line = evaluation_line(
-            [answer for answer, _ in answers],
+            [rollout for rollout, _ in rollouts],
             scores,
             version=version,
             num_prompts=len(self._dataset),
@@ -146,8 +146,8 @@ class Evaluator:
             seconds=time.monotonic() - began,
         )
         self._lines.write([line])
-        for answer, score in sorted(answers, key=lambda each: each[0].index):
-            self._samples.write(answer, score.result(), step=version.step, group=answer.index // self._size)
+        for rollout, score in sorted(rollouts, key=lambda each: each[0].index):
+            self._samples.write(rollout, score.result(), step=version.step, group=rollout.index // self._size)
 
     def close(self) -> None:
         """Leave engine and weight agent; close the files."""
@@ -193,26 +193,26 @@ class Evaluator:
         if skipped:
             logger.warning("weights of steps %s were replaced before they could be evaluated", skipped)
 
-    def _generate(self, version: Version) -> list[Answer]:
+    def _generate(self, version: Version) -> list[_Scored]:
         """Return the responses of all requests, or of some when the run stops, each with its score to come."""
         stopping, waiting = self._context.stopping, deque(self._requests)
-        answers: list[Answer] = []
+        rollouts: list[_Scored] = []
         while (waiting or self._rollouts.num_running) and not stopping.is_set():
             self._wake.clear()
             number = min(self._rollouts.free_slots, len(waiting))
             if number:
                 self._rollouts.begin([waiting.popleft() for _ in range(number)])
-            for answer in self._rollouts.step(self._wake):
-                prompt = self._dataset.prompt(answer.index // self._size)
-                answers.append((answer, self._scorer.score(answer, prompt.ground_truth, prompt.task or NO_FIELDS)))
-            done = f"{len(answers)}/{len(self._requests)} answers"
+            for rollout in self._rollouts.step(self._wake):
+                prompt = self._dataset.prompt(rollout.index // self._size)
+                rollouts.append((rollout, self._scorer.score(rollout, prompt.ground_truth, prompt.task or NO_FIELDS)))
+            done = f"{len(rollouts)}/{len(self._requests)} responses"
             self._context.report("evaluating", done, step=version.step, version=version.step)
         self._rollouts.abort()
-        return answers
+        return rollouts
 
-    def _wait_scores(self, answers: list[Answer]) -> bool:
+    def _wait_scores(self, rollouts: list[_Scored]) -> bool:
         """Wait for the scores; False: the run stops."""
-        left = {score for _, score in answers}
+        left = {score for _, score in rollouts}
         while left and not self._context.stopping.is_set():
             left = wait(left, timeout=_LOOK_S).not_done
         return not self._context.stopping.is_set()
@@ -249,8 +249,8 @@ def wilson_interval(share: float, number: int) -> tuple[float, float]:
 
 
 def evaluation_line(
-    answers: Sequence[FinishedRollout],
-    scores: Sequence[ScoredAnswer],
+    rollouts: Sequence[FinishedRollout],
+    scores: Sequence[ScoredResponse],
     *,
     version: Version,
     num_prompts: int,
@@ -263,13 +263,13 @@ def evaluation_line(
     trials.
 
     Args:
-        answers, scores: of all prompts, equally many of each, in any order; at least one could be scored.
+        rollouts, scores: of all prompts, equally many of each, in any order; at least one could be scored.
         version: of the weights that gave all of them.
         num_prompts: that were answered.
         time_s: since the command started.
         seconds: that the evaluation took.
     """
-    num_samples, known = len(answers), [score for score in scores if not score.failure]
+    num_samples, known = len(rollouts), [score for score in scores if not score.failure]
     accuracy = sum(score.correct for score in known) / len(known)
     low, high = wilson_interval(accuracy, max(1, num_prompts * len(known) // num_samples))
     return {
@@ -280,8 +280,8 @@ def evaluation_line(
         "accuracy_high": round(high, 6),
         "reward_mean": round(sum(score.reward for score in known) / len(known), 6),
         "reward_failures": num_samples - len(known),
-        "response_tokens_mean": round(sum(answer.log_probs_A.numel() for answer in answers) / num_samples, 3),
-        "truncated_fraction": round(sum(answer.truncated for answer in answers) / num_samples, 6),
+        "response_tokens_mean": round(sum(rollout.log_probs_A.numel() for rollout in rollouts) / num_samples, 3),
+        "truncated_fraction": round(sum(rollout.truncated for rollout in rollouts) / num_samples, 6),
         "num_prompts": num_prompts,
         "num_samples": num_samples,
         "time_s": round(time_s, 3),

@@ -155,7 +155,7 @@ class Rollout:
         """The trainer went back to a checkpoint: what runs, waits or is not put is of a queue that is no more."""
         dropped = self._feeder.take()
         number = len(self._running) + len(self._waiting) + sum(len(lease.batch) for lease in dropped)
-        logger.warning("the trainer went back to a checkpoint: %d answers are abandoned", number)
+        logger.warning("the trainer went back to a checkpoint: %d responses are abandoned", number)
         self._rollouts.abort()
         self._running.clear()
         self._waiting.clear()
@@ -222,7 +222,7 @@ class Rollout:
             return
         self._note_idle()
         self._noted = step, self._weights.step
-        self._context.report("generating", f"{len(self._running)} answers", step=step)
+        self._context.report("generating", f"{len(self._running)} responses", step=step)
         self._busy.enter_context(self._context.timeline.span("generate", step=step, version=self._weights.step))
 
     def _note_idle(self) -> None:

@@ -26,7 +26,7 @@ from tq.columns import Column, PackedBatch
 from workers.algorithms.group_filter import GroupFilter
 from workers.records.samples import SampleLog
 from workers.rewards.group import GroupReward
-from workers.rewards.scorer import ScoredAnswer, Scorer
+from workers.rewards.scorer import ScoredResponse, Scorer
 from workers.rollout.rollouts import FinishedRollout
 
 STOP_POLL_S = 0.2
@@ -221,7 +221,9 @@ class Outbox:
             self._put(group.lease, group.finished, group.scores.result())
         self._num_put += len(group.finished)
 
-    def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]", rewarded: Sequence[ScoredAnswer] = ()) -> None:
+    def _put(
+        self, lease: RolloutLease, finished: "Sequence[_Finished]", rewarded: Sequence[ScoredResponse] = ()
+    ) -> None:
         """Put rows; `rewarded` holds scores that replace the rows' own; then none of them leaves."""
         leaving = [one.rollout for one in finished if one.rollout.leaves]
         left = self._groups_left.get(lease, set()) | {lease.group_of(one.index) for one in leaving}
@@ -246,14 +248,14 @@ class Outbox:
             else:
                 lease.lease.put(columns, rows)
 
-    def _teaches_nothing(self, lease: RolloutLease, rows: Sequence[int], scores: Sequence[ScoredAnswer]) -> bool:
+    def _teaches_nothing(self, lease: RolloutLease, rows: Sequence[int], scores: Sequence[ScoredResponse]) -> bool:
         """Whether these rows, of one group, are to be filtered out."""
         if self._filter is None:
             return False
         groups = [lease.group_of(row) for row in rows]
         return bool(self._filter.refused(groups, [score.reward for score in scores]))
 
-    def _show(self, lease: RolloutLease, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredAnswer]) -> None:
+    def _show(self, lease: RolloutLease, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]) -> None:
         for rollout, score in zip(rollouts, scores, strict=True):
             self._samples.write(rollout, score, step=lease.partition, group=lease.group_of(rollout.index))
 
@@ -276,7 +278,7 @@ class _Lot:
 class _Finished:
     lease: RolloutLease
     rollout: FinishedRollout
-    score: "Future[ScoredAnswer] | None"
+    score: "Future[ScoredResponse] | None"
     epoch: int
 
 
@@ -284,7 +286,7 @@ class _Finished:
 class _Rewarded:
     lease: RolloutLease
     finished: "list[_Finished]"
-    scores: "Future[Sequence[ScoredAnswer]]"
+    scores: "Future[Sequence[ScoredResponse]]"
     epoch: int
 
 

@@ -27,7 +27,7 @@ from workers.engines.config import TrainingConfig
 from workers.engines.load import load_forward_model, load_reward_model
 from workers.rewards.base import LARGEST_REWARD, NO_FIELDS
 from workers.rewards.config import RewardModelConfig
-from workers.rewards.scorer import ScoredAnswer, Scorer
+from workers.rewards.scorer import ScoredResponse, Scorer
 from workers.tasks.dataflow import SAMPLE_COLUMNS, TASKS
 from workers.tasks.reference import Reference
 from workers.tasks.rollouts import drawn_per_row, responses_of
@@ -102,9 +102,9 @@ class Rewards(ColumnTask):
             self._model.scores(sequences_of(batch))
             return {}
         prompts, responses = list(batch["prompts"].rows()), responses_of(batch)
-        answers = batch["ground_truth"].texts()
-        tasks = batch[TASKS].texts() if TASKS in batch.columns else [NO_FIELDS] * len(answers)
-        rows = zip(prompts, responses, answers, tasks, strict=True)
+        ground_truths = batch["ground_truth"].texts()
+        tasks = batch[TASKS].texts() if TASKS in batch.columns else [NO_FIELDS] * len(ground_truths)
+        rows = zip(prompts, responses, ground_truths, tasks, strict=True)
         futures = [self._scorer.submit(*row) for row in rows]
         if self._config is None:
             return self._scorer.columns([future.result() for future in futures])
@@ -257,7 +257,7 @@ def _column(log_probs_A: Tensor, batch: PackedBatch) -> Column:
     return Column(log_probs_A.cpu(), drawn_per_row(batch))
 
 
-def _combined(scored: ScoredAnswer, model_score: float, config: RewardModelConfig) -> ScoredAnswer:
+def _combined(scored: ScoredResponse, model_score: float, config: RewardModelConfig) -> ScoredResponse:
     """Return the response with the weighted sum of both as its reward; none where the function failed. Whether the
     response is right is the function's word alone."""
     if scored.failure:

@@ -28,7 +28,7 @@ CONTROLLER, STORAGE, WEIGHTS = "controller", "storage", "weights"
 SERVICES = frozenset({CONTROLLER, STORAGE, WEIGHTS})
 
 PROMPT_COLUMNS = ("prompts", "ground_truth", "epochs")
-"""Written by admission when a group is admitted: tokens, the reference answer (text), the epoch."""
+"""Written by admission when a group is admitted: tokens, the ground truth (text), the epoch."""
 TEXT_COLUMNS = ("prompts", "responses", "ground_truth")
 """What users' tasks may read as texts; `responses` is made of the drawn tokens."""
 TASKS = "tasks"
@@ -51,7 +51,7 @@ ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
 """Tasks that train; the second is folded into the first where there is no role `critic`."""
 TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS)
 """Columns of AsyncFlow's own tasks with more than one value."""
-ANSWER_COLUMNS = ("ground_truth", "epochs", "truncated", "rewards", "correct", "advantages")
+SCALAR_COLUMNS = ("ground_truth", "epochs", "truncated", "rewards", "correct", "advantages")
 """Those with one value per response."""
 
 

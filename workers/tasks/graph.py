@@ -17,12 +17,12 @@ from workers.tasks.config import UserTaskConfig
 from workers.tasks.dataflow import (
     ADMITTED,
     ALIASES,
-    ANSWER_COLUMNS,
     CRITIC_TRAIN,
     LOSS_WEIGHTS,
     PROMPT_COLUMNS,
     REWARD_PARTS,
     ROLES,
+    SCALAR_COLUMNS,
     SERVICES,
     SOURCES,
     TASKS,
@@ -196,7 +196,7 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
                 numbers = " ".join(each for each in written if each not in (*TOKEN_COLUMNS, *TEXT_COLUMNS))
                 raise ConfigError(
                     f"tasks.{number}.inputs: column {name!r} has a value per token; use texts "
-                    f"({' '.join(TEXT_COLUMNS)}) and columns with one number per answer ({numbers})"
+                    f"({' '.join(TEXT_COLUMNS)}) and columns with one number per response ({numbers})"
                 )
         read = [
             LOSS_WEIGHTS,
@@ -210,7 +210,7 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
             )
 
 
-_OWN_COLUMNS = (*TOKEN_COLUMNS, *ANSWER_COLUMNS, *TEXT_COLUMNS, REWARD_PARTS, TASKS, SOURCES)
+_OWN_COLUMNS = (*TOKEN_COLUMNS, *SCALAR_COLUMNS, *TEXT_COLUMNS, REWARD_PARTS, TASKS, SOURCES)
 _COLUMNS_OF = {"responses": ("tokens", "response_mask")}
 """What a text is made of that is no column."""
 _RENAMED = {"answers": "ground_truth", "log_probs": "old_log_probs", "loss_masks": LOSS_WEIGHTS}

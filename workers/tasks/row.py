@@ -19,13 +19,13 @@ class TaskRow:
 
     Attributes:
         prompt, response: decoded, without special tokens; the response is all that the policy drew, of every turn.
-        answer: the data's reference answer.
+        ground_truth: of the data row.
         columns: the other inputs, a number each, by name; truth values are 0 and 1.
     """
 
     prompt: str = ""
     response: str = ""
-    answer: str = ""
+    ground_truth: str = ""
     columns: Mapping[str, float] = field(default_factory=dict)
 
 

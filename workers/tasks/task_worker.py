@@ -51,7 +51,7 @@ def run_task(context: WorkerContext) -> None:
                 chain.take_weights(item.newest_version)
             continue
         grant, batch = item
-        context.report(task.name, f"{len(batch)} answers", step=grant.partition)
+        context.report(task.name, f"{len(batch)} rows", step=grant.partition)
         batch = chain.add_columns(batch, step=grant.partition)
         if lead is not None:
             lead.put(batch)

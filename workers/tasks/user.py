@@ -78,7 +78,7 @@ class UserTask(ColumnTask):
 
     def _called(self, row: TaskRow) -> "Future[float]":
         return self._pool.submit(
-            row.prompt, row.response, row.answer, row.columns, on=f"response {excerpt(row.response)}"
+            row.prompt, row.response, row.ground_truth, row.columns, on=f"response {excerpt(row.response)}"
         )
 
     def _rows(self, batch: PackedBatch) -> Iterator[TaskRow]:

@@ -65,10 +65,10 @@ def cut_by_tokens(prompts: Sequence[Hashable], lengths: Sequence[tuple[int, int]
     parts, tokens = [], []
     for rows in groups.values():
         prompt_tokens = lengths[rows[0]][0]
-        answers = [lengths[row][1] for row in rows]
-        whole = prompt_tokens + sum(answers) <= budget
-        cuts = [list(range(len(rows)))] if whole else split_by_tokens(answers, max(1, budget - prompt_tokens))
+        responses = [lengths[row][1] for row in rows]
+        whole = prompt_tokens + sum(responses) <= budget
+        cuts = [list(range(len(rows)))] if whole else split_by_tokens(responses, max(1, budget - prompt_tokens))
         for cut in cuts:
             parts.append([rows[place] for place in cut])
-            tokens.append(prompt_tokens + sum(answers[place] for place in cut))
+            tokens.append(prompt_tokens + sum(responses[place] for place in cut))
     return [sorted(row for part in together for row in parts[part]) for together in split_by_tokens(tokens, budget)]

@@ -252,8 +252,8 @@ class Trainer:
     def _report(self, record: StepRecord, *, num_arrived: int = 0) -> None:
         number, every = record.num_updates + 1, self._training.num_updates
         update = f", update {number} of {every}" if every > 1 else ""
-        answers = record.num_rows + num_arrived
-        self._context.report("training", f"step {record.step}{update}, {answers} answers", step=record.step)
+        responses = record.num_rows + num_arrived
+        self._context.report("training", f"step {record.step}{update}, {responses} responses", step=record.step)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def _ticks() -> Callable[[], float]:
 
 
 class SimAdapter(Adapter):
-    """Runs in this process; its answers take milliseconds."""
+    """Runs in this process; its responses take milliseconds."""
 
     name = "sim"
     marks = (pytest.mark.gate,)

@@ -1,4 +1,4 @@
-"""An answer whose reward failed (NaN) has no weight: training goes on as if it were not there."""
+"""A response whose reward failed (NaN) has no weight: training goes on as if it were not there."""
 
 import math
 from typing import Any
@@ -89,7 +89,7 @@ def _scored_tokens(rows: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("section", ALGORITHMS, ids=lambda section: "-".join(map(str, section.values())))
-def test_loss_and_gradient_are_those_without_the_answer(section: dict[str, Any]) -> None:
+def test_loss_and_gradient_are_those_without_the_response(section: dict[str, Any]) -> None:
     whole, without = train(section, [0, 1, 2, 3]), train(section, SCORED)
     assert whole.keys() == without.keys()
     for name, value in whole.items():

@@ -20,7 +20,7 @@ from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")
 number = st.floats(-3, 3)
-answers = st.lists(st.lists(st.tuples(number, number), max_size=6), min_size=1, max_size=4)
+responses = st.lists(st.lists(st.tuples(number, number), max_size=6), min_size=1, max_size=4)
 
 
 def sums_of_errors(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
@@ -37,7 +37,7 @@ def packed(rows: Sequence[Sequence[tuple[float, float]]]) -> tuple[Tensor, Tenso
 
 
 @settings(max_examples=200, deadline=None)
-@given(answers, st.floats(0.5, 1), st.floats(0, 1))
+@given(responses, st.floats(0.5, 1), st.floats(0, 1))
 def test_advantages_are_equation_16_and_returns_add_the_value(
     rows: list[list[tuple[float, float]]], gamma: float, lam: float
 ) -> None:
@@ -153,7 +153,7 @@ def test_policy_loss_is_equation_7_with_an_advantage_per_token() -> None:
     new = batch["old_log_probs"].values.double() + torch.linspace(-0.5, 0.5, 9).double()
     loss = ppo.loss(batch, device=CPU)(new, torch.zeros(9))
     expected = 0.0
-    for t in (0, 1, 2, 5, 6, 7, 8):  # the second answer was cut, and cut ones are masked
+    for t in (0, 1, 2, 5, 6, 7, 8):  # the second response was cut, and cut ones are masked
         ratio = math.exp(float(new[t]) - float(batch["old_log_probs"].values[t]))
         advantage = float(batch["advantages"].values[t])
         expected -= min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
@@ -161,7 +161,7 @@ def test_policy_loss_is_equation_7_with_an_advantage_per_token() -> None:
     assert ppo.scale(ppo.counts(batch)) == 1 / 7
 
 
-def test_critics_loss_leaves_masked_answers_out_and_says_how_well_it_knew() -> None:
+def test_critics_loss_leaves_masked_responses_out_and_says_how_well_it_knew() -> None:
     ppo, batch = make_ppo(value_clip=0.3, value_loss_coef=0.5), make_batch()
     batch = batch.with_columns(ppo.advantages(batch, group_size=1))
     loss: ValueLoss = ppo.value_loss(batch, device=CPU)

@@ -82,11 +82,11 @@ def test_loss_equals_the_paper_in_any_order(
     )
 
 
-def test_weights_weigh_answers_and_leave_those_of_zero_out_of_the_counts() -> None:
+def test_weights_weigh_responses_and_leave_those_of_zero_out_of_the_counts() -> None:
     grpo = GRPO(GRPOConfig(), max_response_tokens=5, mask_truncated=True)
     plain = make_batch(grpo)
     masked = plain.with_columns({"loss_weights": Column.of_scalars(torch.tensor([1.0, 0.0, 1.0, 0.25]))})
-    assert grpo.counts(masked) == LossCounts(tokens=LENGTHS[0] + LENGTHS[3], sequences=2, answers=4)
+    assert grpo.counts(masked) == LossCounts(tokens=LENGTHS[0] + LENGTHS[3], sequences=2, responses=4)
     weight_A = grpo.loss(masked, device=CPU).weight_A
     assert weight_A.tolist() == [1.0] * 3 + [0.0] * 5 + [0.25] * 2
     ones = plain.with_columns({"loss_weights": Column.of_scalars(torch.ones(4))})

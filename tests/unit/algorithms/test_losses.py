@@ -114,7 +114,7 @@ def test_extreme_differences_stay_finite() -> None:
 
 def test_scales_and_weights_of_each_normalisation() -> None:
     lengths, keep = torch.tensor([3, 2, 0, 1]), torch.tensor([True, True, True, False])
-    counts = LossCounts(tokens=5, sequences=3, answers=4)
+    counts = LossCounts(tokens=5, sequences=3, responses=4)
     rows = torch.tensor([5, 5, 0, 1])  # the first two are samples of one rollout
     assert token_weights("token", lengths, keep, rows).tolist() == [1, 1, 1, 1, 1, 0]
     assert token_weights("sequence", lengths, keep, rows).tolist() == pytest.approx([1 / 5] * 5 + [0])

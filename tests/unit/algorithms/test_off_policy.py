@@ -14,13 +14,13 @@ from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import PolicyLoss
 from workers.algorithms.off_policy import OffPolicyConfig
-from workers.algorithms.parts import DualClip, PPOClip, Tokens, answer_means, policy_parts
+from workers.algorithms.parts import DualClip, PPOClip, Tokens, policy_parts, response_means
 from workers.tasks.rollouts import sample_columns, samples_of
 
 LENGTHS = torch.tensor([2, 0, 3])
 NEW = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5], dtype=torch.float64)
 OLD = torch.tensor([-1.5, -1.9, -2.5, -3.5, -2.5], dtype=torch.float64)
-"""Mean log ratios of the answers: 0.2 and 1.167."""
+"""Mean log ratios of the responses: 0.2 and 1.167."""
 RATIOS = [math.exp(new - old) for new, old in zip(NEW.tolist(), OLD.tolist(), strict=True)]
 
 
@@ -120,8 +120,8 @@ def test_without_a_correction_the_policy_that_drew_the_tokens_is_ppos_old_one() 
     assert float(loss.stats["old_drift"]) == 0.0 and float(loss.stats["clipped"]) > 0
 
 
-def test_means_of_answers_skip_none() -> None:
-    assert answer_means(NEW, LENGTHS).tolist() == pytest.approx([-1.5, 0.0, -5 / 3])
+def test_means_of_responses_skip_none() -> None:
+    assert response_means(NEW, LENGTHS).tolist() == pytest.approx([-1.5, 0.0, -5 / 3])
 
 
 def test_weights_carry_no_gradient() -> None:

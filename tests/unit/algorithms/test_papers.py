@@ -24,7 +24,7 @@ GROUP, LENGTHS, MOST = 3, (3, 1, 4, 2, 6, 5), 6
 REWARDS = (1.0, 0.0, 0.25, 0.5, 0.0, 0.0)
 CPU = torch.device("cpu")
 Tokens = list[list[float]]
-"""A number per token of each answer."""
+"""A number per token of each response."""
 
 
 def draw(seed: int, *, spread: float) -> Tokens:
@@ -61,7 +61,7 @@ def k3(new: float, ref: float) -> float:
 
 
 def grpo(new: Tokens, old: Tokens, ref: Tokens) -> float:
-    """arXiv 2402.03300, eq. 3: the mean over answers of the mean over tokens, minus beta x KL."""
+    """arXiv 2402.03300, eq. 3: the mean over responses of the mean over tokens, minus beta x KL."""
     advantages = in_deviations(list(REWARDS))
     terms = per_token(new, old, lambda i, _: advantages[i], 0.2, 0.2)
     return -mean(
@@ -76,7 +76,7 @@ def dr_grpo(new: Tokens, old: Tokens, ref: Tokens) -> float:
 
 
 def dapo(new: Tokens, old: Tokens, ref: Tokens) -> float:
-    """arXiv 2503.14476, eq. 8, 10, 13: the mean over all tokens, a higher upper clip, overlong answers cost."""
+    """arXiv 2503.14476, eq. 8, 10, 13: the mean over all tokens, a higher upper clip, overlong responses cost."""
     longest, cache = MOST, 3
     penalties = [
         0.0 if n <= longest - cache else -1.0 if n > longest else ((longest - cache) - n) / cache for n in LENGTHS
@@ -87,14 +87,14 @@ def dapo(new: Tokens, old: Tokens, ref: Tokens) -> float:
 
 
 def gspo(new: Tokens, old: Tokens, ref: Tokens) -> float:
-    """arXiv 2507.18071, eq. 5 and 7: one ratio per answer, the geometric mean of its tokens' ratios."""
+    """arXiv 2507.18071, eq. 5 and 7: one ratio per response, the geometric mean of its tokens' ratios."""
     advantages = in_deviations(list(REWARDS))
     ratios = [math.exp(mean([a - b for a, b in zip(new[i], old[i], strict=True)])) for i in range(len(LENGTHS))]
     return -mean([clipped(ratio, advantages[i], 0.05, 0.06) for i, ratio in enumerate(ratios)])
 
 
 def rloo(new: Tokens, old: Tokens, ref: Tokens) -> float:
-    """arXiv 2402.14740, section 2.2: R = r - beta log(policy / reference) of the answer, minus the others' mean."""
+    """arXiv 2402.14740, section 2.2: R = r - beta log(policy / reference) of the response, minus the others' mean."""
     penalized = [
         reward - 0.1 * sum(a - b for a, b in zip(old[i], ref[i], strict=True)) for i, reward in enumerate(REWARDS)
     ]
@@ -103,9 +103,9 @@ def rloo(new: Tokens, old: Tokens, ref: Tokens) -> float:
 
 
 def normalized_over_tokens(advantages: Tokens) -> Tokens:
-    every = [value for answer in advantages for value in answer]
+    every = [value for response in advantages for value in response]
     middle, deviation = mean(every), statistics.pstdev(every)
-    return [[(value - middle) / deviation for value in answer] for answer in advantages]
+    return [[(value - middle) / deviation for value in response] for response in advantages]
 
 
 def reinforce_plus_plus(new: Tokens, old: Tokens, ref: Tokens) -> float:
@@ -192,7 +192,7 @@ CASES: list[tuple[Callable[[Tokens, Tokens, Tokens], float], Mapping[str, Any]]]
 
 
 def column(tokens: Tokens, dtype: torch.dtype) -> Column:
-    return Column.of_rows([torch.tensor(answer, dtype=dtype) for answer in tokens])
+    return Column.of_rows([torch.tensor(response, dtype=dtype) for response in tokens])
 
 
 def streamed_loss(
@@ -218,7 +218,7 @@ def streamed_loss(
     algorithm = load_algorithm(config, RolloutConfig(max_response_tokens=MOST))
     columns = {
         **sample_columns([torch.tensor([0])] * len(LENGTHS), [torch.zeros(length).long() for length in LENGTHS]),
-        "rollout_log_probs": column(rollout or [[value - gap for value in answer] for answer in old], dtype),
+        "rollout_log_probs": column(rollout or [[value - gap for value in response] for response in old], dtype),
         "old_log_probs": column(old, dtype),
         "ref_log_probs": column(ref, dtype),
         "values": column(ref, dtype),
@@ -279,8 +279,8 @@ def test_gradient_of_dppo_is_the_papers(kind: str, bound: float, method: str, mi
 
 
 def test_dppos_ratio_is_truncated_and_keeps_its_gradient() -> None:
-    new = [[0.0 * number for number in answer] for answer in draw(1, spread=0.3)]
-    rollout = [[-5.0 for _ in answer] for answer in new]
+    new = [[0.0 * number for number in response] for response in draw(1, spread=0.3)]
+    rollout = [[-5.0 for _ in response] for response in new]
     settings = {"name": "dppo", "max_divergence": 1.0, "off_policy": {"method": "none"}}
     _, gradient = streamed_loss(settings, new, rollout, rollout, [[0, 1, 2, 3, 4, 5]])
     advantages = in_deviations(list(REWARDS))
@@ -337,7 +337,7 @@ def numeric_gradient(
         for t in range(length):
             sides = []
             for sign in (1, -1):
-                moved = [list(answer) for answer in new]
+                moved = [list(response) for response in new]
                 moved[i][t] += sign * step
                 sides.append(paper(moved, old, ref))
             found.append((sides[0] - sides[1]) / (2 * step))

@@ -16,9 +16,9 @@ from workers.algorithms.parts import (
     PPOClip,
     Tokens,
     WeightClip,
-    answer_means,
     bounded_ratio,
     policy_parts,
+    response_means,
 )
 from workers.algorithms.registry import AlgorithmConfig
 from workers.rollout.config import RolloutConfig
@@ -54,12 +54,12 @@ def in_one_piece(
         if method == "decoupled":
             weight = torch.where(plain > 2.0, 0.0, plain)
         if method == "sequence_mask":
-            mean = answer_means(old - rollout, LENGTHS)
+            mean = response_means(old - rollout, LENGTHS)
             weight = weight * ((mean >= -0.5) & (mean <= 0.5)).repeat_interleave(LENGTHS)
         changed = weight != plain
     log_ratio = new - base
     if whole_samples:
-        log_ratio = answer_means(log_ratio, LENGTHS).repeat_interleave(LENGTHS)
+        log_ratio = response_means(log_ratio, LENGTHS).repeat_interleave(LENGTHS)
     ratio = bounded_ratio(log_ratio)
     surrogate = ratio * advantage
     least = torch.minimum(surrogate, ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantage)

@@ -22,7 +22,7 @@ from workers.tasks.rollouts import sample_columns
 
 CPU = torch.device("cpu")
 ROWS = [("1+2=", "3", "3"), ("1+2=", "4", "3"), ("4+8=", "12", "12"), ("4+8=", "1", "12"), ("4+8=", "=7", "12")]
-"""Prompt, response, reference answer."""
+"""Prompt, response, ground truth."""
 
 
 def configure(*settings: str) -> RunConfig:
@@ -57,7 +57,7 @@ def batch_of(config: RunConfig) -> PackedBatch:
 
 @torch.no_grad()
 def model_scores(config: RunConfig) -> list[float]:
-    """What transformers says, one answer after another."""
+    """What transformers says, one response after another."""
     assert config.reward.model is not None
     model = AutoModelForSequenceClassification.from_pretrained(config.reward.model.path)
     tokenizer = load_tokenizer(Path(config.model.path))

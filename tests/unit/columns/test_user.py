@@ -146,7 +146,7 @@ def test_only_masks_are_bounded(module: str, make: Make) -> None:
 def test_function_is_not_called_where_a_number_that_it_reads_is_missing(
     module: str, make: Make, output: str, value: float
 ) -> None:
-    """An answer whose reward failed has no weight; it must not end the run."""
+    """A response whose reward failed has no weight; it must not end the run."""
     batch = make_batch()
     batch.columns["rewards"].values[0] = math.nan
     column = make(module, "reward", output=output, inputs=["rewards"]).compute(batch, 1)[output]

@@ -41,22 +41,22 @@ def single_rank() -> Iterator[None]:
 
 @pytest.fixture
 def batch() -> Sequences:
-    """Five samples; two of one length, one with an empty answer."""
+    """Five samples; two of one length, one with an empty response."""
     generator = torch.Generator().manual_seed(3)
-    prompts, answers = [3, 2, 5, 1, 4], [4, 5, 1, 6, 0]
-    parts = [size for pair in zip(prompts, answers, strict=True) for size in pair]
+    prompts, responses = [3, 2, 5, 1, 4], [4, 5, 1, 6, 0]
+    parts = [size for pair in zip(prompts, responses, strict=True) for size in pair]
     tokens = torch.randint(2, 13, (sum(parts),), generator=generator).split(parts)
     return Sequences.of(tokens[::2], tokens[1::2])
 
 
 @pytest.fixture
 def groups() -> Sequences:
-    """Two prompts with four answers each, mixed, of 0 to 5 tokens, and one sample alone, in between."""
+    """Two prompts with four responses each, mixed, of 0 to 5 tokens, and one sample alone, in between."""
     generator = torch.Generator().manual_seed(4)
     first, second, alone = (torch.randint(2, 13, (n,), generator=generator) for n in (5, 3, 4))
     prompts = [first, second, first, alone, second, first, second, first, second]
-    answers = [torch.randint(2, 13, (n,), generator=generator) for n in (3, 1, 5, 3, 0, 3, 4, 1, 2)]
-    return Sequences.of(prompts, answers)
+    responses = [torch.randint(2, 13, (n,), generator=generator) for n in (3, 1, 5, 3, 0, 3, 4, 1, 2)]
+    return Sequences.of(prompts, responses)
 
 
 @pytest.fixture

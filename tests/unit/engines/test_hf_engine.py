@@ -1,4 +1,4 @@
-"""Generation: log-probabilities, independence of the batch, ends of answers, weights."""
+"""Generation: log-probabilities, independence of the batch, ends of responses, weights."""
 
 import threading
 from collections.abc import Callable
@@ -32,13 +32,13 @@ def make_engine(path: Path, **rollout: object) -> HfEngine:
 
 
 def make_requests(num: int, *, first: int = 0) -> list[GenerateRequest]:
-    """Groups of two answers; prompts of one to four tokens."""
+    """Groups of two responses; prompts of one to four tokens."""
     prompts = [torch.arange(2, 3 + group % 4) + group % 5 for group in range(num)]
     return [GenerateRequest(first + i, prompts[i // 2], seed=100 + i) for i in range(num)]
 
 
-def by_index(answers: list[Generation]) -> list[Generation]:
-    return sorted(answers, key=lambda answer: answer.index)
+def by_index(responses: list[Generation]) -> list[Generation]:
+    return sorted(responses, key=lambda response: response.index)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -46,29 +46,29 @@ def test_log_probs_equal_those_of_a_full_forward(make_model_dir: Callable[..., P
     path = make_model_dir(family)
     requests = make_requests(24)
     model = AutoModelForCausalLM.from_pretrained(path)
-    answers = by_index(list(generate(make_engine(path, temperature=0.8), requests)))
-    assert [answer.index for answer in answers] == list(range(24))
-    for request, answer in zip(requests, answers, strict=True):
-        tokens = torch.cat([request.prompt_P, answer.response_R])
+    responses = by_index(list(generate(make_engine(path, temperature=0.8), requests)))
+    assert [response.index for response in responses] == list(range(24))
+    for request, response in zip(requests, responses, strict=True):
+        tokens = torch.cat([request.prompt_P, response.response_R])
         with torch.no_grad():
             logits = model(tokens.unsqueeze(0)).logits[0, request.prompt_P.numel() - 1 : -1] / 0.8
-        expected = logits.log_softmax(-1).gather(-1, answer.response_R[:, None]).squeeze(-1)
-        assert answer.log_probs_R.dtype == torch.float32
-        torch.testing.assert_close(answer.log_probs_R, expected, rtol=0, atol=2e-5)
+        expected = logits.log_softmax(-1).gather(-1, response.response_R[:, None]).squeeze(-1)
+        assert response.log_probs_R.dtype == torch.float32
+        torch.testing.assert_close(response.log_probs_R, expected, rtol=0, atol=2e-5)
 
 
-def test_answers_end_at_eos_or_are_flagged(model_dir: Path) -> None:
-    answers = list(generate(make_engine(model_dir), make_requests(40)))
-    assert {answer.truncated for answer in answers} == {True, False}
-    for answer in answers:
-        assert 1 not in answer.response_R[:-1]
-        assert (answer.response_R[-1] == 1) != answer.truncated
-        assert not answer.truncated or len(answer.response_R) == 8
-        assert not answer.response_R.is_inference() and not answer.log_probs_R.is_inference()
+def test_responses_end_at_eos_or_are_flagged(model_dir: Path) -> None:
+    responses = list(generate(make_engine(model_dir), make_requests(40)))
+    assert {response.truncated for response in responses} == {True, False}
+    for response in responses:
+        assert 1 not in response.response_R[:-1]
+        assert (response.response_R[-1] == 1) != response.truncated
+        assert not response.truncated or len(response.response_R) == 8
+        assert not response.response_R.is_inference() and not response.log_probs_R.is_inference()
 
 
-def test_short_answers_come_first(model_dir: Path) -> None:
-    lengths = [len(answer.response_R) for answer in generate(make_engine(model_dir), make_requests(40))]
+def test_short_responses_come_first(model_dir: Path) -> None:
+    lengths = [len(response.response_R) for response in generate(make_engine(model_dir), make_requests(40))]
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
 
 
@@ -76,9 +76,9 @@ def test_abort_ends_generation_between_tokens(model_dir: Path) -> None:
     engine, never = make_engine(model_dir), threading.Event()
     engine.submit(make_requests(40))
     assert engine.num_running == 40 and engine.free_slots == 24
-    while not (answers := engine.step(never)):
+    while not (responses := engine.step(never)):
         pass
-    assert 0 < engine.num_running == 40 - len(answers)
+    assert 0 < engine.num_running == 40 - len(responses)
     engine.abort()
     assert engine.num_running == 0 and engine.free_slots == 64
     assert len(list(generate(engine, make_requests(3)))) == 3
@@ -87,25 +87,25 @@ def test_abort_ends_generation_between_tokens(model_dir: Path) -> None:
 def test_tokens_say_which_weights_drew_them(model_dir: Path) -> None:
     engine = make_engine(model_dir)
     engine.version = 7
-    for answer in generate(engine, make_requests(3)):
-        assert answer.versions_R.dtype == torch.int32
-        assert answer.versions_R.tolist() == [7] * len(answer.response_R)
+    for response in generate(engine, make_requests(3)):
+        assert response.versions_R.dtype == torch.int32
+        assert response.versions_R.tolist() == [7] * len(response.response_R)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.9}])
-def test_answer_does_not_depend_on_its_batch(model_dir: Path, sampling: dict[str, float]) -> None:
+def test_response_does_not_depend_on_its_batch(model_dir: Path, sampling: dict[str, float]) -> None:
     requests = make_requests(24)
     engine = make_engine(model_dir, **sampling)
     together = by_index(list(generate(engine, requests)))
     in_fives = by_index(list(generate(make_engine(model_dir, batch_size=5, **sampling), requests)))
     alone = [next(generate(engine, [request])) for request in requests]
-    for answers in (in_fives, alone):
-        for left, right in zip(together, answers, strict=True):
+    for responses in (in_fives, alone):
+        for left, right in zip(together, responses, strict=True):
             assert left.response_R.equal(right.response_R)
             torch.testing.assert_close(left.log_probs_R, right.log_probs_R, rtol=0, atol=2e-5)
 
 
-def test_greedy_answers_are_those_of_transformers_for_every_seed(model_dir: Path) -> None:
+def test_greedy_responses_are_those_of_transformers_for_every_seed(model_dir: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
     requests = make_requests(24)
     reseeded = [GenerateRequest(each.index, each.prompt_P, seed=each.seed + 1000) for each in requests]
@@ -117,7 +117,7 @@ def test_greedy_answers_are_those_of_transformers_for_every_seed(model_dir: Path
         assert one.response_R.equal(expected)
 
 
-def test_new_weights_change_answers_in_place(make_model_dir: Callable[..., Path]) -> None:
+def test_new_weights_change_responses_in_place(make_model_dir: Callable[..., Path]) -> None:
     old, new = make_model_dir(seed=0), make_model_dir(seed=1)
     engine = make_engine(old)
     before = by_index(list(generate(engine, make_requests(8))))
@@ -133,8 +133,8 @@ def test_weights_are_cast_to_the_configured_type(model_dir: Path) -> None:
     config = ModelConfig(path=str(model_dir), dtype="bfloat16")
     engine = HfEngine(model_dir, config, sampling=SamplingConfig(max_response_tokens=4), device=CPU)
     engine.load_weights(weights_of(model_dir))
-    answers = list(generate(engine, make_requests(4)))
-    assert len(answers) == 4 and all(answer.log_probs_R.dtype == torch.float32 for answer in answers)
+    responses = list(generate(engine, make_requests(4)))
+    assert len(responses) == 4 and all(response.log_probs_R.dtype == torch.float32 for response in responses)
 
 
 def test_tied_weights_are_asked_for_once(make_model_dir: Callable[..., Path]) -> None:
@@ -162,8 +162,8 @@ def test_weights_that_do_not_fit_are_named(model_dir: Path) -> None:
 
 def test_all_end_tokens_of_generation_config_count(model_dir: Path) -> None:
     (model_dir / "generation_config.json").write_text('{"eos_token_id": [1, 4]}')
-    answers = list(generate(make_engine(model_dir), make_requests(40)))
-    assert {int(answer.response_R[-1]) for answer in answers if not answer.truncated} == {1, 4}
+    responses = list(generate(make_engine(model_dir), make_requests(40)))
+    assert {int(response.response_R[-1]) for response in responses if not response.truncated} == {1, 4}
 
 
 def test_model_without_end_token_is_refused(make_model_dir: Callable[..., Path]) -> None:
@@ -172,7 +172,7 @@ def test_model_without_end_token_is_refused(make_model_dir: Callable[..., Path])
         make_engine(path)
 
 
-def test_prompt_of_a_group_is_computed_once_even_if_its_answers_begin_one_after_another(model_dir: Path) -> None:
+def test_prompt_of_a_group_is_computed_once_even_if_its_responses_begin_one_after_another(model_dir: Path) -> None:
     engine = make_engine(model_dir, batch_size=2, max_response_tokens=3)
     computed: list[int] = []
     forward = engine._model.forward
@@ -183,12 +183,12 @@ def test_prompt_of_a_group_is_computed_once_even_if_its_answers_begin_one_after_
 
     engine._model.forward = counting
     prompt = torch.arange(2, 12)
-    answers = list(generate(engine, [GenerateRequest(row, prompt, seed=row, ticket=row) for row in range(8)]))
-    # every token but each answer's last is fed once, and the prompt once
-    assert sum(computed) == 10 + sum(len(answer.response_R) - 1 for answer in answers)
+    responses = list(generate(engine, [GenerateRequest(row, prompt, seed=row, ticket=row) for row in range(8)]))
+    # every token but each response's last is fed once, and the prompt once
+    assert sum(computed) == 10 + sum(len(response.response_R) - 1 for response in responses)
 
 
-def test_answers_of_very_different_lengths_are_not_padded_to_each_other(model_dir: Path) -> None:
+def test_responses_of_very_different_lengths_are_not_padded_to_each_other(model_dir: Path) -> None:
     engine = make_engine(model_dir)
     engine.submit([GenerateRequest(row, torch.full((length,), 3), seed=row) for row, length in enumerate((1, 2, 50))])
     engine.step(threading.Event())
@@ -200,17 +200,17 @@ def test_long_documents_enter_in_several_steps(model_dir: Path, monkeypatch: pyt
     requests = make_requests(12)
     expected = by_index(list(generate(make_engine(model_dir), requests)))
     monkeypatch.setattr("workers.engines.hf.batch.MAX_ENTERING_TOKENS", 4)
-    answers = by_index(list(generate(make_engine(model_dir), requests)))
-    assert all(one.response_R.equal(other.response_R) for one, other in zip(expected, answers, strict=True))
+    responses = by_index(list(generate(make_engine(model_dir), requests)))
+    assert all(one.response_R.equal(other.response_R) for one, other in zip(expected, responses, strict=True))
 
 
 def test_sliding_window_is_kept(make_model_dir: Callable[..., Path]) -> None:
     path = make_model_dir("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0)
     model = AutoModelForCausalLM.from_pretrained(path)
     requests = [GenerateRequest(row, 2 + torch.arange(3 + 2 * row), seed=row) for row in range(4)]
-    for request, answer in zip(requests, by_index(list(generate(make_engine(path), requests))), strict=True):
-        tokens = torch.cat([request.prompt_P, answer.response_R])
+    for request, response in zip(requests, by_index(list(generate(make_engine(path), requests))), strict=True):
+        tokens = torch.cat([request.prompt_P, response.response_R])
         with torch.no_grad():
             logits = model(tokens.unsqueeze(0)).logits[0, request.prompt_P.numel() - 1 : -1]
-        expected = logits.log_softmax(-1).gather(-1, answer.response_R[:, None]).squeeze(-1)
-        torch.testing.assert_close(answer.log_probs_R, expected, rtol=0, atol=2e-5)
+        expected = logits.log_softmax(-1).gather(-1, response.response_R[:, None]).squeeze(-1)
+        torch.testing.assert_close(response.log_probs_R, expected, rtol=0, atol=2e-5)

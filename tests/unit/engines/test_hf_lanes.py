@@ -11,12 +11,12 @@ SHAPE = KeyShape(num_layers=2, num_heads=2, head_dim=3, dtype=torch.float32, dev
 
 
 def tokens(slot: int, count: int) -> Tensor:
-    """Return float32 [J, P, D]: every token of an answer is another number."""
+    """Return float32 [J, P, D]: every token of a response is another number."""
     return (100.0 * slot + torch.arange(count)).view(1, -1, 1).expand(2, -1, 3)
 
 
 def advance(lane: Lane, lengths: dict[int, int]) -> None:
-    """Give every answer its next token and check that it sees all of its own."""
+    """Give every response its next token and check that it sees all of its own."""
     lane.advance()
     num_rows = lane.num_rows
     mask = lane.mask(num_rows)
@@ -35,7 +35,7 @@ def advance(lane: Lane, lengths: dict[int, int]) -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["join", "leave", "advance"]), st.integers(1, 30)), max_size=40))
-def test_answers_keep_their_tokens(events: list[tuple[str, int]]) -> None:
+def test_responses_keep_their_tokens(events: list[tuple[str, int]]) -> None:
     lane = Lane(SHAPE, num_rows=1, length=3, max_new_tokens=4)
     lengths: dict[int, int] = {}
     next_slot = 0
@@ -60,7 +60,7 @@ def test_answers_keep_their_tokens(events: list[tuple[str, int]]) -> None:
         assert sorted(lane.slots) == sorted(lengths)
 
 
-def test_copied_answer_is_pasted_as_it_was() -> None:
+def test_copied_response_is_pasted_as_it_was() -> None:
     lane = Lane(SHAPE, num_rows=2, length=5, max_new_tokens=4)
     lane.join([7], 5)
     for layer in range(2):
@@ -72,7 +72,7 @@ def test_copied_answer_is_pasted_as_it_was() -> None:
     assert other.copy_of(3).equal(copied) and other.copy_of(4).equal(copied)
 
 
-def test_only_answers_of_about_the_same_length_share_a_lane() -> None:
+def test_only_responses_of_about_the_same_length_share_a_lane() -> None:
     lane = Lane(SHAPE, num_rows=2, length=100, max_new_tokens=4)
     lane.join([0], 100)
     assert lane.fits(100) and lane.fits(80) and lane.fits(120)

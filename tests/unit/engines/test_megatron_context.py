@@ -10,7 +10,9 @@ from workers.engines.packed_layout import ALONE
 
 CPU = torch.device("cpu")
 PROMPT = torch.tensor([3, 4, 5, 6, 7, 8])
-BATCH = Sequences.of([PROMPT, PROMPT, torch.tensor([9])], [torch.tensor(answer) for answer in ([1, 2], [2], [4, 5, 6])])
+BATCH = Sequences.of(
+    [PROMPT, PROMPT, torch.tensor([9])], [torch.tensor(response) for response in ([1, 2], [2], [4, 5, 6])]
+)
 INPUTS = PackedInputs.of(BATCH, CPU, shared_prompt=True)
 NUM_TOKENS = INPUTS.tokens_T.numel()
 
@@ -28,7 +30,7 @@ def test_shares_of_all_ranks_are_the_batch(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 20])
-def test_every_answer_token_is_predicted_by_one_rank_at_its_place(size: int) -> None:
+def test_every_response_token_is_predicted_by_one_rank_at_its_place(size: int) -> None:
     """Ranks without any compute one that does not count: no kernel sees an empty tensor."""
     values_A = torch.arange(1.0, INPUTS.targets_A.numel() + 1)
     total_A, gradients_A = torch.zeros_like(values_A), torch.zeros_like(values_A)
@@ -48,7 +50,7 @@ def test_every_answer_token_is_predicted_by_one_rank_at_its_place(size: int) -> 
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_samples_whose_answers_are_empty_have_a_share(size: int) -> None:
+def test_samples_whose_responses_are_empty_have_a_share(size: int) -> None:
     inputs = PackedInputs.of(Sequences.of([PROMPT], [PROMPT[:0]]), CPU)
     for rank in range(size):
         share = TokenShare.of(inputs, rank, size, CPU)

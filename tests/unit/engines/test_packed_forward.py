@@ -76,7 +76,7 @@ def test_gradients_of_a_shared_prompt_equal_those_of_single_samples_in_float32(
 
 def test_a_prompt_is_computed_once_and_positions_go_on_after_it(groups: Sequences) -> None:
     inputs = PackedInputs.of(groups, CPU, shared_prompt=True)
-    # The second prompt, the first one, the sample alone; then answers without their last tokens.
+    # The second prompt, the first one, the sample alone; then responses without their last tokens.
     assert inputs.layout.lengths == (3, 5, 6, 1, 3, 2, 2, 4)
     assert inputs.layout.prompts == (-1, -1, -1, 0, 0, 1, 1, 1)
     assert inputs.positions_T.tolist() == [0, 1, 2, *range(5), *range(6), 3, 3, 4, 5, 5, 6, 5, 6, 5, 6, 7, 8]
@@ -95,13 +95,13 @@ def test_sliding_window_is_kept(make_model_dir: Callable[..., Path], groups: Seq
         torch.testing.assert_close(actual, one_by_one(plain, groups, 1.0), rtol=1e-5, atol=1e-5)
 
 
-def test_samples_are_sorted_by_length_and_answers_are_not(batch: Sequences) -> None:
+def test_samples_are_sorted_by_length_and_responses_are_not(batch: Sequences) -> None:
     inputs = PackedInputs.of(batch, CPU)
-    assert inputs.layout.lengths == (4, 5, 6, 6, 6)  # without the last token of each answer
+    assert inputs.layout.lengths == (4, 5, 6, 6, 6)  # without the last token of each response
     assert inputs.positions_T[:9].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
-    first_answer = batch.tokens_T[3:7]
-    assert inputs.targets_A[:4].equal(first_answer)
-    assert inputs.tokens_T[inputs.predictors_A[:3] + 1].equal(first_answer[:3])
+    first_response = batch.tokens_T[3:7]
+    assert inputs.targets_A[:4].equal(first_response)
+    assert inputs.tokens_T[inputs.predictors_A[:3] + 1].equal(first_response[:3])
 
 
 def test_frozen_model_reads_its_directory(model_dir: Path, batch: Sequences) -> None:

@@ -1,4 +1,4 @@
-"""Scores of packed answers, against transformers' model in float64, which sees one sample after another."""
+"""Scores of packed responses, against transformers' model in float64, which sees one sample after another."""
 
 import json
 from collections.abc import Callable
@@ -85,12 +85,12 @@ def test_packed_scores_are_those_of_each_sample_alone(
 
 @pytest.mark.parametrize("padding", [None, 0, 1])
 def test_score_is_read_at_the_last_token_that_is_not_padding(make_reward_dir: MakeDir, padding: int | None) -> None:
-    """Also where the end of an answer is the padding token, which many tokenizers have no other for."""
+    """Also where the end of a response is the padding token, which many tokenizers have no other for."""
     path = make_reward_dir(pad_token_id=padding)
-    answers = [[5, 1], [1], [5, 0, 0], [0, 1], [1, 7], []]
+    responses = [[5, 1], [1], [5, 0, 0], [0, 1], [1, 7], []]
     prompt = [3, 4]
     samples = Sequences.of(
-        [torch.tensor(prompt)] * len(answers), [torch.tensor(answer, dtype=torch.int64) for answer in answers]
+        [torch.tensor(prompt)] * len(responses), [torch.tensor(response, dtype=torch.int64) for response in responses]
     )
     scores = RewardModel(path, dtype=torch.float64, device=CPU).scores(samples)
     assert close(scores, one_by_one(path, rows_of(samples)), EXACT)

@@ -1,4 +1,4 @@
-"""Engines that sleep: how long answers are, when they end, and which weights their tokens are of."""
+"""Engines that sleep: how long responses are, when they end, and which weights their tokens are of."""
 
 import threading
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_lengths_may_be_recorded_ones(tmp_path: Path) -> None:
     assert [drawn.tokens(row) for row in range(8)] == [5, 15, 5, 15, 5, 15, 5, 15]
 
 
-def test_long_answers_are_clipped() -> None:
+def test_long_responses_are_clipped() -> None:
     free = lengths_of(4096, sigma=1.0, clip=1000.0, mean_tokens=1000)
     clipped = lengths_of(4096, sigma=1.0, clip=3.0, mean_tokens=1000)
     assert max(map(clipped.tokens, range(4096))) < 4500 < max(map(free.tokens, range(4096)))
@@ -80,10 +80,10 @@ def test_responses_slow_each_other_down_by_how_many_run() -> None:
     (first,) = engine.step(woken())
     assert (first.index, first.versions_R.tolist()) == (0, [3] * 5 + [7] * 5)
     clock.now += 0.5  # the other one, alone again
-    assert [answer.index for answer in engine.step(woken())] == [1]
+    assert [response.index for response in engine.step(woken())] == [1]
 
 
-def test_answers_end_when_their_tokens_are_drawn() -> None:
+def test_responses_end_when_their_tokens_are_drawn() -> None:
     clock = Clock()
     config = SimConfig(lengths="constant", mean_tokens=10, decode_s_per_token=0.1, prefill_s_per_token=0.5)
     engine = SimGenerateEngine(
@@ -95,8 +95,8 @@ def test_answers_end_when_their_tokens_are_drawn() -> None:
     assert (engine.num_running, engine.free_slots) == (2, 0)
     assert engine.step(woken()) == []
     clock.now += 1.0  # 2 prompt tokens of 0.5 s, 10 tokens of 0.1 s
-    (answer,) = engine.step(woken())
-    assert (answer.index, len(answer.response_R), answer.truncated) == (0, 10, False)
+    (response,) = engine.step(woken())
+    assert (response.index, len(response.response_R), response.truncated) == (0, 10, False)
     assert (engine.num_running, engine.free_slots) == (1, 1)
     engine.abort()
     assert (engine.num_running, engine.free_slots) == (0, 2)
@@ -116,11 +116,11 @@ def test_tokens_are_of_the_weights_that_were_loaded_when_they_were_drawn() -> No
     clock.now += 0.33
     engine.version = 7
     clock.now += 0.7
-    answers = {answer.index: answer.versions_R.tolist() for answer in engine.step(woken())}
-    assert answers == {0: [4] * 3 + [5] * 3 + [7] * 4, 1: [5] * 3 + [7] * 7}
+    responses = {response.index: response.versions_R.tolist() for response in engine.step(woken())}
+    assert responses == {0: [4] * 3 + [5] * 3 + [7] * 4, 1: [5] * 3 + [7] * 7}
     engine.submit(requests(2))
     clock.now += 1.0
-    assert [answer.versions_R.tolist() for answer in engine.step(woken())] == [[7] * 10]
+    assert [response.versions_R.tolist() for response in engine.step(woken())] == [[7] * 10]
 
 
 def test_a_waiting_step_ends_when_it_is_woken() -> None:
@@ -142,15 +142,15 @@ def test_model_has_the_parameters_that_were_asked_for() -> None:
     assert sum(numbers) == pytest.approx(1_000_000, rel=0.01)
 
 
-def test_long_answers_are_cut_and_flagged() -> None:
+def test_long_responses_are_cut_and_flagged() -> None:
     clock = Clock()
     config = SimConfig(lengths="constant", mean_tokens=10, decode_s_per_token=0.1)
     lengths = lengths_of(lengths="constant", mean_tokens=10)
     engine = SimGenerateEngine(config, lengths, num_slots=1, max_response_tokens=4, clock=clock)
     engine.submit([GenerateRequest(3, torch.tensor([1]), seed=0, ticket=17)])
     clock.now += 0.41
-    (answer,) = engine.step(woken())
-    assert (answer.index, answer.ticket, len(answer.response_R), answer.truncated) == (3, 17, 4, True)
+    (response,) = engine.step(woken())
+    assert (response.index, response.ticket, len(response.response_R), response.truncated) == (3, 17, 4, True)
 
 
 @pytest.mark.parametrize(

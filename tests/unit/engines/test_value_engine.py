@@ -33,7 +33,7 @@ def give_head(path: Path) -> Tensor:
 
 
 def states(path: Path, batch: Sequences) -> Tensor:
-    """Return [A, H]: what the backbone of transformers makes of the tokens before each answer token."""
+    """Return [A, H]: what the backbone of transformers makes of the tokens before each response token."""
     model = AutoModelForCausalLM.from_pretrained(path).model
     rows, start = [], 0
     for length, prompt in zip(batch.lengths_N.tolist(), batch.prompt_lengths.tolist(), strict=True):
@@ -49,7 +49,7 @@ def square_loss(value_A: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True), ("llama", True)])
-def test_values_are_a_head_on_the_state_before_each_answer_token(
+def test_values_are_a_head_on_the_state_before_each_response_token(
     make_model_dir: Callable[..., Path], batch: Sequences, family: str, tied: bool
 ) -> None:
     path = make_model_dir(family, tie_word_embeddings=tied)

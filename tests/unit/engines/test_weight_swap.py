@@ -29,8 +29,8 @@ def make_engine(kind: type[HfEngine], path: Path) -> HfEngine:
     return kind(path, ModelConfig(path=str(path)), sampling=sampling, device=torch.device("cpu"))
 
 
-def log_probs(answers: Iterable[Generation]) -> Iterator[Tensor]:
-    return (answer.log_probs_R for answer in sorted(answers, key=lambda answer: answer.index))
+def log_probs(responses: Iterable[Generation]) -> Iterator[Tensor]:
+    return (response.log_probs_R for response in sorted(responses, key=lambda response: response.index))
 
 
 def assert_swap_is_clean(used: GenerateEngine, fresh: GenerateEngine, weights: Mapping[str, Tensor]) -> None:

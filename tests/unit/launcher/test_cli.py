@@ -106,7 +106,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         ([*EVALUATE, "--set", "evaluate.path=model"], "evaluate.path: "),
         ([*EVALUATE, "--set", "evaluate.engine=sim"], "cannot be with a role whose engine is sim"),
         ([*EVALUATE, "--set", "evaluate.max_response_tokens=64"], "evaluate.max_response_tokens: 64 leave no room"),
-        (["--set", "evaluate.n_samples_per_prompt=4"], "4 greedy answers to one prompt are all the same; set n_sam"),
+        (["--set", "evaluate.n_samples_per_prompt=4"], "4 greedy responses to one prompt are all the same; set n_sa"),
         (
             ["--roles", "rollout:1,actor:1,evaluate:3", *EVALUATE[2:]],
             "evaluate:3 are more than have something to evaluate",
@@ -153,7 +153,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         (["--set", "rollout.temprature=1"], "rollout.temprature: unknown key"),
         (["--set", "steps=soon"], "steps: 'soon' cannot be used"),
         (["--steps", "0"], "steps: 0 cannot be used (from --steps)"),
-        (["--set", "schedule.n_samples_per_prompt=1"], "schedule.n_samples_per_prompt: 1 answer per prompt"),
+        (["--set", "schedule.n_samples_per_prompt=1"], "schedule.n_samples_per_prompt: 1 response per prompt"),
         (["--set", "schedule.rollout_batch_size=5"], "schedule.rollout_batch_size: 5 groups do not divide over actor"),
         (["--set", "actor.micro_batch_size=3"], "actor.micro_batch_size: 3 does not divide"),
         (["--set", "launcher.device=cuda"], "launcher.device: 'cuda' cannot be used"),
@@ -434,7 +434,7 @@ def test_dry_run_prints_the_placement_and_writes_nothing(write_config: WriteConf
     for expected in (
         "52 parameters",
         "3 prompts",
-        "4 groups x 4 answers = 16 samples",
+        "4 groups x 4 responses = 16 samples",
         "2 micro-batches x 4 samples",
         "rollout-1     1      cpu      actor_rollout + rewards",
         "actor         2      cpu      ",
@@ -472,7 +472,7 @@ def test_dry_run_shows_what_takes_memory(write_config: WriteConfig) -> None:
 
 def test_dry_run_shows_the_first_prompt_as_the_model_gets_it(write_config: WriteConfig, tmp_path: Path) -> None:
     source = write_config(data={"prompt_template": "1+\n{prompt}"})
-    shown = "\n\nFIRST PROMPT (7 tokens; reference answer '1')\n  1+\n  0+1=\n\n"
+    shown = "\n\nFIRST PROMPT (7 tokens; ground truth '1')\n  1+\n  0+1=\n\n"
     assert shown in run(source, "--dry-run").stdout
 
 
@@ -627,7 +627,7 @@ def test_users_modules_are_looked_for_beside_the_configuration(
     task = {"name": "safety", "function": "lying_beside:keep", "output": "loss_weights"}
     source = write_config(reward={"function": "lying_beside:score"}, tasks=[task])
     module = tmp_path / "lying_beside.py"
-    module.write_text("def score(prompt, response, answer): return 1.0\ndef keep(row): ...\n")
+    module.write_text("def score(prompt, response, ground_truth): return 1.0\ndef keep(row): ...\n")
     assert run(source, "--dry-run").exit_code == 0
     (tmp_path / "elsewhere").mkdir()
     module.rename(tmp_path / "elsewhere" / module.name)

@@ -69,7 +69,7 @@ def test_a_critics_directory_without_a_model_is_named_as_the_critics(tmp_path: P
         check(f"critic.path={tmp_path}")
 
 
-def test_a_buffer_for_long_answers_is_no_longer_than_an_answer() -> None:
+def test_a_buffer_for_long_responses_is_no_longer_than_a_response() -> None:
     def load(tokens: int) -> Preflight:
         dapo = ("algorithm.name=dapo", f"algorithm.overlong_buffer_tokens={tokens}")
         return check_run(load_config(find_recipe("quickstart"), overrides=dapo))

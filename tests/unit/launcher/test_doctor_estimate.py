@@ -29,7 +29,7 @@ from launcher.run.placement import place_gangs
 
 WriteConfig = Callable[..., Path]
 PARAMETERS = 1_000_000
-ANSWERS = 294_912
+RESPONSES = 294_912
 """Bytes of the rows that the quickstart keeps alive: 1024 of 12 tokens of 24 bytes."""
 
 
@@ -157,9 +157,9 @@ def test_rows_of_the_queue() -> None:
 @pytest.mark.parametrize(
     ("overrides", "size"),
     [
-        ((), 13 * PARAMETERS + 7 + ANSWERS),
-        (("checkpoint.export_hf=false",), 13 * PARAMETERS + ANSWERS),
-        (("algorithm.ref_update_interval=2",), 13 * PARAMETERS + 14 + ANSWERS),
+        ((), 13 * PARAMETERS + 7 + RESPONSES),
+        (("checkpoint.export_hf=false",), 13 * PARAMETERS + RESPONSES),
+        (("algorithm.ref_update_interval=2",), 13 * PARAMETERS + 14 + RESPONSES),
     ],
 )
 def test_a_checkpoint_has_weights_moments_and_exports(overrides: tuple[str, ...], size: int) -> None:

@@ -38,8 +38,8 @@ def test_rank_that_gets_on_or_waits_is_not_stuck() -> None:
 
 
 def test_rank_that_works_without_progress_is_stuck() -> None:
-    stuck = look(new_watch(), 0.0, rollout_0=says("generating", at=1.0, idle_s=1001.0, detail="64 answers"))
-    assert stuck == [RankStuck("rollout-0", 0, "no progress for 1001 s with: generating 64 answers")]
+    stuck = look(new_watch(), 0.0, rollout_0=says("generating", at=1.0, idle_s=1001.0, detail="64 responses"))
+    assert stuck == [RankStuck("rollout-0", 0, "no progress for 1001 s with: generating 64 responses")]
 
 
 def test_rank_that_starts_has_a_deadline_of_its_own() -> None:

@@ -56,7 +56,7 @@ def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path, m
     fields = recipe["data"]
     if "reasoning_gym" in fields.get("source", "") and importlib.util.find_spec("reasoning_gym") is None:
         pytest.skip("needs reasoning-gym: pip install '.[reasoning-gym]'")
-    row = {fields.get("prompt_field", "prompt"): "1+2=", fields.get("answer_field", "answer"): "3"}
+    row = {fields.get("prompt_field", "prompt"): "1+2=", fields.get("ground_truth_field", "answer"): "3"}
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(row) + "\n")
     settings = {"model.path": tiny_qwen, "launcher.device": "cpu"}

@@ -86,7 +86,7 @@ def test_memory_of_reward_models_counts() -> None:
         (("reward.model.micro_batch_size=0",), ROLES, "reward.model.micro_batch_size: 0 cannot be used"),
         (("reward.model.wieght=2",), ROLES, "reward.model.wieght: unknown key"),
         (("algorithm={name: dapo}",), ROLES, "algorithm.group_filter: zero_variance cannot be with reward.model"),
-        (("data.max_prompt_tokens=13",), ROLES, "has 16 positions, but prompt and answer may have 17 tokens"),
+        (("data.max_prompt_tokens=13",), ROLES, "has 16 positions, but prompt and response may have 17 tokens"),
         (("reward.model.path={policy}",), ROLES, "is of a Qwen2ForCausalLM, which scores no text"),
     ],
 )
@@ -111,7 +111,7 @@ def swap_two_tokens(tokenizer: dict[str, Any]) -> None:
     [
         (
             lambda path: edit_weights(path, lambda weights: weights.pop("score.weight")),
-            "has no weight score.weight, the head that gives an answer its score",
+            "has no weight score.weight, the head that gives a response its score",
         ),
         (
             lambda path: edit_weights(

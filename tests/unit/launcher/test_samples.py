@@ -12,8 +12,8 @@ from launcher.cli.samples import samples_text
 def line(step: int, index: int, reward: float | None, **more: object) -> dict[str, object]:
     return {
         "step": step, "group": 0, "index": index, "version": 0, "versions": [[0, 2]], "prompt": f"question {index}",
-        "response": f"says \x1b[2J{index}", "answer": "4", "reward": reward, "correct": False, "response_tokens": 2,
-        "truncated": False,
+        "response": f"says \x1b[2J{index}", "ground_truth": "4", "reward": reward, "correct": False,
+        "response_tokens": 2, "truncated": False,
     } | more  # fmt: skip
 
 

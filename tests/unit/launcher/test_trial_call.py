@@ -13,20 +13,20 @@ from launcher.config.paths import find_recipe
 SOURCE = """
 import time, pathlib
 
-def remembers(prompt, response, answer):
-    pathlib.Path("called.txt").write_text(repr((prompt, response, answer)))
+def remembers(prompt, response, ground_truth):
+    pathlib.Path("called.txt").write_text(repr((prompt, response, ground_truth)))
     return 1
 
-def raises(prompt, response, answer):
+def raises(prompt, response, ground_truth):
     raise ValueError("no idea")
 
-def hangs(prompt, response, answer):
+def hangs(prompt, response, ground_truth):
     time.sleep(3600)
 
-def text(prompt, response, answer):
+def text(prompt, response, ground_truth):
     return "right"
 
-async def nothing(prompt, response, answer):
+async def nothing(prompt, response, ground_truth):
     return None
 
 def keep(row):
@@ -47,7 +47,7 @@ def check(*settings: str) -> None:
     try_reward(config, checked.first_row, checked.first_prompt)
 
 
-def test_it_is_called_with_the_first_prompt_and_its_own_answer() -> None:
+def test_it_is_called_with_the_first_prompt_and_its_own_ground_truth() -> None:
     check("reward.function=tried_rewards:remembers")
     assert Path("called.txt").read_text() == repr(("0+1=", "1", "1"))
 

@@ -1,4 +1,4 @@
-"""Those parts of `asyncflow verify` that read real files: saved counts, saved answers, prompts."""
+"""Those parts of `asyncflow verify` that read real files: saved counts, saved responses, prompts."""
 
 import threading
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from workers.tasks.rollouts import sample_columns
 WriteConfig = Callable[..., Path]
 
 
-def answers(rows: list[int]) -> PackedBatch:
+def responses(rows: list[int]) -> PackedBatch:
     """Rows of groups of two."""
     prompts = [torch.arange(row // 2 + 1) for row in rows]
     columns = {"prompts": Column.of_rows(prompts), **sample_columns(prompts, [torch.arange(row) for row in rows])}
@@ -51,11 +51,11 @@ def write_queue(directory: Path, *parts: PackedBatch) -> None:
     write_manifest(directory, writer.write(cut.rows, threading.Event())[0], num_rows=len(cut.rows))
 
 
-def test_saved_answers_have_the_hashes_that_the_ledger_will_have(tmp_path: Path) -> None:
+def test_saved_responses_have_the_hashes_that_the_ledger_will_have(tmp_path: Path) -> None:
     """However they are spread, if all of a group are there."""
-    unfinished = PackedBatch((8, 9), {"prompts": answers([8, 9])["prompts"]}, (4, 4))
-    write_queue(tmp_path / "queue", answers([5, 0]), answers([1, 4]), answers([6]), unfinished)
-    expected = token_hashes(answers([0, 1, 4, 5]))
+    unfinished = PackedBatch((8, 9), {"prompts": responses([8, 9])["prompts"]}, (4, 4))
+    write_queue(tmp_path / "queue", responses([5, 0]), responses([1, 4]), responses([6]), unfinished)
+    expected = token_hashes(responses([0, 1, 4, 5]))
     assert saved_groups(tmp_path / "queue") == expected
     assert expected.keys() == {0, 2}
     assert saved_groups(tmp_path / "none") == {}

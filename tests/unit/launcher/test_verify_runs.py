@@ -122,14 +122,15 @@ def test_group_among_dead_letters_is_named_with_its_replacement_and_what_became_
     assert any("after a resume" in line for line in lines)
 
 
-def test_answers_that_a_checkpoint_held_are_compared(tmp_path: Path) -> None:
+def test_responses_that_a_checkpoint_held_are_compared(tmp_path: Path) -> None:
     run = make_run(5)
     run.checkpoints = {1: (0, 1)}
     later = [line for line in run.ledger if line["step"] > 1 and "indices" in line]
     same, other = later[0], later[1]
     report = report_of(run.write(tmp_path), queue={same["group"]: same["token_hash"], other["group"]: "0" * 16})
     assert check(report, "tokens").notes == (
-        f"checkpoints hold answers of 2 groups that came later; 1 trained with them, generated again: {other['group']}",
+        "checkpoints hold responses of 2 groups that came later; 1 trained with them, generated again: "
+        f"{other['group']}",
     )
 
 

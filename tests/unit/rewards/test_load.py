@@ -16,13 +16,13 @@ from workers.rewards.pooled import PooledReward
 SOURCE = """
 from workers.rewards.base import Score, ScoreFunction, as_score
 RAN = True
-def length(prompt, response, answer):
+def length(prompt, response, ground_truth):
     return len(response) / 4
-def scored(prompt, response, answer):
+def scored(prompt, response, ground_truth):
     return Score(0.3, True)
 class Judge:
     @staticmethod
-    def judge(prompt, response, answer):
+    def judge(prompt, response, ground_truth):
         return 1
 if RAN:
     alias = length
@@ -111,7 +111,7 @@ def test_syntax_errors_are_refused_by_line(module: Path, load: Load) -> None:
 @pytest.mark.parametrize("signature", ["(response)", "(p, r, a, extra)", "(p, r, a, *, weight)"])
 def test_functions_that_cannot_take_three_texts_are_refused(module: Path, load: Load, signature: str) -> None:
     module.write_text(f"def f{signature}: ...\n")
-    with pytest.raises(ConfigError, match=r"my_rewards:f must take prompt, response, answer"):
+    with pytest.raises(ConfigError, match=r"my_rewards:f must take prompt, response, ground_truth"):
         load("my_rewards:f")
 
 
@@ -137,7 +137,7 @@ def test_what_the_name_stands_for_in_the_end_counts(module: Path, load: Load, so
 def test_a_callable_that_cannot_take_three_texts_is_refused_when_it_is_loaded(module: Path) -> None:
     module.write_text("f = lambda response: 1.0\nfrom os import getcwd as g\n")
     for name in ("f", "g"):
-        with pytest.raises(ConfigError, match=f"my_rewards:{name} must take prompt, response, answer"):
+        with pytest.raises(ConfigError, match=f"my_rewards:{name} must take prompt, response, ground_truth"):
             load_reward(RewardConfig(function=f"my_rewards:{name}"))
 
 
@@ -177,22 +177,22 @@ def test_what_is_no_function_is_refused(module: Path) -> None:
 
 BROKEN = """
 import sys
-def broken(prompt, response, answer):
-    return {"raise": 1 / len(answer) if response == "raise" else 0, "nan": float("nan"), "text": "x"}[response]
-def leave(prompt, response, answer):
+def broken(prompt, response, ground_truth):
+    return {"raise": 1 / len(ground_truth) if response == "raise" else 0, "nan": float("nan"), "text": "x"}[response]
+def leave(prompt, response, ground_truth):
     sys.exit(3)
 class Odd(Exception):
     def __str__(self):
         raise RuntimeError
-def odd(prompt, response, answer):
+def odd(prompt, response, ground_truth):
     raise Odd if response == "odd" else ValueError("a\\nb" * 10000)
-async def waits(prompt, response, answer):
+async def waits(prompt, response, ground_truth):
     return len(response)
-def hangs(prompt, response, answer):
+def hangs(prompt, response, ground_truth):
     sys.stdin.read()
     while True:
         pass
-def parts(prompt, response, answer):
+def parts(prompt, response, ground_truth):
     return {"score": 0.5, "format": 1, "said": response}
 """
 
@@ -254,7 +254,7 @@ class Hostile:
     "value",
     ["1.0", b"1", torch.ones(2), [1.0], {}, Hostile(), Score(1.0, torch.ones(2)), Score("1", True), {"reward": 1.0}],  # type: ignore[arg-type]
 )
-def test_what_is_no_number_costs_its_answer_whatever_its_class_raises(value: object) -> None:
+def test_what_is_no_number_costs_its_response_whatever_its_class_raises(value: object) -> None:
     with pytest.raises(UserCodeFailed, match="instead of a number, a Score or a dict with `score`"):
         score_of(value)
 

@@ -1,4 +1,4 @@
-"""Rewards in processes of their own: what they judge, and that one that hangs costs one answer."""
+"""Rewards in processes of their own: what they judge, and that one that hangs costs one response."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_pattern_without_a_group_compares_all_that_matches() -> None:
     assert LastMatch(r"(a)|b")("b", "b") is False, "the group took no part"
 
 
-def test_a_comparison_that_hangs_costs_its_answer_and_the_next_ones_go_on(load: Load) -> None:
+def test_a_comparison_that_hangs_costs_its_response_and_the_next_ones_go_on(load: Load) -> None:
     reward = load(function="regex", pattern=CATASTROPHE, timeout_s=5)
     assert reward("", "<a>xxy", "xx") == Score(1.0, True)
     with pytest.raises(UserCodeFailed, match=r"regex took longer than reward.timeout_s = 5 s on response '<a>xxx"):
@@ -62,7 +62,7 @@ def test_a_comparison_that_hangs_costs_its_answer_and_the_next_ones_go_on(load: 
     assert reward("", "<a>xxxy", "xxx") == Score(1.0, True)
 
 
-def test_answers_of_any_size_and_content_arrive(load: Load) -> None:
+def test_responses_of_any_size_and_content_arrive(load: Load) -> None:
     reward = load(function="regex", pattern=r"\A(.*)\Z", timeout_s=60)
     text = 'a "quoted"\n\u2028line \\ and \U0001f600 ' + "x" * 10**6
     assert reward("", text, text) == Score(1.0, True)
@@ -104,8 +104,10 @@ VERIFIED = [
 def test_math_verify_judges_formulas(load: Load) -> None:
     pytest.importorskip("math_verify")
     reward = load(function="math_verify", timeout_s=60)
-    judged = {(response, answer): reward("", response, answer).correct for response, answer, _ in VERIFIED}
-    assert judged == {(response, answer): correct for response, answer, correct in VERIFIED}
+    judged = {
+        (response, ground_truth): reward("", response, ground_truth).correct for response, ground_truth, _ in VERIFIED
+    }
+    assert judged == {(response, ground_truth): correct for response, ground_truth, correct in VERIFIED}
 
 
 def test_a_formula_that_takes_for_ever_has_the_configured_deadline(load: Load) -> None:
@@ -126,14 +128,14 @@ def test_a_function_with_a_fourth_argument_task_gets_the_data_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Load, head: str
 ) -> None:
     (tmp_path / "my_levels.py").write_text(
-        f"{head} level(prompt, response, answer, task): return task.get('level', 0)\n"
-        f"{head} other(prompt, response, answer, more='x'): return float(more == 'x')\n"
-        f"{head} wrong(prompt, response, answer, row): return 0\n"
+        f"{head} level(prompt, response, ground_truth, task): return task.get('level', 0)\n"
+        f"{head} other(prompt, response, ground_truth, more='x'): return float(more == 'x')\n"
+        f"{head} wrong(prompt, response, ground_truth, row): return 0\n"
     )
     monkeypatch.chdir(tmp_path)
     reward = load(function="my_levels:level")
     assert reward("", "", "", '{"level": 3}').reward == 3.0
     assert reward("", "", "").reward == 0.0
     assert load(function="my_levels:other")("", "", "", '{"level": 3}').reward == 1.0
-    with pytest.raises(ConfigError, match=r"my_levels:wrong must take prompt, response, answer"):
+    with pytest.raises(ConfigError, match=r"my_levels:wrong must take prompt, response, ground_truth"):
         load(function="my_levels:wrong")

@@ -1,4 +1,4 @@
-"""The scorer behind HTTP, with a real server: batches, attempts, and what an answer costs that it cannot bear."""
+"""The scorer behind HTTP, with a real server: batches, attempts, and what a response costs that it cannot bear."""
 
 import contextlib
 import json
@@ -15,24 +15,24 @@ from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
 from workers.rewards.remote import RemoteReward, _Waiting
 
-Answers = list[dict[str, str]]
-Reply = Callable[[Answers], "tuple[int, Any]"]
+Samples = list[dict[str, str]]
+Reply = Callable[[Samples], "tuple[int, Any]"]
 DEADLINE_S = 60
 
 
 class Scorer:
-    """A server; `reply` says what it answers, `asked` what it was asked."""
+    """A server; `reply` says what it samples, `asked` what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[Answers] = []
-        self.reply: Reply = lambda answers: (200, {"scores": [float(one["response"]) for one in answers]})
+        self.asked: list[Samples] = []
+        self.reply: Reply = lambda samples: (200, {"scores": [float(one["response"]) for one in samples]})
         scorer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                answers = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["answers"]
-                scorer.asked.append(answers)
-                status, body = scorer.reply(answers)
+                samples = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
+                scorer.asked.append(samples)
+                status, body = scorer.reply(samples)
                 if isinstance(body, Iterator):
                     self.send_response(status)
                     self.end_headers()
@@ -70,44 +70,44 @@ def scorer() -> Iterator[Scorer]:
     scorer.close()
 
 
-def test_answers_are_posted_and_scores_come_back(scorer: Scorer) -> None:
+def test_samples_are_posted_and_scores_come_back(scorer: Scorer) -> None:
     assert scorer.reward()("2+2=", "0.5", "4") == Score(0.5, False)
-    assert scorer.asked == [[{"prompt": "2+2=", "response": "0.5", "answer": "4", "task": {}}]]
+    assert scorer.asked == [[{"prompt": "2+2=", "response": "0.5", "ground_truth": "4", "task": {}}]]
     scorer.reward()("2+2=", "0.5", "4", '{"level": 3}')
     assert scorer.asked[-1][0]["task"] == {"level": 3}
-    scorer.reply = lambda answers: (200, {"scores": [{"reward": 0.2, "correct": True, "error": None}], "more": 1})
+    scorer.reply = lambda samples: (200, {"scores": [{"reward": 0.2, "correct": True, "error": None}], "more": 1})
     assert scorer.reward()("", "", "") == Score(0.2, True)
-    scorer.reply = lambda answers: (200, {"scores": [{"reward": 1, "format": 0.5, "said": "4", "short": True}]})
+    scorer.reply = lambda samples: (200, {"scores": [{"reward": 1, "format": 0.5, "said": "4", "short": True}]})
     assert scorer.reward()("", "", "") == Score(1.0, True, {"format": 0.5, "short": 1.0})
 
 
 def test_what_waits_goes_together_and_each_gets_its_own_score(scorer: Scorer) -> None:
     begun, go_on = threading.Semaphore(0), threading.Event()
 
-    def reply(answers: Answers) -> tuple[int, Any]:
+    def reply(samples: Samples) -> tuple[int, Any]:
         begun.release()
         assert go_on.wait(DEADLINE_S)
-        return 200, {"scores": [float(one["response"]) for one in answers]}
+        return 200, {"scores": [float(one["response"]) for one in samples]}
 
     scorer.reply = reply
     reward = scorer.reward(batch_size=4)
     with ThreadPoolExecutor(30) as callers:
         futures = [callers.submit(reward, "", str(number), "") for number in range(30)]
-        for _ in range(8):  # all senders are busy; 22 answers or fewer wait
+        for _ in range(8):  # all senders are busy; 22 samples or fewer wait
             assert begun.acquire(timeout=DEADLINE_S)
         go_on.set()
         assert [future.result(DEADLINE_S).reward for future in futures] == list(range(30))
-    assert max(map(len, scorer.asked)) > 1 and all(len(answers) <= 4 for answers in scorer.asked)
+    assert max(map(len, scorer.asked)) > 1 and all(len(samples) <= 4 for samples in scorer.asked)
 
 
 @pytest.mark.parametrize(
     "poisoned", [(500, {}), (200, b"not JSON"), (200, {"scores": []}), (200, b"[" * 10**6), (400, b"")]
 )
-def test_one_answer_that_the_scorer_cannot_bear_costs_only_itself(scorer: Scorer, poisoned: tuple[int, Any]) -> None:
-    def reply(answers: Answers) -> tuple[int, Any]:
-        if any(one["response"] == "poison" for one in answers):
+def test_one_response_that_the_scorer_cannot_bear_costs_only_itself(scorer: Scorer, poisoned: tuple[int, Any]) -> None:
+    def reply(samples: Samples) -> tuple[int, Any]:
+        if any(one["response"] == "poison" for one in samples):
             return poisoned
-        return 200, {"scores": [1.0] * len(answers)}
+        return 200, {"scores": [1.0] * len(samples)}
 
     scorer.reply = reply
     batch = [_Waiting({"response": "poison" if number == 2 else "fine"}, Future()) for number in range(5)]
@@ -118,10 +118,10 @@ def test_one_answer_that_the_scorer_cannot_bear_costs_only_itself(scorer: Scorer
 
 
 def test_passing_failures_are_tried_again_and_others_are_not(scorer: Scorer) -> None:
-    scorer.reply = lambda answers: (503, {}) if len(scorer.asked) < 3 else (200, {"scores": [1]})
+    scorer.reply = lambda samples: (503, {}) if len(scorer.asked) < 3 else (200, {"scores": [1]})
     assert scorer.reward(retries=2)("", "", "") == Score(1.0, True)
     assert len(scorer.asked) == 3
-    scorer.reply = lambda answers: (404, {})
+    scorer.reply = lambda samples: (404, {})
     with pytest.raises(UserCodeFailed, match="answered 404"):
         scorer.reward(retries=2)("", "", "")
     assert len(scorer.asked) == 4
@@ -139,7 +139,7 @@ def test_passing_failures_are_tried_again_and_others_are_not(scorer: Scorer) -> 
     ],
 )
 def test_a_score_that_is_none_is_named(scorer: Scorer, score: object, message: str) -> None:
-    scorer.reply = lambda answers: (200, {"scores": [score]})
+    scorer.reply = lambda samples: (200, {"scores": [score]})
     with pytest.raises(UserCodeFailed, match=message):
         scorer.reward()("", "", "")
 
@@ -150,14 +150,14 @@ def test_nobody_there_is_said_after_the_last_attempt(scorer: Scorer) -> None:
         scorer.reward(retries=1)("", "", "")
 
 
-def test_an_answer_that_never_ends_costs_the_deadline(scorer: Scorer) -> None:
+def test_a_reply_that_never_ends_costs_the_deadline(scorer: Scorer) -> None:
     ended = threading.Event()
 
     def drip() -> Iterator[bytes]:
         while not ended.wait(0.05):
             yield b" "
 
-    scorer.reply = lambda answers: (200, drip())
+    scorer.reply = lambda samples: (200, drip())
     with pytest.raises(UserCodeFailed, match="does not answer .timed out in the middle of its answer"):
         scorer.reward(timeout_s=3)("", "", "")
     ended.set()
@@ -177,7 +177,7 @@ def test_what_nobody_foresaw_reaches_whoever_waits(monkeypatch: pytest.MonkeyPat
 def test_a_scorer_that_hangs_costs_the_deadline(scorer: Scorer) -> None:
     go_on = threading.Event()
 
-    def reply(answers: Answers) -> tuple[int, Any]:
+    def reply(samples: Samples) -> tuple[int, Any]:
         assert go_on.wait(DEADLINE_S)
         return 200, {"scores": [1.0]}
 

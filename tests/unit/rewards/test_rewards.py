@@ -22,7 +22,7 @@ def test_digits_gives_partial_credit_by_place(response: str, reward: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("response", "answer"),
+    ("response", "ground_truth"),
     [
         ("The answer is 42.", "42"),
         ("6*7 = 42", "We get 6*7=<<6*7=42>>42\n#### 42"),
@@ -46,12 +46,12 @@ def test_digits_gives_partial_credit_by_place(response: str, reward: float) -> N
         ("9" * 5000 + " or 3", "3"),
     ],
 )
-def test_math_accepts_equal_answers(response: str, answer: str) -> None:
-    assert math_reward("", response, answer) == Score(1.0, True)
+def test_math_accepts_equal_answers(response: str, ground_truth: str) -> None:
+    assert math_reward("", response, ground_truth) == Score(1.0, True)
 
 
 @pytest.mark.parametrize(
-    ("response", "answer"),
+    ("response", "ground_truth"),
     [
         ("The answer is 41.", "42"),
         ("", "42"),
@@ -66,8 +66,8 @@ def test_math_accepts_equal_answers(response: str, answer: str) -> None:
         (r"42 \boxed{43}", "#### 42"),
     ],
 )
-def test_math_refuses_other_answers(response: str, answer: str) -> None:
-    assert math_reward("", response, answer) == Score(0.0, False)
+def test_math_refuses_other_answers(response: str, ground_truth: str) -> None:
+    assert math_reward("", response, ground_truth) == Score(0.0, False)
 
 
 @pytest.mark.parametrize("text", [" " * 10**6, "\n" * 10**6, "\\boxed{" + " " * 10**6 + "}", "- \\frac{" + " " * 10**6])

@@ -36,7 +36,7 @@ def scorer() -> Scorer:
 def test_close_waits_for_no_reward_and_cancels_what_is_not_begun(scorer: Scorer) -> None:
     begun, released = threading.Semaphore(0), threading.Event()
 
-    def slow(prompt: str, response: str, answer: str) -> Score:
+    def slow(prompt: str, response: str, ground_truth: str) -> Score:
         begun.release()
         assert released.wait(DEADLINE_S)
         return Score(1.0, True)
@@ -55,7 +55,7 @@ def test_close_waits_for_no_reward_and_cancels_what_is_not_begun(scorer: Scorer)
 
 
 def test_what_a_function_of_ours_raises_reaches_whoever_asks(scorer: Scorer) -> None:
-    def broken(prompt: str, response: str, answer: str) -> Score:
+    def broken(prompt: str, response: str, ground_truth: str) -> Score:
         raise ZeroDivisionError
 
     scorer._function = broken
@@ -64,7 +64,7 @@ def test_what_a_function_of_ours_raises_reaches_whoever_asks(scorer: Scorer) -> 
     scorer.close()
 
 
-def test_cancelled_answer_says_so(scorer: Scorer) -> None:
+def test_cancelled_response_says_so(scorer: Scorer) -> None:
     released = threading.Event()
     scorer._function = lambda *_: Score(float(released.wait(DEADLINE_S)), True)
     futures = [scorer.submit(PROMPT, RESPONSE, "-") for _ in range(5)]
@@ -75,12 +75,12 @@ def test_cancelled_answer_says_so(scorer: Scorer) -> None:
 
 
 @pytest.mark.parametrize(("most", "ends"), [(3, True), (4, False), (0, False)])
-def test_a_reward_that_fails_on_every_answer_ends_the_run(most: int, ends: bool) -> None:
+def test_a_reward_that_fails_on_every_response_ends_the_run(most: int, ends: bool) -> None:
     failures: list[str] = []
     scorer = make_scorer(failures, concurrency=1, max_failures_in_a_row=most)
     outcomes = iter([None, None, 1.0, None, None, None, 1.0])
 
-    def sometimes(prompt: str, response: str, answer: str) -> Score:
+    def sometimes(prompt: str, response: str, ground_truth: str) -> Score:
         if (reward := next(outcomes)) is None:
             raise UserCodeFailed("the server is gone")
         return Score(reward, True)
@@ -91,7 +91,7 @@ def test_a_reward_that_fails_on_every_answer_ends_the_run(most: int, ends: bool)
     assert [score.failure for score in scores] == ["the server is gone"] * 2 + [""] + ["the server is gone"] * 2
     assert [math.isnan(score.reward) for score in scores] == [True, True, False, True, True]
     if ends:
-        with pytest.raises(UserCodeFailed, match="no score for 3 answers in a row .*the server is gone; correct"):
+        with pytest.raises(UserCodeFailed, match="no score for 3 responses in a row .*the server is gone; correct"):
             futures[5].result(DEADLINE_S)
     else:
         assert futures[5].result(DEADLINE_S).failure == "the server is gone"
@@ -109,7 +109,7 @@ def ended(response: str) -> FinishedRollout:
 
 
 @pytest.mark.parametrize("function", ["exact", "digits", "math"])
-def test_a_rollout_without_reward_whose_row_has_no_answer_is_a_failure_and_not_right(function: str) -> None:
+def test_a_rollout_without_reward_whose_row_has_no_ground_truth_is_a_failure_and_not_right(function: str) -> None:
     failures: list[str] = []
     scorer = make_scorer(failures, function=function)
     scored = scorer.score(ended(""), "").result(DEADLINE_S)
@@ -120,9 +120,9 @@ def test_a_rollout_without_reward_whose_row_has_no_answer_is_a_failure_and_not_r
     scorer.close()
 
 
-def test_nothing_is_right_where_there_is_no_answer_and_groups_are_judged_as_a_whole() -> None:
+def test_nothing_is_right_where_there_is_no_ground_truth_and_groups_are_judged_as_a_whole() -> None:
     scorer = make_scorer(group_function="math:prod")
     for scored in (scorer.score(ended(""), ""), scorer.submit(PROMPT, torch.tensor([], dtype=torch.int64), " ")):
-        answer = scored.result(DEADLINE_S)
-        assert (answer.reward, answer.correct, answer.failure) == (0.0, False, "")
+        scored_response = scored.result(DEADLINE_S)
+        assert (scored_response.reward, scored_response.correct, scored_response.failure) == (0.0, False, "")
     scorer.close()
