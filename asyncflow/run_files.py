@@ -1,12 +1,14 @@
 """The names of what a run keeps in its directory, for launcher, workers and tools alike. Torch-free.
 
-config.yaml  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl  feed.jsonl
+config.yaml  plan.json  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl  feed.jsonl
 logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  loggers/  report.html
 job.json  status.json  while it runs
 """
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration."""
+PLAN_FILE = "plan.json"
+"""What `--roles auto:N` chose, and predicted."""
 METRICS_FILE = "metrics.jsonl"
 LEDGER_FILE = "ledger.jsonl"
 UPDATES_FILE = "updates.jsonl"

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
@@ -36,6 +37,7 @@ from launcher.run.rundir import (
     discard_run_dir,
     held_run_dir,
     rewrite_run_dir,
+    write_plan,
 )
 from workers.algorithms.group_filter import ARGUMENTS as FILTER_ARGUMENTS
 from workers.algorithms.group_filter import FIELD as FILTER
@@ -49,6 +51,9 @@ from workers.rewards.in_child import GROUP_ARGUMENTS, GROUP_FIELD
 from workers.rewards.pooled import PooledReward
 from workers.rewards.remote import is_url
 from workers.tasks.row import ARGUMENTS
+
+if TYPE_CHECKING:
+    from launcher.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Accepted:
         started_over: whether `run_dir` holds a run that was resumed, but never saved anything.
         place: this launcher's node, which is node 0, and their number.
         arguments: of the command, but for those that say which node it is.
+        plan: that `--roles auto:N` chose.
     """
 
     source: Path
@@ -74,6 +80,7 @@ class Accepted:
     started_over: bool = False
     place: NodePlace = ONE_NODE
     arguments: tuple[str, ...] = ()
+    plan: "Plan | None" = None
 
     def check_here(self) -> None:
         """Check that this machine has what the run needs of it, besides devices, and try the user's functions.
@@ -119,6 +126,8 @@ class Accepted:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         with held_run_dir(run_dir):
             lineage = self._cut_back()
+            if self.plan is not None:
+                write_plan(run_dir, self.plan.values())
             try:
                 code = run_job(
                     config,
@@ -188,7 +197,7 @@ class Request:
         run_dir = self._given_run_dir()
         assert run_dir is not None, "several nodes have one"
         try:
-            _, config = self._load(run_dir)
+            config = self._load(run_dir).config
             devices = check_node(config)
             check_libraries(config, device=devices.kind)
         except ConfigError as error:
@@ -221,11 +230,10 @@ class Request:
 
     def _accept_new(self) -> Accepted:
         given = self._given_run_dir()
-        source, config = self._load(given)
-        run_dir = given if given is not None else default_run_dir(config.name, datetime.now())
+        loaded = self._load(given)
+        run_dir = given if given is not None else default_run_dir(loaded.config.name, datetime.now())
         check_new_run_dir(run_dir)
-        checked = check_run(config, num_nodes=self.place.count)
-        return replace(self._accepted(source, run_dir, checked), default_run_dir=given is None)
+        return replace(self._accepted(loaded, run_dir), default_run_dir=given is None)
 
     def _accept_resumed(self, target: str) -> Accepted:
         given = self._given_run_dir()
@@ -233,21 +241,20 @@ class Request:
         checkpoint = find_checkpoint(target, given) if unsaved is None else None
         run_dir = unsaved if checkpoint is None else checkpoint.run_dir
         assert run_dir is not None
-        source, config = self._load(run_dir)
-        checked = check_run(config, num_nodes=self.place.count)
+        accepted = self._accepted(self._load(run_dir), run_dir)
         if checkpoint is None:
             check_not_running(run_dir)
         else:
-            check_resume(checkpoint, config)
+            check_resume(checkpoint, accepted.checked.config)
         check_writable(run_dir)
-        return replace(self._accepted(source, run_dir, checked, checkpoint), started_over=checkpoint is None)
+        return replace(accepted, checkpoint=checkpoint, started_over=checkpoint is None)
 
-    def _accepted(
-        self, source: Path, run_dir: Path, checked: Preflight, checkpoint: Checkpoint | None = None
-    ) -> Accepted:
-        return Accepted(source, run_dir, checked, checkpoint, place=self.place, arguments=self._arguments())
+    def _accepted(self, loaded: "_Loaded", run_dir: Path) -> Accepted:
+        checked = check_run(loaded.config, num_nodes=self.place.count)
+        arguments = self._arguments()
+        return Accepted(loaded.source, run_dir, checked, None, place=self.place, arguments=arguments, plan=loaded.plan)
 
-    def _load(self, run_dir: Path | None) -> tuple[Path, RunConfig]:
+    def _load(self, run_dir: Path | None) -> "_Loaded":
         """Return CONFIG, or the configuration that a resumed run has, and what it says."""
         if self.resume is None or self.config is not None or run_dir is None:
             source = find_recipe(self.config)
@@ -255,21 +262,31 @@ class Request:
             source = run_dir / CONFIG_FILE
             if not source.is_file():
                 raise ConfigError(f"--resume: {run_dir} has no {CONFIG_FILE}; give CONFIG")
-        roles, overrides = self.roles, self.overrides
+        roles, overrides, plan = self.roles, self.overrides, None
         if roles is not None and roles.lstrip().startswith("auto:"):
-            roles, overrides = self._planned(source, roles)
-        return source, load_config(source, overrides=overrides, roles=roles, steps=self.steps)
+            plan = self._planned(source, roles)
+            roles, overrides = plan.roles_text, (*overrides, *plan.changes)
+        return _Loaded(source, load_config(source, overrides=overrides, roles=roles, steps=self.steps), plan)
 
-    def _planned(self, source: Path, roles: str) -> tuple[str, tuple[str, ...]]:
-        """Return the options of the best plan, and say them."""
-        from launcher.plan.report import auto_roles
+    def _planned(self, source: Path, roles: str) -> "Plan":
+        """Return the best plan, and say its options and what it predicts."""
+        from launcher.plan.report import auto_plan
         from launcher.run.progress import print_line
 
-        planned = auto_roles(roles, load_config(source, overrides=self.overrides))
-        assert planned is not None, "the caller looked for the word"
-        chosen, changes = planned
-        print_line(" ".join([f"{roles}: --roles {chosen}", *(f"--set {change}" for change in changes)]))
-        return chosen, (*self.overrides, *changes)
+        plan = auto_plan(roles, load_config(source, overrides=self.overrides))
+        assert plan is not None, "the caller looked for the word"
+        options = [f"--roles {plan.roles_text}", *(f"--set {change}" for change in plan.changes)]
+        print_line(f"{roles}: {' '.join(options)}, {plan.step_s:.3g} s a step predicted")
+        return plan
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A configuration, where it is from, and the plan that changed it."""
+
+    source: Path
+    config: RunConfig
+    plan: "Plan | None"
 
 
 def try_functions(config: RunConfig) -> None:

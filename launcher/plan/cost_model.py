@@ -120,12 +120,15 @@ class CostModel:
         turns = self.workload.turns
         new = turns.read_tokens / max(1.0, turns.replies - 1)
         anew = config.rollout.engine == "hf" or not caches  # keys and values of earlier turns are not kept
-        read_s = 2 * self.model.num_parameters / peak if self.profile is None else self.profile.prefill_s() / tensor
-        read_s += number * self._exchanged_s(tensor, 1, 1)
+        prefill = Work(token_s=2 * self.model.num_parameters / peak)
+        if self.profile is not None:
+            prefill = replace(self.profile.prefill, token_s=self.profile.prefill.token_s / tensor)
+        prefill = replace(prefill, token_s=prefill.token_s + number * self._exchanged_s(tensor, 1, 1))
         return Times(
             decode_s=lru_cache(maxsize=None)(lambda responses: self.decode_s(responses, tensor)),
-            prefill_s=read_s * prompt / shared,
-            later_s=read_s * (self._context + new / 2 if anew else new),
+            prefill=prefill,
+            first_tokens=prompt / shared,
+            later_tokens=self._context + new / 2 if anew else new,
             tasks={task: self._forward(self._scoring(role)) for task, role in scorers.items()}
             | self._rewards()
             | work_of_users(config),

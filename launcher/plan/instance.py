@@ -42,13 +42,15 @@ class Instance:
         self._alone_s = times.decode_s(1)
         self._waiting: deque[tuple[_Lease, int]] = deque()
         self._running: dict[int, _Lease] = {}
-        self._turns_s: dict[int, list[float]] = {}
-        """Row -> how long its turns to come take alone (s), the last one first."""
+        self._turns: dict[int, list[tuple[float, float]]] = {}
+        """Row -> its turns to come, the last one first: tokens of the prompt, and how long drawing takes alone (s)."""
         self._calls: list[int] = []
         """Rows whose next turn waits for a place, a heap: what began earlier goes first."""
         self._replied: deque[int] = deque()
         """Rows whose replies the session service has still to pass on."""
         self._num_drawing = 0
+        self._entered_until = 0.0
+        """When the engine's step ends that prompts entered last, in work."""
         self._at_hand = self._version = -1
         self._needed = -1
         self._step = 0
@@ -119,7 +121,7 @@ class Instance:
 
     def _go_on(self, row: int) -> None:
         """Resume a rollout after its tool call."""
-        if self._turns_s[row]:
+        if self._turns[row]:
             heapq.heappush(self._calls, row)
         else:
             self._end(row)
@@ -130,7 +132,7 @@ class Instance:
     def _end(self, row: int) -> None:
         world = self._world
         lease = self._running.pop(row)
-        del self._turns_s[row]
+        del self._turns[row]
         lease.finished.append(row)
         if len(lease.finished) >= min(world.scenario.rows_per_put, lease.left):
             rows, lease.finished = lease.finished, []
@@ -176,20 +178,36 @@ class Instance:
             tokens, number = scenario.tokens(row), turns.of(row)
             world.tokens[row] = tokens + turns.read_tokens
             share_s = self._alone_s * tokens / number
-            self._turns_s[row] = [times.later_s + share_s] * (number - 1) + [times.prefill_s + share_s]
+            self._turns[row] = [(times.later_tokens, share_s)] * (number - 1) + [(times.first_tokens, share_s)]
             heapq.heappush(self._calls, row)
         if begun and self._busy_since is None:
             self._busy_since = world.now
-        while self._calls and self._num_drawing < scenario.slots and not self._draining:
-            row = heapq.heappop(self._calls)
-            self._num_drawing += 1
-            self._decoding.begin(row, self._turns_s[row].pop(), world.worked)
+        self._enter()
         if self._asked or self._version < max(0, self._needed):
             return
         want = self._room() - len(waiting)
         if want > 0:
             self._asked = True
             world.fetch(self._task, want, self._version, self._granted, self._outdated)
+
+    def _enter(self) -> None:
+        """Turns take free places; their prompts are computed in one step, or in that of the last ones."""
+        scenario, now, tokens, number = self._world.scenario, self._world.worked, 0.0, 0
+        while self._calls and self._num_drawing < scenario.slots and not self._draining:
+            row = heapq.heappop(self._calls)
+            prompt, drawing_s = self._turns[row].pop()
+            self._decoding.begin(row, drawing_s, now)
+            self._num_drawing += 1
+            tokens, number = tokens + prompt, number + 1
+        if not number:
+            return
+        prefill = scenario.times.prefill
+        seconds = prefill.seconds(tokens, rows=number)
+        if now < self._entered_until:
+            seconds -= prefill.call_s
+        else:
+            self._entered_until = now + seconds + scenario.times.decode_s(self._num_drawing)
+        self._decoding.hold(seconds, now)
 
     def _room(self) -> int:
         scenario, live = self._world.scenario, len(self._running)

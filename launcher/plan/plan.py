@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from launcher.plan.simulation import Simulated
 from workers.config import RunConfig
@@ -40,6 +41,20 @@ class Plan:
     def tokens_per_s_per_device(self) -> float:
         """Tokens of responses per second and device."""
         return self.tokens_per_s / self.num_devices
+
+    def values(self) -> dict[str, Any]:
+        """Return what JSON says of it."""
+        return {
+            "roles": self.config.roles,
+            "set": list(self.changes),
+            "devices": self.num_devices,
+            "step_s": self.step_s,
+            "bound_s": self.bound_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "idle_fraction": dict(self.idle),
+            "memory_headroom_gb": self.headroom_gb,
+        }
 
     @property
     def roles_text(self) -> str:

@@ -19,8 +19,10 @@ from launcher.plan.scenario import Work
 from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
 
-FORMAT = 1
+FORMAT = 2
 TRAIN, FORWARD, OPTIMIZER, PREFILL, DECODE = "train", "forward", "optimizer", "prefill", "decode"
+LATER_TURN = "later turn"
+"""As `PREFILL`, but no two responses have the same prompt."""
 COPY_OUT, COPY_IN = "copy_out", "copy_in"
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send and recv")
 _COPIED = 2**26
@@ -187,6 +189,8 @@ class Profile:
         for block, seconds in self.seconds.items():
             if block.name == name and seconds is not None:
                 by_depth.setdefault(block.layers, {})[replace(block, layers=0)] = seconds
+        if not by_depth:
+            return {}
         low, high = min(by_depth), max(by_depth)
         assert high == self._layers or low < high, "`check` refuses a file of one depth"
         found = {}
@@ -242,14 +246,17 @@ class Profile:
         slopes = [(s - table[shape.rows]) / shape.rows / (shape.prompt - context) for shape, s in longer]
         return table, max(0.0, *slopes, 0.0), context
 
-    def prefill_s(self) -> float:
-        """Return the time of a token of a prompt (s)."""
+    @cached_property
+    def prefill(self) -> Work:
+        """What prompts add to the step of an engine that they enter."""
         points = []
         shared = self.group_size if self.settings.get("vllm.prefix_caching", True) else 1
-        for shape, seconds in self.whole(PREFILL).items():
-            prompts = -(-shape.rows // shared)
-            points.append(max(0.0, seconds - self.decode_s(shape.rows, shape.prompt)) / prompts / shape.prompt)
-        return sum(points) / len(points)
+        for name, size in ((PREFILL, shared), (LATER_TURN, 1)):
+            for shape, seconds in self.whole(name).items():
+                tokens, rows = -(-shape.rows // size) * shape.prompt, shape.rows
+                points.append((tokens, rows, seconds - self.decode_s(rows, shape.prompt)))
+        call_s, token_s, row_s = _least_squares(points)
+        return Work(call_s=call_s, token_s=token_s, row_s=row_s)
 
     def update_s(self, parameters: float) -> float:
         """Return the time of an optimizer update of so many parameters on a rank (s)."""
@@ -282,14 +289,20 @@ class Profile:
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> Work:
-    """Return the work that explains measured times best, by relative errors; no coefficient is negative.
+    """Return the work that explains measured times best.
 
     Args:
         points: tokens, sum of squares, seconds of each.
     """
+    call_s, token_s, squared_s = _least_squares(points)
+    return Work(call_s=call_s, token_s=token_s, squared_s=squared_s)
+
+
+def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Return (a, b, c) of a + b x + c y for points (x, y, seconds): least relative errors, no coefficient negative."""
     import numpy as np
 
-    table = np.array([(1.0, tokens, squares) for tokens, squares, _ in points])
+    table = np.array([(1.0, x, y) for x, y, _ in points])
     seconds = np.array([max(1e-12, point[2]) for point in points])
     scale = table.max(axis=0) + (table.max(axis=0) == 0)
     table = table / scale / seconds[:, None]
@@ -300,8 +313,8 @@ def fit(points: Sequence[tuple[float, float, float]]) -> Work:
         if (found >= 0).all() and error < least - 1e-9:
             best, least = np.zeros(3), error
             best[columns] = found
-    call_s, token_s, squared_s = (best / scale).tolist()
-    return Work(call_s=call_s, token_s=token_s, squared_s=squared_s)
+    constant, of_x, of_y = (best / scale).tolist()
+    return constant, of_x, of_y
 
 
 def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) -> Iterable[Block]:
@@ -319,7 +332,10 @@ def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) 
         for rows in sorted({*(2**k for k in range(slots.bit_length())), slots}):
             yield Block(DECODE, layers, rows, middle)
         yield Block(DECODE, layers, slots, middle + prompt + response)
-        yield Block(PREFILL, layers, slots, prompt)
+        for rows in sorted({1, slots}):
+            yield Block(PREFILL, layers, rows, prompt)
+        for rows in sorted({1, -(-slots // 4)}) if config.rollout.is_own else ():
+            yield Block(LATER_TURN, layers, rows, middle + prompt + response)
         for name, rows in ((TRAIN, trained), (FORWARD, config.ref.micro_batch_size)):
             for shape in sorted(
                 {(1, response), (-(-rows // 4), response), (rows, response), (rows, -(-response // 2))}

@@ -111,8 +111,8 @@ def sizes_of(path: str, key: str) -> ModelSizes:
     return sizes
 
 
-def auto_roles(text: str, config: RunConfig) -> tuple[str, tuple[str, ...]] | None:
-    """Return `--roles` and `--set` of the best plan for `auto:DEVICES[@DEVICE]`; None: the text is something else.
+def auto_plan(text: str, config: RunConfig) -> Plan | None:
+    """Return the best plan for `auto:DEVICES[@DEVICE]` as `--roles`; None: the text is something else.
 
     DEVICE may be a profile's file.
 
@@ -131,8 +131,7 @@ def auto_roles(text: str, config: RunConfig) -> tuple[str, tuple[str, ...]] | No
         device = "cpu"
     profile = Path(device) if device.endswith(".json") else None
     named = None if profile is not None else device or None
-    best = open_planner(config, devices=int(number), device=named, profile=profile).plans()[0]
-    return best.roles_text, best.changes
+    return open_planner(config, devices=int(number), device=named, profile=profile).plans()[0]
 
 
 def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
@@ -246,23 +245,10 @@ def _options(plan: Plan) -> str:
 def plan_json(planner: Planner, plans: list[Plan], more: dict[str, float], others: Sequence[Plan] = ()) -> str:
     """Return the same as one JSON object."""
 
-    def told(plan: Plan) -> dict[str, Any]:
-        return {
-            "roles": plan.config.roles,
-            "set": list(plan.changes),
-            "devices": plan.num_devices,
-            "step_s": plan.step_s,
-            "bound_s": plan.bound_s,
-            "tokens_per_s": plan.tokens_per_s,
-            "tokens_per_s_per_device": plan.tokens_per_s_per_device,
-            "idle_fraction": dict(plan.idle),
-            "memory_headroom_gb": plan.headroom_gb,
-        }
-
     device = None if planner.device is None else planner.device.name
-    values = {"device": device, "plans": [told(plan) for plan in plans], "one_more_step_s": more}
+    values = {"device": device, "plans": [plan.values() for plan in plans], "one_more_step_s": more}
     if others:
-        values["other_schedules"] = [told(plan) for plan in others]
+        values["other_schedules"] = [plan.values() for plan in others]
     return json.dumps(values, indent=1)
 
 

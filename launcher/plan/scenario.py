@@ -28,7 +28,7 @@ class Work:
     squared_s: float = 0.0
     floor_s: float = 0.0
 
-    def seconds(self, tokens: int, squares: float, rows: int = 0) -> float:
+    def seconds(self, tokens: float, squares: float = 0.0, rows: int = 0) -> float:
         """Return the time of one call.
 
         Args:
@@ -145,23 +145,24 @@ class Times:
 
     Attributes:
         decode_s: number of responses that an instance generates -> seconds of a token of each.
-        prefill_s: of a prompt.
+        prefill: of the prompts that enter an instance's step together; it holds up all that the instance generates.
+        first_tokens, later_tokens: that are computed of a rollout's prompt, and of a later turn's.
         tasks: task -> work of one call on a worker of its role, or on a replica of the trainer that hosts it.
         train: role that trains -> work of a micro-batch on a replica.
         update_s: role that trains -> seconds of its optimizer.
         prompt_tokens: tokens of a prompt, where tasks and training compute it, too; `sim` engines do not.
         in_step: roles whose replicas wait for each other at every micro-batch (FSDP2's collectives).
-        later_s: of the prompt of a later turn.
     """
 
     decode_s: Callable[[int], float]
-    prefill_s: float
+    prefill: Work
+    first_tokens: float
+    later_tokens: float
     tasks: Mapping[str, Work]
     train: Mapping[str, Work]
     update_s: Mapping[str, float]
     prompt_tokens: int = 0
     in_step: Collection[str] = ()
-    later_s: float = 0.0
 
     @staticmethod
     def of_sim(config: RunConfig, *, prompt_tokens: float) -> "Times":
@@ -173,8 +174,9 @@ class Times:
         sim = config.sim
         return Times(
             decode_s=lru_cache(maxsize=None)(sim.decode_s),
-            prefill_s=sim.prefill_s_per_token * prompt_tokens,
-            later_s=sim.prefill_s_per_token * prompt_tokens,
+            prefill=Work(token_s=sim.prefill_s_per_token),
+            first_tokens=prompt_tokens,
+            later_tokens=prompt_tokens,
             tasks={
                 "ref_log_probs": Work(token_s=sim.ref_s_per_token),
                 "actor_log_probs": Work(token_s=sim.policy_forward_s_per_token),

@@ -316,13 +316,7 @@ class Planner:
         if self.device is None or self._sizes is None:
             return Times.of_sim(config, prompt_tokens=self.prompt_tokens), Latency(), config.rollout.batch_size
         model = CostModel(config, self._sizes, self.device, self.workload, self.profile, self.reward_model)
-        times, slots = model.times(), model.slots()
-        # A prefill holds up all that an instance generates: over its life a response waits for as many as run.
-        schedule, instances = config.schedule, config.roles["rollout"] // rollout_ranks(config)
-        in_flight = schedule.step_rows * (1 + schedule.staleness_bound)
-        running = min(slots, -(-in_flight // instances))
-        held = running * times.decode_s(1) / times.decode_s(running)
-        return replace(times, prefill_s=times.prefill_s * held, later_s=times.later_s * held), model.latency(), slots
+        return model.times(), model.latency(), model.slots()
 
     def headroom_gb(self, config: RunConfig) -> float | None:
         """Return what the fullest rank leaves of its device.

@@ -24,7 +24,18 @@ from asyncflow.process import die_with_parent
 from launcher.doctor.device_check import default_group
 from launcher.doctor.messages import reason
 from launcher.doctor.rank_processes import rank_devices, started_ranks
-from launcher.plan.profile import COLLECTIVES, COPY_IN, COPY_OUT, DECODE, FORWARD, OPTIMIZER, PREFILL, TRAIN, Block
+from launcher.plan.profile import (
+    COLLECTIVES,
+    COPY_IN,
+    COPY_OUT,
+    DECODE,
+    FORWARD,
+    LATER_TURN,
+    OPTIMIZER,
+    PREFILL,
+    TRAIN,
+    Block,
+)
 from workers.config import RunConfig
 from workers.engines.base import GenerateRequest, Sequences
 from workers.engines.load import load_frozen_model, load_generate_engine, load_train_engine
@@ -74,7 +85,8 @@ class Bench:
         if block.name in COLLECTIVES:
             return self._collective(block)
         kinds = {TRAIN: self._train, OPTIMIZER: self._optimizer, FORWARD: self._forward, DECODE: self._decode,
-                 PREFILL: self._prefill, COPY_OUT: self._copy, COPY_IN: self._copy}  # fmt: skip
+                 PREFILL: self._prefill, LATER_TURN: self._prefill,
+                 COPY_OUT: self._copy, COPY_IN: self._copy}  # fmt: skip
         once = kinds[block.name]
         once(block)  # what is allocated or compiled once
         took: list[float] = []
@@ -198,7 +210,7 @@ class Bench:
 
     def _prompts(self, block: Block) -> list[Tensor]:
         """Return a prompt for each row, groups of which have the same one."""
-        size = self._config.schedule.n_samples_per_prompt
+        size = 1 if block.name == LATER_TURN else self._config.schedule.n_samples_per_prompt
         tokens = [token for token in range(min(2**15, self._num_tokens())) if token not in self._eos]
         number = -(-block.rows // size)
         chosen = torch.randint(len(tokens), (number, block.prompt), generator=self._random)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError
@@ -20,6 +21,7 @@ from asyncflow.job import GangSpec
 from launcher.checks.batch_sizes import check_batch_sizes
 from launcher.plan.report import open_planner
 from launcher.plan.scenario import rollout_ranks
+from launcher.run.rundir import read_plan
 from tq.config import ScheduleMode
 from workers.config import RunConfig
 from workers.tasks.dataflow import OBSERVERS, TRAINERS, roles_on_device
@@ -58,7 +60,8 @@ class Advice:
     Attributes:
         first_step, last_step: that were looked at.
         step_s: mean time of one (s).
-        predicted_s: the planner's step time; None: it cannot predict this run without a profile.
+        predicted_s: the planner's step time: of the plan that `--roles auto:N` chose, or of `sim` engines; None: there
+            is none.
         busy: role -> share of the time in which its ranks do not wait.
         devices: that the roles share; 0: all compute on the cores of this host, so no split makes them faster.
         free: roles that take no device.
@@ -160,12 +163,14 @@ def _shared_out(
 class Advisor:
     """Keeps the newest steps of a run, and says what they show. Of one thread."""
 
-    def __init__(self, config: RunConfig, gangs: Sequence[GangSpec]) -> None:
+    def __init__(self, config: RunConfig, gangs: Sequence[GangSpec], run_dir: Path) -> None:
         """Args:
         config: of the run.
+        run_dir: of the run; may have a plan.
         gangs: of the run; where all real engines compute on the CPU, a split is no use: they share its cores.
         """
         self._config = config
+        self._run_dir = run_dir
         shared = config.rollout.engine != "sim" and {device for gang in gangs for device in gang.devices} <= {"cpu"}
         self._sizes = {} if shared else _sizes(config)
         self._free = set(config.roles) - set(roles_on_device(reward_model=config.reward.model is not None))
@@ -219,7 +224,7 @@ class Advisor:
 
     @cached_property
     def _predicted_s(self) -> float | None:
-        return predicted_step_s(self._config)
+        return predicted_step_s(self._config, self._run_dir)
 
     def _log(self, advice: Advice) -> None:
         """Say it when it is new: at most one line for as many steps as it rests on."""
@@ -229,8 +234,16 @@ class Advisor:
             logger.info("advice: %s", advice.text)
 
 
-def predicted_step_s(config: RunConfig) -> float | None:
-    """Return the planner's step time of a run with `sim` engines (s); None: it cannot predict this one."""
+def predicted_step_s(config: RunConfig, run_dir: Path) -> float | None:
+    """Return the step time that was planned, or of `sim` engines the planner's (s); None: it knows too little.
+
+    Args:
+        config: of the run.
+        run_dir: may have a plan; one of other roles is not of this run.
+    """
+    plan = read_plan(run_dir)
+    if plan.get("roles") == config.roles:
+        return float(plan["step_s"])
     if {config.rollout.engine, config.actor.engine} != {"sim"}:
         return None
     try:

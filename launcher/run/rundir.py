@@ -9,13 +9,14 @@ import json
 import logging
 import os
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncflow.clock import HostClock
+from asyncflow.durable import replace_text
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import (
     CHECKPOINTS,
@@ -27,6 +28,7 @@ from asyncflow.run_files import (
     LOGGERS,
     LOGS,
     METRICS_FILE,
+    PLAN_FILE,
     REPORT_FILE,
     SAMPLER_FILE,
     SAMPLES,
@@ -169,9 +171,31 @@ def rewrite_run_dir(path: Path, config: "RunConfig") -> Path:
     return path
 
 
+def write_plan(path: Path, plan: Mapping[str, Any]) -> None:
+    """Write what the planner chose, beside the configuration: `asyncflow status` compares.
+
+    Raises:
+        ConfigError: the file system refuses.
+    """
+    try:
+        replace_text(path / PLAN_FILE, json.dumps(plan, indent=1))
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """Return what the planner chose; nothing where there is no plan, or a damaged one."""
+    try:
+        return dict(json.loads((path / PLAN_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
 def discard_run_dir(path: Path) -> None:
-    """Remove what a run made that never began: its configuration, the launchers' logs, directories that are empty."""
-    (path / CONFIG_FILE).unlink(missing_ok=True)
+    """Remove what a run made that never began: its configuration and plan, the launchers' logs, directories that are
+    empty."""
+    for name in (CONFIG_FILE, PLAN_FILE):
+        (path / name).unlink(missing_ok=True)
     for log in (path / LOGS).glob("launcher*.log"):
         log.unlink(missing_ok=True)
     for directory in (*(path / name for name in DIRECTORIES), path):

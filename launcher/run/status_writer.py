@@ -56,7 +56,7 @@ class StatusWriter:
         self._job = job
         self._path = run_dir / STATUS_FILE
         self._config = config.tq
-        self._advisor = Advisor(config, job.gangs)
+        self._advisor = Advisor(config, job.gangs, run_dir)
         self._finished_steps: SimpleQueue[Metrics] = SimpleQueue()
         self._known = RunStatus(run_dir, time.time(), job.gangs, {})
         self._stop = threading.Event()

@@ -80,6 +80,15 @@ def test_a_live_run_says_which_split_would_be_better(tmp_path: Path) -> None:
     assert "rollout limits; --roles rollout:" in (tmp_path / "run" / "logs" / "launcher.log").read_text()
 
 
+def test_planned_roles_are_started_and_the_plan_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "sim.yaml").write_text(yaml.safe_dump(recipe("async", 1)))
+    done = command.run("sim.yaml", "--roles", "auto:4", "--run-dir", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["roles"] == yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["roles"]
+    assert f"{plan['step_s']:.3g} s a step predicted" in done.stdout
+
+
 def first_ready_recipe() -> dict[str, Any]:
     """Some responses are many times longer than the mean; an instance has places for less than a step of them."""
     config = recipe("async", 2)

@@ -90,11 +90,12 @@ def test_responses_end_when_their_tokens_are_drawn() -> None:
         config, lengths_of(lengths="constant", mean_tokens=10), num_slots=2, max_response_tokens=99, clock=clock
     )
     engine.submit(requests(0))
-    clock.now += 1.0
+    clock.now += 1.5
     engine.submit(requests(1))
     assert (engine.num_running, engine.free_slots) == (2, 0)
+    clock.now += 1.4  # 2 prompt tokens of 0.5 s, as many of the other one's beside it, 10 tokens of 0.1 s
     assert engine.step(woken()) == []
-    clock.now += 1.0  # 2 prompt tokens of 0.5 s, 10 tokens of 0.1 s
+    clock.now += 0.1
     (response,) = engine.step(woken())
     assert (response.index, len(response.response_R), response.truncated) == (0, 10, False)
     assert (engine.num_running, engine.free_slots) == (1, 1)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from asyncflow.job import GangSpec
 from launcher.plan.scenario import Scenario, Times
 from launcher.plan.simulation import Simulated, simulate
 from launcher.run.advice import Advice, Advisor, Load, better_split
+from launcher.run.rundir import write_plan
 from workers.config import RunConfig
 
 EVERY = range(1, 25)
@@ -66,6 +68,9 @@ def test_roles_that_take_turns_share_a_step() -> None:
     assert split_s == pytest.approx(10.0 * 0.2 * 6 / 4 + 10.0 * 0.8 * 2 / 4)
 
 
+NOWHERE = Path("nowhere")
+
+
 def config_of(**changed: Any) -> RunConfig:
     values: dict[str, Any] = {
         "steps": 10,
@@ -101,7 +106,7 @@ def lines_of(idle: Mapping[str, float], *, step_s: float = 5.0, first: int = 1, 
 
 
 def advice_of(config: RunConfig, idle: Mapping[str, float], **changed: Any) -> Advice:
-    advice = Advisor(config, ()).look(lines_of(idle, **changed))
+    advice = Advisor(config, (), NOWHERE).look(lines_of(idle, **changed))
     assert advice is not None
     return advice
 
@@ -143,9 +148,24 @@ def test_engines_that_share_the_cores_of_a_host_get_no_split() -> None:
         ref={"engine": "fsdp"},
     )  # fmt: skip
     gangs = (GangSpec("actor", "actor", 0, 6, ("cpu",) * 6),)
-    advice = Advisor(config, gangs).look(lines_of({"rollout": 0.0, "actor": 0.7, "ref": 0.8}))
+    advice = Advisor(config, gangs, NOWHERE).look(lines_of({"rollout": 0.0, "actor": 0.7, "ref": 0.8}))
     assert advice is not None and advice.split is None and advice.predicted_s is None
     assert "rollout limits" not in advice.text and "share the cores" in advice.text
+
+
+def test_what_was_planned_is_compared_with_what_is_measured_whatever_the_engines(tmp_path: Path) -> None:
+    config = config_of(
+        rollout={"engine": "hf", "max_response_tokens": 64}, actor={"engine": "fsdp", "micro_batch_size": 4},
+        ref={"engine": "fsdp"},
+    )  # fmt: skip
+    lines = lines_of({"rollout": 0.0, "actor": 0.7, "ref": 0.8})
+    write_plan(tmp_path, {"roles": config.roles, "step_s": 4.0})
+    advice = Advisor(config, (), tmp_path).look(lines)
+    assert advice is not None and "5 s each, 4 s predicted" in advice.text
+    for other in ({"roles": {"rollout": 1}, "step_s": 4.0}, {}):
+        write_plan(tmp_path, other)
+        advice = Advisor(config, (), tmp_path).look(lines)
+        assert advice is not None and advice.predicted_s is None
 
 
 def test_a_copy_of_several_ranks_grows_as_a_whole() -> None:
@@ -155,27 +175,27 @@ def test_a_copy_of_several_ranks_grows_as_a_whole() -> None:
         actor={"engine": "fsdp", "micro_batch_size": 4},
     )  # fmt: skip
     gangs = (GangSpec("actor", "actor", 0, 1, ("cuda:0",)), GangSpec("controller-0", "controller", 0, 1, ("cpu",)))
-    advice = Advisor(config, gangs).look(lines_of({"rollout": 0.0, "actor": 0.8, "ref": 0.9}))
+    advice = Advisor(config, gangs, NOWHERE).look(lines_of({"rollout": 0.0, "actor": 0.8, "ref": 0.9}))
     assert advice is not None and advice.split == {"rollout": 12, "actor": 2, "ref": 2}
 
 
 def test_advice_waits_for_steps_and_begins_anew_after_a_restore() -> None:
     idle = {"rollout": 0.0, "actor": 0.7, "ref": 0.8}
-    advisor = Advisor(config_of(), ())
+    advisor = Advisor(config_of(), (), NOWHERE)
     assert advisor.look(lines_of(idle, last=6)) is None
     first = advisor.look(lines_of(idle, first=7, last=7))
     assert first is not None and first.first_step == 3
     assert advisor.look([]) is first
     again = advisor.look(lines_of({"rollout": 0.5, "actor": 0.0, "ref": 0.8}, first=4, last=12))
     assert again is not None and (again.first_step, again.limits) == (6, "actor")
-    assert Advisor(config_of(), ()).look(lines_of(idle, step_s=1.0)) is None  # eight seconds
+    assert Advisor(config_of(), (), NOWHERE).look(lines_of(idle, step_s=1.0)) is None  # eight seconds
 
 
 def test_the_log_has_a_line_when_the_advice_changes_and_at_most_one_in_twenty_steps(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "launcher.run.advice")
-    advisor = Advisor(config_of(), ())
+    advisor = Advisor(config_of(), (), NOWHERE)
     for step in range(1, 61):
         limits = "actor" if step >= 30 else "rollout"
         idle = {"rollout": 0.6, "actor": 0.6, "ref": 0.8} | {limits: 0.0}

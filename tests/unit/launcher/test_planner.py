@@ -14,7 +14,7 @@ from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from launcher.plan.report import auto_roles, open_planner, plan_json, plan_text, recorded_lengths
+from launcher.plan.report import auto_plan, open_planner, plan_json, plan_text, recorded_lengths
 from launcher.plan.scenario import Turns
 from launcher.plan.simulation import simulate
 from tq.config import Fill
@@ -230,12 +230,12 @@ def test_turns_and_tools_are_those_of_a_run(tmp_path: Path) -> None:
 
 
 def test_roles_may_be_planned_by_the_launcher() -> None:
-    found = auto_roles("auto:8", sim_run())
+    found = auto_plan("auto:8", sim_run())
     assert found is not None
-    assert sum(int(pair.partition(":")[2]) for pair in found[0].split(",")) <= 8
-    assert auto_roles("rollout:1,actor:1", sim_run()) is None
+    assert sum(int(pair.partition(":")[2]) for pair in found.roles_text.split(",")) <= 8
+    assert auto_plan("rollout:1,actor:1", sim_run()) is None
     with pytest.raises(ConfigError, match="--roles auto:x: give a number of devices"):
-        auto_roles("auto:x", sim_run())
+        auto_plan("auto:x", sim_run())
 
 
 def test_command_prints_the_line_to_paste_why_and_a_timeline(qwen: RunConfig, tmp_path: Path) -> None:

@@ -19,8 +19,19 @@ from launcher.config.paths import find_recipe
 from launcher.doctor.device_ranks import exchanges
 from launcher.plan.cost_model import CostModel, Workload
 from launcher.plan.devices import find_device
-from launcher.plan.profile import DECODE, EXCHANGED, FORWARD, OPTIMIZER, PREFILL, TRAIN, Block, Profile, fit
-from launcher.plan.report import auto_roles, model_sizes, open_planner
+from launcher.plan.profile import (
+    DECODE,
+    EXCHANGED,
+    FORWARD,
+    LATER_TURN,
+    OPTIMIZER,
+    PREFILL,
+    TRAIN,
+    Block,
+    Profile,
+    fit,
+)
+from launcher.plan.report import auto_plan, model_sizes, open_planner
 from launcher.plan.scenario import Turns
 from workers.config import RunConfig
 
@@ -44,9 +55,10 @@ def seconds_of(block: Block) -> float:
     """A device on which everything is linear: a layer, and what is outside of the layers."""
     if block.name == DECODE:
         return 0.001 + block.layers * (2e-4 + 1e-5 * block.rows + 1e-7 * block.rows * block.prompt)
-    if block.name == PREFILL:
+    if block.name in (PREFILL, LATER_TURN):
         decoded = 0.001 + block.layers * (2e-4 + 1e-5 * block.rows + 1e-7 * block.rows * block.prompt)
-        return decoded + block.layers * 1e-6 * block.rows / 16 * block.prompt
+        prompts = block.rows if block.name == LATER_TURN else -(-block.rows // 16)
+        return decoded + 0.002 + 1e-4 * block.rows + block.layers * 1e-6 * prompts * block.prompt
     if block.name == OPTIMIZER:
         return 0.002 * (block.layers + 1)
     tokens = block.rows * (block.prompt + block.response)
@@ -102,7 +114,14 @@ def test_decoding_is_measured_by_batch_and_context(config: RunConfig) -> None:
     for responses, context in ((1, 6), (3, 6), (100, 6), (256, 12), (200, 10)):
         expected = seconds_of(Block(DECODE, LAYERS, responses, context))
         assert profile.decode_s(responses, context) == pytest.approx(expected, rel=0.01)
-    assert profile.prefill_s() == pytest.approx(LAYERS * 1e-6, rel=0.05)
+
+
+def test_a_prompt_costs_a_call_its_row_and_its_tokens(config: RunConfig) -> None:
+    """Where later turns have prompts of their own, so that rows and tokens are told apart."""
+    rollout = config.rollout.model_copy(update={"function": "mine:rollout"})
+    prefill = measured(config.model_copy(update={"rollout": rollout})).prefill
+    assert (prefill.call_s, prefill.row_s, prefill.token_s) == pytest.approx((0.002, 1e-4, LAYERS * 1e-6), rel=0.02)
+    assert not [block for block in measured(config).seconds if block.name == LATER_TURN]
 
 
 def test_ranks_that_share_a_model_each_do_what_a_call_takes_beside_its_samples(config: RunConfig) -> None:
@@ -158,7 +177,9 @@ def test_a_profile_with_weights_is_of_the_same_model_without_them(config: RunCon
 def test_without_prefix_caching_every_response_read_its_prompt(config: RunConfig) -> None:
     profile = measured(config)
     alone = replace(profile, settings={**profile.settings, "vllm.prefix_caching": False})
-    assert alone.prefill_s() == pytest.approx(profile.prefill_s() / config.schedule.n_samples_per_prompt)
+    rows, prompt = config.rollout.batch_size, config.data.max_prompt_tokens // 2
+    whole_s = profile.prefill.seconds(rows / config.schedule.n_samples_per_prompt * prompt, rows=rows)
+    assert alone.prefill.seconds(rows * prompt, rows=rows) == pytest.approx(whole_s)
 
 
 def test_plans_follow_what_was_measured(config: RunConfig, tmp_path: Path) -> None:
@@ -167,9 +188,9 @@ def test_plans_follow_what_was_measured(config: RunConfig, tmp_path: Path) -> No
     measured(config, slower=3).write(slow)
     steps_s = [open_planner(config, devices=4, device=None, profile=each).plans()[0].step_s for each in (file, slow)]
     assert steps_s[1] > 2 * steps_s[0]
-    found = auto_roles(f"auto:4@{file}", config)
+    found = auto_plan(f"auto:4@{file}", config)
     assert found is not None
-    assert found[0].startswith("rollout:")
+    assert found.roles_text.startswith("rollout:")
 
 
 def test_a_file_comes_back_and_is_gone_on_with(config: RunConfig, tmp_path: Path) -> None:
@@ -200,12 +221,12 @@ def test_a_file_of_something_else_is_refused(config: RunConfig, tmp_path: Path) 
     assert (refused.exit_code, "was measured with model.num_parameters" in refused.output) == (2, True)
     refused = CliRunner().invoke(main, ["profile", "quickstart", "--set", "rollout.engine=sim", "--out", str(file)])
     assert (refused.exit_code, "engine: sim takes no time" in refused.output) == (2, True)
-    for text in ("[]", "{", '{"format": 1}'):
+    for text in ("[]", "{", '{"format": 2}'):
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"--profile .*of.json: is no file of `asyncflow profile`"):
             open_planner(config, devices=4, device=None, profile=file)
-    file.write_text('{"format": 2}')
-    with pytest.raises(ConfigError, match=r"has format 2, not 1; measure again"):
+    file.write_text('{"format": 1}')
+    with pytest.raises(ConfigError, match=r"has format 1, not 2; measure again"):
         Profile.read(file, "--profile")
 
 

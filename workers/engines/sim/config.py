@@ -23,7 +23,7 @@ class SimConfig(Settings):
     lengths_file: str = ""
     """For `lengths: file`. Relative: in the working directory."""
     prefill_s_per_token: float = Field(0.0, ge=0)
-    """Of the prompt (s)."""
+    """Of a prompt; holds up what is generated beside it (s)."""
     decode_s_per_token: float = Field(0.005, ge=0)
     """Of a response (s); responses that run at the same time do not slow each other down."""
     decode_s_by_batch: dict[int, float] = Field({})

@@ -7,7 +7,8 @@ seconds pass for each second of everybody's work, so the order of the ends never
     seconds   0 ............ 3.0 ... 4.0        the first ends after 2 x 1.5 s, the other works its last second alone
     clock     0 ............ 2.0 ... 3.0
 
-Used by the `sim` engine, with the real time, and by the planner, with simulated time.
+Prompts that enter hold everybody up while they are computed. Used by the `sim` engine, with the real time, and by the
+planner, with simulated time.
 """
 
 import heapq
@@ -55,6 +56,11 @@ class Decoding:
         heapq.heappush(self._ends, (self._clock + work_s, number))
         self._count(1)
         return self._clock
+
+    def hold(self, seconds: float, now: float) -> None:
+        """No response gets a token for so long: prompts are computed (s)."""
+        self._advance(now)
+        self._now += seconds
 
     def cancel(self, number: int, now: float) -> None:
         """A response that runs is dropped."""

@@ -120,12 +120,12 @@ class SimGenerateEngine:
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         assert len(requests) <= self.free_slots
         now = self._clock()
+        self._decoding.hold(self._config.prefill_s_per_token * sum(each.prompt_P.numel() for each in requests), now)
         for request in requests:
-            prefill_s = self._config.prefill_s_per_token * request.prompt_P.numel()
             num_tokens = min(request.limit(self._longest), self._lengths.tokens(request.index))
             number = next(self._numbers)
-            began = self._decoding.begin(number, prefill_s + self._config.decode_s(1) * num_tokens, now)
-            self._running[number] = _Running(request, num_tokens, began + prefill_s)
+            began = self._decoding.begin(number, self._config.decode_s(1) * num_tokens, now)
+            self._running[number] = _Running(request, num_tokens, began)
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Sleep until a response ends or `wake` is set; returns those that ended."""
