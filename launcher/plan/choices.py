@@ -25,9 +25,9 @@ _LEAST_OF_FIRST_READY = 2
 
 
 def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iterator[Choice]:
-    """Yield every tensor parallelism of vLLM, and tensor, context and pipeline parallelism of Megatron, that divides
-    the model, with every number of ranks that share a copy of the reference, where it is sharded; tensor parallelism
-    and copies stay inside a node."""
+    """Yield every layout that divides the model: tensor parallelism of vLLM; tensor, context and pipeline parallelism
+    of the actor's Megatron; where the reference is sharded, the ranks that share a copy, or its Megatron's tensor
+    parallelism. Tensor parallelism and copies stay inside a node."""
     divides = [n for n in _DIVISIONS if model.num_heads % n == 0 and model.ffn_size % n == 0]
     inside = [n for n in divides if n <= devices_per_node]
     # vLLM repeats heads of keys and values where ranks are more.
@@ -42,16 +42,26 @@ def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iter
             for tensor, context, stages in itertools.product(inside, shares, _DIVISIONS)
             if model.num_kv_heads % tensor == model.num_heads // tensor % context == model.num_layers % stages == 0
         ]
-    shards: list[int] = [0]
-    if config.ref.engine == "fsdp" and config.algorithm.kl_coef > 0 and not config.actor.tri_model:
+    scoring: list[dict[str, int]] = [{}]
+    scores = config.algorithm.kl_coef > 0 and not config.actor.tri_model
+    if scores and config.ref.engine == "fsdp":
         shards = sorted({*(n for n in _DIVISIONS if 1 < n <= devices_per_node), config.ref.shards})
-    for size, divided, shared in itertools.product(generating, training, shards):
+        scoring = [{"shards": number} for number in shards]
+    if scores and config.ref.engine == "megatron":
+        own, context = config.ref.megatron.tensor_parallel, config.ref.megatron.context_parallel
+        able = (n for n in inside if model.num_kv_heads % n == model.num_heads // n % context == 0)
+        scoring = [{"tensor_parallel": tensor} for tensor in sorted({*able, own})]
+    for size, divided, shared in itertools.product(generating, training, scoring):
         vllm = config.vllm.model_copy(update={"tensor_parallel_size": size or 1})
         actor = config.actor.model_copy(update={"megatron": config.actor.megatron.model_copy(update=divided)})
         told = {"vllm.tensor_parallel_size": size} if size else {}
         told |= {f"actor.megatron.{name}": number for name, number in divided.items()}
-        ref = config.ref.model_copy(update={"shards": shared or config.ref.shards})
-        told |= {"ref.shards": shared} if shared else {}
+        ref, part = config.ref, ""
+        if config.ref.engine == "megatron":
+            ref, part = ref.model_copy(update={"megatron": ref.megatron.model_copy(update=shared)}), "megatron."
+        else:
+            ref = ref.model_copy(update=shared)
+        told |= {f"ref.{part}{name}": number for name, number in shared.items()}
         yield config.model_copy(update={"vllm": vllm, "actor": actor, "ref": ref}), _told(told)
 
 

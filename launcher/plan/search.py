@@ -236,42 +236,36 @@ class Planner:
         found: list[_Candidate] = []
         refused: ConfigError | None = None
         for config, told in self._batch_sizes(candidate.config):
-            try:
-                found += self._with_micro_batches(replace(candidate, config=config, batches=told))
-            except ConfigError as error:
-                refused = refused or error
+            for each in self._with_micro_batches(replace(candidate, config=config, batches=told)):
+                if isinstance(each, ConfigError):
+                    refused = refused or each
+                else:
+                    found.append(each)
         if not found:
             assert refused is not None, "there is the configured one"
             raise refused
         return found
 
-    def _with_micro_batches(self, candidate: _Candidate) -> list[_Candidate]:
-        """Return it with the configured micro-batch and larger ones, as long as they lower the bound; or with the
-        largest smaller one that fits.
-
-        Raises:
-            ConfigError: nothing fits; what the configured micro-batch lacks.
-        """
-        found: list[_Candidate] = []
-        refused: ConfigError | None = None
+    def _with_micro_batches(self, candidate: _Candidate) -> Iterator[_Candidate | ConfigError]:
+        """Yield it with the configured micro-batch and larger ones, as long as they lower the bound, or with the
+        largest smaller one that fits; and what others lack."""
+        last: _Candidate | None = None
         own = _size((candidate.config, ()))
         for choice in self._micro_batches(candidate.config):
-            if found and _size(choice) < own:
-                break
+            if last is not None and _size(choice) < own:
+                return
             config, told = choice
             bound_s = self.bound_s(config)
-            if found and bound_s > _WORTH * found[-1].bound_s:
+            if last is not None and bound_s > _WORTH * last.bound_s:
                 continue
             try:
                 check_launchable(config, self.device, self.num_devices)
                 batches = (candidate.batches or ()) + told
-                found.append(_Candidate(config, candidate.layout, bound_s, batches, self.headroom_gb(config)))
+                last = _Candidate(config, candidate.layout, bound_s, batches, self.headroom_gb(config))
             except ConfigError as error:
-                refused = refused or error
-        if not found:
-            assert refused is not None, "there is the configured one"
-            raise refused
-        return found
+                yield error
+            else:
+                yield last
 
     def _splits(self, config: RunConfig) -> Iterator[dict[str, int]]:
         """Yield roles; for the cost, of fewer devices, too."""

@@ -93,6 +93,18 @@ def test_ranks_that_share_a_copy_score_as_one_worker_and_are_planned_together(qw
     assert {config.ref.shards for config, _ in planner.layouts()} == {2, 4, 8}
 
 
+def test_a_reference_of_megatron_is_planned_with_its_tensor_parallelism(qwen: RunConfig) -> None:
+    layout = qwen.ref.megatron.model_copy(update={"tensor_parallel": 4})
+    ref = qwen.ref.model_copy(update={"engine": "megatron", "megatron": layout})
+    config = qwen.model_copy(update={"ref": ref, "roles": qwen.roles | {"ref": 8}})
+    planner = open_planner(config, devices=32, device="ascend-910b")
+    assert {choice.ref.megatron.tensor_parallel for choice, _ in planner.layouts()} == {1, 2, 4}  # of 4 heads of keys
+    for plan in planner.plans():
+        tensor = plan.config.ref.megatron.tensor_parallel
+        assert f"ref.megatron.tensor_parallel={tensor}" in plan.changes
+        assert plan.config.roles.get("ref", 0) % tensor == 0
+
+
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 def test_a_critic_has_a_role_of_its_own_where_the_actor_cannot_train_it_or_that_pays(
     qwen: RunConfig, engine: Literal["megatron", "fsdp"]
