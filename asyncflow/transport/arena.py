@@ -156,11 +156,6 @@ class Extents:
         """End of the highest part that was ever handed out."""
 
     @property
-    def free_extents(self) -> list[tuple[int, int]]:
-        """The free parts as (start, bytes), in order."""
-        return list(zip(self._starts, self._sizes, strict=True))
-
-    @property
     def in_use(self) -> int:
         """How many parts are handed out."""
         return len(self._used)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tq.policies import Item
-from workers.tasks.dataflow import NeededWeights, PlacedTask
+from workers.tasks.dataflow import PlacedTask
 
 if TYPE_CHECKING:
     from launcher.plan.simulation import World
@@ -21,7 +21,6 @@ class ColumnWorker:
         self._name = f"{task.role}-{number}-0"
         self._world = world
         self._task = task
-        self._follows = task.weights is not NeededWeights.ANY
         self._version = 0
         self._at_hand = 0
         self._needed = 0
