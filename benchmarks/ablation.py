@@ -12,7 +12,7 @@
                 timeline_overhead        largest share of a process's CPU time that recording spans took
     scaling     scaling_NNx              samples per second with so many times the instances, and the work, of 1x (one
                                          process of each role), over so many times those of 1x: w2, async with
-                                         staleness 2 (at 1 the ideal itself loses: more answers, a longer longest one)
+                                         staleness 2 (at 1 the ideal itself loses: more responses, a longer longest one)
     staleness   staleness_samples, staleness_violations
                                          samples of simulated runs with heavy tails, kills and resumes, and those that
                                          were outside the bound; the runs above count, too

@@ -30,7 +30,7 @@ from workers.calls.pool import CallPool, Entry
 
 SOURCE = """
 def score(prompt, response, ground_truth):
-    return float(response.rstrip().endswith(answer))
+    return float(response.rstrip().endswith(ground_truth))
 
 async def score_async(prompt, response, ground_truth):
     return score(prompt, response, ground_truth)

@@ -45,13 +45,13 @@ class ScheduleConfig(Settings):
     mode: ScheduleMode = ScheduleMode.ASYNC
     """`sync`: generate all, then score, then train. `periodic`: all at once, but on the newest weights only. `async`:
     steps overlap, too, within `max_staleness`; an instance takes newer weights when it begins a step. `substep`: as
-    async, but instances take newer weights as soon as they exist, where the engine goes on with answers that run."""
+    async, but instances take newer weights as soon as they exist, where the engine goes on with responses that run."""
     max_staleness: int = Field(1, ge=0)
     """Largest (s - 1) - v for a sample of step s generated with weights of version v; `sync`, `periodic`: always 0."""
     rollout_batch_size: int = Field(ge=1)
     """Groups (prompts) per step."""
     n_samples_per_prompt: int = Field(ge=1)
-    """Answers per prompt: the group size G."""
+    """Responses per prompt: the group size G."""
     fill: Fill = Fill.IN_ORDER
     """`in_order`: a step trains the groups that were admitted for it. `first_ready`: those that are finished first: of
     later steps, too, and what is unfinished one step late; `max_staleness` still holds. Needs a `max_staleness` of 2 or

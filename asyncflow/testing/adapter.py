@@ -55,7 +55,7 @@ class Adapter:
 
         Args:
             model_dir: a Hugging Face directory with weights (of a tiny model; of the first of `families`, if none).
-            sampling: what it draws; `batch_size` answers at a time.
+            sampling: what it draws; `batch_size` responses at a time.
         """
         own = sampling.model_copy(update={"engine": self.engine, "engine_options": dict(self.options)})
         run = run_config(model_dir, own.model_dump())

@@ -1,6 +1,6 @@
 """Gradients of one step, streamed and not: the same rows, in whatever order they arrive, cut however they are.
 
-The rows are recorded once: the quickstart model answers the quickstart's prompts. `sync` gets them in data order, in
+The rows are recorded once: the quickstart model responses the quickstart's prompts. `sync` gets them in data order, in
 micro-batches of the whole step's order; `periodic` as they end, group by group in a random order, in micro-batches of
 other sizes. Only rounding may differ (Theorem 1 of arXiv 2511.18871).
 """
@@ -67,16 +67,16 @@ def _recorded(config: RunConfig) -> list[PackedBatch]:
         prompt = dataset.prompt(group)
         tokens = torch.as_tensor(prompt.tokens)
         asked = [GenerateRequest(group * size + k, tokens, seed=group * size + k) for k in range(size)]
-        answers = sorted(generate(engine, asked), key=lambda one: one.index)
-        scored = [scorer.submit(tokens, one.response_R, prompt.ground_truth).result() for one in answers]
+        responses = sorted(generate(engine, asked), key=lambda one: one.index)
+        scored = [scorer.submit(tokens, one.response_R, prompt.ground_truth).result() for one in responses]
         columns = {
-            **sample_columns([tokens] * size, [one.response_R for one in answers]),
-            "rollout_log_probs": Column.of_rows([one.log_probs_R for one in answers]),
-            "ref_log_probs": Column.of_rows([one.log_probs_R - 0.1 for one in answers]),
-            "truncated": Column.of_scalars(torch.tensor([one.truncated for one in answers])),
+            **sample_columns([tokens] * size, [one.response_R for one in responses]),
+            "rollout_log_probs": Column.of_rows([one.log_probs_R for one in responses]),
+            "ref_log_probs": Column.of_rows([one.log_probs_R - 0.1 for one in responses]),
+            "truncated": Column.of_scalars(torch.tensor([one.truncated for one in responses])),
         }
         columns["rewards"] = Column.of_scalars(torch.tensor([float(one.reward) for one in scored]))
-        batch = PackedBatch(tuple(one.index for one in answers), columns, (group,) * size)
+        batch = PackedBatch(tuple(one.index for one in responses), columns, (group,) * size)
         groups.append(
             batch.with_columns(load_algorithm(config.algorithm, config.rollout).advantages(batch, group_size=size))
         )
@@ -85,7 +85,7 @@ def _recorded(config: RunConfig) -> list[PackedBatch]:
 
 
 def _gradients(config: RunConfig, groups: Sequence[PackedBatch], *, micro_batch_size: int) -> list[Tensor]:
-    """Return the gradient of every parameter, summed over micro-batches of so many answers."""
+    """Return the gradient of every parameter, summed over micro-batches of so many responses."""
     engine = FsdpEngine(
         Path(config.model.path), actor=config.actor, temperature=config.rollout.temperature,
         device=_CPU, seed=0,

@@ -3,9 +3,9 @@
     admission -> queue -> 8 instances, some late with their weights, some killed -> queue -> trainer -> version ...
                  now and then everything dies, and the run goes on from an older checkpoint
 
-Answers have heavy tails (Pareto); an instance hears of new weights after a random while and swaps when `may_swap` says
-so; a killed one loses its leases, which are fenced and handed out again; after a resume the lineage's later steps are
-forgotten. What a sample's first token was drawn with is noted when it starts, and checked when it is trained.
+Responses have heavy tails (Pareto); an instance hears of new weights after a random while and swaps when `may_swap`
+says so; a killed one loses its leases, which are fenced and handed out again; after a resume the lineage's later steps
+are forgotten. What a sample's first token was drawn with is noted when it starts, and checked when it is trained.
 """
 
 import heapq

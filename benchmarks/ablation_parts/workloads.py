@@ -1,4 +1,4 @@
-"""The ablation's workloads: how long answers are, and how long each role takes. Times are in periods T of one step."""
+"""The ablation's workloads: lengths of responses, and how long each role takes. Times are in periods T of one step."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +42,7 @@ class Workload:
 
     Attributes:
         sigma, clip: of the lengths' log-normal distribution; the longest, in means.
-        slots: answers at a time, over all instances.
+        slots: responses at a time, over all instances.
         rollout, ref, actor: time of a step's work on all of the role's processes (T).
         samples: of a step.
         period_s: T (s).

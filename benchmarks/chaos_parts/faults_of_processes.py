@@ -159,7 +159,7 @@ def rollout_is_stopped_in_a_broadcast(lab: Lab) -> Seen:
 def _in_a_broadcast(lab: Lab) -> Iterator[FaultyRun]:
     """Yield a run whose trainer waits in a broadcast for rollout 0, which is stopped.
 
-    If the trainer needs that rollout's answers first, it is killed and started again before the next broadcast; then
+    If the trainer needs that rollout's responses first, it is killed and started again before the next broadcast; then
     its successor is stopped.
     """
     with lab.run(roles="rollout:2,actor:2", settings=_BROADCAST, steps=_BROADCAST_STEPS) as run:

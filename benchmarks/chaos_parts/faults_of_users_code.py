@@ -65,32 +65,32 @@ def poison_prompt_kills_the_rollout(lab: Lab) -> Seen:
 
 
 def reward_ends_the_process(lab: Lab) -> Seen:
-    """On one prompt the reward calls os._exit, as good as a crash: these answers have no reward."""
+    """On one prompt the reward calls os._exit, as good as a crash: these responses have no reward."""
     return _scored(lab, "os", "os._exit(3)", says="ended its process on response")
 
 
 def reward_calls_exit(lab: Lab) -> Seen:
-    """On one prompt the reward calls sys.exit: these answers have no reward."""
+    """On one prompt the reward calls sys.exit: these responses have no reward."""
     return _scored(lab, "sys", "sys.exit(3)")
 
 
 def reward_raises(lab: Lab) -> Seen:
-    """On one prompt the reward raises: these answers have no reward."""
+    """On one prompt the reward raises: these responses have no reward."""
     return _scored(lab, "math", "1 / 0")
 
 
 def reward_returns_no_number(lab: Lab) -> Seen:
-    """On one prompt the reward is NaN: these answers have no reward."""
+    """On one prompt the reward is NaN: these responses have no reward."""
     return _scored(lab, "math", "math.nan")
 
 
 def reward_hangs(lab: Lab) -> Seen:
-    """On one prompt the reward never returns: after reward.timeout_s these answers have no reward."""
+    """On one prompt the reward never returns: after reward.timeout_s these responses have no reward."""
     return _scored(lab, "threading", "threading.Event().wait()", settings={"reward.timeout_s": 0.5})
 
 
 def reward_hangs_with_the_interpreters_lock(lab: Lab) -> Seen:
-    """On one prompt native code holds Python's lock: its child is killed, and these answers have no reward."""
+    """On one prompt native code holds Python's lock: its child is killed, and these responses have no reward."""
     settings = {"launcher.silence_timeout_s": 3, "tq.lease_timeout_s": 2, "reward.timeout_s": 1}
     return _scored(lab, "ctypes", "ctypes.PyDLL(None).sleep(3600)", says="took longer than", settings=settings)
 

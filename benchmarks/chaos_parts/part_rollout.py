@@ -1,10 +1,10 @@
 """`detect_s_max recover_s_max`: one of four rollouts is killed, another one stopped (SIGSTOP); the others go on.
 
 Engines are `sim`, so that rollouts are what the run waits for and two cores are not; queue, weights, launcher and
-processes are real. The throughput is the answers that the queue got, as `asyncflow status` counts them.
+processes are real. The throughput is the responses that the queue got, as `asyncflow status` counts them.
 
     detect_s     from the signal to the launcher's record that the gang is gone
-    recover_s    from then until two seconds' answers are 70 % of what they were before
+    recover_s    from then until two seconds' responses are 70 % of what they were before
     back_s       from then until the new instance serves the newest version of the weights
     idle_s       longest time in which one of the others generated nothing, from the signal until the new one serves
 """
@@ -55,7 +55,7 @@ class Loss:
     Attributes:
         victim, signal: who got what.
         detect_s, recover_s, back_s, idle_s: see the module.
-        rate_before, rate_after: answers per second before, and after the throughput was back.
+        rate_before, rate_after: responses per second before, and after the throughput was back.
         others_kept: whether the other instances are the processes that they were.
     """
 
@@ -77,7 +77,7 @@ class _Watched:
         self._run = run
         self._live = live
         self._rate_s = rate_s
-        self._answers = Throughput()
+        self._responses = Throughput()
 
     def lose(self, name: str, number: signal.Signals) -> tuple[Loss, float, float]:
         """Send a signal to one rollout and wait until all is well again.
@@ -96,7 +96,7 @@ class _Watched:
                 raise RuntimeError(f"{name} after {number.name}: not back within {_DEADLINE_S:g} s")
             detected = self._run.logged_at(f"GangExited(gang='{name}'", logged)
             if detected is not None:
-                recovered = recovered or self._answers.back_at(detected, rate=SHARE * rate, window_s=_WINDOW_S)
+                recovered = recovered or self._responses.back_at(detected, rate=SHARE * rate, window_s=_WINDOW_S)
                 back = back or (now if self._serves(name, newest, but=before[name]) else None)
         assert detected is not None
         rate_after, after = self._rate(), self._pids()
@@ -113,18 +113,18 @@ class _Watched:
         return loss, sent, max(back, recovered)
 
     def _rate(self) -> float:
-        """Look for a while; return the answers per second."""
+        """Look for a while; return the responses per second."""
         self._look()
         began = time.time()
         while time.time() < began + self._rate_s:
             self._look()
-        return self._answers.rate(began, time.time())
+        return self._responses.rate(began, time.time())
 
     def _look(self) -> int:
-        """Count the answers, after a moment; returns the step of the newest weights."""
+        """Count the responses, after a moment; returns the step of the newest weights."""
         pause(_POLL_S)
-        answers, newest = self._live.progress("actor_rollout")
-        self._answers.add(time.time(), answers)
+        responses, newest = self._live.progress("actor_rollout")
+        self._responses.add(time.time(), responses)
         return newest
 
     def _serves(self, name: str, newest: int, *, but: int) -> bool:

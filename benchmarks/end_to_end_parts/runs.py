@@ -89,7 +89,7 @@ class Lab:
         workload = self._workload(dtype)
         description = {
             "model": str(workload.model), "prompts": str(workload.prompts), "dtype": dtype, "steps": workload.steps,
-            "threads": workload.threads, "answers": RESPONSES, "tokens": TOKENS,
+            "threads": workload.threads, "responses": RESPONSES, "tokens": TOKENS,
         }  # fmt: skip
         file = self.directory / "workload.json"
         file.write_text(json.dumps(description))

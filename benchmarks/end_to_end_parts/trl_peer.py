@@ -2,7 +2,7 @@
 
     PEER/bin/python trl_peer.py WORKLOAD.json THREADS
 
-Prints one JSON object: seconds and answer tokens of every step, and the versions.
+Prints one JSON object: seconds and response tokens of every step, and the versions.
 """
 
 import json
@@ -51,7 +51,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(workload["model"], dtype=getattr(torch, workload["dtype"]))
     with tempfile.TemporaryDirectory() as directory:
         config = GRPOConfig(
-            output_dir=directory, per_device_train_batch_size=workload["answers"], num_generations=workload["answers"],
+            output_dir=directory,
+            per_device_train_batch_size=workload["responses"], num_generations=workload["responses"],
             max_completion_length=workload["tokens"], max_steps=workload["steps"], use_cpu=True, bf16=False, fp16=False,
             logging_steps=1, report_to=[], save_strategy="no", learning_rate=1e-6, beta=0.0, temperature=1.0,
             gradient_checkpointing=False, dataloader_num_workers=0, seed=0, use_vllm=False,

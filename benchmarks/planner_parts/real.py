@@ -57,7 +57,7 @@ def predict_and_run(
     config = load_config(find_recipe(name), overrides=settings, steps=steps)
     profile_run(config, directory / "profile.json", say=say)
     sets = [word for setting in settings for word in ("--set", setting)]
-    launch([name, *sets, "--steps", "2"], directory / "lengths")
+    launch([name, *sets, "--steps", "8"], directory / "lengths")
     planner = open_planner(
         config,
         devices=sum(config.roles.values()),

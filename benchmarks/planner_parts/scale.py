@@ -210,7 +210,7 @@ def _job_store(ranks: int) -> tuple[float, float, float, float]:
         port = child.hear()
         client = SealedStore(connect_store(LOOPBACK, port, _TIMEOUT), _SECRET)
         client.set("phase", "run")
-        said = {**vars(Status("generating", "48/64 answers", step=3, version=2, pid=4711)), "waiting_s": 12.5}
+        said = {**vars(Status("generating", "48/64 responses", step=3, version=2, pid=4711)), "waiting_s": 12.5}
 
         def beat(rank: int) -> None:
             client.set(f"status/rollout-{rank}/0", json.dumps(said | {"time": time.time()}))

@@ -3,7 +3,7 @@
     python configs/quickstart/make_model.py       writes configs/quickstart/{model/,train.jsonl,held_out.jsonl}
 
 The model (Qwen2 architecture, 100 k parameters, one token per character) is trained on sums most of whose answers are
-drawn at random. It thus knows what an answer looks like, and is right about one time in three. Its output is
+drawn at random. It thus knows what a response looks like, and is right about one time in three. Its output is
 committed, so the quickstart does without this. On one machine the same arguments give the same bytes.
 """
 

@@ -29,7 +29,7 @@ from configs.quickstart.make_model import (
 )
 
 LONGEST = 4
-"""Tokens of an answer, as in the quickstart."""
+"""Tokens of a response, as in the quickstart."""
 
 
 def make_reward_model() -> Qwen2ForSequenceClassification:
@@ -44,15 +44,15 @@ def sums() -> Tensor:
     return torch.tensor([(a, b) for a in range(10) for b in range(10) if not is_held_out(a, b)])
 
 
-def answer_tokens(text: str) -> list[int]:
-    """Return an answer as the policy would give it: it ends, or is cut, and the rest is padding."""
+def response_tokens(text: str) -> list[int]:
+    """Return a response as the policy would give it: it ends, or is cut, and the rest is padding."""
     tokens = [*encode(text), VOCABULARY[EOS]][:LONGEST]
     return tokens + [VOCABULARY[PAD]] * (LONGEST - len(tokens))
 
 
 def pairs(num_steps: int, batch_size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (right_BT, wrong_BT): a right answer to a sum and a wrong one, which half of the time is no number."""
-    known, numbers = sums(), torch.tensor([answer_tokens(str(answer)) for answer in range(NUM_ANSWERS)])
+    known, numbers = sums(), torch.tensor([response_tokens(str(answer)) for answer in range(NUM_ANSWERS)])
     digits = torch.tensor(encode("0123456789"))
     for _ in range(num_steps):
         chosen_B2 = known[torch.randint(len(known), (batch_size,), generator=generator)]

@@ -16,8 +16,8 @@ def check_batch_sizes(config: RunConfig) -> None:
     smallest = config.algorithm.min_group_size
     if group_size < smallest and config.actor.engine != "sim":
         raise ConfigError(
-            f"schedule.n_samples_per_prompt: {group_size} response per prompt cannot be compared by "
-            f"{config.algorithm.name}; give {smallest} or more"
+            f"schedule.n_samples_per_prompt: {group_size} is too few for {config.algorithm.name} to compare; give "
+            f"{smallest} or more"
         )
     if groups % ranks:
         fits = _either(groups - groups % ranks, groups - groups % ranks + ranks)

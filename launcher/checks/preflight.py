@@ -304,8 +304,8 @@ def _check_ground_truth(config: RunConfig) -> None:
     needs_none = reward.is_users or reward.group_function or reward.model or config.rollout.is_own
     if config.data.ground_truth_field is None and not needs_none:
         raise ConfigError(
-            f"data.ground_truth_field: null cannot be with reward.function {reward.function}, which compares "
-            f"responses with it; name the field, or a reward that needs none (module:function, a URL, reward.model)"
+            f"data.ground_truth_field: null cannot be with reward.function {reward.function}, which compares responses "
+            f"with the ground truth; name the field, or a reward that needs none (module:function, a URL, reward.model)"
         )
 
 

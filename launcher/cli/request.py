@@ -126,9 +126,9 @@ class Accepted:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         with held_run_dir(run_dir):
             lineage = self._cut_back()
-            if self.plan is not None:
-                write_plan(run_dir, self.plan.values())
             try:
+                if self.plan is not None:
+                    write_plan(run_dir, self.plan.values())
                 code = run_job(
                     config,
                     self.checked.gangs,
@@ -138,7 +138,7 @@ class Accepted:
                     started_at=started_at,
                     place=self.place,
                 )
-            except AsyncFlowError:  # the nodes did not come together
+            except AsyncFlowError:  # the nodes did not come together, or the disk is full
                 if checkpoint is None and not self.started_over:
                     discard_run_dir(run_dir)
                 raise

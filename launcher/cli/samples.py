@@ -64,7 +64,7 @@ def _text(line: dict[str, Any]) -> str:
     bodies = ["\n".join(map(_message_text, messages)) for messages in conversations]
     for place, runs in enumerate(line.get("samples") or ()):
         bodies[place] += "\n[tokens] " + "".join(f"«{plain(text)}»" if drawn else plain(text) for drawn, text in runs)
-    return f"{head}\n" + f"\n{'-' * 100}\n".join(bodies) + f"\n[ground truth] {plain(line['ground_truth'])}"
+    return f"{head}\n" + f"\n{'-' * 100}\n".join(bodies) + f"\n[ground truth] {plain(line.get('ground_truth', ''))}"
 
 
 def _message_text(message: dict[str, Any]) -> str:

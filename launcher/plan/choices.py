@@ -48,9 +48,14 @@ def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iter
         shards = sorted({*(n for n in _DIVISIONS if 1 < n <= devices_per_node), config.ref.shards})
         scoring = [{"shards": number} for number in shards]
     if scores and config.ref.engine == "megatron":
-        own, context = config.ref.megatron.tensor_parallel, config.ref.megatron.context_parallel
-        able = (n for n in inside if model.num_kv_heads % n == model.num_heads // n % context == 0)
-        scoring = [{"tensor_parallel": tensor} for tensor in sorted({*able, own})]
+        own = config.ref.megatron
+        others = own.context_parallel * own.pipeline_parallel
+        able = [
+            n for n in inside
+            if model.num_kv_heads % n == model.num_heads // n % own.context_parallel == 0
+            and 1 < n * others <= devices_per_node
+        ]  # fmt: skip
+        scoring = [{"tensor_parallel": tensor} for tensor in able or [own.tensor_parallel]]
     for size, divided, shared in itertools.product(generating, training, scoring):
         vllm = config.vllm.model_copy(update={"tensor_parallel_size": size or 1})
         actor = config.actor.model_copy(update={"megatron": config.actor.megatron.model_copy(update=divided)})

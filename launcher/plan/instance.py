@@ -50,7 +50,7 @@ class Instance:
         """Rows whose replies the session service has still to pass on."""
         self._num_drawing = 0
         self._entered_until = 0.0
-        """When the engine's step ends that prompts entered last, in work."""
+        """End of the engine's step that the last prompts entered (s of work)."""
         self._at_hand = self._version = -1
         self._needed = -1
         self._step = 0
@@ -191,23 +191,26 @@ class Instance:
             world.fetch(self._task, want, self._version, self._granted, self._outdated)
 
     def _enter(self) -> None:
-        """Turns take free places; their prompts are computed in one step, or in that of the last ones."""
-        scenario, now, tokens, number = self._world.scenario, self._world.worked, 0.0, 0
+        """Begin turns that wait, in free places. Their prompts cost a call, or join the engine's step that others
+        entered, which have paid for it."""
+        scenario, now = self._world.scenario, self._world.worked
+        begun: list[tuple[int, float, float]] = []
         while self._calls and self._num_drawing < scenario.slots and not self._draining:
             row = heapq.heappop(self._calls)
-            prompt, drawing_s = self._turns[row].pop()
-            self._decoding.begin(row, drawing_s, now)
+            begun.append((row, *self._turns[row].pop()))
             self._num_drawing += 1
-            tokens, number = tokens + prompt, number + 1
-        if not number:
+        if not begun:
             return
         prefill = scenario.times.prefill
-        seconds = prefill.seconds(tokens, rows=number)
+        seconds = prefill.seconds(sum(tokens for _, tokens, _ in begun), rows=len(begun))
         if now < self._entered_until:
             seconds -= prefill.call_s
+            self._entered_until += seconds
         else:
             self._entered_until = now + seconds + scenario.times.decode_s(self._num_drawing)
-        self._decoding.hold(seconds, now)
+        self._decoding.stall(seconds, now)
+        for row, _, drawing_s in begun:
+            self._decoding.begin(row, drawing_s, now)
 
     def _room(self) -> int:
         scenario, live = self._world.scenario, len(self._running)

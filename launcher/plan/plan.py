@@ -43,7 +43,7 @@ class Plan:
         return self.tokens_per_s / self.num_devices
 
     def values(self) -> dict[str, Any]:
-        """Return what JSON says of it."""
+        """Return it as `--json` and plan.json have it."""
         return {
             "roles": self.config.roles,
             "set": list(self.changes),

@@ -7,7 +7,7 @@ Python does around them take the rest, so a model of any number of layers is pre
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -102,7 +102,9 @@ class Profile:
         try:
             values = json.loads(path.read_text())
             if values["format"] != FORMAT:
-                raise ConfigError(f"{option} {path}: has format {values['format']}, not {FORMAT}; measure again")
+                raise ConfigError(
+                    f"{option} {path}: has format {values['format']}, not {FORMAT}; measure again into another file"
+                )
             blocks = values["blocks"]
             seconds = {
                 Block(**{key: each[key] for key in each if key != "seconds"}): each["seconds"] for each in blocks
@@ -119,7 +121,7 @@ class Profile:
             {key: value for key, value in asdict(block).items() if value} | {"seconds": seconds}
             for block, seconds in self.seconds.items()
         ]
-        values = {key: value for key, value in vars(self).items() if key != "seconds" and not key.startswith("_")}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "seconds"}
         parts = [f'"{key}": {json.dumps(value)}' for key, value in {"format": FORMAT, **values}.items()]
         lines = ",\n  ".join(map(json.dumps, blocks))
         try:
@@ -254,7 +256,7 @@ class Profile:
         for name, size in ((PREFILL, shared), (LATER_TURN, 1)):
             for shape, seconds in self.whole(name).items():
                 tokens, rows = -(-shape.rows // size) * shape.prompt, shape.rows
-                points.append((tokens, rows, seconds - self.decode_s(rows, shape.prompt)))
+                points.append((tokens, rows, seconds - self.decode_s(rows, shape.prompt), seconds))
         call_s, token_s, row_s = _least_squares(points)
         return Work(call_s=call_s, token_s=token_s, row_s=row_s)
 
@@ -294,26 +296,28 @@ def fit(points: Sequence[tuple[float, float, float]]) -> Work:
     Args:
         points: tokens, sum of squares, seconds of each.
     """
-    call_s, token_s, squared_s = _least_squares(points)
+    call_s, token_s, squared_s = _least_squares([(*point, point[2]) for point in points])
     return Work(call_s=call_s, token_s=token_s, squared_s=squared_s)
 
 
-def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Return (a, b, c) of a + b x + c y for points (x, y, seconds): least relative errors, no coefficient negative."""
+def _least_squares(points: Sequence[tuple[float, float, float, float]]) -> tuple[float, float, float]:
+    """Return (a, b, c), none negative, of a + b x + c y for points (x, y, seconds, scale): the squares of errors in
+    parts of the scale are least."""
     import numpy as np
 
-    table = np.array([(1.0, x, y) for x, y, _ in points])
-    seconds = np.array([max(1e-12, point[2]) for point in points])
-    scale = table.max(axis=0) + (table.max(axis=0) == 0)
-    table = table / scale / seconds[:, None]
+    table = np.array([(1.0, x, y) for x, y, _, _ in points])
+    scales = np.array([max(1e-12, point[3]) for point in points])
+    seconds = np.array([point[2] for point in points]) / scales
+    largest = table.max(axis=0) + (table.max(axis=0) == 0)
+    table = table / largest / scales[:, None]
     best, least = np.zeros(3), np.inf
     for columns in (list(each) for number in (1, 2, 3) for each in combinations((1, 0, 2), number)):
-        found, *_ = np.linalg.lstsq(table[:, columns], np.ones(len(points)), rcond=None)
-        error = float(((table[:, columns] @ found - 1) ** 2).sum())
+        found, *_ = np.linalg.lstsq(table[:, columns], seconds, rcond=None)
+        error = float(((table[:, columns] @ found - seconds) ** 2).sum())
         if (found >= 0).all() and error < least - 1e-9:
             best, least = np.zeros(3), error
             best[columns] = found
-    constant, of_x, of_y = (best / scale).tolist()
+    constant, of_x, of_y = (best / largest).tolist()
     return constant, of_x, of_y
 
 
@@ -334,7 +338,7 @@ def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) 
         yield Block(DECODE, layers, slots, middle + prompt + response)
         for rows in sorted({1, slots}):
             yield Block(PREFILL, layers, rows, prompt)
-        for rows in sorted({1, -(-slots // 4)}) if config.rollout.is_own else ():
+        for rows in sorted({1, -(-slots // 4)}):
             yield Block(LATER_TURN, layers, rows, middle + prompt + response)
         for name, rows in ((TRAIN, trained), (FORWARD, config.ref.micro_batch_size)):
             for shape in sorted(

@@ -151,7 +151,8 @@ def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
 
 
 def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
-    """Return what rollouts of a run were like beside their lengths, on average over the steps of `metrics.jsonl`.
+    """Return what rollouts of a run were like beside their lengths: means of the steps in `metrics.jsonl`, without the
+    first two of three or more, in which nothing is warm.
 
     Args:
         run_dir: of the run.
@@ -166,6 +167,7 @@ def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
         raise ConfigError(
             f"--lengths {run_dir}: has no turns in metrics.jsonl; name a run of rollout functions or agents"
         )
+    steps = steps[2:] or steps
     names = ("reward/turns_mean", "reward/tool_s_mean", "reward/cpu_s_mean")
     replies, tool_s, cpu_s = (sum(step.get(name, 0.0) for step in steps) / len(steps) for name in names)
     read = sum(step["train_tokens"] / step["samples"] - step["response_tokens_mean"] for step in steps) / len(steps)
@@ -244,7 +246,6 @@ def _options(plan: Plan) -> str:
 
 def plan_json(planner: Planner, plans: list[Plan], more: dict[str, float], others: Sequence[Plan] = ()) -> str:
     """Return the same as one JSON object."""
-
     device = None if planner.device is None else planner.device.name
     values = {"device": device, "plans": [plan.values() for plan in plans], "one_more_step_s": more}
     if others:

@@ -20,7 +20,7 @@ from workers.tasks.graph import graph_of, task_specs
 @dataclass(frozen=True)
 class Work:
     """How long one forward (or forward and backward) takes: a + b x tokens + c x the sum of squares of lengths (s), and
-    at least `floor_s`; a user's task takes a time for each row."""
+    at least `floor_s`; users' tasks, and prompts that enter an engine, take a time for each row."""
 
     call_s: float = 0.0
     row_s: float = 0.0
@@ -91,7 +91,8 @@ class Turns:
     Attributes:
         replies: turns of the policy, at least 1.
         tool_s: seconds in which it waits for none; shared evenly by the replies, behind each.
-        cpu_s: processor time of the session service, which serves one reply of an instance at a time.
+        cpu_s: processor time of the session service, its functions and the rollout's process beside the engine, which
+            serve one reply of an instance at a time.
         read_tokens: between the replies: of tools, environments, users.
     """
 

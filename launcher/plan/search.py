@@ -63,8 +63,9 @@ class _Candidate:
         return rollout_ranks(self.config)
 
     def is_like(self, other: "_Candidate") -> bool:
-        """Whether layouts and the actor's size are the same."""
-        return self.layout == other.layout and self.config.roles["actor"] == other.config.roles["actor"]
+        """Whether layouts, but for the reference's, and the actor's size are the same."""
+        mine, others = ([each for each in one.layout if not each.startswith("ref.")] for one in (self, other))
+        return mine == others and self.config.roles["actor"] == other.config.roles["actor"]
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ class Planner:
 
     def _with_micro_batches(self, candidate: _Candidate) -> Iterator[_Candidate | ConfigError]:
         """Yield it with the configured micro-batch and larger ones, as long as they lower the bound, or with the
-        largest smaller one that fits; and what others lack."""
+        largest smaller one that fits; and the error of each that does not."""
         last: _Candidate | None = None
         own = _size((candidate.config, ()))
         for choice in self._micro_batches(candidate.config):
@@ -308,7 +309,8 @@ class Planner:
     def _times(self, config: RunConfig) -> tuple[Times, Latency, int]:
         """Return times, latencies, and how many responses fit an instance."""
         if self.device is None or self._sizes is None:
-            return Times.of_sim(config, prompt_tokens=self.prompt_tokens), Latency(), config.rollout.batch_size
+            prompt_tokens = config.data.max_prompt_tokens // 2
+            return Times.of_sim(config, prompt_tokens=prompt_tokens), Latency(), config.rollout.batch_size
         model = CostModel(config, self._sizes, self.device, self.workload, self.profile, self.reward_model)
         return model.times(), model.latency(), model.slots()
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -120,29 +120,19 @@ class Bench:
 
     def _prefill(self, block: Block) -> float:
         engine = self._engine(DECODE, block.layers)
-        seconds = self._timed(partial(self._begin, engine, block))
+        seconds = self._timed(partial(_begin, engine, self._prompts(block)))
         engine.abort()
         return seconds
 
     def _decode(self, block: Block) -> float:
         engine = self._engine(DECODE, block.layers)
-        self._begin(engine, replace(block, prompt=max(1, block.prompt - _DECODED // 2)))
+        _begin(engine, self._prompts(replace(block, prompt=max(1, block.prompt - _DECODED // 2))))
 
         def rest() -> None:
             while engine.num_running:
                 engine.step(_NEVER)
 
         return self._timed(rest) / _DECODED
-
-    def _begin(self, engine: Any, block: Block) -> None:
-        prompts = self._prompts(block)
-        engine.submit(
-            [
-                GenerateRequest(row, prompts[row], seed=row, ticket=row, max_tokens=_DECODED + 1)
-                for row in range(block.rows)
-            ]
-        )
-        engine.step(_NEVER)
 
     def _copy(self, block: Block) -> float:
         device = self._device
@@ -239,6 +229,16 @@ class Bench:
 
 
 _NEVER = threading.Event()
+
+
+def _begin(engine: Any, prompts: Sequence[Tensor]) -> None:
+    engine.submit(
+        [
+            GenerateRequest(row, prompt, seed=row, ticket=row, max_tokens=_DECODED + 1)
+            for row, prompt in enumerate(prompts)
+        ]
+    )
+    engine.step(_NEVER)
 
 
 def _loss(log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:

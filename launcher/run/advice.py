@@ -60,8 +60,7 @@ class Advice:
     Attributes:
         first_step, last_step: that were looked at.
         step_s: mean time of one (s).
-        predicted_s: the planner's step time: of the plan that `--roles auto:N` chose, or of `sim` engines; None: there
-            is none.
+        predicted_s: the planner's step time, of `sim` engines or of the plan that `--roles auto:N` chose, if any.
         busy: role -> share of the time in which its ranks do not wait.
         devices: that the roles share; 0: all compute on the cores of this host, so no split makes them faster.
         free: roles that take no device.
@@ -235,17 +234,16 @@ class Advisor:
 
 
 def predicted_step_s(config: RunConfig, run_dir: Path) -> float | None:
-    """Return the step time that was planned, or of `sim` engines the planner's (s); None: it knows too little.
+    """Return the predicted step time (s): for `sim` engines the planner's, else that of the plan; None: there is none.
 
     Args:
         config: of the run.
         run_dir: may have a plan; one of other roles is not of this run.
     """
-    plan = read_plan(run_dir)
-    if plan.get("roles") == config.roles:
-        return float(plan["step_s"])
     if {config.rollout.engine, config.actor.engine} != {"sim"}:
-        return None
+        plan = read_plan(run_dir)
+        step_s = plan.get("step_s")
+        return float(step_s) if plan.get("roles") == config.roles and isinstance(step_s, int | float) else None
     try:
         return open_planner(config, devices=sum(config.roles.values()), device=None).step_s()
     except ConfigError:

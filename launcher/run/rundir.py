@@ -47,7 +47,9 @@ RUNS = Path("runs")
 DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
 _LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE, FEED_FILE)
 _LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
-OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *_LIVE, *DIRECTORIES, LOGGERS, REPORT_FILE, "reference", "export-id"})
+OWN_NAMES = frozenset(
+    {CONFIG_FILE, PLAN_FILE, *_LINES, *_LIVE, *DIRECTORIES, LOGGERS, REPORT_FILE, "reference", "export-id"}
+)
 """What a run may create in its directory."""
 _LONGEST_NAME = 200
 """Bytes; the time follows it, and file systems end at 255."""

@@ -32,7 +32,7 @@ ROUNDS = {1: [[(0, 1)], [(2, 3)]], 2: [[(0,), (1,)], [(2, 3), ()]]}
 """Number of ranks -> for each round the groups of every rank."""
 CASES = {
     "grpo": ("actor.max_tokens_per_micro_batch=12",),
-    "grpo_by_answer": ("algorithm.loss_normalization=sequence", "rollout.truncated=mask"),
+    "grpo_by_response": ("algorithm.loss_normalization=sequence", "rollout.truncated=mask"),
     "gspo": ("algorithm.name=gspo",),
     "dapo": ("algorithm.name=dapo", "actor.num_mini_batches=2", "rollout.truncated=mask"),
     "rloo": ("algorithm.name=rloo", "actor.max_tokens_per_micro_batch=1"),
@@ -56,7 +56,7 @@ class Loader:
 
 
 def rows_of(groups: tuple[int, ...]) -> PackedBatch:
-    """Return groups whose answers have 1 to 11 tokens."""
+    """Return groups whose responses have 1 to 11 tokens."""
     if not groups:
         return PackedBatch((), {})
     batches = []
@@ -92,7 +92,7 @@ def configure(*settings: str) -> RunConfig:
 def train(
     config: RunConfig, rank: int, num_ranks: int, *, device: torch.device = CPU, kind: type[Trainer] = Trainer
 ) -> dict[str, Any]:
-    """Train one step; returns losses, gradient norms, and what the policy then thinks of all answers."""
+    """Train one step; returns losses, gradient norms, and what the policy then thinks of all responses."""
     context: Any = SimpleNamespace(
         config=config, device=device, timeline=NoTimeline(), report=lambda *_, **__: None, progress=lambda: None,
         job=SimpleNamespace(lineage=0), elapsed_s=0.0, run_dir=Path("nowhere"), gang=SimpleNamespace(role="actor"),

@@ -12,7 +12,7 @@ DEADLINE_S = 240
 
 
 def run_ranks(root: Path, mode: str, num_ranks: int) -> tuple[int, torch.Tensor]:
-    """Return how many updates the state counts, and the values of all answers."""
+    """Return how many updates the state counts, and the values of all responses."""
     run_script(SCRIPT, root, mode, num_ranks=num_ranks, deadline_s=DEADLINE_S)
     updates, values = torch.load(root / f"values-{mode}-{num_ranks}.pt")
     return updates, values

@@ -19,12 +19,12 @@ def test_a_step_by_hand_trains_and_the_generator_draws_by_the_new_weights() -> N
             engines.put_prompts_data(ROWS)
             prompts = engines.get_experience_data("actor_rollout")
             engines.put_experience_data(prompts, engines.generate_sequences(prompts))
-            answers = engines.get_experience_data("rewards")
-            assert answers["ground_truth"].texts() == ["8"] * 4 + ["18"] * 4
-            rewards = [float(len(text)) + k % 2 for k, text in enumerate(engines.responses(answers))]
+            batch = engines.get_experience_data("rewards")
+            assert batch["ground_truth"].texts() == ["8"] * 4 + ["18"] * 4
+            rewards = [float(len(text)) + k % 2 for k, text in enumerate(engines.responses(batch))]
             with pytest.raises(ConfigError, match="give rewards correct"):
-                engines.put_experience_data(answers, {"rewards": rewards})
-            engines.put_experience_data(answers, {"rewards": rewards, "correct": [False] * 8})
+                engines.put_experience_data(batch, {"rewards": rewards})
+            engines.put_experience_data(batch, {"rewards": rewards, "correct": [False] * 8})
             batch = engines.get_experience_data("actor_train")
             drawn = batch["rollout_log_probs"].values
             assert set(batch["versions"].values.tolist()) == {step - 1}

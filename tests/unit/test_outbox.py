@@ -195,13 +195,13 @@ def test_abandoned_responses_are_dropped_also_those_that_are_scored_later(
 
 
 def leased_groups(client: Queue, *groups: int, truths: str = "") -> RolloutLease:
-    """A lease of these groups' rows, 10, 11, ...; response "c" is what `response` gives."""
+    """A lease of these groups' rows, 10, 11, ...; `response()` gives "c"; `truths` are the rows' ground truths."""
     rows = list(range(10, 10 + len(groups)))
     granted = LeaseGrant("actor_rollout", 7, 1, rows, list(groups), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([5])] * len(rows)),
         "ground_truth": Column.of_texts(list(truths) or ["-"] * len(rows)),
-        "tasks": Column.of_texts([json.dumps({"response": truth}) for truth in truths or "-" * len(rows)]),
+        "tasks": Column.of_texts([json.dumps({"ground_truth": truth}) for truth in truths or "-" * len(rows)]),
     }
     return RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, groups))
 
@@ -248,9 +248,9 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 RANKS = """
 def rank(task, members):
-    if task["response"] == "6":
+    if task["ground_truth"] == "6":
         return [0.0] * (len(members) - 1)
-    if task["response"] == "8":
+    if task["ground_truth"] == "8":
         raise RuntimeError("no idea")
     order = sorted(members, key=lambda one: (one["reward"], one["response"]))
     return [order.index(one) / 10 for one in members]

@@ -328,8 +328,8 @@ def loss_scale(aggregate: Normalization, counts: LossCounts, *, max_response_tok
 def response_sums(value_A: Tensor, length_N: Tensor) -> Tensor:
     """Return floating [N]: the sum over each sample's tokens; 0 for one without any."""
     numbers_N = torch.arange(len(length_N), device=value_A.device)
-    answer_A = numbers_N.repeat_interleave(length_N, output_size=len(value_A))  # else the device is asked how many
-    return torch.zeros(len(length_N), dtype=value_A.dtype, device=value_A.device).index_add(0, answer_A, value_A)
+    response_A = numbers_N.repeat_interleave(length_N, output_size=len(value_A))  # else the device is asked how many
+    return torch.zeros(len(length_N), dtype=value_A.dtype, device=value_A.device).index_add(0, response_A, value_A)
 
 
 def response_means(value_A: Tensor, length_N: Tensor) -> Tensor:

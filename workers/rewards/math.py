@@ -16,7 +16,7 @@ _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)"
 _NUMBER = re.compile(rf"(?:(?<![\w)\]])[-+])?{_UNSIGNED}(?:/{_UNSIGNED})?")
 """A minus after a letter, digit or bracket subtracts; elsewhere it is a sign."""
 _FRACTION = re.compile(r"(?:([-+])\s*)?\\[dt]?frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}")
-"""Begins with no space: a search in an answer of nothing but spaces would take the square of their number."""
+"""Begins with no space: a search in a text of nothing but spaces would take the square of their number."""
 _FORMULA = re.compile(r"[\\^_(\[{]")
 _NOISE = re.compile(r"\\(?:left|right|text|mathrm|!|,|;|%|\$)|[\s$%{}]")
 

@@ -131,14 +131,14 @@ class Evaluator:
         """
         began = time.monotonic()
         with self._context.timeline.span("evaluate", step=version.step, rows=len(self._requests)):
-            rollouts = self._generate(version)
-            if not self._wait_scores(rollouts):
+            scored = self._generate(version)
+            if not self._wait_scores(scored):
                 return
-        scores = [score.result() for _, score in rollouts]
+        scores = [score.result() for _, score in scored]
         if all(score.failure for score in scores):
             raise no_rewards(f"evaluation of step {version.step}", scores[-1].failure)
         line = evaluation_line(
-            [rollout for rollout, _ in rollouts],
+            [rollout for rollout, _ in scored],
             scores,
             version=version,
             num_prompts=len(self._dataset),
@@ -146,7 +146,7 @@ class Evaluator:
             seconds=time.monotonic() - began,
         )
         self._lines.write([line])
-        for rollout, score in sorted(rollouts, key=lambda each: each[0].index):
+        for rollout, score in sorted(scored, key=lambda each: each[0].index):
             self._samples.write(rollout, score.result(), step=version.step, group=rollout.index // self._size)
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class Evaluator:
     def _generate(self, version: Version) -> list[_Scored]:
         """Return the responses of all requests, or of some when the run stops, each with its score to come."""
         stopping, waiting = self._context.stopping, deque(self._requests)
-        rollouts: list[_Scored] = []
+        scored: list[_Scored] = []
         while (waiting or self._rollouts.num_running) and not stopping.is_set():
             self._wake.clear()
             number = min(self._rollouts.free_slots, len(waiting))
@@ -204,15 +204,15 @@ class Evaluator:
                 self._rollouts.begin([waiting.popleft() for _ in range(number)])
             for rollout in self._rollouts.step(self._wake):
                 prompt = self._dataset.prompt(rollout.index // self._size)
-                rollouts.append((rollout, self._scorer.score(rollout, prompt.ground_truth, prompt.task or NO_FIELDS)))
-            done = f"{len(rollouts)}/{len(self._requests)} responses"
+                scored.append((rollout, self._scorer.score(rollout, prompt.ground_truth, prompt.task or NO_FIELDS)))
+            done = f"{len(scored)}/{len(self._requests)} responses"
             self._context.report("evaluating", done, step=version.step, version=version.step)
         self._rollouts.abort()
-        return rollouts
+        return scored
 
-    def _wait_scores(self, rollouts: list[_Scored]) -> bool:
+    def _wait_scores(self, scored: list[_Scored]) -> bool:
         """Wait for the scores; False: the run stops."""
-        left = {score for _, score in rollouts}
+        left = {score for _, score in scored}
         while left and not self._context.stopping.is_set():
             left = wait(left, timeout=_LOOK_S).not_done
         return not self._context.stopping.is_set()

@@ -95,6 +95,8 @@ class FunctionRollouts:
         """Calls in `_waiting` that somebody still waits for."""
         self._drawing: dict[int, tuple[int, float]] = {}
         """Calls that the engine has: of which ticket, since when (s, monotonic)."""
+        self._in_engine_s, self._counted_s = 0.0, time.process_time()
+        """Processor time of this process inside of the engine, and beside it as far as rollouts have it (s)."""
         self._deaths: Counter[int] = Counter()
         """Of the service, by ticket of each rollout that ran."""
         self._service = open_service(setup, wake)
@@ -142,7 +144,10 @@ class FunctionRollouts:
         if finished:
             return finished  # at once: the engine may draw for long, and their room is free
         if self._engine.num_running:
-            for generation in self._engine.step(wake):
+            began_s = time.process_time()
+            generations = self._engine.step(wake)
+            self._in_engine_s += time.process_time() - began_s
+            for generation in generations:
                 self._drawn(generation)
         else:
             wake.wait(_IDLE_S)
@@ -202,12 +207,14 @@ class FunctionRollouts:
                 max_tokens=draw.max_tokens,
                 stop_ids=tuple(draw.stop_ids),
             )
+            began_s = time.process_time()
             try:
                 self._engine.submit([request])
             except BadRequest as error:
                 self._service.send(NotDrawn(draw.call, str(error)))
             else:
                 self._drawing[draw.call] = draw.ticket, time.monotonic()
+            self._in_engine_s += time.process_time() - began_s
 
     def _undraw(self, call: int) -> None:
         self._wanted.discard(call)
@@ -232,7 +239,7 @@ class FunctionRollouts:
 
     def _result(self, request: RolloutRequest, message: Finished | Failed) -> FinishedRollout:
         if isinstance(message, Finished):
-            return FinishedRollout.told(request, message)
+            return FinishedRollout.told(request, message, beside_s=self._beside_engine_s())
         nothing = FinishedRollout.without_tokens(request, why=message.text)
         if message.skipped:
             return replace(nothing, leaves=True)
@@ -242,6 +249,11 @@ class FunctionRollouts:
         if self._on_failure == "dead_letter":
             return replace(nothing, leaves=True, failures=self._setup.max_attempts)
         return nothing
+
+    def _beside_engine_s(self) -> float:
+        """Return this process's time beside the engine since this was asked for the last time (s)."""
+        before, self._counted_s = self._counted_s, time.process_time() - self._in_engine_s
+        return self._counted_s - before
 
     def _restart(self) -> None:
         """The service is gone: start it again, and what ran."""

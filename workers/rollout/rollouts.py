@@ -61,7 +61,7 @@ class FinishedRollout:
         conversations: messages of each sample, for people.
         turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
         bridge_failures: turns that began a new sample though they went on from a reply.
-        cpu_s: see `Finished`.
+        cpu_s: see `Finished`; and of the rollout's process beside the engine, since its last rollout ended (s).
         failure: why there is none; "" if there is one.
         leaves: its group leaves the run, and the next prompt takes its place.
         failures: how often it failed, where it leaves for that.
@@ -116,8 +116,8 @@ class FinishedRollout:
         )
 
     @staticmethod
-    def told(request: RolloutRequest, message: Finished) -> "FinishedRollout":
-        """Return a rollout of which the session service told."""
+    def told(request: RolloutRequest, message: Finished, *, beside_s: float = 0.0) -> "FinishedRollout":
+        """Return a rollout of which the session service told; `beside_s` is in `cpu_s`, too."""
         samples = message.samples
         return FinishedRollout(
             index=request.index,
@@ -135,7 +135,7 @@ class FinishedRollout:
             turns=message.turns,
             tool_s=message.tool_s,
             bridge_failures=message.bridge_failures,
-            cpu_s=message.cpu_s,
+            cpu_s=message.cpu_s + beside_s,
         )
 
     @staticmethod

@@ -142,7 +142,7 @@ def test_groups_too_small_for_it_are_refused_and_a_plan_knows_that_it_trains_who
     config = configured(code, "algorithm.name=refused_algorithms:Fours", "schedule.n_samples_per_prompt=2")
     config.save(code)
     for each in (config, RunConfig.load(code)):
-        with pytest.raises(ConfigError, match=r"2 response per prompt cannot be compared by refused_.*:Fours; give 4"):
+        with pytest.raises(ConfigError, match=r"2 is too few for refused_.*:Fours to compare; give 4"):
             check_batch_sizes(each)
         training = Training.of(each)["actor"]
         assert training.whole_step and not training.streams

@@ -55,12 +55,12 @@ def test_moments_are_the_same_for_a_seed() -> None:
 
 
 def test_throughput_is_back_at_the_end_of_the_first_window_that_has_it() -> None:
-    answers = Throughput()
+    responses = Throughput()
     for second in range(30):
-        answers.add(second, 10 * min(second, 10) + 8 * max(0, second - 15))
-    assert answers.rate(0, 10) == pytest.approx(10)
-    assert answers.back_at(10, rate=7, window_s=2) == 17
-    assert answers.back_at(10, rate=9, window_s=2) is None
+        responses.add(second, 10 * min(second, 10) + 8 * max(0, second - 15))
+    assert responses.rate(0, 10) == pytest.approx(10)
+    assert responses.back_at(10, rate=7, window_s=2) == 17
+    assert responses.back_at(10, rate=9, window_s=2) is None
 
 
 def test_longest_gap_counts_both_ends_and_no_overlap() -> None:

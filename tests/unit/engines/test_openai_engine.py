@@ -51,17 +51,17 @@ def make_engine(model_dir: Path, server: CompletionsServer, tmp_path: Path) -> I
         engine.close()
 
 
-def answers(engine: OpenAIEngine, number: int = 1) -> list[Generation]:
+def responses(engine: OpenAIEngine, number: int = 1) -> list[Generation]:
     requests = [GenerateRequest(k, torch.tensor([3, 4]), seed=2**64 - 1 - k, ticket=k) for k in range(number)]
     return sorted(generate(engine, requests), key=lambda each: each.ticket)
 
 
-def test_answer_has_tokens_log_probs_and_version(
+def test_response_has_tokens_log_probs_and_version(
     make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
 ) -> None:
     engine = make_engine()
     engine.version = 3
-    found = answers(engine, 6)
+    found = responses(engine, 6)
     assert [each.index for each in found] == list(range(6))
     for each in found:
         assert each.response_R.tolist() == [5, 6, EOS] and each.log_probs_R.tolist() == [-0.5] * 3
@@ -89,7 +89,7 @@ def test_limit_and_stop_tokens_of_a_request_reach_the_server(
         list(generate(engine, [request]))
 
 
-def test_cancelled_answer_closes_its_connection_and_leaves_the_others(
+def test_cancelled_response_closes_its_connection_and_leaves_the_others(
     make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
 ) -> None:
     begun, gone = threading.Event(), threading.Event()
@@ -128,9 +128,9 @@ def test_all_calls_of_a_rollout_go_to_one_server(
     assert heard == [[2, 2, 4, 4], [3, 3, 5, 5]]
 
 
-def test_cut_answer_is_flagged(make_engine: Callable[..., OpenAIEngine], server: CompletionsServer) -> None:
+def test_cut_response_is_flagged(make_engine: Callable[..., OpenAIEngine], server: CompletionsServer) -> None:
     server.answer = stream([[5] * 8], reason="length")
-    (found,) = answers(make_engine())
+    (found,) = responses(make_engine())
     assert found.truncated and len(found.response_R) == 8
 
 
@@ -177,15 +177,15 @@ def test_server_that_cannot_take_weights_is_named_with_what_to_do(
     ],
     ids=["unavailable", "too many", "breaks off", "is aborted", "hangs up", "cut JSON", "error in the stream"],
 )
-def test_answer_is_asked_for_again_when_it_may_help(
+def test_response_is_asked_for_again_when_it_may_help(
     make_engine: Callable[..., OpenAIEngine], server: CompletionsServer, trouble: Answer
 ) -> None:
     server.answer = in_turn(trouble, trouble, stream([[7, EOS]]))
-    (found,) = answers(make_engine())
+    (found,) = responses(make_engine())
     assert found.response_R.tolist() == [7, EOS] and len(server.bodies) == 3
 
 
-def test_server_that_was_started_again_gets_its_weights_back_and_the_answer_does_not_count(
+def test_server_that_was_started_again_gets_its_weights_back_and_the_response_does_not_count(
     make_engine: Callable[..., OpenAIEngine], server: CompletionsServer, tmp_path: Path
 ) -> None:
     def start_again(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -196,13 +196,13 @@ def test_server_that_was_started_again_gets_its_weights_back_and_the_answer_does
     engine.load_weights(load_file(Path(engine._model_dir) / "model.safetensors"))
     server.answer = in_turn(start_again, stream([[7, EOS]]))
     server.paths.clear()
-    (found,) = answers(engine)
+    (found,) = responses(engine)
     assert found.response_R.tolist() == [7, EOS]
     told = [path.partition("?")[0] for path in server.paths if "/v1" not in path and path != "/weight_info"]
     assert told == ["/pause", "/collective_rpc", "/update_weight_version", "/resume"]
 
 
-def test_answers_wait_for_a_server_that_takes_its_weights_again(
+def test_responses_wait_for_a_server_that_takes_its_weights_again(
     make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
 ) -> None:
     asked = itertools.count()
@@ -220,7 +220,7 @@ def test_answers_wait_for_a_server_that_takes_its_weights_again(
     server.paused.clear()
     server.answer, server.slow_s = answer, 0.3
     # asked for while the server reads weights, the second attempt would be for nothing, and there is no third
-    assert [each.response_R.tolist() for each in answers(engine, 2)] == [[7, EOS]] * 2
+    assert [each.response_R.tolist() for each in responses(engine, 2)] == [[7, EOS]] * 2
 
 
 def test_server_that_notes_no_version_of_weights_is_believed(
@@ -232,7 +232,7 @@ def test_server_that_notes_no_version_of_weights_is_believed(
     monkeypatch.syspath_prepend(tmp_path)
     engine = make_engine(update="my_update:update")
     assert [path.read_text() for path in tmp_path.rglob("taken")] == ["load_000001"]
-    assert answers(engine)[0].response_R.tolist() == [5, 6, EOS]
+    assert responses(engine)[0].response_R.tolist() == [5, 6, EOS]
     assert "/weight_info" not in server.paths
 
 
@@ -241,7 +241,7 @@ def test_server_that_is_away_gets_its_weights_when_it_is_back(
 ) -> None:
     server.away.set()
     engine = make_engine()
-    assert answers(engine)[0].response_R.tolist() == [5, 6, EOS]
+    assert responses(engine)[0].response_R.tolist() == [5, 6, EOS]
 
 
 @pytest.mark.parametrize("kind", ["plain", "later"])
@@ -275,7 +275,7 @@ def test_server_that_stays_away_fails_after_the_last_attempt(
     server.answer = error(500, "out of memory")
     engine = make_engine(retries=1)
     with pytest.raises(EngineFailed, match=r"answered 500 .*out of memory.*; tried 2 times"):
-        answers(engine)
+        responses(engine)
     assert len(server.bodies) == 2
 
 
@@ -290,7 +290,7 @@ def test_silent_server_fails_by_its_deadline(
     server.answer = hang
     engine = make_engine(retries=0, timeout_s=3)
     with pytest.raises(EngineFailed, match="did not answer in time"):
-        answers(engine)
+        responses(engine)
     release.set()
 
 
@@ -319,11 +319,11 @@ def test_what_would_go_wrong_again_is_not_repeated(
     server.answer = answer
     engine = make_engine()
     with pytest.raises(EngineFailed, match=reason):
-        answers(engine)
+        responses(engine)
     assert len(server.bodies) == 1
 
 
-def test_abort_forgets_answers_and_leaves_the_engine_usable(
+def test_abort_forgets_responses_and_leaves_the_engine_usable(
     make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
 ) -> None:
     asked, release = threading.Event(), threading.Event()
@@ -340,7 +340,7 @@ def test_abort_forgets_answers_and_leaves_the_engine_usable(
     assert engine.num_running == 0 and engine.free_slots == 4
     release.set()
     server.answer = stream([[EOS]])
-    assert [each.response_R.tolist() for each in answers(engine, 2)] == [[EOS], [EOS]]
+    assert [each.response_R.tolist() for each in responses(engine, 2)] == [[EOS], [EOS]]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from workers.engines.base import GenerateRequest
 from workers.engines.sim.config import SimConfig
+from workers.engines.sim.decoding import Decoding
 from workers.engines.sim.engine import SimGenerateEngine, sim_shapes
 from workers.engines.sim.lengths import SimLengths
 
@@ -101,6 +102,14 @@ def test_responses_end_when_their_tokens_are_drawn() -> None:
     assert (engine.num_running, engine.free_slots) == (1, 1)
     engine.abort()
     assert (engine.num_running, engine.free_slots) == (0, 2)
+
+
+def test_what_ended_is_there_at_once_though_prompts_enter_before_it_is_asked_for() -> None:
+    decoding = Decoding(lambda responses: 0.1)
+    decoding.begin(0, 1.0, 0.0)
+    decoding.stall(10.0, 1.5)
+    assert decoding.next_end == 1.0
+    assert decoding.ended(1.5) == [0]
 
 
 def test_tokens_are_of_the_weights_that_were_loaded_when_they_were_drawn() -> None:

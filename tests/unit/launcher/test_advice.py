@@ -162,7 +162,8 @@ def test_what_was_planned_is_compared_with_what_is_measured_whatever_the_engines
     write_plan(tmp_path, {"roles": config.roles, "step_s": 4.0})
     advice = Advisor(config, (), tmp_path).look(lines)
     assert advice is not None and "5 s each, 4 s predicted" in advice.text
-    for other in ({"roles": {"rollout": 1}, "step_s": 4.0}, {}):
+    others: list[dict[str, Any]] = [{"roles": {"rollout": 1}, "step_s": 4.0}, {}, {"roles": config.roles}]
+    for other in others:
         write_plan(tmp_path, other)
         advice = Advisor(config, (), tmp_path).look(lines)
         assert advice is not None and advice.predicted_s is None

@@ -36,7 +36,7 @@ def test_sizes_that_divide_are_accepted(
 @pytest.mark.parametrize(
     ("groups", "group_size", "ranks", "micro", "expected"),
     [
-        (8, 1, 1, 1, "schedule.n_samples_per_prompt: 1 response per prompt cannot be compared by grpo; give 2 or more"),
+        (8, 1, 1, 1, "schedule.n_samples_per_prompt: 1 is too few for grpo to compare; give 2 or more"),
         (
             10,
             4,

@@ -153,7 +153,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         (["--set", "rollout.temprature=1"], "rollout.temprature: unknown key"),
         (["--set", "steps=soon"], "steps: 'soon' cannot be used"),
         (["--steps", "0"], "steps: 0 cannot be used (from --steps)"),
-        (["--set", "schedule.n_samples_per_prompt=1"], "schedule.n_samples_per_prompt: 1 response per prompt"),
+        (["--set", "schedule.n_samples_per_prompt=1"], "schedule.n_samples_per_prompt: 1 is too few"),
         (["--set", "schedule.rollout_batch_size=5"], "schedule.rollout_batch_size: 5 groups do not divide over actor"),
         (["--set", "actor.micro_batch_size=3"], "actor.micro_batch_size: 3 does not divide"),
         (["--set", "launcher.device=cuda"], "launcher.device: 'cuda' cannot be used"),

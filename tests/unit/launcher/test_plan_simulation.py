@@ -111,8 +111,9 @@ def test_a_task_of_a_user_takes_its_time_for_every_row() -> None:
     [
         # Two turns of 0.5 s each in 8 places: four waves; 0.2 s of tools behind each turn, of which the last one shows
         ({}, 4 * 0.5 + 0.2),
-        # What tools wrote is read before each second turn
-        ({"prefill": Work(row_s=0.01), "later_tokens": 1}, 4 * 0.5 + 32 * 0.01 + 0.2),
+        # Prompts of the second turns, what tools wrote in them, hold up what is drawn beside them
+        ({"prefill": Work(token_s=0.01), "later_tokens": 1}, 4 * 0.5 + 16 * 0.01 + 0.2),
+        ({"prefill": Work(row_s=0.01)}, 4 * 0.5 + 32 * 0.01 + 0.2),
         # However many enter together, they are computed in one call
         ({"prefill": Work(call_s=0.01)}, 4 * (0.5 + 0.01) + 0.2),
     ],

@@ -98,7 +98,7 @@ def test_a_reference_of_megatron_is_planned_with_its_tensor_parallelism(qwen: Ru
     ref = qwen.ref.model_copy(update={"engine": "megatron", "megatron": layout})
     config = qwen.model_copy(update={"ref": ref, "roles": qwen.roles | {"ref": 8}})
     planner = open_planner(config, devices=32, device="ascend-910b")
-    assert {choice.ref.megatron.tensor_parallel for choice, _ in planner.layouts()} == {1, 2, 4}  # of 4 heads of keys
+    assert {choice.ref.megatron.tensor_parallel for choice, _ in planner.layouts()} == {2, 4}  # of 4 heads of keys
     for plan in planner.plans():
         tensor = plan.config.ref.megatron.tensor_parallel
         assert f"ref.megatron.tensor_parallel={tensor}" in plan.changes

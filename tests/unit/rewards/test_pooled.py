@@ -111,7 +111,7 @@ def test_math_verify_judges_formulas(load: Load) -> None:
 
 
 def test_a_formula_that_takes_for_ever_has_the_configured_deadline(load: Load) -> None:
-    """And not that of the library, 5 s, after which it calls the answer wrong."""
+    """And not that of the library, 5 s, after which it calls the response wrong."""
     pytest.importorskip("math_verify")
     with pytest.raises(UserCodeFailed, match=r"math_verify took longer than reward.timeout_s = 8 s"):
         load(function="math_verify", timeout_s=8)("", r"\boxed{9^{9^{9^{9}}}}", "42")

@@ -21,7 +21,7 @@ DEADLINE_S = 60
 
 
 class Scorer:
-    """A server; `reply` says what it samples, `asked` what it was asked."""
+    """A server; `reply` says what it answers, `asked` what it was asked."""
 
     def __init__(self) -> None:
         self.asked: list[Samples] = []

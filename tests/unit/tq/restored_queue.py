@@ -185,12 +185,12 @@ class Life:
             self.held_version = self.version
 
     def finish(self) -> None:
-        """Some answers of a lease end; the weights may have been swapped meanwhile."""
+        """Some responses of a lease end; the weights may have been swapped meanwhile."""
         if not self.leases:
             return
         lease, version = self.leases.pop(self.random.randrange(len(self.leases)))
         if any(group % 3 == 0 for group in lease.groups) and self.random.random() < 0.9:
-            self.leases.append((lease, version))  # long answers
+            self.leases.append((lease, version))  # long responses
             return
         self.random.shuffle(lease.rows)
         done = lease.rows[: self.random.randint(1, len(lease.rows))]
@@ -212,7 +212,7 @@ class Life:
             self.leases.append((lease, version))
 
     def judge(self) -> None:
-        """Another task reads answers."""
+        """Another task reads responses."""
         reply = self.ask(FetchRows("judge", "j", self.random.randint(1, 6), 0, 60.0))
         if isinstance(reply, LeaseGrant):
             self.write("judge", reply.token, reply.rows, lambda rows: {"score": Column.of_scalars(torch.tensor(rows))})

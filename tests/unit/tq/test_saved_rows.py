@@ -18,13 +18,13 @@ from workers.admission.saved_rows import KeepRule, Kept, SavedRow, SavedRows
 from workers.admission.state import AdmittedGroup
 
 PROMPT = frozenset({"prompts"})
-ANSWER = frozenset({"responses", "versions"})
+RESPONSE = frozenset({"responses", "versions"})
 TASKS = (
-    TaskSpec("rollout", PROMPT, ANSWER),
-    TaskSpec("ref", PROMPT | ANSWER, frozenset({"ref_log_probs"})),
-    TaskSpec("train", PROMPT | ANSWER),
+    TaskSpec("rollout", PROMPT, RESPONSE),
+    TaskSpec("ref", PROMPT | RESPONSE, frozenset({"ref_log_probs"})),
+    TaskSpec("train", PROMPT | RESPONSE),
 )
-EVERYTHING = PROMPT | ANSWER | {"ref_log_probs"}
+EVERYTHING = PROMPT | RESPONSE | {"ref_log_probs"}
 
 
 def rule(
@@ -42,7 +42,7 @@ def saved(oldest: int, newest: int = -1, *, columns: Collection[str] = EVERYTHIN
 
 
 BOTH = Kept(EVERYTHING, frozenset({"rollout", "ref"}))
-ANSWER_ONLY = Kept(PROMPT | ANSWER, frozenset({"rollout"}))
+ANSWER_ONLY = Kept(PROMPT | RESPONSE, frozenset({"rollout"}))
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ ANSWER_ONLY = Kept(PROMPT | ANSWER, frozenset({"rollout"}))
         (saved(18, 20), 21, None),  # its oldest token counts
         (saved(20, 21), 22, None),  # weights of step 21 were abandoned
         (saved(20, columns=PROMPT), 21, None),  # only a prompt
-        (saved(20, columns=PROMPT | ANSWER), 21, ANSWER_ONLY),
-        (saved(20, columns=ANSWER), 21, None),
+        (saved(20, columns=PROMPT | RESPONSE), 21, ANSWER_ONLY),
+        (saved(20, columns=RESPONSE), 21, None),
     ],
 )
 def test_rows_within_the_staleness_bound_of_their_new_step_are_kept(
@@ -77,7 +77,7 @@ def test_columns_of_a_task_that_is_gone_are_dropped() -> None:
 
 def test_columns_that_hold_no_more_are_computed_again() -> None:
     def usable(partition: int, step: int) -> Collection[str]:
-        return PROMPT | ANSWER | ({"ref_log_probs"} if partition == step else set())
+        return PROMPT | RESPONSE | ({"ref_log_probs"} if partition == step else set())
 
     assert rule(usable=usable).kept(saved(20, partition=21), step=21) == BOTH
     assert rule(usable=usable).kept(saved(20, partition=22), step=21) == ANSWER_ONLY
@@ -88,8 +88,8 @@ def test_task_with_one_of_two_columns_is_done_again() -> None:
     assert rule(tasks=tasks).kept(saved(20), step=21) == ANSWER_ONLY
 
 
-def test_answers_without_what_generation_now_writes_are_generated_again() -> None:
-    tasks = (TaskSpec("rollout", PROMPT, ANSWER | {"rewards"}), *TASKS[1:])
+def test_responses_without_what_generation_now_writes_are_generated_again() -> None:
+    tasks = (TaskSpec("rollout", PROMPT, RESPONSE | {"rewards"}), *TASKS[1:])
     assert rule(tasks=tasks).kept(saved(20), step=21) is None
 
 

@@ -29,6 +29,7 @@ class Decoding:
         self._ends: list[tuple[float, int]] = []
         self._cancelled: set[int] = set()
         self._over: list[int] = []
+        self._over_since = now
         self._alone_s = decode_s(1)
         self._rate = 1.0
         """Seconds that pass for one of work."""
@@ -37,7 +38,7 @@ class Decoding:
     @property
     def next_end(self) -> float | None:
         """When the next response ends, if none begins before (s); None: nothing runs."""
-        return self._now if self._over else self._first_end()
+        return self._over_since if self._over else self._first_end()
 
     def clock(self, now: float) -> float:
         """Return how much work each response could have done by now (s)."""
@@ -57,7 +58,7 @@ class Decoding:
         self._count(1)
         return self._clock
 
-    def hold(self, seconds: float, now: float) -> None:
+    def stall(self, seconds: float, now: float) -> None:
         """No response gets a token for so long: prompts are computed (s)."""
         self._advance(now)
         self._now += seconds
@@ -81,6 +82,7 @@ class Decoding:
         while (end := self._first_end()) is not None and end <= now:
             self._clock, number = heapq.heappop(self._ends)
             self._count(-1)
+            self._over_since = self._over_since if self._over else end
             self._over.append(number)
             self._now = max(self._now, end)
         if now > self._now:

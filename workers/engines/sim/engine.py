@@ -120,7 +120,7 @@ class SimGenerateEngine:
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         assert len(requests) <= self.free_slots
         now = self._clock()
-        self._decoding.hold(self._config.prefill_s_per_token * sum(each.prompt_P.numel() for each in requests), now)
+        self._decoding.stall(self._config.prefill_s_per_token * sum(each.prompt_P.numel() for each in requests), now)
         for request in requests:
             num_tokens = min(request.limit(self._longest), self._lengths.tokens(request.index))
             number = next(self._numbers)
