@@ -174,11 +174,16 @@ def plan_command(
 ) -> None:
     """Find role sizes and layouts for CONFIG on N devices: predicts the run of each by simulation (docs/planner.md)."""
     with errors_as_exits():
+        from asyncflow.errors import ConfigError
         from launcher.config.load import load_config
         from launcher.config.paths import find_recipe
         from launcher.plan.report import open_planner, plan_json, plan_text, write_timeline
 
         loaded = load_config(find_recipe(config), overrides=overrides)
+        if timeline is not None and not timeline.parent.is_dir():
+            raise ConfigError(
+                f"--timeline {timeline}: {timeline.parent} is no directory; name a file that can be written"
+            )
         planner = open_planner(
             loaded, devices=devices, device=device, objective=objective, lengths=lengths, profile=profile
         )

@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
 from launcher.checks.engine_libraries import check_libraries
@@ -271,12 +273,12 @@ class Request:
     def _planned(self, source: Path, roles: str) -> "Plan":
         """Return the best plan, and say its options and what it predicts."""
         from launcher.plan.report import auto_plan
-        from launcher.run.progress import print_line
 
         plan = auto_plan(roles, load_config(source, overrides=self.overrides))
         assert plan is not None, "the caller looked for the word"
         options = [f"--roles {plan.roles_text}", *(f"--set {change}" for change in plan.changes)]
-        print_line(f"{roles}: {' '.join(options)}, {plan.step_s:.3g} s a step predicted")
+        # Not to stdout, where `asyncflow sbatch` writes its script.
+        click.echo(f"{roles}: {' '.join(options)}, {plan.step_s:.3g} s a step predicted", err=True)
         return plan
 
 

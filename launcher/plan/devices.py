@@ -1,6 +1,7 @@
 """The device catalogue: `configs/devices/*.yaml`, or a file of yours. Peaks and bandwidths, each with its source."""
 
 import importlib.resources
+import re
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -71,6 +72,8 @@ def find_device(name: str) -> Device:
     path = Path(name) if name.endswith((".yaml", ".yml")) else known.get(name)
     if path is None:
         raise ConfigError(f"--device {name}: is not known; give one of {' '.join(sorted(known))}, or a YAML file")
+    if not path.is_file():
+        raise ConfigError(f"--device {path}: is no file; give a YAML file like configs/devices/h100.yaml, or a name")
     try:
         return Device.model_validate(read_yaml(path).values)
     except ValidationError as error:
@@ -92,7 +95,7 @@ def device_of(measured: str, named: str | None, what: str) -> str | None:
     """
     known = [path.name.removesuffix(".yaml") for path in _catalogue()]
     called = measured.lower().replace("-", "")
-    fitting = [name for name in known if name.replace("-", "") in called]
+    fitting = [name for name in known if re.search(rf"(?<![a-z0-9]){name.replace('-', '')}(?![0-9])", called)]
     if named in known and fitting and named not in fitting:
         raise ConfigError(f"{what}: was measured on {measured}, not on --device {named}; name --device {fitting[0]}")
     return named or (fitting[0] if fitting else None)

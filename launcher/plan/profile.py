@@ -5,6 +5,7 @@ Python does around them take the rest, so a model of any number of layers is pre
 """
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -109,7 +110,9 @@ class Profile:
             seconds = {
                 Block(**{key: each[key] for key in each if key != "seconds"}): each["seconds"] for each in blocks
             }
-            return Profile(values["model"], values["settings"], values["device"], values["group_size"], seconds)
+            found = Profile(values["model"], values["settings"], values["device"], int(values["group_size"]), seconds)
+            found._check_types()
+            return found
         except OSError as error:
             raise ConfigError(f"{option} {path}: {error.strerror}; `asyncflow profile CONFIG` makes one") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -160,10 +163,23 @@ class Profile:
         if self._layers > 1 and len({block.layers for block in self.seconds if block.layers}) < 2:
             raise ConfigError(f"{what}: has one depth of the model alone, which says nothing of a layer; measure again "
                               f"into another file")  # fmt: skip
+        kinds = {block.name for block in self.seconds}
+        for kind in (TRAIN, FORWARD, OPTIMIZER, PREFILL, DECODE):
+            if kind not in kinds:
+                raise ConfigError(f"{what}: has no block {kind!r}; measure again into another file")
         missing = [block for block, seconds in self.seconds.items() if seconds is None]
         if missing:
             raise ConfigError(f"{what}: {len(missing)} of {len(self.seconds)} blocks are not measured; "
                               f"`asyncflow profile` with this file as --out goes on")  # fmt: skip
+
+    def _check_types(self) -> None:
+        """Raises:
+        KeyError, TypeError, ValueError: the file has something else in the place of a name or a number.
+        """
+        ModelSizes(**self.model)
+        str(self.device["name"]), int(self.device["cores"]), float(self.device["memory_gb"]), dict(self.settings)
+        if not all(each is None or 0 <= float(each) < math.inf for each in self.seconds.values()):
+            raise ValueError("seconds of a block")
 
     def _check_model(self, now: Mapping[str, Any], what: str) -> None:
         """Where there are no weights, biases and norms of heads are not counted."""

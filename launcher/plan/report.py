@@ -2,7 +2,8 @@
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -49,8 +50,9 @@ def open_planner(
         ConfigError: the device or the model's sizes are not known, or the run has no lengths.
     """
     simulated = config.rollout.engine == "sim"
-    if simulated and profile is not None:
-        raise ConfigError(f"--profile {profile}: sim engines have their times in section sim; leave it out")
+    for option, given in (("--profile", profile), ("--device", device)):
+        if simulated and given is not None:
+            raise ConfigError(f"{option} {given}: sim engines have their times in section sim; leave it out")
     measured = None
     model: Mapping[str, Any] = {}
     parameters = 0
@@ -112,9 +114,7 @@ def sizes_of(path: str, key: str) -> ModelSizes:
 
 
 def auto_plan(text: str, config: RunConfig) -> Plan | None:
-    """Return the best plan for `auto:DEVICES[@DEVICE]` as `--roles`; None: the text is something else.
-
-    DEVICE may be a profile's file.
+    """Return the best plan for `auto:DEVICES[@DEVICE][@PROFILE.json]` as `--roles`; None: the text is something else.
 
     Raises:
         ConfigError: the number or the device is not one, or no plan fits.
@@ -122,16 +122,23 @@ def auto_plan(text: str, config: RunConfig) -> Plan | None:
     word, _, rest = text.strip().partition(":")
     if word != "auto":
         return None
-    number, _, device = rest.partition("@")
+    number, *named = rest.split("@")
     if not number.isdecimal() or int(number) < 2:
         raise ConfigError(f"--roles {text}: give a number of devices, at least 2, e.g. --roles auto:14")
-    if not device and config.rollout.engine != "sim":
+    profiles, devices = [], []
+    for each in filter(None, named):
+        (profiles if each.endswith(".json") else devices).append(each)
+    if len(profiles) > 1 or len(devices) > 1:
+        raise ConfigError(f"--roles {text}: has two devices, or profiles; give one, e.g. --roles auto:{number}@h100")
+    if not profiles and not devices and config.rollout.engine != "sim":
         if config.launcher.device != "cpu":
             raise ConfigError(f"--roles {text}: say of which device, e.g. --roles auto:{number}@h100")
-        device = "cpu"
-    profile = Path(device) if device.endswith(".json") else None
-    named = None if profile is not None else device or None
-    return open_planner(config, devices=int(number), device=named, profile=profile).plans()[0]
+        devices = ["cpu"]
+    device, profile = next(iter(devices), None), next(map(Path, profiles), None)
+    try:
+        return open_planner(config, devices=int(number), device=device, profile=profile).plans()[0]
+    except ConfigError as error:
+        raise ConfigError(f"--roles {text}: {error}") from error
 
 
 def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
@@ -141,9 +148,10 @@ def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
         ConfigError: it has none.
     """
     counts: dict[int, int] = {}
-    for step in _recorded(run_dir):
-        for length, count in step.get("histograms", {}).get("response_tokens", {}).items():
-            counts[round(float(length))] = counts.get(round(float(length)), 0) + count
+    for number, step in _recorded(run_dir):
+        with _damaged(run_dir, number):
+            for length, count in step.get("histograms", {}).get("response_tokens", {}).items():
+                counts[round(float(length))] = counts.get(round(float(length)), 0) + int(count)
     if not counts:
         raise ConfigError(f"--lengths {run_dir}: has no lengths of responses in metrics.jsonl; name a run")
     values, weights = [max(1, value) for value in counts], list(accumulate(counts.values()))
@@ -162,29 +170,50 @@ def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
     Raises:
         ConfigError: its rollouts have one response each.
     """
-    steps = [step for step in _recorded(run_dir) if "reward/turns_mean" in step]
+    steps = [each for each in _recorded(run_dir) if "reward/turns_mean" in each[1]]
     if not steps:
         raise ConfigError(
             f"--lengths {run_dir}: has no turns in metrics.jsonl; name a run of rollout functions or agents"
         )
     steps = steps[2:] or steps
     names = ("reward/turns_mean", "reward/tool_s_mean", "reward/cpu_s_mean")
-    replies, tool_s, cpu_s = (sum(step.get(name, 0.0) for step in steps) / len(steps) for name in names)
-    read = sum(step["train_tokens"] / step["samples"] - step["response_tokens_mean"] for step in steps) / len(steps)
+    totals, read = dict.fromkeys(names, 0.0), 0.0
+    for number, step in steps:
+        with _damaged(run_dir, number):
+            for name in names:
+                totals[name] += step.get(name, 0.0) / len(steps)
+            read += (step["train_tokens"] / step["samples"] - step["response_tokens_mean"]) / len(steps)
+    replies, tool_s, cpu_s = totals.values()
     read = 0.0 if config.rollout.engine == "sim" else read - config.data.max_prompt_tokens // 2
     return Turns(max(1.0, replies), tool_s, cpu_s, max(0, round(read)))
 
 
-def _recorded(run_dir: Path) -> list[dict[str, Any]]:
+def _recorded(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the lines of a run's `metrics.jsonl`, numbered."""
     path = run_dir / "metrics.jsonl"
+    try:
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+    except OSError as error:
+        raise ConfigError(f"--lengths {path}: {error.strerror}; name a run that can be read") from error
     steps = []
-    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
-        try:
-            steps.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"--lengths {run_dir}: line {number} of metrics.jsonl is damaged ({error}); name another "
-                              f"run, or remove the line") from error  # fmt: skip
+    for number, line in enumerate(lines, 1):
+        with _damaged(run_dir, number):
+            steps.append((number, dict(json.loads(line))))
     return steps
+
+
+@contextmanager
+def _damaged(run_dir: Path, number: int) -> Iterator[None]:
+    """Say which line cannot be used.
+
+    Raises:
+        ConfigError: it says something else than a run writes.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"--lengths {run_dir}: line {number} of metrics.jsonl is damaged ({error!r}); name another "
+                          f"run, or remove the line") from error  # fmt: skip
 
 
 def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], others: Sequence[Plan] = ()) -> str:
@@ -212,7 +241,7 @@ def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], other
             for role, number in plan.config.roles.items()
         )
         lines.append(
-            f"{plan.step_s:>8.3g} s {plan.tokens_per_s:>10.0f} {plan.tokens_per_s_per_device:>9.1f} {left:>12}   "
+            f"{plan.step_s:>8.3g} s {plan.tokens_per_s:>10.3g} {plan.tokens_per_s_per_device:>9.3g} {left:>12}   "
             + " ".join([roles, *plan.changes])
         )
     busiest = min(best.idle, key=lambda role: best.idle[role])

@@ -86,7 +86,7 @@ def test_planned_roles_are_started_and_the_plan_is_kept(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["roles"] == yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["roles"]
-    assert f"{plan['step_s']:.3g} s a step predicted" in done.stdout
+    assert f"{plan['step_s']:.3g} s a step predicted" in done.stderr
 
 
 def first_ready_recipe() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from launcher.plan.devices import device_of, find_device
 from launcher.plan.report import auto_plan, open_planner, plan_json, plan_text, recorded_lengths
 from launcher.plan.scenario import Turns
 from launcher.plan.simulation import simulate
@@ -214,6 +215,10 @@ def test_lengths_may_be_those_of_a_run(tmp_path: Path) -> None:
         file.write('{"histograms": {"resp')
     with pytest.raises(ConfigError, match=r"--lengths .*: line 3 of metrics.jsonl is damaged"):
         recorded_lengths(tmp_path, seed=0)
+    for damaged in (b"\xff\xfe", b'{"histograms": null}', b'{"histograms": {"response_tokens": {"long": 1}}}'):
+        (tmp_path / "metrics.jsonl").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"--lengths .*: line 1 of metrics.jsonl is damaged"):
+            recorded_lengths(tmp_path, seed=0)
     absent = sim_run(lengths="file", lengths_file=str(tmp_path / "absent.txt"))
     with pytest.raises(ConfigError, match=r"sim.lengths_file: .*absent.txt cannot be read"):
         open_planner(absent, devices=8, device=None)
@@ -248,6 +253,18 @@ def test_roles_may_be_planned_by_the_launcher() -> None:
     assert auto_plan("rollout:1,actor:1", sim_run()) is None
     with pytest.raises(ConfigError, match="--roles auto:x: give a number of devices"):
         auto_plan("auto:x", sim_run())
+    with pytest.raises(ConfigError, match="--roles auto:4@h100: --device h100: sim engines have their times"):
+        auto_plan("auto:4@h100", sim_run())
+    with pytest.raises(ConfigError, match="--roles auto:4@h100@a100: has two devices"):
+        auto_plan("auto:4@h100@a100", sim_run())
+
+
+def test_devices_are_known_by_their_whole_names() -> None:
+    assert device_of("NVIDIA H100 80GB HBM3", None, "x") == "h100"
+    assert device_of("NVIDIA RTX A1000", None, "x") is None
+    assert device_of("NVIDIA GH200 480GB", None, "x") is None
+    with pytest.raises(ConfigError, match=r"--device nosuch.yaml: is no file"):
+        find_device("nosuch.yaml")
 
 
 def test_command_prints_the_line_to_paste_why_and_a_timeline(qwen: RunConfig, tmp_path: Path) -> None:

@@ -239,6 +239,20 @@ def test_a_file_of_something_else_is_refused(config: RunConfig, tmp_path: Path) 
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"--profile .*of.json: is no file of `asyncflow profile`"):
             open_planner(config, devices=4, device=None, profile=file)
+    whole.write(file)
+    values = json.loads(file.read_text())
+    for part, other in (
+        ("device", {}),
+        ("model", []),
+        ("group_size", "x"),
+        ("blocks", [{"name": "train", "seconds": "fast"}]),
+    ):
+        file.write_text(json.dumps({**values, part: other}))
+        with pytest.raises(ConfigError, match=r"--profile .*of.json: is no file of `asyncflow profile`"):
+            open_planner(config, devices=4, device=None, profile=file)
+    file.write_text(json.dumps({**values, "blocks": [each for each in values["blocks"] if each["name"] != DECODE]}))
+    with pytest.raises(ConfigError, match=r"--profile .*of.json: has no block 'decode'; measure again"):
+        open_planner(config, devices=4, device=None, profile=file)
     file.write_text('{"format": 1}')
     with pytest.raises(ConfigError, match=r"has format 1, not 2; measure again"):
         Profile.read(file, "--profile")
