@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ScheduleMode(StrEnum):
-    """Which stages overlap; see docs/architecture.md."""
+    """Which stages overlap; see docs/schedules.md."""
 
     SYNC = "sync"
     PERIODIC = "periodic"
@@ -33,7 +33,7 @@ class ScheduleMode(StrEnum):
 
 
 class Fill(StrEnum):
-    """Which groups a step is made of; see docs/architecture.md."""
+    """Which groups a step is made of; see docs/schedules.md."""
 
     IN_ORDER = "in_order"
     FIRST_READY = "first_ready"

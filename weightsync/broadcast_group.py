@@ -91,8 +91,8 @@ class BroadcastGroup:
         if self.epoch != transfer.epoch:
             self.leave()
             self.epoch = transfer.epoch
-            patience_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stub lacks it
-            self._all_say("here", transfer, plan, deadline=time.monotonic() + patience_s, stop=stop)
+            wait_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stub lacks it
+            self._all_say("here", transfer, plan, deadline=time.monotonic() + wait_s, stop=stop)
             for senders in self._circles(plan):
                 everyone = [*map(sender_name, senders), *transfer.members]
                 if self._me in everyone:

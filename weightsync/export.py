@@ -75,7 +75,7 @@ class WeightExporter:
         self._thread.start()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Export what is at hand and was not yet, if that takes less than `timeout_s`, and end; idempotent."""
+        """Export the newest version, if it was not and that takes less than `timeout_s`, and end; idempotent."""
         deadline = time.monotonic() + timeout_s
         self._closing.set()
         self._thread.join(timeout_s)

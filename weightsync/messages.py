@@ -24,13 +24,13 @@ class TakeSlot(msgspec.Struct, tag=True):
 
     Attributes:
         plan: digest.
-        patience_s: how long to wait for a free slot; then slow readers are left behind.
+        wait_s: how long to wait for a free slot; then slow readers are left behind.
     """
 
     rank: int
     version: Version
     plan: str
-    patience_s: float
+    wait_s: float
 
 
 class SealBuckets(msgspec.Struct, tag=True):
@@ -85,10 +85,10 @@ class AskSwap(msgspec.Struct, tag=True):
     """A receiver wants to swap now.
 
     Attributes:
-        patience_s: how long to wait for its turn; 0: not at all.
+        wait_s: how long to wait for its turn; 0: not at all.
     """
 
-    patience_s: float
+    wait_s: float
 
 
 class EndSwap(msgspec.Struct, tag=True):
@@ -118,13 +118,13 @@ class BeginBroadcast(msgspec.Struct, tag=True):
     Attributes:
         plan: digest.
         broken: epoch whose group broke, or "".
-        patience_s: then those that are not ready are left out.
+        wait_s: then those that are not ready are left out.
     """
 
     version: Version
     plan: str
     broken: str
-    patience_s: float
+    wait_s: float
 
 
 class WatchPeer(msgspec.Struct, tag=True):

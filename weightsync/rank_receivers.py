@@ -149,17 +149,17 @@ class RanksReceiver(WeightReceiver):
         apply: Callable[[Mapping[str, Tensor]], None],
         *,
         newer_than: Version | None,
-        patience_s: float = 0.0,
+        wait_s: float = 0.0,
     ) -> Version | None:
         """Have the ranks hold the newest version that all of them have, and `apply`; see `WeightReceiver.load`.
 
         Args:
             apply: has the ranks load what they hold; its argument is empty.
             newer_than: version that the engine has; None: none.
-            patience_s: how long to wait for the ranks to have the same version, and for a turn.
+            wait_s: how long to wait for the ranks to have the same version, and for a turn.
         """
-        agreed = self._agree.wait(patience_s)
-        return super().load(apply, newer_than=newer_than, patience_s=patience_s) if agreed else None
+        agreed = self._agree.wait(wait_s)
+        return super().load(apply, newer_than=newer_than, wait_s=wait_s) if agreed else None
 
     def _listen(self, read_end: int) -> None:
         """Hear which versions the ranks have, until they end."""
@@ -239,8 +239,8 @@ class RankReceiver(WeightReceiver):
         except OSError as error:
             raise WeightSyncError(f"{following.name}: its pipe cannot be opened ({error.strerror})") from error
         job, name = Job.load(Path(following.run_dir)), f"{following.name}-{rank}"
-        patience = timedelta(seconds=min(following.start_timeout_s, STALL_S))
-        store = connect_store(job.store_host, job.store_port, patience)
+        timeout = timedelta(seconds=min(following.start_timeout_s, STALL_S))
+        store = connect_store(job.store_host, job.store_port, timeout)
         credentials = Credentials(store, bytes.fromhex(job.secret), following.start_timeout_s)
         member = None
         if following.lead:

@@ -144,7 +144,7 @@ class WeightReceiver:
         apply: Callable[[Mapping[str, Tensor]], None],
         *,
         newer_than: Version | None,
-        patience_s: float = 0.0,
+        wait_s: float = 0.0,
     ) -> Version | None:
         """Give the newest version to `apply` if it is newer than the one held and it is this receiver's turn.
 
@@ -152,12 +152,12 @@ class WeightReceiver:
             apply: takes the weights, by the names of `needs`: views that are valid during the call; if the engine
                 adopts, until the end of the next call.
             newer_than: version that the engine holds; None: none.
-            patience_s: how long to wait for a turn, where the number of receivers that swap at once is limited.
+            wait_s: how long to wait for a turn, where the number of receivers that swap at once is limited.
 
         Returns:
             The version that was loaded, or None: there is no newer one, or others are swapping.
         """
-        if not self._cache.has_newer(newer_than) or not self._ask_turn(patience_s):
+        if not self._cache.has_newer(newer_than) or not self._ask_turn(wait_s):
             return None
         try:
             loaded = self._load(apply, newer_than)  # perhaps a newer one by now
@@ -357,13 +357,13 @@ class WeightReceiver:
         if connection is not None:
             connection.close()
 
-    def _ask_turn(self, patience_s: float) -> bool:
+    def _ask_turn(self, wait_s: float) -> bool:
         """Ask for a turn to swap; without an agent nothing counts turns, and there is none to wait for."""
         connection = self._connection
         if connection is None or not self._takes_turns:
             return True
         try:
-            reply, _ = connection.call(AskSwap(patience_s), timeout_s=patience_s + _TURN_TIMEOUT_S)
+            reply, _ = connection.call(AskSwap(wait_s), timeout_s=wait_s + _TURN_TIMEOUT_S)
         except TransportError:
             return True
         return isinstance(reply, SwapTurn) and reply.granted

@@ -48,7 +48,7 @@ from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 10.0
+_SLOT_WAIT_S = 10.0
 """How long slow readers may hold up a slot (s); then they keep its memory, and the slot gets a new one."""
 _HOST = torch.device("cpu")
 _LOOK_S = 0.5
@@ -331,7 +331,7 @@ class WeightSender:
         """Copy a version from memory of this process, or of an agent that is gone, into a slot of this one."""
         reply: object = NoRoom("")
         while isinstance(reply, NoRoom) and not self._closing.is_set():
-            reply, _ = connection.call(self._request(staged.version), timeout_s=_PATIENCE_S + self._timeout_s)
+            reply, _ = connection.call(self._request(staged.version), timeout_s=_SLOT_WAIT_S + self._timeout_s)
         if not isinstance(reply, SlotGranted):
             return None
         target = self._target(reply)
@@ -350,7 +350,7 @@ class WeightSender:
             self._submit(connection, self._request(version))
 
     def _request(self, version: Version) -> TakeSlot:
-        return TakeSlot(self._rank, version, self._digest, min(_PATIENCE_S, self._timeout_s / 4))
+        return TakeSlot(self._rank, version, self._digest, min(_SLOT_WAIT_S, self._timeout_s / 4))
 
     def _wait_on(self, connection: Connection, reason: str) -> None:
         logger.warning("%s", reason)

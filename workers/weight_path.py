@@ -132,7 +132,7 @@ def _lead(context: WorkerContext) -> str:
     return context.job.of_role(WEIGHTS)[0].name
 
 
-_TURN_PATIENCE_S = 1.0
+_TURN_WAIT_S = 1.0
 """How long a wait for a turn to swap lasts before it looks again whether the run stops (s)."""
 
 
@@ -152,7 +152,7 @@ class HeldWeights:
         loaded: Callable[[Version], None] = lambda _: None,
     ) -> None:
         """Args:
-        receiver: has newer versions at hand; closed here.
+        receiver: has newer versions ready; closed here.
         load: has the engine take weights.
         loaded: is called after each swap.
         """
@@ -169,7 +169,7 @@ class HeldWeights:
         return 0 if self.version is None else self.version.step
 
     @property
-    def newer_at_hand(self) -> bool:
+    def has_newer(self) -> bool:
         """Whether there is something newer to load."""
         return self._receiver.newest not in (None, self.version)
 
@@ -179,14 +179,14 @@ class HeldWeights:
         newest = self._receiver.newest
         return newest is not None and self.version is not None and newest.lineage > self.version.lineage
 
-    def load_newest(self, *, patience_s: float = 0.0) -> bool:
-        """Load what is at hand, if it is this engine's turn; returns whether it was."""
+    def load_newest(self, *, wait_s: float = 0.0) -> bool:
+        """Load what is ready, if it is this engine's turn; returns whether it was."""
 
         def load(weights: Mapping[str, Tensor]) -> None:
             with self._context.timeline.span("load weights"):
                 self._load(weights)
 
-        version = self._receiver.load(load, newer_than=self.version, patience_s=patience_s)
+        version = self._receiver.load(load, newer_than=self.version, wait_s=wait_s)
         if version is None:
             return False
         self.version = version
@@ -208,10 +208,10 @@ class HeldWeights:
                     needed.step, lineage=needed.lineage, timeout_s=timeout_s, stop=context.stopping
                 ):
                     return
-                loaded = self.load_newest(patience_s=_TURN_PATIENCE_S)
+                loaded = self.load_newest(wait_s=_TURN_WAIT_S)
             if not loaded and time.monotonic() > deadline:
                 raise WeightsLate(
-                    f"weights of {needed} are at hand, but no turn to load them came within {timeout_s:g} s: an "
+                    f"weights of {needed} are ready, but no turn to load them came within {timeout_s:g} s: an "
                     f"instance that swaps does not end"
                 )
 

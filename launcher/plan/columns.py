@@ -1,18 +1,14 @@
 """A simulated worker of a role that only computes columns (`workers.tasks.task_worker`), in simulated time. Pure."""
 
-from typing import TYPE_CHECKING
-
+from launcher.plan.world import World
 from tq.policies import Item
 from workers.tasks.dataflow import PlacedTask
-
-if TYPE_CHECKING:
-    from launcher.plan.simulation import World
 
 
 class ColumnWorker:
     """Fetch, compute, put."""
 
-    def __init__(self, world: "World", task: PlacedTask, number: int) -> None:
+    def __init__(self, world: World, task: PlacedTask, number: int) -> None:
         """Args:
         world: it is in.
         task: that it serves.
@@ -22,7 +18,7 @@ class ColumnWorker:
         self._world = world
         self._task = task
         self._version = 0
-        self._at_hand = 0
+        self._ready = 0
         self._needed = 0
 
     def start(self) -> None:
@@ -30,8 +26,8 @@ class ColumnWorker:
         self._ask()
 
     def weights_arrived(self, version: int) -> None:
-        """A version is at hand."""
-        self._at_hand = version
+        """A version is ready to be loaded."""
+        self._ready = version
         if self._needed > self._version and version >= self._needed:
             self._version = version
             self._ask()
@@ -42,8 +38,8 @@ class ColumnWorker:
 
     def _outdated(self, version: int) -> None:
         self._needed = version
-        if self._at_hand >= version:
-            self._version = self._at_hand
+        if self._ready >= version:
+            self._version = self._ready
             self._world.after(0.0, self._ask)
 
     def _granted(self, partition: int, items: list[Item]) -> None:
@@ -63,7 +59,7 @@ class ColumnWorker:
         world.at(start, lambda: world.compute(seconds, computed))
 
 
-def work_s(world: "World", task: str, rows: list[int]) -> float:
+def work_s(world: World, task: str, rows: list[int]) -> float:
     """Return the time of a task for rows, in one call (s)."""
     times = world.scenario.times
     work = times.tasks.get(task)

@@ -8,17 +8,14 @@ and publishes nothing; the actor begins its next step when both are done with th
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from launcher.plan.columns import work_s
 from launcher.plan.task_queue import Formed
+from launcher.plan.world import World
 from tq.policies import Item, Want
 from workers.tasks.dataflow import CRITIC_TRAIN, PlacedTask
 from workers.trainer import micro_batches
-from workers.trainer.micro_batches import RoundAssigner
-
-if TYPE_CHECKING:
-    from launcher.plan.simulation import World
+from workers.trainer.micro_batches import MiniBatchAssigner
 
 _AHEAD = 2
 """Rounds that a rank asks for beyond those that it took: one that is read, one that waits (`ReadAhead`)."""
@@ -27,7 +24,7 @@ _AHEAD = 2
 class Gang:
     """All replicas of the actor, or of a critic. Replicas that wait for each other at every micro-batch go as one."""
 
-    def __init__(self, world: "World", task: PlacedTask) -> None:
+    def __init__(self, world: World, task: PlacedTask) -> None:
         """Args:
         world: it is in.
         task: that it serves.
@@ -215,11 +212,11 @@ class Gang:
             seconds.append(times.train[self._role].seconds(tokens, squares))
         return seconds
 
-    def _assigner(self, pass_number: int) -> RoundAssigner:
+    def _assigner(self, pass_number: int) -> MiniBatchAssigner:
         scenario = self._world.scenario
         number = self._training.settings.num_mini_batches
         seed = f"{scenario.seed}/{self._step}/{pass_number}"
-        return RoundAssigner(num_mini_batches=number, size=scenario.schedule.step_rows // number, seed=seed)
+        return MiniBatchAssigner(num_mini_batches=number, size=scenario.schedule.step_rows // number, seed=seed)
 
 
 def _rows(items: Sequence[Item]) -> list[int]:

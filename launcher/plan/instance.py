@@ -3,14 +3,11 @@
 import heapq
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from launcher.plan.world import World
 from tq.policies import Item
 from workers.engines.sim.decoding import Decoding
 from workers.rollout.room import room
-
-if TYPE_CHECKING:
-    from launcher.plan.simulation import World
 
 _RETRY_S = 0.05
 """As `workers.rollout.loop`: after a refused turn."""
@@ -28,7 +25,7 @@ class _Lease:
 class Instance:
     """A simulated rollout instance."""
 
-    def __init__(self, world: "World", task: str, number: int) -> None:
+    def __init__(self, world: World, task: str, number: int) -> None:
         """Args:
         world: it is in.
         task: that it fetches.
@@ -51,7 +48,7 @@ class Instance:
         self._num_drawing = 0
         self._entered_until = 0.0
         """End of the engine's step that the last prompts entered (s of work)."""
-        self._at_hand = self._version = -1
+        self._ready = self._version = -1
         self._needed = -1
         self._step = 0
         self._asked = self._draining = self._swapping = False
@@ -60,8 +57,8 @@ class Instance:
         self._computing = False
 
     def weights_arrived(self, version: int) -> None:
-        """A version is at hand."""
-        self._at_hand = max(self._at_hand, version)
+        """A version is ready to be loaded."""
+        self._ready = max(self._ready, version)
         self.look()
 
     def look(self) -> None:
@@ -141,7 +138,7 @@ class Instance:
 
     def _swap_if_due(self) -> None:
         self._draining = False
-        if self._at_hand <= self._version:
+        if self._ready <= self._version:
             return
         world = self._world
         scenario = world.scenario
@@ -160,7 +157,7 @@ class Instance:
 
     def _swapped(self) -> None:
         self._swapping = False
-        self._version = self._at_hand
+        self._version = self._ready
         self._world.turns.end(self)
         self.look()
 

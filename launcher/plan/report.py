@@ -125,7 +125,8 @@ def auto_plan(text: str, config: RunConfig) -> Plan | None:
     number, *named = rest.split("@")
     if not number.isdecimal() or int(number) < 2:
         raise ConfigError(f"--roles {text}: give a number of devices, at least 2, e.g. --roles auto:14")
-    profiles, devices = [], []
+    profiles: list[str] = []
+    devices: list[str] = []
     for each in filter(None, named):
         (profiles if each.endswith(".json") else devices).append(each)
     if len(profiles) > 1 or len(devices) > 1:

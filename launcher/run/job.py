@@ -51,7 +51,7 @@ from launcher.run.launcher_process import keep_torch_off_the_terminal, launcher_
 from launcher.run.placement import HEAD
 from launcher.run.progress import Progress, Status, final_lines, print_line
 from launcher.run.rank_watch import RankWatch
-from launcher.run.restarts import RestartBook, RestartLog
+from launcher.run.restarts import RestartBudget, RestartLog
 from launcher.run.restore import restore_run
 from launcher.run.rundir import has_checkpoint
 from launcher.run.supervisor import Supervisor
@@ -200,7 +200,7 @@ class _Run:
         self._evaluations = VersionTail(run_dir / EVALUATION_FILE, lineage=job.lineage)
         self._supervisor = Supervisor(
             job.gangs,
-            restarts=RestartBook(
+            restarts=RestartBudget(
                 max_restarts=own.max_restarts,
                 max_global_restarts=own.max_global_restarts,
                 window_s=own.restart_window_s,

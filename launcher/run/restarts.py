@@ -51,7 +51,7 @@ class Restart:
     count: int = 1
 
 
-class RestartBook:
+class RestartBudget:
     """Counts failures per gang and decides how much starts again."""
 
     def __init__(

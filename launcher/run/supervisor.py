@@ -14,7 +14,7 @@ gang is left.
 A gang that fails while it should be at work starts again; one that was told to leave does not. `launcher.run.restarts`
 says which gangs start again with it, and when that has been too often.
 
-    rollout, ref, unit, ...   RestartBook -> wait -> StartGang
+    rollout, ref, unit, ...   RestartBudget -> wait -> StartGang
     actor, or everything      KillGang of all that follow -> all gone -> Restore -> Restored -> StartGang of all
 """
 
@@ -48,7 +48,7 @@ from launcher.run.events import (
     StopRequested,
     Timer,
 )
-from launcher.run.restarts import Restart, RestartBook, Scope, restarts_with
+from launcher.run.restarts import Restart, RestartBudget, Scope, restarts_with
 from workers.tasks.dataflow import OBSERVERS, SERVICES, TRAINERS
 
 EXIT_TIMEOUT_S = 5.0
@@ -66,7 +66,7 @@ class Supervisor:
         self,
         gangs: Iterable[GangSpec],
         *,
-        restarts: RestartBook,
+        restarts: RestartBudget,
         start_timeout_s: float,
         evaluate_timeout_s: float,
         stop_timeout_s: float,

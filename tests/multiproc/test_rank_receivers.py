@@ -58,7 +58,7 @@ class User:
         self.receiver.wait_for(version.step, lineage=version.lineage, timeout_s=60)
         while self.held is None or self.held < version:
             self.held = (
-                self.receiver.load(lambda _: self.engine.load_held(), newer_than=self.held, patience_s=30) or self.held
+                self.receiver.load(lambda _: self.engine.load_held(), newer_than=self.held, wait_s=30) or self.held
             )
 
 

@@ -256,10 +256,10 @@ class Receiver:
     def newest(self) -> Version | None:
         return self._receiver.newest
 
-    def load(self, step: int, timeout_s: float = DEADLINE_S, patience_s: float = DEADLINE_S) -> Any:
+    def load(self, step: int, timeout_s: float = DEADLINE_S, wait_s: float = DEADLINE_S) -> Any:
         """Wait for a step and load; returns the version and whether the weights are those."""
         self._receiver.wait_for(step, timeout_s=timeout_s)
-        return self._load(patience_s)
+        return self._load(wait_s)
 
     def load_from(self, version: Version) -> Any:
         """Load as soon as this version or a newer one is at hand, whatever its step."""
@@ -302,7 +302,7 @@ class Receiver:
         self._receiver.close()
         return _threads_left("weight-receiver", "weight-member")
 
-    def _load(self, patience_s: float, *, slow: bool = False) -> Any:
+    def _load(self, wait_s: float, *, slow: bool = False) -> Any:
         loaded: dict[str, Tensor] = {}
 
         def apply(views: Mapping[str, Tensor]) -> None:
@@ -314,7 +314,7 @@ class Receiver:
             self._views = views
             self._note("end")
 
-        version = self._receiver.load(apply, newer_than=self._loaded, patience_s=patience_s)
+        version = self._receiver.load(apply, newer_than=self._loaded, wait_s=wait_s)
         if version is None:
             return None
         self._loaded = version

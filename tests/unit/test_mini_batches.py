@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tq.columns import PackedBatch
 from workers.engines.config import ActorConfig
 from workers.trainer.batching import Round, StepRounds
-from workers.trainer.micro_batches import RoundAssigner
+from workers.trainer.micro_batches import MiniBatchAssigner
 
 
 def make_rounds(totals: list[int]) -> list[Round]:
@@ -31,7 +31,7 @@ def test_mini_batches_hold_every_round_once_and_differ_by_less_than_a_round(
     totals: list[int] = []
     while sum(totals) < count * size:
         totals.append(data.draw(st.integers(1, min(size, count * size - sum(totals)))))
-    assigner = RoundAssigner(num_mini_batches=count, size=size, seed=str(seed))
+    assigner = MiniBatchAssigner(num_mini_batches=count, size=size, seed=str(seed))
     rows = [0] * count
     for total in totals:
         rows[assigner.assign(total)] += total

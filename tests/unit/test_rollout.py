@@ -56,7 +56,7 @@ class Weights:
         self.newest: Version | None = Version(0, 0)
         self.refusals = 0
 
-    def load(self, apply: Any, *, newer_than: Version | None, patience_s: float) -> Version | None:
+    def load(self, apply: Any, *, newer_than: Version | None, wait_s: float) -> Version | None:
         if self.refusals:
             self.refusals -= 1
             return None

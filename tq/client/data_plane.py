@@ -91,7 +91,7 @@ class DataPlane:
                 unsure.add(unit)
                 raise
 
-        session.patiently(attempt, session.deadline(message.timeout_s))
+        session.retry_until(attempt, session.deadline(message.timeout_s))
 
     # Rows of a lease
 
@@ -230,7 +230,7 @@ class DataPlane:
         handed out: one that recovers rebuilds the leases that it was told of when this client joined.
         """
         try:
-            self._session.patiently(attempt, deadline)
+            self._session.retry_until(attempt, deadline)
         except LeaseFenced:
             self._session.held.done(grant, rows)
             service = self._session.directory.controller_of(grant.task)

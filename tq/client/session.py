@@ -133,7 +133,7 @@ class QueueSession:
 
     def ask(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
         """Like `call`, but a controller that is gone may come back meanwhile."""
-        return self.patiently(lambda: self.call(controller, message, timeout_s), self.deadline(timeout_s))
+        return self.retry_until(lambda: self.call(controller, message, timeout_s), self.deadline(timeout_s))
 
     def post(self, controller: str, message: Message) -> None:
         """Send a message over an open channel without waiting for the answer; without a channel it is dropped.
@@ -164,7 +164,7 @@ class QueueSession:
             TransportError: a unit did not answer in time, or, with `every`, was away all the time.
         """
         deadline = self.deadline(timeout_s)
-        self.patiently(partial(self._find_units, every=every), deadline)
+        self.retry_until(partial(self._find_units, every=every), deadline)
         futures = {unit: self.unit(unit, deadline.left_s).submit(message) for unit in sorted(self.units())}
         return {
             unit: expect(self.answer(future, unit, message, deadline.left_s), answer)
@@ -201,7 +201,7 @@ class QueueSession:
             return unit not in self.beats.units(lead)
         return False
 
-    def patiently(self, attempt: Callable[[], T], deadline: "Deadline") -> T:
+    def retry_until(self, attempt: Callable[[], T], deadline: "Deadline") -> T:
         """Try until it works or is refused, while services that are gone may come back.
 
         Raises:

@@ -269,7 +269,7 @@ class ControllerService:
         with self._shell.lock:
             if isinstance(event, FetchRows | FetchRound):
                 self._sessions.asked(call.session.number, event.owner, time.monotonic())
-            request = self._shell.calls.keep(call)
+            request = self._shell.calls.add(call)
             try:
                 answers = self._shell.handle(event, request)
             except AsyncFlowError:
@@ -305,7 +305,7 @@ class ControllerService:
                 answers += self._shell.handle(OwnerGone(message.owner))  # its broken channel delivered nothing
             self._sessions.joined(call.session.number, message.owner, time.monotonic())
             self._awaited.discard(message.owner)
-            answers += self._shell.handle(message, self._shell.calls.keep(call))
+            answers += self._shell.handle(message, self._shell.calls.add(call))
         return gone, answers
 
     def _register(self, message: RegisterUnit, call: Call) -> None:
@@ -326,7 +326,7 @@ class ControllerService:
                 return None
             self._sessions.registered(call.session.number, message.unit, time.monotonic())
             self._graces.end(message.unit)
-            return self._shell.handle(message, self._shell.calls.keep(call))
+            return self._shell.handle(message, self._shell.calls.add(call))
 
     def _hear_done(self, event: DoneElsewhere) -> None:
         self._shell.learn_outputs()

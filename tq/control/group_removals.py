@@ -47,7 +47,7 @@ class GroupRemovals:
         self._reported: set[tuple[int, int]] = set()
 
     def has(self, row: Row) -> bool:
-        """Whether a row's group is a dead letter."""
+        """Whether a row's group is leaving: a dead letter, or filtered."""
         return (row.partition, row.group) in self.groups
 
     def begin(self, row: Row, cause: RemovalCause) -> None:
@@ -69,7 +69,7 @@ class GroupRemovals:
                 self.begin(row, RemovalCause(task.spec.name, failures, filtered=not failures))
 
     def keep_out(self, numbers: Iterable[int]) -> None:
-        """New rows of a dead-letter group leave at once."""
+        """New rows of a group that is leaving leave at once."""
         all_rows = self._table.rows
         members: dict[RemovalCause, list[int]] = {}
         for number in numbers:
@@ -80,7 +80,7 @@ class GroupRemovals:
             self._table.out.append(RemoveGroup(all_rows.by_unit(withheld), cause))
 
     def remove(self, numbers: Iterable[int], cause: RemovalCause = UNKNOWN) -> None:
-        """Rows of dead-letter groups left the queue; `cause`: as the removal's originator named it.
+        """Rows of groups that are leaving left the queue; `cause`: as the removal's originator named it.
 
         If that was another controller, lost rows of these groups leave here now: no unit will report them.
         """

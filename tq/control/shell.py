@@ -212,30 +212,30 @@ class PendingRequests:
         """
         self._timers = timers
         self._expired = expired
-        self._kept: dict[int, _Kept] = {}
+        self._pending: dict[int, _Pending] = {}
         self._newest = 0
 
-    def keep(self, call: Call) -> int:
+    def add(self, call: Call) -> int:
         """Keep a call until it is taken; returns the request's number."""
         self._newest += 1
-        self._kept[self._newest] = _Kept(call, time.monotonic())
+        self._pending[self._newest] = _Pending(call, time.monotonic())
         return self._newest
 
     def park(self, request: int, timeout_s: float) -> None:
         """Set the deadline of a request, unless it was answered."""
-        kept = self._kept.get(request)
-        if kept is not None:
+        pending = self._pending.get(request)
+        if pending is not None:
             delay_s = min(max(0.0, timeout_s), _LONGEST_PARK_S)
-            kept.deadline = self._timers.after(delay_s, partial(self._expired, request))
+            pending.deadline = self._timers.after(delay_s, partial(self._expired, request))
 
     def take(self, request: int) -> Call | None:
         """Return the call, which is to be answered now, once."""
-        kept = self._kept.pop(request, None)
-        return None if kept is None else kept.let_go()
+        pending = self._pending.pop(request, None)
+        return None if pending is None else pending.let_go()
 
     def drop(self, session: int) -> list[int]:
         """A channel ended: its calls need no reply, and would keep it alive. Returns the requests."""
-        requests = [number for number, kept in self._kept.items() if kept.call.session.number == session]
+        requests = [number for number, pending in self._pending.items() if pending.call.session.number == session]
         for number in requests:
             self.take(number)
         return requests
@@ -244,21 +244,21 @@ class PendingRequests:
         """Return the fetches of a consumer."""
         return [
             number
-            for number, kept in self._kept.items()
-            if isinstance(message := kept.call.message, FetchRows | FetchRound) and message.owner == owner
+            for number, pending in self._pending.items()
+            if isinstance(message := pending.call.message, FetchRows | FetchRound) and message.owner == owner
         ]
 
     def waiting_since(self) -> dict[str, float]:
         """Return, per task, when its oldest fetch began to wait (s, monotonic)."""
         oldest: dict[str, float] = {}
-        for kept in self._kept.values():  # in the order of their coming
-            if isinstance(kept.call.message, FetchRows | FetchRound):
-                oldest.setdefault(kept.call.message.task, kept.since)
+        for pending in self._pending.values():  # in the order of their coming
+            if isinstance(pending.call.message, FetchRows | FetchRound):
+                oldest.setdefault(pending.call.message.task, pending.since)
         return oldest
 
 
 @dataclass(eq=False, slots=True)
-class _Kept:
+class _Pending:
     call: Call
     since: float
     deadline: Timer | None = None

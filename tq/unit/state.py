@@ -48,7 +48,7 @@ class UnitState:
         self._finished: dict[int, tuple[Commit, ...]] = {}
         self._dropped: set[int] = set()
         self._partitions: dict[int, Partition] = {}
-        self._committed = -1
+        self._checkpointed_step = -1
         self._floors: dict[str, tuple[int, frozenset[int]]] = {}
 
     def __len__(self) -> int:
@@ -253,7 +253,7 @@ class UnitState:
 
     def release_checkpointed(self, step: int) -> None:
         """A checkpoint covers partitions up to `step`: their retained rows go, and their tombstones."""
-        self._committed = max(self._committed, step)
+        self._checkpointed_step = max(self._checkpointed_step, step)
         for number in [partition for partition in self._partitions if partition <= step]:
             known = self._partitions[number]
             self.remove([row for row in known.rows if self._rows[row].retained])
@@ -360,7 +360,7 @@ class UnitState:
             if row is None or row.pending or row.retained or not self._tasks <= row.commits.keys():
                 continue
             worked_on_here = any(commit.token != KNOWN_ELSEWHERE for commit in row.commits.values())
-            if self._retain and worked_on_here and row.partition > self._committed:
+            if self._retain and worked_on_here and row.partition > self._checkpointed_step:
                 row.retained = True
                 self.retained_rows += 1
                 self.accounting.retain(set(row.places.values()))

@@ -61,7 +61,7 @@ class PeerCatalog:
             for (other, digest), buckets in self._holders.items()
         )
 
-    def source(self, version: Version, plan: str, bucket: int, *, patient: bool = False) -> str | None:
+    def source(self, version: Version, plan: str, bucket: int, *, busy_too: bool = False) -> str | None:
         """Return the least busy agent that has a bucket and may be asked now; None: none.
 
         An agent that is still busy with this very bucket, for memory that was given up since, is not asked for it a
@@ -69,12 +69,12 @@ class PeerCatalog:
 
         Args:
             version, plan, bucket: which; the plan's digest.
-            patient: a busy one will do.
+            busy_too: one that sends to others will do.
         """
         able = [
             peer
             for peer in self._holders.get((version, plan), {}).get(bucket, ())
-            if (version, bucket) not in self._pulls[peer] and (patient or len(self._pulls[peer]) < _PULLS_PER_PEER)
+            if (version, bucket) not in self._pulls[peer] and (busy_too or len(self._pulls[peer]) < _PULLS_PER_PEER)
         ]
         return min(able, key=lambda peer: (len(self._pulls[peer]), peer), default=None)
 

@@ -201,8 +201,8 @@ class WeightAgent:
         match message:
             case OpenPlan(plan):
                 self._open_plan(plan)
-            case TakeSlot(rank, version, plan, patience_s):
-                deadline = time.monotonic() + patience_s
+            case TakeSlot(rank, version, plan, wait_s):
+                deadline = time.monotonic() + wait_s
                 return state.take_slot(call, session, rank=rank, version=version, plan=plan, deadline=deadline)
             case SealBuckets(rank, version, checksums):
                 return state.seal(call, session, rank=rank, version=version, checksums=checksums)
@@ -212,14 +212,14 @@ class WeightAgent:
                 return state.watch(call, session, newer_than, best_effort=best_effort)
             case WatchPeer(revision):
                 return state.watch_peer(call, session, revision)
-            case AskSwap(patience_s):
-                return state.ask_swap(call, session, time.monotonic() + patience_s if patience_s > 0 else None)
+            case AskSwap(wait_s):
+                return state.ask_swap(call, session, time.monotonic() + wait_s if wait_s > 0 else None)
             case JoinBroadcast(broken):
                 return _answers(self._rounds.join(call, session, session.client, broken))
-            case BeginBroadcast(version, digest, broken, patience_s):
+            case BeginBroadcast(version, digest, broken, wait_s):
                 if state.plan(digest) is None:
                     return [Refuse(call, f"weights of {version}: the plan {digest} is not known here; open it first")]
-                deadline = time.monotonic() + patience_s
+                deadline = time.monotonic() + wait_s
                 begun = self._rounds.begin(call, session, version, digest, broken=broken, deadline=deadline)
                 return _answers(begun)
             case NoRepair(version):

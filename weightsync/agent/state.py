@@ -363,7 +363,7 @@ class AgentState:
     def _repair(self, slot: Slot, bucket: int) -> list[Instruction]:
         """Get a damaged bucket again: from another agent, else from the rank that sent it."""
         assert slot.version is not None and slot.plan is not None
-        source = self._peers.source(slot.version, slot.digest, bucket, patient=True)
+        source = self._peers.source(slot.version, slot.digest, bucket, busy_too=True)
         if source is not None:
             return [self._pull(slot, bucket, source)]
         rank = slot.plan.buckets[bucket].sender

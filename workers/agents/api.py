@@ -286,3 +286,16 @@ def _check(**arguments: object) -> None:
             msgspec.convert(value, _ARGUMENTS[name])
         except msgspec.ValidationError as error:
             raise UserCodeFailed(f"{name} is {reprlib.repr(value)}: {error}") from error
+
+
+async def call_tools(task: Task, model: Model, context: Context) -> Sample:
+    """`rollout.function: tools`: reply and call tools until a reply calls none.
+
+    The task has `messages`, or a `prompt`; `reward.function` scores the last reply's text.
+    """
+    messages = task.get("messages") or [{"role": "user", "content": task["prompt"]}]
+    chat = model.chat(messages, tools=context.tools)
+    while (reply := await chat.reply()).tool_calls:
+        for tool_call in reply.tool_calls:
+            chat.add(await context.call(tool_call))
+    return chat.sample()

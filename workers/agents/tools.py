@@ -1,19 +1,16 @@
-"""Tools: typed Python functions that the policy may call, and the loop that lets it. Torch-free."""
+"""Tools: typed Python functions that the policy may call. Torch-free."""
 
 import inspect
 import json
 import types
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from asyncflow.errors import ConfigError, one_line
 from workers.agents.errors import BudgetSpent, TaskSkipped
 from workers.agents.messages import Message
 from workers.calls.user_function import load_function
-
-if TYPE_CHECKING:
-    from workers.agents.api import Context, Model, Sample, Task
 
 _SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
@@ -99,19 +96,6 @@ async def call_tool(tools: Sequence[Tool], tool_call: Message, *, run: Callable[
     except Exception as error:  # noqa: BLE001  the policy is told, and may do better
         content = f"error: {one_line(error)}"
     return {"role": "tool", "tool_call_id": number, "name": named["name"], "content": content}
-
-
-async def rollout(task: "Task", model: "Model", context: "Context") -> "Sample":
-    """`rollout.function: tools`: reply and call tools until a reply calls none.
-
-    The task has `messages`, or a `prompt`; `reward.function` scores the last reply's text.
-    """
-    messages = task.get("messages") or [{"role": "user", "content": task["prompt"]}]
-    chat = model.chat(messages, tools=context.tools)
-    while (reply := await chat.reply()).tool_calls:
-        for tool_call in reply.tool_calls:
-            chat.add(await context.call(tool_call))
-    return chat.sample()
 
 
 def _schema(kind: Any, where: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ A key of another algorithm is refused. Names are in `workers.algorithms.registry
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 
@@ -21,9 +21,27 @@ from workers.algorithms.off_policy import OffPolicyConfig
 from workers.tasks.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic_free_tasks
 
 if TYPE_CHECKING:
-    from workers.config import RunConfig
+    from tq.config import ScheduleConfig
+    from workers.engines.config import ActorConfig
+    from workers.rollout.config import RolloutConfig
 
 KlEstimator = Literal["k1", "k2", "k3"]
+
+
+class CheckedRun(Protocol):
+    """The run's configuration (`workers.config.RunConfig`) as checks of algorithms see it."""
+
+    @property
+    def rollout(self) -> "RolloutConfig":
+        """How rollouts are made."""
+
+    @property
+    def actor(self) -> "ActorConfig":
+        """How the policy is trained."""
+
+    @property
+    def schedule(self) -> "ScheduleConfig":
+        """What a step is made of."""
 
 
 class PPOClipConfig(Settings):
@@ -132,7 +150,7 @@ class PolicyConfig(Settings):
             old_log_probs=old_log_probs,
         )
 
-    def check(self, run: "RunConfig") -> None:
+    def check(self, run: CheckedRun) -> None:
         """Refuse other settings of the run that the algorithm cannot be trained with.
 
         Raises:
@@ -236,7 +254,7 @@ class DAPOConfig(PPOClipConfig, KlLossConfig):
         """Columns that advantages are computed from."""
         return ("rewards", "response_mask") if self.overlong_buffer_tokens else ("rewards",)
 
-    def check(self, run: "RunConfig") -> None:
+    def check(self, run: CheckedRun) -> None:
         """Refuse a buffer for long responses that begins before their first token: it would price all of them alike."""
         rollout, tokens = run.rollout, self.overlong_buffer_tokens
         if tokens and rollout.is_own and not rollout.max_drawn_tokens:
@@ -265,7 +283,7 @@ class GSPOConfig(PPOClipConfig, GroupConfig):
     loss_normalization: Literal["token", "sequence", "constant"] = "sequence"
     """`sequence` is the paper's: each rollout counts the same."""
 
-    def check(self, run: "RunConfig") -> None:
+    def check(self, run: CheckedRun) -> None:
         """Refuse ratios between two engines that round differently: the clip is as narrow as that gap."""
         if not (self.off_policy.has_proximal_policy or run.actor.tri_model):
             raise ConfigError(

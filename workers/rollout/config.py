@@ -29,7 +29,7 @@ ENGINES = Registry(
     },
 )
 """What `rollout.engine` and `evaluate.engine` may say."""
-FUNCTIONS = Registry("asyncflow.rollouts", {"tools": "workers.agents.tools:rollout"}, "module:function")
+FUNCTIONS = Registry("asyncflow.rollouts", {"tools": "workers.agents.api:call_tools"}, "module:function")
 """What `rollout.function` may say."""
 
 

@@ -133,7 +133,7 @@ class Rollout:
 
     def _swap_if_due(self) -> None:
         self._draining = False
-        if not self._weights.newer_at_hand:
+        if not self._weights.has_newer:
             return
         if self._weights.abandoned:
             self._abandon()

@@ -30,7 +30,7 @@ from tq.columns import PackedBatch
 from workers.engines.config import ActorConfig, TrainingConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import ROW_BEGINS
-from workers.trainer.micro_batches import RoundAssigner, cut_by_rows, cut_by_tokens
+from workers.trainer.micro_batches import MiniBatchAssigner, cut_by_rows, cut_by_tokens
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class StepRounds:
             assigned[assigner.assign(one.total_rows)].append(one)
         return assigned
 
-    def _assigner(self, pass_number: int) -> RoundAssigner:
-        return RoundAssigner(
+    def _assigner(self, pass_number: int) -> MiniBatchAssigner:
+        return MiniBatchAssigner(
             num_mini_batches=self._num_mini_batches, size=self._size, seed=f"{self._seed}/{pass_number}"
         )
 

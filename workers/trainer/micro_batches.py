@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from tq.balance import split_by_tokens
 
 
-class RoundAssigner:
+class MiniBatchAssigner:
     """Assigns the rounds of one pass to mini-batches; the same on all ranks, since all see the same rounds.
 
     With rounds of one size every order is equally likely. Others go where there is room, so a mini-batch differs from

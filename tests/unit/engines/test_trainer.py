@@ -24,7 +24,7 @@ from workers.tasks.chain import TaskChain
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.dataflow import SAMPLE_COLUMNS
 from workers.tasks.rollouts import sample_columns, samples_of
-from workers.trainer.micro_batches import RoundAssigner
+from workers.trainer.micro_batches import MiniBatchAssigner
 from workers.trainer.trainer import Trainer, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
 
@@ -134,7 +134,7 @@ def assigned(config: RunConfig, pass_number: int) -> list[list[int]]:
     """Return the rounds of each mini-batch of a pass."""
     count = config.actor.num_mini_batches
     seed = f"{config.seed}/{STEP}/{pass_number}"
-    assigner = RoundAssigner(num_mini_batches=count, size=GROUPS * SIZE // count, seed=seed)
+    assigner = MiniBatchAssigner(num_mini_batches=count, size=GROUPS * SIZE // count, seed=seed)
     numbers = [assigner.assign(SIZE) for _ in range(GROUPS)]
     return [[position for position in range(GROUPS) if numbers[position] == number] for number in range(count)]
 

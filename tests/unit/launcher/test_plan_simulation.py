@@ -22,7 +22,7 @@ from workers.config import RunConfig
 from workers.engines.sim.decoding import Decoding
 from workers.tasks.dataflow import PlacedTask, Task, place_tasks
 from workers.trainer import micro_batches
-from workers.trainer.micro_batches import RoundAssigner
+from workers.trainer.micro_batches import MiniBatchAssigner
 
 FREE = Latency(0, 0, 0, 0, 0, 0, 0, 0)
 
@@ -284,7 +284,7 @@ def test_how_responses_slow_each_other_down_is_the_runs_own(monkeypatch: pytest.
 def test_which_rounds_make_a_mini_batch_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(actor__num_mini_batches=2, schedule__mode="periodic", sim__train_s_per_token=0.004)
     before = run(config).step_s(1)
-    monkeypatch.setattr(RoundAssigner, "assign", lambda *_: 1)  # all are kept until the last one is there
+    monkeypatch.setattr(MiniBatchAssigner, "assign", lambda *_: 1)  # all are kept until the last one is there
     assert run(config).step_s(1) > 1.04 * before
 
 

@@ -18,7 +18,7 @@ from launcher.run.events import (
     StopRequested,
     Timer,
 )
-from launcher.run.restarts import RestartBook
+from launcher.run.restarts import RestartBudget
 from launcher.run.supervisor import Supervisor
 
 STOP = [SetPhase(Phase.STOP), Arm(Timer.STOP, 30.0)]
@@ -35,7 +35,7 @@ def new_run(*more: str) -> Supervisor:
         return GangSpec(name, role, int(index or 0), num_ranks, ("cpu",) * num_ranks)
 
     gangs = [gang(name, 4 if name == "actor" else 1) for name in (*NAMES, *more)]
-    never = RestartBook(max_restarts=0, max_global_restarts=0, window_s=600.0)
+    never = RestartBudget(max_restarts=0, max_global_restarts=0, window_s=600.0)
     return Supervisor(gangs, restarts=never, start_timeout_s=300.0, evaluate_timeout_s=600.0, stop_timeout_s=30.0)
 
 

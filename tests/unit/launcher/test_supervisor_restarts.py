@@ -29,7 +29,7 @@ from launcher.run.events import (
     StopRequested,
     Timer,
 )
-from launcher.run.restarts import RestartBook
+from launcher.run.restarts import RestartBudget
 from launcher.run.supervisor import Supervisor
 
 NAMES = ("controller-0", "storage-0", "weights-0", "actor", "rollout-0", "rollout-1", "ref-0", "evaluate-0")
@@ -45,7 +45,7 @@ def new_run(
     **limits: Any,
 ) -> Supervisor:
     gangs = [GangSpec(name, name.partition("-")[0], int(name.partition("-")[2] or 0), 1, ("cpu",)) for name in names]
-    book = RestartBook(**{"max_restarts": 2, "max_global_restarts": 1, "window_s": 600} | limits)
+    book = RestartBudget(**{"max_restarts": 2, "max_global_restarts": 1, "window_s": 600} | limits)
     return Supervisor(
         gangs,
         restarts=book,

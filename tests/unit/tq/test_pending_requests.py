@@ -22,7 +22,7 @@ def test_answered_call_is_taken_once_and_its_deadline_is_off() -> None:
     timers = FakeTimers()
     calls = PendingRequests(timers, lambda _: None)
     first, second = call(fetch()), call(fetch())
-    numbers = [calls.keep(first), calls.keep(second)]
+    numbers = [calls.add(first), calls.add(second)]
     for number in numbers:
         calls.park(number, 20.0)
     assert calls.take(numbers[0]) is first
@@ -35,9 +35,9 @@ def test_answered_call_is_taken_once_and_its_deadline_is_off() -> None:
 def test_time_is_up_for_the_request_and_patience_has_limits() -> None:
     timers, expired = FakeTimers(), list[int]()
     calls = PendingRequests(timers, expired.append)
-    number = calls.keep(call(fetch()))
+    number = calls.add(call(fetch()))
     calls.park(number, 1e9)
-    calls.park(calls.keep(call(fetch())), -1.0)
+    calls.park(calls.add(call(fetch())), -1.0)
     assert timers.live() == [3600.0, 0.0]
     assert timers.set[0][1].callback is not None
     timers.set[0][1].callback()
@@ -47,7 +47,7 @@ def test_time_is_up_for_the_request_and_patience_has_limits() -> None:
 def test_ended_channel_takes_its_calls_along() -> None:
     timers = FakeTimers()
     calls = PendingRequests(timers, lambda _: None)
-    numbers = [calls.keep(call(message, session)) for session in (1, 2) for message in (fetch(), WatchLost(0, 9.0))]
+    numbers = [calls.add(call(message, session)) for session in (1, 2) for message in (fetch(), WatchLost(0, 9.0))]
     for number in numbers:
         calls.park(number, 9.0)
     assert calls.drop(1) == numbers[:2]
@@ -57,8 +57,8 @@ def test_ended_channel_takes_its_calls_along() -> None:
 
 def test_fetches_are_found_by_owner_and_the_oldest_by_task() -> None:
     calls = PendingRequests(FakeTimers(), lambda _: None)
-    numbers = [calls.keep(call(fetch(owner, task))) for owner, task in (("a", "ref"), ("b", "ref"), ("a", "train"))]
-    calls.keep(call(Join("a", [])))
+    numbers = [calls.add(call(fetch(owner, task))) for owner, task in (("a", "ref"), ("b", "ref"), ("a", "train"))]
+    calls.add(call(Join("a", [])))
     assert calls.fetches_of("a") == [numbers[0], numbers[2]]
     first = calls.waiting_since()
     assert set(first) == {"ref", "train"}

@@ -53,7 +53,7 @@ class OneUnit:
             raise answer
         return None
 
-    def patiently(self, attempt: Any, deadline: Any) -> Any:
+    def retry_until(self, attempt: Any, deadline: Any) -> Any:
         while True:
             try:
                 return attempt()
