@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncflow.errors import (
+        AsyncFlowError,
         CheckpointError,
         ConfigError,
         DeadlineExceeded,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from tq.unit.storage import StorageUnit
 
 __all__ = [
+    "AsyncFlowError",
     "AsyncLease",
     "AsyncQueueClient",
     "CheckpointError",
@@ -78,6 +80,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncFlowError": "asyncflow.errors",
     "AsyncLease": "tq.client.async_client",
     "AsyncQueueClient": "tq.client.async_client",
     "CheckpointError": "asyncflow.errors",

@@ -1,9 +1,10 @@
 """A queue of its own, without the rest of the system: controllers and storage units as child processes of this one.
 
-    with tq.start({"score": ["prompt"], "train": ["prompt", "score"]}) as queue:
-        producer = queue.client("producer")
-        producer.put_rows({"prompt": tq.column(["1 + 1 =", "2 + 2 ="])})
-        lease = producer.fetch("score", num_rows=2)
+    with tq.start({"score": ["prompt"], "train": ["prompt", "score"]}) as queue, queue.client("me") as client:
+        client.put_rows({"prompt": ["1 + 1 =", "2 + 2 ="]})
+        client.close_writing()  # so that the stream ends
+        for lease in client.stream("score", ["prompt"]):
+            lease.put({"score": [len(prompt) for prompt in lease["prompt"]]})
 
     other process:  client = tq.connect(queue.address, "scorer")
 
