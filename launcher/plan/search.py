@@ -48,8 +48,15 @@ _COUNTED = (2, 10)
 
 @dataclass(frozen=True)
 class _Candidate:
-    """`config` has its roles and layouts, `layout` says these; `batches` are what is changed of the actor's micro-batch
-    and of an instance's responses, None while that is open and the bound is that of the largest ones."""
+    """What may be simulated.
+
+    Attributes:
+        config: with roles and layout applied.
+        layout: the same, as `--set` takes it.
+        bound_s: a step takes at least so long.
+        batches: changes of batch sizes; None: not chosen yet, and the bound is that of the largest ones.
+        headroom_gb: see `Plan`.
+    """
 
     config: RunConfig
     layout: tuple[str, ...]

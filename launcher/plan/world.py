@@ -100,16 +100,16 @@ class World:
             self._next()()
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Have something happen."""
+        """Schedule an action at this time (s)."""
         self._number += 1
         heapq.heappush(self._events, (max(time, self.now), self._number, action))
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Have something happen later."""
+        """Schedule an action in so many seconds."""
         self.at(self.now + seconds, action)
 
     def at_work(self, worked: float, action: Callable[[], None]) -> None:
-        """Have something happen once `worked` is so far."""
+        """Schedule an action once a worker that always computes has computed for so long (s)."""
         if not self.scenario.at_full_speed:
             self.at(worked, action)
             return
@@ -117,7 +117,7 @@ class World:
         heapq.heappush(self._work, (max(worked, self.worked), self._number, action))
 
     def compute(self, seconds: float, done: Callable[[], None], *, workers: int = 1) -> None:
-        """Have so many workers compute side by side, for so long if nothing else does (s)."""
+        """Have workers compute side by side for so long, if nothing slows them down (s); then call `done`."""
 
         def ended() -> None:
             self.computing(-workers)

@@ -229,13 +229,14 @@ class Memory:
             self._durable.save(self._mark)
 
     def remember_admission(self, mark: AdmissionMark) -> None:
-        """Admission goes on."""
+        """Save admission's mark; returns when it is durable."""
         with self._lock:
             self._mark.admission = mark
             self._durable.save(self._mark)
 
     def remember_finished(self, newly: Callable[[], Finished]) -> None:
-        """Units go, or forget freed rows: a restarted controller must not wait for them, nor take them for new.
+        """Save the rows finished since the last call, which units may forget: a restarted controller neither waits for
+        them nor takes them as new.
 
         Args:
             newly: takes the rows that were finished since it was called last.

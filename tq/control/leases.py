@@ -135,7 +135,7 @@ class Leases:
         self.fencing.update(dict.fromkeys(rows, 0))
 
     def fence(self, token: int, fencing: Fencing) -> None:
-        """Rows wait for a fence."""
+        """Hold rows back until `fenced(token)`."""
         self._fences[token] = fencing
         for row in fencing.rows:
             self.fencing[row] = token

@@ -49,7 +49,7 @@ class Losses:
     # What happens to rows
 
     def lose(self, numbers: Iterable[int]) -> None:
-        """The unit of these rows is gone."""
+        """Record rows as lost; their partitions are to be saved."""
         for number in numbers:
             self.lost.setdefault(_part(number), set()).add(number)
             self.changed.add(_part(number))
@@ -61,7 +61,7 @@ class Losses:
             self.undecided[number] = wanted or self.undecided.get(number, False)
 
     def ack(self, number: int) -> None:
-        """A task is done with a lost row."""
+        """A task finished a lost row: its partition is to be saved."""
         self.changed.add(_part(number))
 
     def back(self, number: int) -> None:
@@ -70,7 +70,7 @@ class Losses:
         self._reported.pop(number, None)
 
     def end(self, number: int) -> None:
-        """A row is finished, or removed."""
+        """Forget a row that was finished or removed."""
         self.back(number)
         if number in self._noted.get(_part(number), ()):
             self.changed.add(_part(number))

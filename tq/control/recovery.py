@@ -84,12 +84,12 @@ class Recovery:
         return f"fences at {' '.join(sorted(self._fencing))}"
 
     def registered(self, unit: str) -> None:
-        """A unit is back."""
+        """Stop waiting for this unit."""
         self._units.discard(unit)
         self._all_units.add(unit)
 
     def joined(self, owner: str, holds: list[Held]) -> None:
-        """A consumer is back, with its leases."""
+        """Take in a consumer's leases, and stop waiting for it."""
         self._owners.discard(owner)
         earlier = {(one.task, one.token): one for one in self._holds.get(owner, ())}
         for one in holds:

@@ -138,26 +138,26 @@ class Row:
         return self.state is RowState.LOST
 
     def to(self, state: RowState) -> None:
-        """Its state changes, or stays."""
+        """Change the state, or keep it; asserts that `TRANSITIONS` allows it."""
         if state is not self.state:
             assert state in TRANSITIONS[self.state], f"a row that is {self.state.name} cannot become {state.name}"
             self.state = state
 
     def done(self, tasks: int) -> None:
-        """Tasks are done with it."""
+        """Take tasks off those that are left."""
         self.left &= ~tasks
 
     def reopen(self, tasks: int) -> None:
-        """Tasks are not done with it any more."""
+        """Put tasks back among those that are left."""
         self.left |= tasks
 
     def wrote(self, columns: int, tokens: int = 0) -> None:
-        """Columns were written."""
+        """Note columns that were written."""
         self.written |= columns
         self.tokens += tokens
 
     def became(self, put: "Row") -> None:
-        """It was lost and put again, with these values; where, and how large, is `Rows.move`'s."""
+        """Take over what a repeated put of a lost row has; where it is, and how large, `Rows.move` says."""
         self.group, self.group_size, self.written, self.tokens = put.group, put.group_size, put.written, put.tokens
 
 
@@ -198,11 +198,11 @@ class PartitionRows:
         self.declared = num_rows
 
     def lack(self, rows: RowSet) -> None:
-        """It will never have these rows."""
+        """Note rows that it will never have."""
         self.removed.merge(rows)
 
     def has(self, rows: Iterable[int]) -> None:
-        """It has these rows, if it had lost them before."""
+        """Take rows off those that it will never have."""
         for number in rows if self.removed else ():
             self.removed.discard(number)
 

@@ -1,7 +1,7 @@
 """How many rollouts of a user's function may begin. Pure; the planner simulates with the same."""
 
 _KEPT_SHARE = 0.25
-"""Of the engine's places: so many calls wait for it, so that one that gets free is filled at once."""
+"""Share of the engine's places for which calls may wait, so that one that gets free is filled at once."""
 
 
 def room(*, places: int, drawing: int, calls: int, live: int, most: int) -> int:

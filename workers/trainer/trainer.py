@@ -50,7 +50,7 @@ class TrainingRole(Protocol):
         """Take a round with its columns, once; rows of whole groups, maybe none."""
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
-        """All rows of the step were asked for; return, alike on all ranks, whether the step is finished.
+        """Decide, alike on all ranks, whether the step is finished, once all of its rows were asked for.
 
         Args:
             stopped: a stop came before they were all there.
