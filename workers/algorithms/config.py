@@ -11,7 +11,7 @@ A key of another algorithm is refused. Names are in `workers.algorithms.registry
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,28 +20,7 @@ from asyncflow.settings import Settings
 from workers.algorithms.off_policy import OffPolicyConfig
 from workers.tasks.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic_free_tasks
 
-if TYPE_CHECKING:
-    from tq.config import ScheduleConfig
-    from workers.engines.config import ActorConfig
-    from workers.rollout.config import RolloutConfig
-
 KlEstimator = Literal["k1", "k2", "k3"]
-
-
-class CheckedRun(Protocol):
-    """The run's configuration (`workers.config.RunConfig`) as checks of algorithms see it."""
-
-    @property
-    def rollout(self) -> "RolloutConfig":
-        """How rollouts are made."""
-
-    @property
-    def actor(self) -> "ActorConfig":
-        """How the policy is trained."""
-
-    @property
-    def schedule(self) -> "ScheduleConfig":
-        """What a step is made of."""
 
 
 class PPOClipConfig(Settings):
@@ -150,8 +129,8 @@ class PolicyConfig(Settings):
             old_log_probs=old_log_probs,
         )
 
-    def check(self, run: CheckedRun) -> None:
-        """Refuse other settings of the run that the algorithm cannot be trained with.
+    def check(self, run: Any) -> None:
+        """Refuse other settings of the run (`workers.config.RunConfig`) that the algorithm cannot be trained with.
 
         Raises:
             ConfigError: says which.
@@ -254,7 +233,7 @@ class DAPOConfig(PPOClipConfig, KlLossConfig):
         """Columns that advantages are computed from."""
         return ("rewards", "response_mask") if self.overlong_buffer_tokens else ("rewards",)
 
-    def check(self, run: CheckedRun) -> None:
+    def check(self, run: Any) -> None:
         """Refuse a buffer for long responses that begins before their first token: it would price all of them alike."""
         rollout, tokens = run.rollout, self.overlong_buffer_tokens
         if tokens and rollout.is_own and not rollout.max_drawn_tokens:
@@ -283,7 +262,7 @@ class GSPOConfig(PPOClipConfig, GroupConfig):
     loss_normalization: Literal["token", "sequence", "constant"] = "sequence"
     """`sequence` is the paper's: each rollout counts the same."""
 
-    def check(self, run: CheckedRun) -> None:
+    def check(self, run: Any) -> None:
         """Refuse ratios between two engines that round differently: the clip is as narrow as that gap."""
         if not (self.off_policy.has_proximal_policy or run.actor.tri_model):
             raise ConfigError(
