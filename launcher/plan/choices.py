@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from launcher.plan.scenario import rollout_ranks
 from tq.config import Fill, ScheduleConfig, ScheduleMode
 from workers.config import RunConfig
+from workers.engines.config import RefConfig
 from workers.engines.device_memory import ModelSizes
 
 Choice = tuple[RunConfig, tuple[str, ...]]
@@ -42,32 +43,33 @@ def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iter
             for tensor, context, stages in itertools.product(inside, shares, _DIVISIONS)
             if model.num_kv_heads % tensor == model.num_heads // tensor % context == model.num_layers % stages == 0
         ]
-    scoring: list[dict[str, int]] = [{}]
+    ref = config.ref
+    scoring: list[tuple[RefConfig, dict[str, int]]] = [(ref, {})]
     scores = config.algorithm.kl_coef > 0 and not config.actor.tri_model
-    if scores and config.ref.engine == "fsdp":
-        shards = sorted({*(n for n in _DIVISIONS if 1 < n <= devices_per_node), config.ref.shards})
-        scoring = [{"shards": number} for number in shards]
-    if scores and config.ref.engine == "megatron":
-        own = config.ref.megatron
+    if scores and ref.engine == "fsdp":
+        shards = sorted({*(n for n in _DIVISIONS if 1 < n <= devices_per_node), ref.shards})
+        scoring = [(ref.model_copy(update={"shards": number}), {"ref.shards": number}) for number in shards]
+    if scores and ref.engine == "megatron":
+        own = ref.megatron
         others = own.context_parallel * own.pipeline_parallel
         able = [
             n for n in inside
             if model.num_kv_heads % n == model.num_heads // n % own.context_parallel == 0
             and 1 < n * others <= devices_per_node
         ]  # fmt: skip
-        scoring = [{"tensor_parallel": tensor} for tensor in able or [own.tensor_parallel]]
-    for size, divided, shared in itertools.product(generating, training, scoring):
+        scoring = [
+            (
+                ref.model_copy(update={"megatron": own.model_copy(update={"tensor_parallel": tensor})}),
+                {"ref.megatron.tensor_parallel": tensor},
+            )
+            for tensor in able or [own.tensor_parallel]
+        ]
+    for size, divided, (sharing, shared) in itertools.product(generating, training, scoring):
         vllm = config.vllm.model_copy(update={"tensor_parallel_size": size or 1})
         actor = config.actor.model_copy(update={"megatron": config.actor.megatron.model_copy(update=divided)})
         told = {"vllm.tensor_parallel_size": size} if size else {}
         told |= {f"actor.megatron.{name}": number for name, number in divided.items()}
-        ref, part = config.ref, ""
-        if config.ref.engine == "megatron":
-            ref, part = ref.model_copy(update={"megatron": ref.megatron.model_copy(update=shared)}), "megatron."
-        else:
-            ref = ref.model_copy(update=shared)
-        told |= {f"ref.{part}{name}": number for name, number in shared.items()}
-        yield config.model_copy(update={"vllm": vllm, "actor": actor, "ref": ref}), _told(told)
+        yield config.model_copy(update={"vllm": vllm, "actor": actor, "ref": sharing}), _told(told | shared)
 
 
 def batch_sizes(config: RunConfig) -> Iterator[Choice]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncflow.durable import replace_text
 from asyncflow.errors import ConfigError
-from launcher.plan.scenario import Work
+from launcher.plan.scenario import Work, prompt_tokens_of
 from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
 
@@ -340,7 +340,7 @@ def _least_squares(points: Sequence[tuple[float, float, float, float]]) -> tuple
 def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) -> Iterable[Block]:
     """Yield what is to be measured; what needs the same engine follows each other."""
     actor = config.actor
-    prompt = max(1, config.data.max_prompt_tokens // 2)
+    prompt = max(1, prompt_tokens_of(config))
     response = min(config.rollout.max_response_tokens, config.sim.mean_tokens)
     budget = actor.max_tokens_per_micro_batch
     trained = max(1, budget // (prompt + response)) if budget else actor.micro_batch_size

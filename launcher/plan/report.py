@@ -17,7 +17,7 @@ from launcher.plan.cost_model import parameters_of
 from launcher.plan.devices import device_of, find_device
 from launcher.plan.plan import Plan
 from launcher.plan.profile import Profile
-from launcher.plan.scenario import Turns
+from launcher.plan.scenario import Turns, prompt_tokens_of
 from launcher.plan.search import Objective, Planner
 from launcher.timeline.gantt_chart import GanttChart, gantt_html
 from workers.config import RunConfig
@@ -79,7 +79,7 @@ def open_planner(
         device=None if simulated or device is None else find_device(device),
         parameters=parameters,
         model_config=model,
-        prompt_tokens=0 if simulated else config.data.max_prompt_tokens // 2,
+        prompt_tokens=0 if simulated else prompt_tokens_of(config),
         tokens=lru_cache(maxsize=None)(tokens if own else lambda row: min(longest, tokens(row))),
         objective=objective,
         profile=measured,
@@ -185,7 +185,7 @@ def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
                 totals[name] += step.get(name, 0.0) / len(steps)
             read += (step["train_tokens"] / step["samples"] - step["response_tokens_mean"]) / len(steps)
     replies, tool_s, cpu_s = totals.values()
-    read = 0.0 if config.rollout.engine == "sim" else read - config.data.max_prompt_tokens // 2
+    read = 0.0 if config.rollout.engine == "sim" else read - prompt_tokens_of(config)
     return Turns(max(1.0, replies), tool_s, cpu_s, max(0, round(read)))
 
 

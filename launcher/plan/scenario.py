@@ -293,6 +293,11 @@ def training_of(config: RunConfig) -> dict[str, ActorConfig]:
     return {"actor": config.actor, **own}
 
 
+def prompt_tokens_of(config: RunConfig) -> int:
+    """Return the tokens that a prompt counts as: half of what it may have."""
+    return config.data.max_prompt_tokens // 2
+
+
 def rollout_ranks(config: RunConfig) -> int:
     """Return how many ranks share an instance of the rollout."""
     return config.vllm.tensor_parallel_size if config.rollout.engine == "vllm" else 1

@@ -25,7 +25,7 @@ from launcher.plan.devices import Device
 from launcher.plan.launchable import check_launchable
 from launcher.plan.plan import Plan, devices_of
 from launcher.plan.profile import Profile
-from launcher.plan.scenario import Latency, Scenario, Times, Turns, rollout_ranks, workers_of
+from launcher.plan.scenario import Latency, Scenario, Times, Turns, prompt_tokens_of, rollout_ranks, workers_of
 from launcher.plan.simulation import Simulated, simulate
 from launcher.plan.splits import SIZED, splits
 from tq.config import ScheduleMode
@@ -316,8 +316,8 @@ class Planner:
     def _times(self, config: RunConfig) -> tuple[Times, Latency, int]:
         """Return times, latencies, and how many responses fit an instance."""
         if self.device is None or self._sizes is None:
-            prompt_tokens = config.data.max_prompt_tokens // 2
-            return Times.of_sim(config, prompt_tokens=prompt_tokens), Latency(), config.rollout.batch_size
+            times = Times.of_sim(config, prompt_tokens=prompt_tokens_of(config))
+            return times, Latency(), config.rollout.batch_size
         model = CostModel(config, self._sizes, self.device, self.workload, self.profile, self.reward_model)
         return model.times(), model.latency(), model.slots()
 

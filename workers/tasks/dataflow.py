@@ -196,7 +196,7 @@ def critic_free_tasks(
 def producers_first(tasks: Collection[AnyTask]) -> tuple[list[AnyTask], list[AnyTask]]:
     """Return tasks, each as early as its producers allow, else in the order given; and those that wait in a circle.
 
-    Nobody waits for a column that no task writes.
+    Columns that no task writes are not waited for.
     """
     ordered: list[AnyTask] = []
     waiting = list(tasks)
