@@ -15,7 +15,7 @@ def pip_line(extra: str) -> str:
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        return f"pip install '.[{extra}]' in AsyncFlow's clone"
+        return f"pip install -e '.[{extra}]' in AsyncFlow's clone"
     belongs = re.compile(rf"\bextra == ['\"]{re.escape(extra)}['\"]")
     split = (text.partition(";") for text in requirements)
     packages = [shlex.quote(package.strip()) for package, _, marker in split if belongs.search(marker)]

@@ -5,6 +5,9 @@ logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  logg
 job.json  status.json  while it runs
 """
 
+import re
+from pathlib import Path
+
 CONFIG_FILE = "config.yaml"
 """The resolved configuration."""
 PLAN_FILE = "plan.json"
@@ -32,3 +35,28 @@ REPORT_FILE = "report.html"
 
 META_FILE = "meta.json"
 """In each checkpoint: written last, with size and checksum of every other file."""
+
+_CHECKPOINT = re.compile(r"step_(\d{6,})")
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Return where a run's complete checkpoint of a step lies."""
+    return run_dir / CHECKPOINTS / f"step_{step:06d}"
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """Return the step that a directory's name says, or None: the name is not one that a run gives.
+
+    Copies and what is set aside (`step_000006_backup`, `step_000006.old`) are the user's: no run counts, cuts, prunes
+    or proves them.
+    """
+    match = _CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match and path.name == f"step_{int(match[1]):06d}" else None
+
+
+def list_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Return a run's checkpoints by step, in order, valid or not; nothing where there are none."""
+    root = run_dir / CHECKPOINTS
+    paths = root.iterdir() if root.is_dir() else ()
+    found = {step: path for path in paths if (step := checkpoint_step(path)) is not None}
+    return dict(sorted(found.items()))

@@ -168,9 +168,12 @@ class WeightExporter:
         """Return which version this run exported to a directory; None: it is not this run's."""
         try:
             marker = json.loads((directory / MARKER).read_text())
-            return Version(marker["lineage"], marker["step"]) if marker["run"] == self._run else None
+            run, version = marker["run"], Version(marker["lineage"], marker["step"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+        # A copy that a user made (`step_000012_best`) has the marker, too, and stays.
+        ours = run == self._run and directory.name == directory_name(version)
+        return version if ours else None
 
 
 def directory_name(version: Version) -> str:

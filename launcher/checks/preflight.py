@@ -1,6 +1,7 @@
 """All that must hold before a run is accepted, shared by `--dry-run` and a real start. Reads; never writes."""
 
 import math
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from launcher.checks.models import (
     check_tensor_parallel,
     ranks_per_instance,
 )
+from launcher.checks.notes import start_notes
 from launcher.checks.rollouts import check_own_rollouts, check_rollout_code
 from launcher.checks.simulated import check_sim
 from launcher.config.paths import check_makeable
@@ -68,6 +70,7 @@ class Preflight:
         num_nodes: of the run.
         num_reward_parameters: of the reward model's files; 0 without one.
         memory: what each role's ranks need on their devices; see `device_memory`.
+        notes: lines for the user; nothing is wrong.
     """
 
     config: RunConfig
@@ -82,6 +85,7 @@ class Preflight:
     num_nodes: int = 1
     num_reward_parameters: int = 0
     memory: Mapping[str, Parts] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
@@ -104,6 +108,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
         config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, first_row, first_prompt, num_nodes,
         num_reward_parameters=0 if model is None else count_parameters(Path(model.path)),
         memory=device_memory(config, num_parameters),
+        notes=start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0))),
     )  # fmt: skip
 
 

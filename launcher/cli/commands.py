@@ -9,6 +9,7 @@ import click
 
 from asyncflow.run_files import TIMELINE
 from launcher.cli.exits import OneLineCommand, OneLineGroup, errors_as_exits
+from launcher.cli.launch import launch
 from launcher.run.events import FAILED
 from launcher.slurm.command import sbatch_command
 
@@ -16,7 +17,10 @@ from launcher.slurm.command import sbatch_command
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="asyncflow-rl")
 def main() -> None:
-    """Tools around AsyncFlow runs; `asyncflow-launch` starts them."""
+    """Tools around AsyncFlow runs; `asyncflow-launch`, or `asyncflow launch`, starts them."""
+
+
+main.add_command(launch, "launch")
 
 
 @main.command("import-gguf", cls=OneLineCommand)

@@ -49,6 +49,7 @@ def describe(
         _memory(checked),
         _endpoints(checked, place),
         _by_hand(checked, run_dir),
+        "\n".join(f"note: {note}" for note in checked.notes),
     ]
     if checked.num_nodes > 1:
         parts.insert(3, _nodes(checked, place, arguments, run_dir))

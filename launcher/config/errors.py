@@ -72,6 +72,18 @@ _OTHER_WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )  # fmt: skip
 """Our key -> its names in TRL, verl, OpenRLHF and the like."""
 
+_OTHER_NUMBERS: Mapping[str, str] = MappingProxyType(
+    {
+        "ppo_mini_batch_size": "set actor.num_mini_batches to schedule.rollout_batch_size / ppo_mini_batch_size",
+        "mini_batch_size": "set actor.num_mini_batches to schedule.rollout_batch_size / mini_batch_size",
+        "gradient_accumulation_steps": "leave it out: a step is as many micro-batches as its samples make "
+        "(actor.micro_batch_size)",
+        "num_train_epochs": "set steps to prompts / schedule.rollout_batch_size x num_train_epochs",
+        "total_epochs": "set steps to prompts / schedule.rollout_batch_size x total_epochs",
+    }
+)
+"""Their settings that ours say by another number: what to do."""
+
 _ALGORITHM = "algorithm"
 """The section whose settings depend on its `name`."""
 
@@ -100,6 +112,8 @@ class Origins:
 def explain(error: ValidationError, origins: Origins) -> str:
     """Return one line for the most telling problem, and how many others there are."""
     details = sorted(error.errors(include_url=False), key=lambda detail: _rank(detail["type"]))
+    if details[0]["type"] == "missing":  # then all are
+        return _explain_missing([_keys_of(detail)[1] for detail in details], origins)
     line = _explain_one(details[0], origins)
     others = len(details) - 1
     return f"{line} (and {others} more)" if others else line
@@ -110,11 +124,26 @@ def _rank(kind: str) -> int:
     return {"extra_forbidden": 0, "invalid_key": 0, "missing": 2}.get(kind, 1)
 
 
-def _explain_one(detail: Mapping[str, Any], origins: Origins) -> str:
+def _keys_of(detail: Mapping[str, Any]) -> tuple[str, tuple[str | int, ...]]:
+    """Return the name of the algorithm where a problem is in its settings, and the keys that lead to it."""
     keys: tuple[str | int, ...] = tuple(key for key in detail["loc"] if key != "[key]")
-    algorithm = ""
     if keys[0] == _ALGORITHM and len(keys) > 1:  # pydantic names the member of the union, too
-        algorithm, keys = str(keys[1]), (keys[0], *keys[2:])
+        return str(keys[1]), (keys[0], *keys[2:])
+    return "", keys
+
+
+def _explain_missing(missing: Sequence[tuple[str | int, ...]], origins: Origins) -> str:
+    """Name all keys that are missing, so that nobody corrects a file once a key."""
+    names = [".".join(str(key) for key in keys) for keys in missing]
+    what = [_description(keys) for keys in missing]
+    if len(names) == 1:
+        return f"{names[0]}: missing in {origins.file.path}; set it{f' ({what[0]})' if what[0] else ''}"
+    said = [f"{name} ({text})" if text else name for name, text in zip(names, what, strict=True)]
+    return f"{', '.join(names)}: missing in {origins.file.path}; set {', '.join(said)}"
+
+
+def _explain_one(detail: Mapping[str, Any], origins: Origins) -> str:
+    algorithm, keys = _keys_of(detail)
     name = ".".join(str(key) for key in keys)
     kind, value = detail["type"], detail["input"]
     if kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -122,9 +151,6 @@ def _explain_one(detail: Mapping[str, Any], origins: Origins) -> str:
     if kind in ("extra_forbidden", "invalid_key"):
         hint = _algorithm_hint(algorithm, str(keys[-1])) if algorithm and len(keys) == 2 else _key_hint(keys)
         return f"{name}: unknown key{origins.of(keys)}; {hint}"
-    if kind == "missing":
-        what = _description(keys)
-        return f"{name}: missing in {origins.file.path}; set it{f' ({what})' if what else ''}"
     advice = _ADVICE.get(kind) or as_advice(detail["msg"])
     near = _nearest_choice(value, detail)
     return f"{name}: {reprlib.repr(value)} cannot be used{origins.of(keys)}; {advice}{near}"
@@ -141,6 +167,8 @@ def _nearest_choice(value: object, detail: Mapping[str, Any]) -> str:
 def _key_hint(keys: Sequence[str | int]) -> str:
     section = _section(keys[:-1])
     last = str(keys[-1])
+    if last in _OTHER_NUMBERS:
+        return _OTHER_NUMBERS[last]
     names = list(section.model_fields) if section else []
     meant = _meant_key(last, names, key_paths())
     if meant is not None:
@@ -160,7 +188,7 @@ def _meant_key(key: str, here: Sequence[str], everywhere: Iterable[str]) -> str 
     beside = [name for name in here if any(name == _leaf(other) for other in ours)]
     same = [name for name in everywhere if _leaf(name) == key]
     near = difflib.get_close_matches(key, here, n=1)
-    return next(iter([*beside, *same, *near, *ours]), None)
+    return next(iter([*beside, *same, *ours, *near]), None)  # what another system calls it is no guess
 
 
 def _leaf(name: str) -> str:
@@ -183,6 +211,8 @@ def _algorithm_hint(algorithm: str, key: str) -> str:
     owners = [name for name, settings in ALGORITHMS.items() if key in settings.model_fields]
     if owners:
         return f"it is a setting of {' '.join(owners)}, and algorithm.name is {algorithm}; remove one of them"
+    if key in _OTHER_NUMBERS:
+        return _OTHER_NUMBERS[key]
     names = list(ALGORITHMS[algorithm].model_fields)
     meant = _meant_key(key, names, key_paths())
     if meant is not None:

@@ -22,6 +22,7 @@ from launcher.config.hub import is_hub_name, located_data, located_model, snapsh
 from launcher.config.paths import packaged_recipes, user_path
 from launcher.config.yaml_file import parse_value, read_yaml
 from tq.config import ScheduleMode
+from workers.algorithms.registry import ALGORITHMS
 from workers.config import RunConfig
 from workers.data.config import DataConfig, HubPart
 from workers.outside import resolve
@@ -52,6 +53,8 @@ def load_config(
     file = read_yaml(source)
     values: dict[Any, Any] = copy.deepcopy(file.values)
     options = dict(_apply_override(values, text) for text in overrides)
+    if source.name == CONFIG_FILE:
+        _forget_other_algorithm(values, file.values)
     if steps is not None:
         values["steps"] = steps
         options["steps"] = "--steps"
@@ -152,6 +155,21 @@ def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
         section = inner
     section[keys[-1]] = parse_value(value, option)
     return name, option
+
+
+def _forget_other_algorithm(values: dict[Any, Any], written: Mapping[Any, Any]) -> None:
+    """Where an option names another algorithm than a run's own file, drop what that file has of the former one's
+    defaults: a run writes down all settings, and nobody gave these."""
+    before, now = written.get("algorithm"), values.get("algorithm")
+    if not isinstance(before, Mapping) or not isinstance(now, dict) or before.get("name") == now.get("name"):
+        return
+    former = ALGORITHMS.get(str(before.get("name")))
+    if former is None:
+        return
+    defaults = former().model_dump(mode="json")
+    for key, value in before.items():
+        if key != "name" and now.get(key) == value == defaults.get(key):
+            del now[key]
 
 
 def _users_roles(values: Mapping[Any, Any]) -> list[str]:

@@ -59,6 +59,8 @@ def why_not_writable(directory: Path) -> str:
 
 
 QUICKSTART = "quickstart"
+PACKAGED = Path(__file__).resolve().parents[2] / "configs"
+"""Our recipes lie beside our code. Not found by import: a folder `configs` of the user's may come first."""
 
 
 def find_recipe(source: str | None) -> Path:
@@ -89,9 +91,7 @@ def find_recipe(source: str | None) -> Path:
 
 def packaged_recipes() -> dict[str, Path]:
     """Return the recipes installed with AsyncFlow: name without `.yaml` -> file."""
-    import configs
-
-    return {file.stem: file for root in configs.__path__ for file in sorted(Path(root).glob("*.yaml"))}
+    return {file.stem: file for file in sorted(PACKAGED.glob("*.yaml"))}
 
 
 def _checked(path: Path) -> Path:

@@ -1,6 +1,5 @@
 """The device catalogue: `configs/devices/*.yaml`, or a file of yours. Peaks and bandwidths, each with its source."""
 
-import importlib.resources
 import re
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from pydantic import Field, ValidationError
 
 from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
+from launcher.config.paths import PACKAGED
 from launcher.config.yaml_file import read_yaml
 
 
@@ -102,5 +102,4 @@ def device_of(measured: str, named: str | None, what: str) -> str | None:
 
 
 def _catalogue() -> list[Path]:
-    directory = importlib.resources.files("configs") / "devices"
-    return [Path(str(each)) for each in directory.iterdir() if each.name.endswith(".yaml")]
+    return sorted((PACKAGED / "devices").glob("*.yaml"))

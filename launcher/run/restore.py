@@ -12,8 +12,7 @@ import contextlib
 import json
 import logging
 import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +27,8 @@ from asyncflow.run_files import (
     METRICS_FILE,
     SAMPLER_FILE,
     UPDATES_FILE,
+    checkpoint_step,
+    list_checkpoints,
 )
 from launcher.run.events import Restored, RestoreFailed
 from workers.checkpoint.files import HF, CheckpointMeta, damages
@@ -37,7 +38,6 @@ ABANDONED = "abandoned"
 the user knows whether they are worth their disk; `latest` never looks there."""
 CUT_FILES = (LEDGER_FILE, METRICS_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE)
 """Are cut to the step of the checkpoint."""
-_STEP_DIR = re.compile(r"step_(\d+)(\..*)?")
 _SHOWN_DAMAGES = 3
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def newest_checkpoint(run_dir: Path, *, tell: Callable[[str], None] = logger.war
     Returns:
         None: there is none.
     """
-    for path, _ in sorted(_step_dirs(run_dir / CHECKPOINTS), key=lambda found: found[1], reverse=True):
+    for path in reversed(list_checkpoints(run_dir).values()):
         try:
             return verified_checkpoint(path, tell)
         except CheckpointError as error:
@@ -92,7 +92,7 @@ def verified_checkpoint(path: Path, tell: Callable[[str], None]) -> Checkpoint:
         CheckpointError: one is not, or it is not complete.
     """
     meta = CheckpointMeta.read(path)
-    if (named := _STEP_DIR.fullmatch(path.name)) is not None and int(named[1]) != meta.step:
+    if checkpoint_step(path) not in (None, meta.step):
         raise CheckpointError(f"{path} is of step {meta.step}, as {META_FILE} says")
     found = {name: f"{path / name} {damage}" for name, damage in damages(path, meta.files).items()}
     export = [found.pop(name) for name in list(found) if name.startswith(f"{HF}/")]
@@ -105,7 +105,7 @@ def verified_checkpoint(path: Path, tell: Callable[[str], None]) -> Checkpoint:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a directory is a checkpoint, valid or not. It has the configuration of its run, too."""
-    return (path / META_FILE).exists() or _STEP_DIR.fullmatch(path.name) is not None
+    return (path / META_FILE).exists() or checkpoint_step(path) is not None
 
 
 def next_lineage(run_dir: Path, checkpoint: Checkpoint | None) -> int:
@@ -160,7 +160,7 @@ def rewind_run(checkpoint: Checkpoint) -> None:
     Raises:
         ConfigError: a line other than the last is not JSON.
     """
-    _set_newer_aside(checkpoint.path.parent, checkpoint.step, suffix=f"before-lineage{checkpoint.lineage + 1}")
+    _set_newer_aside(checkpoint.run_dir, checkpoint.step, suffix=f"before-lineage{checkpoint.lineage + 1}")
     for name in CUT_FILES:
         cut_lines(checkpoint.run_dir / name, checkpoint.step)
 
@@ -171,7 +171,7 @@ def rewind_to_start(run_dir: Path) -> None:
     Raises:
         ConfigError: a line other than the last is not JSON.
     """
-    _set_newer_aside(run_dir / CHECKPOINTS, 0, suffix="damaged")
+    _set_newer_aside(run_dir, 0, suffix="damaged")
     for name in CUT_FILES:
         cut_lines(run_dir / name, 0)
 
@@ -211,8 +211,9 @@ def lines_up_to(path: Path, last_step: int) -> list[bytes]:
     return kept
 
 
-def _set_newer_aside(root: Path, step: int, *, suffix: str) -> None:
-    for path, number in list(_step_dirs(root)):
+def _set_newer_aside(run_dir: Path, step: int, *, suffix: str) -> None:
+    root = run_dir / CHECKPOINTS
+    for number, path in list_checkpoints(run_dir).items():
         if number <= step:
             continue
         (root / ABANDONED).mkdir(exist_ok=True)
@@ -222,13 +223,6 @@ def _set_newer_aside(root: Path, step: int, *, suffix: str) -> None:
             count += 1
             target = target.with_name(f"{path.name}-{suffix}-{count}")
         path.rename(target)
-
-
-def _step_dirs(root: Path) -> Iterator[tuple[Path, int]]:
-    for path in root.glob("step_*"):
-        match = _STEP_DIR.fullmatch(path.name)
-        if match:
-            yield path, int(match[1])
 
 
 def _joined(found: list[str]) -> str:

@@ -140,10 +140,11 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 
 def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """Check that group g still is the prompt, the rows and the step that it was: else some would be trained twice."""
-    own = checkpoint.run_dir / CONFIG_FILE
-    if not own.is_file():
-        return
+    """Check that group g still is the prompt, the rows and the step that it was: else some would be trained twice.
+
+    The checkpoint's own copy of the settings counts: its checksum was checked, and the run's file may be edited.
+    """
+    own = checkpoint.path / CONFIG_FILE
     before, now = _flat(read_yaml(own).values), _flat(config.model_dump(mode="json"))
     for name in now:
         if not name.startswith((*_FIXED, _REFERENCE, _REVISION)) or name not in before or before[name] == now[name]:

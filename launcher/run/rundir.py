@@ -35,6 +35,7 @@ from asyncflow.run_files import (
     STATUS_FILE,
     TIMELINE,
     UPDATES_FILE,
+    list_checkpoints,
 )
 from launcher.config.paths import why_not_writable
 
@@ -73,7 +74,8 @@ def check_new_run_dir(path: Path) -> None:
     """Check that a new run may be created at `path`; write nothing.
 
     Raises:
-        ConfigError: it holds a run already, is not a directory, or cannot be written.
+        ConfigError: it holds a run already, or other files than the logs of a batch job, is not a directory, or cannot
+            be written.
     """
     held = [name for name in (CONFIG_FILE, *_LINES, *DIRECTORIES) if (path / name).exists()]
     if held == [CONFIG_FILE] and not began_run(path):
@@ -84,7 +86,19 @@ def check_new_run_dir(path: Path) -> None:
         raise ConfigError(
             f"run directory: {path} already holds a run ({held[0]}); {advice}, or choose another --run-dir"
         )
+    others = sorted(entry.name for entry in path.iterdir() if not _may_be_beside(entry)) if path.is_dir() else []
+    if others:
+        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise ConfigError(
+            f"run directory: {path} holds files that no run wrote ({shown}), and a run's would mix with them; choose a "
+            f"new or empty --run-dir"
+        )
     check_writable(path)
+
+
+def _may_be_beside(entry: Path) -> bool:
+    """Whether a run may begin in a directory with it: a batch job's output is often sent there."""
+    return entry.name.startswith(".") or (entry.is_file() and entry.suffix in (".out", ".err", ".log"))
 
 
 def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resume DIR or --run-dir DIR") -> Path:
@@ -97,7 +111,7 @@ def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resu
 
 def has_checkpoint(path: Path) -> bool:
     """Return whether a run has saved anything."""
-    return any((path / CHECKPOINTS).glob("step_*"))
+    return bool(list_checkpoints(path))
 
 
 def began_run(path: Path) -> bool:

@@ -24,6 +24,7 @@ from asyncflow.run_files import (
     METRICS_FILE,
     SAMPLER_FILE,
     UPDATES_FILE,
+    list_checkpoints,
 )
 from launcher.config.yaml_file import read_yaml
 from launcher.run.rundir import began_run, running_launcher
@@ -237,8 +238,7 @@ def _batch(chunk: SnapshotChunk) -> PackedBatch:
 def _look(run_dir: Path, config: RunConfig, readers: Readers) -> RunRecords:
     """Read in the order opposite to that of writing, so that what a line builds on is there."""
     live = running_launcher(run_dir) is not None
-    paths = sorted((run_dir / CHECKPOINTS).glob("step_*"))
-    found = [_checkpoint(path, readers) for path in paths]
+    found = [_checkpoint(path, readers) for path in list_checkpoints(run_dir).values()]
     checkpoints = [one for one in found if one.path.is_dir()]  # else it was removed meanwhile
     metrics = read_lines(run_dir / METRICS_FILE, lambda _: StepLine)
     ledger = read_ledger(run_dir)

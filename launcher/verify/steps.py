@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from asyncflow.run_files import checkpoint_step
 from launcher.verify.records import RunRecords, SavedCheckpoint, StepLine, UpdateLine
 from workers.records.ledger_file import DeadLetterLine, FilteredLine, ReplacedLine, TrainedLine
 
@@ -281,7 +282,7 @@ def _problems(one: SavedCheckpoint, steps: CompleteSteps) -> Iterator[str]:
     if one.problem:
         yield f"{one.path}: {one.problem}"
         return
-    if one.path.name != f"step_{one.step:06d}":
+    if checkpoint_step(one.path) != one.step:
         yield f"{one.path}: is of step {one.step}"
     if one.step > steps.last:
         yield f"{one.path}: is of step {one.step}, but the ledger ends with step {steps.last}"

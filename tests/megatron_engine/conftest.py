@@ -11,4 +11,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.path.parent.name == "megatron_engine":
-            item.add_marker(pytest.mark.skip(reason="needs megatron-core: pip install '.[megatron]'"))
+            item.add_marker(pytest.mark.skip(reason="needs megatron-core: pip install -e '.[megatron]'"))

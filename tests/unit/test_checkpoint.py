@@ -1,5 +1,6 @@
 """Saving and restoring by one rank, beside what it computes: what is saved, what waits, what a failed save leaves."""
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -180,6 +181,15 @@ def test_what_is_kept_for_ever_and_what_the_run_goes_on_from_stays(run_dir: Path
     restored_from = run_dir / "checkpoints" / "step_000003"
     save(checkpointer(run_dir, restored_from, keep_last=1, keep_every=4), FakeEngine(), 4, 5, 6)
     assert names(run_dir) == ["step_000003", "step_000004", "step_000006"]
+
+
+def test_copies_of_checkpoints_are_nobodys_to_prune(run_dir: Path) -> None:
+    save(checkpointer(run_dir), FakeEngine(), 3)
+    root = run_dir / "checkpoints"
+    for copy in ("step_000003_backup", "step_000003.old", "step_3"):
+        shutil.copytree(root / "step_000003", root / copy)
+    save(checkpointer(run_dir, keep_last=1), FakeEngine(), 4, 5)
+    assert names(run_dir) == ["step_000003.old", "step_000003_backup", "step_000005", "step_3"]
 
 
 def test_prunable_steps() -> None:

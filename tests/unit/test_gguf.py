@@ -19,7 +19,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 needs_reader = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")),
-    reason="needs packages gguf and accelerate: pip install '.[gguf]'",
+    reason="needs packages gguf and accelerate: pip install -e '.[gguf]'",
 )
 
 

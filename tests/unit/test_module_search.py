@@ -1,11 +1,14 @@
 """Users' modules: installed ones first, then those beside the configuration, then the working directory's."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import workers
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import load_function, search_beside
 
@@ -70,3 +73,23 @@ def test_missing_module_is_told_where_it_may_be(beside: Path) -> None:
     assert refusal("searched_missing:score").endswith(
         f"no module 'searched_missing'; install it, or put searched_missing.py into {beside} or {Path.cwd()}"
     )
+
+
+def test_a_folder_named_as_our_recipes_hides_neither_them_nor_its_own_modules(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").touch()
+    write(tmp_path / "configs" / "mine.py", 5)
+    program = (
+        "from launcher.config.paths import find_recipe; from launcher.plan.devices import _catalogue\n"
+        "from workers.calls.user_function import load_function\n"
+        "import configs\n"
+        "print(configs.__file__, find_recipe(None).name, len(_catalogue()) > 3)\n"
+        "print(load_function('configs.mine:score', field='f', arguments=None)('', '', ''))\n"
+        "print(load_function('configs.quickstart_tools.tools:multiply', field='f', arguments=None).__name__)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(workers.__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / "configs/__init__.py"), "quickstart.yaml", "True", "5", "multiply"]

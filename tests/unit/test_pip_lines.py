@@ -42,7 +42,7 @@ def test_without_metadata_the_clone_is_named(monkeypatch: pytest.MonkeyPatch) ->
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", none)
-    assert pip_line("math") == "pip install '.[math]' in AsyncFlow's clone"
+    assert pip_line("math") == "pip install -e '.[math]' in AsyncFlow's clone"
 
 
 def test_nobody_is_sent_to_an_index_for_the_distribution() -> None:

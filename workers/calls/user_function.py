@@ -19,6 +19,8 @@ from typing import Any
 from asyncflow.errors import ConfigError, one_line
 
 _ABSENT = object()
+_RECIPES = "configs"
+"""Our package whose modules recipes name. Users have folders of that name, which may come first."""
 _VARIABLE = "ASYNCFLOW_CODE_DIRECTORY"
 """Tells children where the configuration is."""
 
@@ -149,9 +151,19 @@ def _can_be_called(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
+def _add_recipes() -> None:
+    """Have `configs.X` be ours where the `configs` that Python finds first has no X."""
+    package = importlib.import_module(_RECIPES)
+    ours = str(Path(__file__).resolve().parents[2] / _RECIPES)
+    if ours not in package.__path__:
+        package.__path__ = [*package.__path__, ours]
+
+
 def _find(module_name: str, field: str) -> None:
     places = extend_path()
     try:
+        if module_name.startswith(f"{_RECIPES}."):
+            _add_recipes()
         spec = importlib.util.find_spec(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):

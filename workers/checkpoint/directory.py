@@ -9,31 +9,19 @@ A directory that is being written or removed has a hidden name, so a crash leave
 import errno
 import logging
 import os
-import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
 
 from asyncflow.durable import sync
-from asyncflow.run_files import CHECKPOINTS
+from asyncflow.run_files import CHECKPOINTS, checkpoint_path, list_checkpoints
 from workers.checkpoint.files import sync_tree
 from workers.config import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step_(\d+)")
 _RESERVE_BYTES = 2**24
 """Left to others: metrics, ledger and logs are written meanwhile."""
-
-
-def step_name(step: int) -> str:
-    """Return the name of a step's checkpoint."""
-    return f"step_{step:06d}"
-
-
-def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Return where a run's complete checkpoint lies."""
-    return run_dir / CHECKPOINTS / step_name(step)
 
 
 def beside(checkpoint: Path) -> Path:
@@ -123,7 +111,7 @@ class CheckpointDirectory:
         return shutil.disk_usage(self._root).free
 
     def _prune(self) -> None:
-        paths = {int(match[1]): path for path in self._root.iterdir() if (match := _NAME.fullmatch(path.name))}
+        paths = list_checkpoints(self._run_dir)
         in_use = [step for step, path in paths.items() if path == self._restored_from]
         keep = self._config
         for step in prunable(paths, keep_last=keep.keep_last, keep_every=keep.keep_every, in_use=in_use):

@@ -120,7 +120,16 @@ def held_out_rows(config: RunConfig) -> list[PromptRow]:
     most, own_rollout = config.evaluate.max_prompts, config.rollout.is_own
     data = config.evaluate.prompts(config.data)
     if data.source is None:
-        return read_data(data, key="evaluate.path", own_rollout=own_rollout)[: most or None]
+        try:
+            return read_data(data, key="evaluate.path", own_rollout=own_rollout)[: most or None]
+        except ConfigError as error:
+            if str(error).startswith("evaluate."):
+                raise
+            # A recipe's own held-out file, say, beside training data of the user's.
+            raise ConfigError(
+                f"evaluate.path: {error}; held-out rows have the fields of data: name some that do (--set "
+                f"evaluate.path=FILE), or leave the role evaluate out"
+            ) from error
     seed = config.seed + HELD_OUT_SEEDS
     with TaskSource(data, seed=seed, own_rollout=own_rollout, key="evaluate") as source:
         if source.size is None and not most:

@@ -163,8 +163,6 @@ def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int)
         ConfigError: the ledger cannot be read, or does not name as many groups as that many steps have.
     """
     path = run_dir / LEDGER_FILE
-    if not schedule.lateness and not path.exists():  # a checkpoint that was copied without its run
-        return frozenset(range(completed * schedule.rollout_batch_size))
     ledger = read_lines(path, lambda _: LedgerKey)
     if ledger.wrong:
         raise ConfigError(f"{ledger.where(ledger.wrong[0][0])}: names no step and group; repair the line")

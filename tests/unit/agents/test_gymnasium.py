@@ -8,7 +8,7 @@ import pytest
 from asyncflow.errors import ConfigError, UserCodeFailed
 from tests.support.policies import played
 
-gymnasium: Any = pytest.importorskip("gymnasium", reason="pip install '.[gymnasium]'")
+gymnasium: Any = pytest.importorskip("gymnasium", reason="pip install -e '.[gymnasium]'")
 from workers.agents.gymnasium import Episodes, TextEnvironment  # noqa: E402
 
 closed: list[int] = []

@@ -9,7 +9,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from tests.support.policies import played
 
-pytest.importorskip("reasoning_gym", reason="pip install '.[reasoning-gym]'")
+pytest.importorskip("reasoning_gym", reason="pip install -e '.[reasoning-gym]'")
 from workers.agents.reasoning_gym import Puzzle, Puzzles
 
 SUMS = {"basic_arithmetic": {"min_terms": 2, "max_terms": 2, "operators": ["+"]}}

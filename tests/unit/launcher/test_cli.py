@@ -61,15 +61,16 @@ def make_checkpoint(run_dir: Path, step: int, *, fingerprint: str, data: str) ->
     path = run_dir / "checkpoints" / f"step_{step:06d}"
     (path / "dcp").mkdir(parents=True)
     (path / "dcp" / "shard").write_bytes(b"weights")
+    shutil.copy(run_dir / "config.yaml", path)
     meta = CheckpointMeta(
         step=step, lineage=0, model_fingerprint=fingerprint, data_hash=data, num_ranks=1, saved_at=0.0,
-        files=describe(path, ["dcp/shard"]),
+        files=describe(path, ["dcp/shard", "config.yaml"]),
     )  # fmt: skip
     meta.write(path)
 
 
 def make_run(run_dir: Path, source: Path, step: int) -> Path:
-    """A stopped run of `source` with one checkpoint."""
+    """A stopped run of `source` with one checkpoint, and what its steps trained."""
     from launcher.config.load import load_config
     from launcher.run.rundir import create_run_dir
     from workers.data.prompt_rows import data_hash
@@ -79,6 +80,9 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
     create_run_dir(run_dir, config)
     fingerprint, data = model_fingerprint(Path(config.model.path)), data_hash(config.data.file)
     make_checkpoint(run_dir, step, fingerprint=fingerprint, data=data)
+    size = config.schedule.rollout_batch_size
+    lines = [{"step": 1 + group // size, "group": group} for group in range(step * size)]
+    (run_dir / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run_dir
 
 
@@ -368,12 +372,30 @@ def test_resume_that_would_train_prompts_twice_is_refused(
 
 def test_resume_needs_to_know_which_groups_were_trained(write_config: WriteConfig, tmp_path: Path) -> None:
     stopped = make_run(tmp_path / "stopped", write_config(schedule={"max_staleness": 2, "fill": "first_ready"}), 1)
+    (stopped / "ledger.jsonl").unlink()
     assert "ledger.jsonl: names 0 groups of steps 1 to 1, not 4" in refuse(tmp_path, "--resume", stopped)
     lines = [{"step": 1, "group": group} for group in (0, 5, 2, 3)] + [{"step": 2, "group": 1}]
     (stopped / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "gro')
     result = run("--resume", stopped, "--dry-run")
     assert result.exit_code == 0, result.output
     assert "async, staleness <= 2, groups up to 1 step late, up to step 2" in result.stdout
+
+
+def test_resume_without_its_ledger_is_refused_also_where_steps_train_in_order(
+    write_config: WriteConfig, tmp_path: Path
+) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(), 1)
+    (stopped / "ledger.jsonl").unlink()
+    assert "so nobody knows which ones are left; restore the file" in refuse(tmp_path, "--resume", stopped)
+
+
+def test_resume_compares_with_what_the_checkpoint_says_and_not_with_a_file_that_was_edited(
+    write_config: WriteConfig, tmp_path: Path
+) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(), 1)
+    own = stopped / "config.yaml"
+    own.write_text(own.read_text().replace("seed: 0", "seed: 5"))
+    assert refuse(tmp_path, "--resume", stopped).startswith("seed: 5 is not what the run began with (0)")
 
 
 def test_resume_follows_data_that_were_moved(write_config: WriteConfig, tmp_path: Path) -> None:
@@ -651,3 +673,54 @@ def test_resumed_run_whose_files_belong_to_another_is_told(write_config: WriteCo
     (stopped / "logs").mkdir()
     (stopped / "logs").chmod(0o555)
     assert f"{stopped / 'logs'} cannot be written" in refuse(tmp_path, "--resume", stopped, "--dry-run")
+
+
+def test_a_resume_may_name_another_algorithm_and_says_which_settings_of_the_former_it_lacks(
+    write_config: WriteConfig, tmp_path: Path
+) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(), 1)
+    assert run("--resume", stopped, "--set", "algorithm.name=dppo", "--dry-run").exit_code == 0
+    chosen = make_run(tmp_path / "chosen", write_config(algorithm={"eps_clip": 0.3}), 1)
+    message = refuse(tmp_path, "--resume", chosen, "--set", "algorithm.name=dppo")
+    assert message.startswith("algorithm.eps_clip: ")
+
+
+def test_launch_is_a_command_of_asyncflow_too(write_config: WriteConfig) -> None:
+    from launcher.cli.commands import main
+
+    arguments = [str(write_config()), "--dry-run", "--run-dir", "here"]
+    told = CliRunner().invoke(main, ["launch", *arguments])
+    assert (told.exit_code, told.stdout) == (0, run(*arguments).stdout)
+
+
+def test_a_run_does_not_mix_with_files_of_others(write_config: WriteConfig, tmp_path: Path) -> None:
+    source, held = write_config(), tmp_path / "held"
+    held.mkdir()
+    for name in ("slurm-17.out", "job.log", ".nfs1"):
+        (held / name).touch()
+    assert run(source, "--run-dir", held, "--dry-run").exit_code == 0
+    for name in ("a.py", "b.py", "c.py", "data"):
+        (held / name).touch()
+    assert "holds files that no run wrote (a.py, b.py, c.py and 1 more)" in refuse(tmp_path, source, "--run-dir", held)
+
+
+def test_what_is_allowed_and_rarely_meant_is_a_line_each(write_config: WriteConfig) -> None:
+    source = write_config()
+    assert "note: " not in run(source, "--dry-run").stdout
+    told = run(
+        source, "--dry-run", "--roles", "rollout:0,actor:1", "--set", "actor.max_tokens_per_micro_batch=3"
+    ).stdout
+    assert "note: roles: rollout:0 starts no rollout here, so the run waits for processes outside" in told
+    assert "note: actor.max_tokens_per_micro_batch: 3 is less than one response may have" in told
+    told = run(source, "--dry-run", "--roles", f"rollout:{200 * (os.cpu_count() or 1)},actor:1").stdout
+    assert " processes share " in told
+
+
+def test_held_out_rows_without_the_fields_of_ones_own_data_name_their_own_setting(
+    write_config: WriteConfig, tmp_path: Path
+) -> None:
+    Path("mine.jsonl").write_text('{"question": "1+2=", "answer": "3"}\n')
+    settings = ["data.path=mine.jsonl", "data.prompt_field=question", "data.ground_truth_field=answer"]
+    message = refuse(tmp_path, write_config(), *EVALUATE, *(word for each in settings for word in ("--set", each)))
+    assert message.startswith("evaluate.path: ") and "no field 'question'" in message
+    assert message.endswith("name some that do (--set evaluate.path=FILE), or leave the role evaluate out")

@@ -178,6 +178,12 @@ def test_missing_key_is_named_with_its_meaning(write_config: WriteConfig, settin
     assert refusal(source) == f"steps: missing in {source}; set it (Number of the last step)"
 
 
+def test_all_missing_keys_are_named_at_once(write_config: WriteConfig, settings: dict[str, Any]) -> None:
+    del settings["steps"], settings["data"]
+    source = write_config()
+    assert refusal(source) == f"steps, data: missing in {source}; set steps (Number of the last step), data"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -47,7 +47,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def needs(name: str) -> None:
     if name not in INSTALLED:
-        pytest.skip(f"needs {name}: pip install '.[{name}]'")
+        pytest.skip(f"needs {name}: pip install -e '.[{name}]'")
 
 
 def own_id(run_dir: Path, name: str) -> str:

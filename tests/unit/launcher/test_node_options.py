@@ -25,7 +25,7 @@ def test_without_options_a_run_has_one_node() -> None:
 
 
 def test_one_node_needs_nothing_more() -> None:
-    assert find_place(1, None, None, {}) == find_place(1, 0, "node1:29400", {}) == NodePlace()
+    assert find_place(1, None, None, {}) == find_place(1, 0, None, {}) == NodePlace()
 
 
 def test_options_say_it_all() -> None:
@@ -81,7 +81,8 @@ def test_several_launchers_on_a_node_are_refused(nodes: str, tasks: str) -> None
         (2, 2, None, {}, r"--node-rank: 2 must be 0 to 1 \(--nnodes 2\)"),
         (2, -1, None, {}, "--node-rank: -1 must be 0 to 1"),
         (1, 1, None, {}, "--node-rank: 1 must be 0, there is one node"),
-        (None, None, "a:1", {}, "--head: a:1 needs --nnodes; a run on one node listens on loopback alone"),
+        (None, None, "a:1", {}, "--head: a:1 needs --nnodes 2 or more; a run on one node listens on loopback alone"),
+        (1, None, "a:1", {}, "--head: a:1 needs --nnodes 2 or more; a run on one node listens on loopback alone"),
         (2, 0, "", {}, "--head: '' is not HOST or HOST:PORT"),
         (2, 0, "a b", {}, "--head: 'a b' is not HOST"),
         (2, 0, "a:0", {}, "--head: 'a:0' has no port from 1 to 65535"),

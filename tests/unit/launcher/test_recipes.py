@@ -52,10 +52,10 @@ def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path, m
     monkeypatch.setattr("launcher.checks.engine_libraries.ACCELERATED", ())
     recipe = yaml.safe_load(packaged_recipes()[name].read_text())
     if recipe.get("reward", {}).get("function") == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        pytest.skip("needs math-verify: pip install '.[math]'")
+        pytest.skip("needs math-verify: pip install -e '.[math]'")
     fields = recipe["data"]
     if "reasoning_gym" in fields.get("source", "") and importlib.util.find_spec("reasoning_gym") is None:
-        pytest.skip("needs reasoning-gym: pip install '.[reasoning-gym]'")
+        pytest.skip("needs reasoning-gym: pip install -e '.[reasoning-gym]'")
     row = {fields.get("prompt_field", "prompt"): "1+2=", fields.get("ground_truth_field", "answer"): "3"}
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(row) + "\n")

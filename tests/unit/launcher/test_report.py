@@ -50,7 +50,7 @@ def test_a_run_without_a_finished_step_has_no_report(tmp_path: Path) -> None:
 
 def test_runs_are_drawn_into_one_picture(run_dir: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        pytest.skip("needs matplotlib: pip install '.[plot]'")
+        pytest.skip("needs matplotlib: pip install -e '.[plot]'")
     other = make_run(tmp_path / "other", "[]")
     add_steps(other, 1, 2)
     output = tmp_path / "curves.svg"

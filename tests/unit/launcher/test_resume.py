@@ -259,6 +259,18 @@ def test_rewind_cuts_what_the_steps_wrote_and_sets_newer_checkpoints_aside(tmp_p
     assert not list(run.glob("*.tmp"))
 
 
+def test_copies_of_checkpoints_are_neither_taken_nor_set_aside(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10, 20)
+    for copy in ("step_000020_backup", "step_000020.old"):
+        (run / "checkpoints/step_000020").rename(run / "checkpoints" / copy)
+        make_checkpoint(run, 20)
+    newest = find_checkpoint("latest", run)
+    assert newest.path.name == "step_000020"
+    rewind_run(find_checkpoint(str(run / "checkpoints/step_000010"), None))
+    left = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert left == ["abandoned", "step_000010", "step_000020.old", "step_000020_backup"]
+
+
 def test_rewinding_twice_keeps_both_abandoned_checkpoints(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 10, 30)
     oldest = str(run / "checkpoints/step_000010")
@@ -325,6 +337,7 @@ def resumable(tmp_path: Path, config: RunConfig) -> Checkpoint:
     """A checkpoint of step 10 of a run of this configuration."""
     run = make_run(tmp_path / "run", 10)
     config.save(run)
+    config.save(run / "checkpoints" / "step_000010")
     for name in ("ledger.jsonl", "sampler.jsonl"):
         size = config.schedule.rollout_batch_size if name == "ledger.jsonl" else 1
         lines = [{"step": step, "group": step * size + k} for step in range(1, 11) for k in range(size)]

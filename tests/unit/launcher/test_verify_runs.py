@@ -155,6 +155,13 @@ def test_run_without_a_step_is_sound(tmp_path: Path) -> None:
     assert report.ok and report.as_text().endswith("ok: no step is complete yet")
 
 
+def test_a_copied_checkpoint_is_none_of_the_run(tmp_path: Path) -> None:
+    run_dir = make_run(1).write(tmp_path)
+    newest = max((run_dir / "checkpoints").glob("step_*"))
+    shutil.copytree(newest, newest.with_name(f"{newest.name}_backup"))
+    assert report_of(run_dir).ok
+
+
 def test_lost_file_is_found(tmp_path: Path) -> None:
     run_dir = make_run(1).write(tmp_path)
     (run_dir / "updates.jsonl").unlink()

@@ -4,6 +4,7 @@ import json
 import logging
 import queue
 import resource
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -202,8 +203,10 @@ def test_older_exports_go_and_those_of_others_stay(start: Start, server: Any, tm
     for step in (2, 3, 4):
         feed.newest = Version(0, step)
         told(server)
+        if step == 2:  # a copy has our marker, and is the user's
+            shutil.copytree(root / "step_000002", root / "step_000002_best")
     exporter.close()
-    assert names(root) == ["latest", "step_000000", "step_000001", "step_000003", "step_000004"]
+    assert names(root) == ["latest", "step_000000", "step_000001", "step_000002_best", "step_000003", "step_000004"]
 
 
 def test_what_latest_names_stays(start: Start, server: Any, tmp_path: Path) -> None:
