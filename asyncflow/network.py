@@ -1,4 +1,4 @@
-"""This host's addresses and network interfaces, and which of them lead to another host. Linux, IPv4, without torch.
+"""This host's addresses and network interfaces, and which of them lead to another host. Linux, without torch.
 
 Sockets of a run on one node stay on loopback. On several nodes a process uses the interface that leads to the job
 store, unless the user named another one.
@@ -8,7 +8,8 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
+from ipaddress import IPv4Network, IPv6Network, ip_address
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
@@ -17,10 +18,10 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _INTERFACE_VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE, "HCCL_SOCKET_IFNAME")
-_ROUTES = Path("/proc/net/route")
-_ROUTE_UP, _ROUTE_REJECT = 0x1, 0x200
-_ANYWHERE = "203.0.113.1"
-"""An address for documentation (RFC 5737): nothing is sent there, only the route is looked up."""
+_ROUTES = Path("/proc/net")
+_ROUTE_UP, _ROUTE_REJECT, _ROUTE_LOCAL = 0x1, 0x200, 0x80000000
+_ANYWHERE = ("203.0.113.1", "2001:db8::1")
+"""Addresses for documentation (RFC 5737, 3849): nothing is sent there, only the route is looked up."""
 
 
 def choose_interfaces(store_host: str, env: MutableMapping[str, str] = os.environ) -> None:
@@ -47,8 +48,18 @@ def choose_interface(host: str) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an IPv4 address never leaves the host."""
-    return address.startswith("127.")
+    """Return whether an address never leaves the host."""
+    return ip_address(address).is_loopback
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """Return HOST:PORT for people and options, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Return the family of an IPv4 or IPv6 address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def interface_towards(address: str, routes: Path = _ROUTES) -> str:
@@ -56,22 +67,19 @@ def interface_towards(address: str, routes: Path = _ROUTES) -> str:
 
     For an address of this host that is the interface of its network.
 
+    Args:
+        address: IPv4 or IPv6.
+        routes: the directory with the kernel's tables.
+
     Raises:
         ConfigError: there is no route.
     """
-    target = _as_number(address)
-    best: tuple[int, int, str] | None = None
-    for line in routes.read_text().splitlines()[1:]:
-        name, destination, _, flags, _, _, metric, mask = line.split()[:8]
-        bits = int(flags, 16)
-        if not bits & _ROUTE_UP or bits & _ROUTE_REJECT:
-            continue
-        network, width = _of_kernel(destination), _of_kernel(mask)
-        if target & width == network and (best is None or (width, -int(metric)) > best[:2]):
-            best = (width, -int(metric), name)
-    if best is None:
+    target = ip_address(address)
+    table = _ipv4_routes(routes / "route") if target.version == 4 else _ipv6_routes(routes / "ipv6_route")
+    fitting = [(network.prefixlen, -metric, name) for network, metric, name in table if target in network]
+    if not fitting:
         raise ConfigError(f"{GLOO_INTERFACE}: no interface of this host leads to {address}; set it to the right one")
-    return best[2]
+    return max(fitting, key=lambda route: route[:2])[2]
 
 
 def address_towards(address: str) -> str:
@@ -80,18 +88,19 @@ def address_towards(address: str) -> str:
     Raises:
         OSError: there is no way.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return str(probe.getsockname()[0])
 
 
 def resolve(host: str) -> str:
-    """Return the IPv4 address of a name, or of an address itself.
+    """Return the address of a name, or of an address itself; IPv4 where a name has both.
 
     Raises:
         OSError: the name is not known.
     """
-    return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
 
 
 def address_to_listen_on(named: str, hints: Iterable[str] = ()) -> str:
@@ -123,20 +132,23 @@ def _candidates(hints: Iterable[str]) -> Iterable[str]:
             yield resolve(hint)
         except OSError:
             continue
-    with contextlib.suppress(OSError):
-        yield address_towards(_ANYWHERE)
+    for address in _ANYWHERE:
+        with contextlib.suppress(OSError):
+            yield address_towards(address)
     yield from _interface_addresses()
 
 
 def _interface_addresses() -> Iterable[str]:
     import psutil  # a node that is named, or leads outside, does without
 
-    for addresses in psutil.net_if_addrs().values():
-        yield from (each.address for each in addresses if each.family is socket.AF_INET)
+    found = [each for addresses in psutil.net_if_addrs().values() for each in addresses]
+    yield from (each.address for each in found if each.family is socket.AF_INET)
+    # An address of a link (fe80::...%eth0) means something else on every host.
+    yield from (each.address for each in found if each.family is socket.AF_INET6 and "%" not in each.address)
 
 
 def _is_own(address: str) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
         except OSError:
@@ -144,10 +156,24 @@ def _is_own(address: str) -> bool:
     return True
 
 
-def _as_number(address: str) -> int:
-    return int.from_bytes(socket.inet_aton(address), "big")
+def _ipv4_routes(path: Path) -> Iterator[tuple[IPv4Network, int, str]]:
+    """Yield (network, metric, interface) of routes that are up; numbers are in the order of this machine's bytes."""
+    for line in path.read_text().splitlines()[1:]:
+        name, destination, _, flags, _, _, metric, mask = line.split()[:8]
+        if _leads_somewhere(int(flags, 16)):
+            number = struct.pack("=I", int(destination, 16))
+            yield IPv4Network((number, int(mask, 16).bit_count()), strict=False), int(metric), name
 
 
-def _of_kernel(text: str) -> int:
-    """Read an address as /proc/net/route has it: hexadecimal, in the order of this machine's bytes."""
-    return int.from_bytes(struct.pack("=I", int(text, 16)), "big")
+def _ipv6_routes(path: Path) -> Iterator[tuple[IPv6Network, int, str]]:
+    """The same of IPv6, which the kernel writes in another form; no file: this host has no IPv6."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        destination, width, _, _, _, metric, _, _, flags, name = line.split()
+        bits = int(flags, 16)
+        # A host's own addresses are routes, too, of `lo` in older kernels.
+        if _leads_somewhere(bits) and not bits & _ROUTE_LOCAL:
+            yield IPv6Network((bytes.fromhex(destination), int(width, 16)), strict=False), int(metric, 16), name
+
+
+def _leads_somewhere(flags: int) -> bool:
+    return bool(flags & _ROUTE_UP) and not flags & _ROUTE_REJECT

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from asyncflow.errors import SealBroken
 from asyncflow.mac import MAC_BYTES, Mac
+from asyncflow.network import endpoint, family_of
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +221,7 @@ def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore,
     Raises:
         OSError: the port is taken.
     """
-    listener = socket.create_server((host, port), backlog=1024)
+    listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
     port = listener.getsockname()[1]
     store = TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -247,5 +248,7 @@ def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
     thread.start()
     thread.join(timeout.total_seconds())
     if thread.is_alive():
-        raise dist.DistNetworkError(f"{host}:{port} did not answer as a job store within {timeout.total_seconds():g} s")
+        raise dist.DistNetworkError(
+            f"{endpoint(host, port)} did not answer as a job store within {timeout.total_seconds():g} s"
+        )
     return made.result()

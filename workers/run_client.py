@@ -29,7 +29,7 @@ from torch.distributed import DistError
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, SealBroken, TransportError
 from asyncflow.job import Job
-from asyncflow.network import address_towards, choose_interface, resolve
+from asyncflow.network import address_towards, choose_interface, endpoint, resolve
 from asyncflow.sealed_store import connect_store
 from asyncflow.transport.handshake import Credentials
 from tq.client.lease import Lease, LeaseStream
@@ -96,7 +96,8 @@ def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_
     """Join a run that goes on.
 
     Args:
-        run: its directory, or `HOST:PORT` of its job store (`store_host`, `store_port` of `job.json`); a name, or IPv4.
+        run: its directory, or `HOST:PORT` of its job store (`store_host`, `store_port` of `job.json`); IPv6 as
+            `[ADDRESS]:PORT`.
         key: with an address: the run's key (`secret` of `job.json`, 64 hex digits). It is proved, never sent.
         name: of this process, for messages and metrics; default: host and process id.
         timeout_s: for the run to start, and to answer.
@@ -115,13 +116,15 @@ def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_
         raise ConfigError(f"run: host {host!r} cannot be resolved ({error}); give its address") from error
     choose_interface(host)
     if not _answers(host, port, timeout_s):
-        raise TransportError(f"run {run}: nothing answers at {host}:{port}; is it over?")
+        raise TransportError(f"run {run}: nothing answers at {endpoint(host, port)}; is it over?")
     try:
         store = connect_store(host, port, timedelta(seconds=timeout_s))
         credentials = Credentials(store, secret, timeout_s)
         announced = credentials.call_store("get", _KEY)
     except SealBroken as error:
-        raise ConfigError(f"key: the run at {host}:{port} has another one; take `secret` of its job.json") from error
+        raise ConfigError(
+            f"key: the run at {endpoint(host, port)} has another one; take `secret` of its job.json"
+        ) from error
     except (DistError, TransportError) as error:
         raise TransportError(f"run {run}: it let nobody in within {timeout_s:g} s; has it started?") from error
     alive = partial(_answers, host, port, timeout_s)
@@ -299,7 +302,7 @@ def _endpoint(run: Path | str, key: str | None) -> tuple[str, int, bytes]:
     if not host or not port.isdigit():
         raise ConfigError(f"run: {run!s} with a key is no HOST:PORT; give the job store's address, or no key")
     try:
-        return host, int(port), bytes.fromhex(key)
+        return host.removeprefix("[").removesuffix("]"), int(port), bytes.fromhex(key)
     except ValueError:
         raise ConfigError("key: that is no row of hex digits; take `secret` of the run's job.json") from None
 

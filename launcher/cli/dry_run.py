@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncflow.job import GangSpec
+from asyncflow.network import endpoint
 from launcher.checks.batch_sizes import num_micro_batches
 from launcher.checks.device_memory import sum_text
 from launcher.checks.preflight import Preflight
@@ -184,8 +185,8 @@ def _nodes(checked: Preflight, place: NodePlace, arguments: Sequence[str], run_d
         rows.append((str(node), str(ranks), " ".join(gang.name for gang in checked.gangs if node in gang.parts)))
     told = any(option in arguments for option in ("--run-dir", "--resume"))
     command = shlex.join(["asyncflow-launch", *arguments, *(() if told else ("--run-dir", str(run_dir)))])
-    port = f":{place.head_port}" if place.head_port else ""
-    head = f" --head {place.head_host}{port}" if place.head_host else ""
+    named = endpoint(place.head_host, place.head_port) if place.head_port else place.head_host
+    head = f" --head {shlex.quote(named)}" if place.head_host else ""
     return (
         f"{table(rows)}\n\n"
         f"ON EVERY NODE, K BEING ITS NUMBER\n{command} --nnodes {checked.num_nodes} --node-rank K{head}\n"
@@ -199,7 +200,7 @@ def _endpoints(checked: Preflight, place: NodePlace) -> str:
         port = place.head_port or "<a free port, written to job.json>"
         return (
             "ENDPOINTS\n"
-            f"job store       {head}:{port}\n"
+            f"job store       {endpoint(head, port)}\n"
             "channels        the interface that leads to the job store (or GLOO_SOCKET_IFNAME), ports made on demand"
         )
     return (

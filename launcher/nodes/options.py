@@ -1,5 +1,6 @@
 """Which node of a run this launcher is: by `--nnodes`, `--node-rank` and `--head`, or by Slurm's variables. Pure."""
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,10 @@ from asyncflow.errors import ConfigError
 _MOST_NODES = 4096
 _HIGHEST_PORT = 65535
 _HOST = r"(?:[^\[\],]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+_HEAD = re.compile(
+    r"(?P<bare>[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)"
+    r"|(\[(?P<inside>[^\]]+)\]|(?P<host>[A-Za-z0-9._-]+))(:(?P<port>[0-9]{1,9}))?"
+)
 _NODE_LIST = re.compile(rf"(?P<first>{_HOST})(?:,{_HOST})*", re.ASCII)
 
 
@@ -100,13 +105,23 @@ def _named(count: int, rank: int, host: str, port: int) -> NodePlace:
 def _head(text: str | None) -> tuple[str, int]:
     if text is None:
         return "", 0
-    matched = re.fullmatch(r"(?P<host>[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,9}))?", text)
-    if matched is None:
-        raise ConfigError(f"--head: {text!r} is not HOST or HOST:PORT, a name or an IPv4 address; e.g. node1:29400")
+    matched = _HEAD.fullmatch(text)
+    address = "" if matched is None else matched["inside"] or matched["bare"] or ""
+    if matched is None or (address and not _is_ipv6(address)):
+        raise ConfigError(
+            f"--head: {text!r} is not HOST or HOST:PORT, a name or an address; e.g. node1:29400, [fd00::1]:29400"
+        )
     port = matched["port"]
     if port is not None and not 1 <= int(port) <= _HIGHEST_PORT:
         raise ConfigError(f"--head: {text!r} has no port from 1 to {_HIGHEST_PORT}; correct it, or leave it out")
-    return matched["host"], int(port or 0)
+    return address or matched["host"], int(port or 0)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.IPv6Address(text).scope_id is None
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)

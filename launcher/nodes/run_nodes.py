@@ -13,7 +13,7 @@ from typing import Self
 
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job, Node
-from asyncflow.network import LOOPBACK, address_to_listen_on
+from asyncflow.network import LOOPBACK, address_to_listen_on, endpoint
 from launcher.nodes.head import NodeHead
 from launcher.nodes.membership import Membership, needed_devices, own_name
 from launcher.nodes.options import NodePlace
@@ -34,7 +34,8 @@ def open_store(place: NodePlace, secret: str) -> JobStore:
         return JobStore(secret, host, place.head_port)
     except OSError as error:
         raise ConfigError(
-            f"--head: cannot listen at {host}:{place.head_port} ({error.strerror}); choose another port, or none"
+            f"--head: cannot listen at {endpoint(host, place.head_port)} ({error.strerror}); choose another port, or "
+            f"none"
         ) from error
 
 
@@ -94,7 +95,7 @@ class RunNodes:
         """
         if self._head is None:
             return None
-        where = f"{self.job.store_host}:{self.job.store_port}"
+        where = endpoint(self.job.store_host, self.job.store_port)
         say(f"node 0 of {self._count} ({own_name()}): waits for the others at {where}")
         obstacle = self._head.gather(timeout_s, lambda: not self._events.empty())
         if obstacle:

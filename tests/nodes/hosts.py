@@ -47,16 +47,17 @@ def _ip(*words: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
 class Host:
     """One of them."""
 
-    def __init__(self, number: int, bridge: str) -> None:
+    def __init__(self, number: int, bridge: str, *, ipv6: bool) -> None:
         self.name = f"host-{number}"
-        self.address = f"10.77.0.{number + 1}"
+        self.address = f"fd77::{number + 1}" if ipv6 else f"10.77.0.{number + 1}"
         self.processes: list[subprocess.Popen[str]] = []
         self._space = f"{bridge}-{number}"
         self._bridge = bridge
         _ip("netns", "add", self._space)
         _ip("-n", bridge, "link", "add", f"v{number}", "type", "veth", "peer", "name", "eth0", "netns", self._space)
         _ip("-n", bridge, "link", "set", f"v{number}", "master", "br0", "up")
-        _ip("-n", self._space, "address", "add", f"{self.address}/24", "dev", "eth0")
+        network = (f"{self.address}/64", "nodad") if ipv6 else (f"{self.address}/24",)
+        _ip("-n", self._space, "address", "add", *network, "dev", "eth0")
         for link in ("lo", "eth0"):
             _ip("-n", self._space, "link", "set", link, "up")
 
@@ -137,8 +138,8 @@ class Party:
 
 
 @contextlib.contextmanager
-def some_hosts(number: int) -> Iterator[list[Host]]:
-    """Make hosts that reach each other; whatever happens, nothing of them is left."""
+def some_hosts(number: int, *, ipv6: bool = False) -> Iterator[list[Host]]:
+    """Make hosts that reach each other, by IPv4 or by IPv6 alone; whatever happens, nothing of them is left."""
     bridge = f"af-{os.getpid()}"
     _ip("netns", "add", bridge)
     hosts: list[Host] = []
@@ -146,7 +147,7 @@ def some_hosts(number: int) -> Iterator[list[Host]]:
         _ip("-n", bridge, "link", "add", "name", "br0", "type", "bridge")
         _ip("-n", bridge, "link", "set", "br0", "up")
         for each in range(number):
-            hosts.append(Host(each, bridge))
+            hosts.append(Host(each, bridge, ipv6=ipv6))
         yield hosts
     finally:
         for host in hosts:

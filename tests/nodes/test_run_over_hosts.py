@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from asyncflow.job import Job
+from asyncflow.network import endpoint
 from tests.support.run_files import last_step, lines
 
-from .hosts import Host, ends, eventually
+from .hosts import Host, ends, eventually, some_hosts
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 SMALL = (
@@ -25,7 +26,7 @@ SMALL = (
 
 def launch(hosts: list[Host], *arguments: Any) -> "list[subprocess.Popen[str]]":
     """Start the same command on every host."""
-    head = ("--nnodes", len(hosts), "--head", f"{hosts[0].address}:29400")
+    head = ("--nnodes", len(hosts), "--head", endpoint(hosts[0].address, 29400))
     return [host.start(COMMAND, *arguments, *head, "--node-rank", rank) for rank, host in enumerate(hosts)]
 
 
@@ -52,6 +53,20 @@ def services_seen_from(host: Host, run_dir: Path) -> tuple[int, int]:
     assert code == 0, text
     status = json.loads(text[text.index("{") :])
     return len(status["units"]), len(status["weights"])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("path", ["staged", "broadcast"])
+def test_run_between_hosts_that_have_ipv6_alone(permitted: None, tmp_path: Path, path: str) -> None:
+    run_dir = tmp_path / "run"
+    with some_hosts(2, ipv6=True) as hosts:
+        launchers = launch(hosts, "--run-dir", run_dir, "--steps", 2, "--set", f"weightsync.path={path}", *SMALL)
+        begun(run_dir, launchers, 1)
+        for host in hosts:
+            assert host.listening() <= {host.address, "127.0.0.1"}
+        results = ends(launchers, 280)
+    assert [code for code, _ in results] == [0, 0], results
+    check_ledger(run_dir, 2)
 
 
 @pytest.mark.timeout(900)

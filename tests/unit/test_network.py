@@ -1,6 +1,7 @@
 """Which addresses and interfaces are used."""
 
 import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from asyncflow import network
 from asyncflow.errors import ConfigError
 from asyncflow.network import address_to_listen_on, address_towards, choose_interfaces, interface_towards
+from asyncflow.sealed_store import connect_store, serve_store
 
 ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
 eth0 00000000 0100000A 0003 0 0 100 00000000 0 0 0
@@ -19,12 +21,20 @@ no 0003000A 00000000 0201 0 0 0 00FFFFFF 0 0 0
 """
 """As the kernel writes them on a little-endian machine: 10.0.0.0/24 is 0000000A/00FFFFFF."""
 
+_NONE = "00000000000000000000000000000000"
+IPV6_ROUTES = f"""fd000000000000000000000000000000 40 {_NONE} 00 {_NONE} 00000100 00000001 00000000 00000001     eth0
+fd000001000000000000000000000000 40 {_NONE} 00 {_NONE} 00000100 00000001 00000000 00000001      ib0
+{_NONE} 00 {_NONE} 00 fd000000000000000000000000000001 00000400 00000002 00000000 00000003     eth0
+fd000000000000000000000000000002 80 {_NONE} 00 {_NONE} 00000000 00000003 00000000 80200001       lo
+{_NONE} 00 {_NONE} 00 {_NONE} ffffffff 00000001 00000000 00200200       lo
+"""
+
 
 @pytest.fixture
 def routes(tmp_path: Path) -> Path:
-    path = tmp_path / "route"
-    path.write_text(ROUTES)
-    return path
+    (tmp_path / "route").write_text(ROUTES)
+    (tmp_path / "ipv6_route").write_text(IPV6_ROUTES)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -35,6 +45,10 @@ def routes(tmp_path: Path) -> Path:
         ("192.168.1.1", "eth0"),
         ("10.0.2.1", "eth0"),
         ("10.0.3.1", "eth0"),
+        ("fd00::7", "eth0"),
+        ("fd00::2", "eth0"),
+        ("fd00:1::7", "ib0"),
+        ("2001:db8::1", "eth0"),
     ],
 )
 def test_most_specific_route_that_is_up_leads_there(routes: Path, address: str, interface: str) -> None:
@@ -46,7 +60,9 @@ def test_host_that_no_route_leads_to_is_said(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"GLOO_SOCKET_IFNAME: no interface of this host leads to 10\.0\.0\.1; set it"
     ):
-        interface_towards("10.0.0.1", tmp_path / "route")
+        interface_towards("10.0.0.1", tmp_path)
+    with pytest.raises(ConfigError, match=r"no interface of this host leads to fd00::1; set it"):
+        interface_towards("fd00::1", tmp_path)
 
 
 def test_one_node_stays_on_loopback_whatever_the_user_set() -> None:
@@ -98,3 +114,14 @@ def test_host_without_any_network_has_all_nodes_on_itself(monkeypatch: pytest.Mo
 
 def test_own_address_towards_loopback_is_loopback() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
+
+
+def test_a_store_serves_at_an_ipv6_address() -> None:
+    if not Path("/proc/net/if_inet6").read_text():
+        pytest.skip("this machine has no IPv6")
+    assert address_to_listen_on("::1") == "::1"
+    assert network.is_loopback("::1") and not network.is_loopback("fd00::1")
+    server, port = serve_store("::1", timedelta(seconds=10))
+    client = connect_store("::1", port, timedelta(seconds=10))
+    client.set("key", b"value")
+    assert server.get("key") == b"value"

@@ -32,6 +32,8 @@ def test_options_say_it_all() -> None:
     assert find_place(4, 2, "node1:29400", {}) == NodePlace(4, 2, "node1", 29400)
     assert find_place(4, 0, "10.0.0.1", {}) == NodePlace(4, 0, "10.0.0.1", 0)
     assert find_place(4, 3, None, STEP) == NodePlace(4, 3)
+    assert find_place(4, 0, "[fd00::1]:29400", {}) == NodePlace(4, 0, "fd00::1", 29400)
+    assert find_place(4, 0, "fd00::1", {}) == find_place(4, 0, "[fd00::1]", {}) == NodePlace(4, 0, "fd00::1", 0)
 
 
 def test_srun_says_it_all() -> None:
@@ -85,9 +87,11 @@ def test_several_launchers_on_a_node_are_refused(nodes: str, tasks: str) -> None
         (1, None, "a:1", {}, "--head: a:1 needs --nnodes 2 or more; a run on one node listens on loopback alone"),
         (2, 0, "", {}, "--head: '' is not HOST or HOST:PORT"),
         (2, 0, "a b", {}, "--head: 'a b' is not HOST"),
+        (2, 0, "fd00:::1", {}, "--head: 'fd00:::1' is not HOST"),
+        (2, 0, "fe80::1%eth0", {}, "--head: 'fe80::1%eth0' is not HOST"),
+        (2, 0, "[node1]:29400", {}, r"--head: '\[node1\]:29400' is not HOST"),
         (2, 0, "a:0", {}, "--head: 'a:0' has no port from 1 to 65535"),
         (2, 0, "a:99999", {}, "has no port from 1 to 65535"),
-        (2, 0, "[::1]:5", {}, "is not HOST or HOST:PORT, a name or an IPv4 address"),
         (2, None, None, STEP, "--nnodes: 2, but srun started the command on 3; leave --nnodes out"),
         (None, 3, None, STEP, "--node-rank: 3 must be 0 to 2"),
         (None, None, None, STEP | {"SLURM_NODEID": "x"}, "SLURM_NODEID: 'x' is not a number"),
