@@ -1,7 +1,7 @@
 """The names of what a run keeps in its directory, for launcher, workers and tools alike. Torch-free.
 
 config.yaml  plan.json  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl  feed.jsonl
-logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  loggers/  report.html
+logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  loggers/  inputs/  report.html
 job.json  status.json  while it runs
 """
 
@@ -31,6 +31,8 @@ SAMPLES = "samples"
 TIMELINE = "timeline"
 LOGGERS = "loggers"
 """How far each logger is, and what loggers write on this machine."""
+INPUTS = "inputs"
+"""Functions and rows that `asyncflow.Trainer` was given as Python objects."""
 REPORT_FILE = "report.html"
 
 META_FILE = "meta.json"

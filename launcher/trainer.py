@@ -6,6 +6,8 @@
     trainer.fit(resume=True)         goes on
     results.frame()                  a row per step
 
+    asyncflow.Trainer(reward=score, data=rows)      functions and rows of this program: see `launcher.inputs`
+
     start() -> a thread owns the launcher and shows its lines -> wait(): Results, or the error that it told
                                    stop() -'
 
@@ -24,27 +26,33 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from filecmp import cmp
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import ConfigError, RoleFailed
 from asyncflow.json_lines import LineTail
-from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, METRICS_FILE
+from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, INPUTS, METRICS_FILE, list_checkpoints
 from launcher.checks.devices import find_devices
 from launcher.cli.request import Accepted, Request
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe, user_path
+from launcher.inputs import DATA_FILE, MODULE, ship_functions, write_rows
 from launcher.loggers.feed import figures
 from launcher.nodes.options import find_place
 from launcher.run.events import DONE, RESUMABLE, USAGE
 from launcher.run.progress import print_line
-from launcher.run.rundir import default_run_dir
+from launcher.run.rundir import check_new_run_dir, default_run_dir
+from workers.checkpoint.files import HF
 from workers.config import RunConfig
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from workers.local_engines import LocalEngines
 
 _CHILD = """
@@ -71,6 +79,9 @@ class Trainer:
         overrides: Mapping[str, Any] | None = None,
         steps: int | None = None,
         run_dir: str | Path | None = None,
+        reward: Callable[..., Any] | None = None,
+        data: Any = None,
+        rollout: Callable[..., Any] | None = None,
     ) -> None:
         """Args:
         config: YAML file, name of a packaged recipe, its sections as a dict (relative paths start from the working
@@ -79,9 +90,13 @@ class Trainer:
         overrides: dotted key -> value, as `--set`.
         steps: number of the last step.
         run_dir: where the run writes; None: each run gets a directory of its own.
+        reward, rollout: functions (or, for rollouts, a class) of this program or notebook, for `reward.function` and
+            `rollout.function`. Their source goes to the run with what it uses.
+        data: rows for `data.path`: a list of dicts, a `datasets.Dataset` or a data frame.
 
         Raises:
-            ConfigError: a value has no form in YAML, or is of another type, or `run_dir` is no path.
+            ConfigError: a value has no form in YAML, or is of another type, or `run_dir` is no path; a function or row
+                that other processes cannot have.
         """
         if not isinstance(roles, str | Mapping | None):
             raise ConfigError(f"roles: {roles!r} is no dict; give {{'rollout': 8, 'actor': 4}}, or 'rollout:8,actor:4'")
@@ -95,10 +110,17 @@ class Trainer:
         self._overrides = tuple(f"{key}={_as_yaml(value, key)}" for key, value in (overrides or {}).items())
         self._steps = steps
         self._source = None if config is None else str(config)
+        self._called: str | None = None
+        self._inputs = Path(tempfile.mkdtemp(prefix="asyncflow-"))
+        weakref.finalize(self, shutil.rmtree, self._inputs, ignore_errors=True)
         if isinstance(config, (Mapping, RunConfig)):
-            directory = Path(tempfile.mkdtemp(prefix="asyncflow-"))
-            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-            self._source = _write(config, directory)
+            (directory := self._inputs / "config").mkdir()
+            self._source, self._called = _write(config, directory), "config"
+        functions = {"reward": reward, "rollout": rollout}
+        self._given = _ship({name: each for name, each in functions.items() if each is not None}, data, self._inputs)
+        if twice := sorted(self._given.keys() & (overrides or {}).keys()):
+            raise ConfigError(f"overrides: {twice[0]} is given as {twice[0].partition('.')[0]}=..., too; leave one out")
+        self._kept: Path | None = None
         self._launcher: _Launcher | None = None
 
     @cached_property
@@ -108,7 +130,45 @@ class Trainer:
         Raises:
             ConfigError: what cannot be used.
         """
-        return load_config(find_recipe(self._source), overrides=self._overrides, roles=self._roles, steps=self._steps)
+        return self._load(self._settings(self._kept or self._inputs))
+
+    def _load(self, overrides: Sequence[str]) -> RunConfig:
+        source = find_recipe(self._source)
+        return load_config(source, overrides=overrides, roles=self._roles, steps=self._steps, called=self._called)
+
+    def _settings(self, inputs: Path) -> tuple[str, ...]:
+        """Return `--set` options, where what the caller gave as objects lies in `inputs`."""
+        if not self._given:
+            return self._overrides
+        given = {**self._given}
+        if "data.path" in given:
+            given["data.path"] = str(inputs / DATA_FILE)
+        if (inputs / f"{MODULE}.py").is_file():
+            given["code_directory"] = os.pathsep.join([str(inputs), self._load(self._overrides).code_directory or "."])
+        return (*self._overrides, *(f"{key}={_as_yaml(value, key)}" for key, value in given.items()))
+
+    def _keep_inputs(self, *, resume: bool) -> Path:
+        """Put what was given as objects into the run's directory, for as long as the run may go on; return where.
+
+        Raises:
+            ConfigError: the directory is another run's, or cannot be written; the run began with other rows.
+        """
+        run_dir = self._resumed()
+        if not self._given:
+            return self._inputs
+        if not resume:
+            check_new_run_dir(run_dir)
+        kept, rows = run_dir / INPUTS, self._inputs / DATA_FILE
+        if resume and rows.exists() and (kept / DATA_FILE).exists() and not cmp(rows, kept / DATA_FILE, shallow=False):
+            raise ConfigError("data: these are not the rows that the run began with; give the same, or leave data out")
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+            for file in (self._inputs / f"{MODULE}.py", rows):
+                if file.is_file():
+                    shutil.copyfile(file, kept / file.name)
+        except OSError as error:
+            raise ConfigError(f"run_dir: {kept} cannot be written ({error.strerror}); name another one") from error
+        return kept
 
     def plan(self, *, resume: bool = False) -> Accepted:
         """Check all that a start checks, and start nothing.
@@ -122,11 +182,12 @@ class Trainer:
         accepted = Request(
             config=self._source,
             roles=self._roles,
-            overrides=self._overrides,
+            overrides=self._settings(self._inputs),
             run_dir=str(self.run_dir) if self._names_run_dir and not resume else None,
             resume=str(self._resumed()) if resume else None,
             steps=self._steps,
             place=find_place(None, None, None, os.environ),
+            called=self._called,
         ).accept()
         accepted.check_here()
         return accepted
@@ -151,12 +212,16 @@ class Trainer:
         if resume:
             where = ("--resume", str(self._resumed()))
         else:
+            _ = self.config  # what is wrong with the caller's settings is raised here, in the caller's words
             if self.run_dir is None or not self._names_run_dir:
                 self.run_dir = default_run_dir(self.config.name, datetime.now())
             where = ("--run-dir", str(self.run_dir))
         roles = () if self._roles is None else ("--roles", self._roles)
         steps = () if self._steps is None else ("--steps", str(self._steps))
-        options = [*where, *roles, *steps, *(word for each in self._overrides for word in ("--set", each))]
+        self._kept = self._keep_inputs(resume=resume)
+        self.__dict__.pop("config", None)  # from now on it names what the run has
+        settings = self._settings(self._kept)
+        options = [*where, *roles, *steps, *(word for each in settings for word in ("--set", each))]
         self._launcher = _Launcher([*options, "--", *([] if self._source is None else [self._source])], show, self)
         self._launcher.begin()
 
@@ -177,6 +242,10 @@ class Trainer:
             raise
         if code in (DONE, RESUMABLE) or launcher.stopped:
             return self.results
+        if code == USAGE and self._given and not (self._resumed() / CONFIG_FILE).exists():  # nothing was started
+            shutil.rmtree(self._resumed() / INPUTS, ignore_errors=True)
+            with suppress(OSError):
+                self._resumed().rmdir()
         error = ConfigError if code == USAGE else RoleFailed
         raise error(line.removeprefix("Error: ") or f"the launcher ended with code {code} and said nothing")
 
@@ -252,16 +321,25 @@ class Results:
                 f"{self.run_dir}: no run has written there ({error.strerror}); name a run's directory"
             ) from error
 
-    def frame(self) -> Any:
-        """Return the steps as a pandas DataFrame by step; figures inside of figures are `idle_fraction/rollout`.
+    @property
+    def model_path(self) -> Path:
+        """The newest model that the run saved: a directory that `transformers` loads.
 
         Raises:
-            ConfigError: pandas is not installed.
+            ConfigError: it has saved none.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ConfigError("frame: pandas is not installed; pip install pandas, or use `steps`") from error
+        for path in reversed(list_checkpoints(self.run_dir).values()):
+            if (path / HF / "config.json").is_file():
+                return path / HF
+        raise ConfigError(
+            f"{self.run_dir}: no model was saved yet; a run saves one at its end, and every checkpoint.interval steps, "
+            f"unless checkpoint.export_hf is false"
+        )
+
+    def frame(self) -> "DataFrame":
+        """Return the steps as a pandas DataFrame by step; figures inside of figures are `idle_fraction/rollout`."""
+        import pandas
+
         steps = [figures(line) for line in self.steps]
         return pandas.DataFrame(steps, columns=None if steps else ["step"]).set_index("step")
 
@@ -303,7 +381,7 @@ class _Launcher:
         self._begun.result().send_signal(number)
 
     def _own(self) -> None:
-        last = ""
+        last = held = ""
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _CHILD, str(os.getpid()), *self._arguments],
@@ -320,7 +398,12 @@ class _Launcher:
             with process.stdout:
                 for line in map(str.rstrip, process.stdout):
                     last = line or last
-                    self._show(line)
+                    if held:
+                        self._show(held)
+                    # The line that says why it ends is raised, and not shown beside.
+                    held = line if line.startswith(("Error: ", "failed (")) else ""
+                    if not held:
+                        self._show(line)
         except BaseException as error:  # noqa: BLE001  of the user's function
             process.terminate()
             process.wait()
@@ -330,6 +413,19 @@ class _Launcher:
             process.wait()
             self._owner = None
             self.ended.set_result((process.returncode, last))
+
+
+def _ship(functions: Mapping[str, Callable[..., Any]], data: Any, directory: Path) -> dict[str, str]:
+    """Write what the caller gave as objects into a directory; return the settings that name it."""
+    given: dict[str, str] = {}
+    if functions:
+        source, names = ship_functions(functions)
+        (directory / f"{MODULE}.py").write_text(source)
+        given = {f"{argument}.function": name for argument, name in names.items()}
+    if data is not None:
+        write_rows(data, directory / DATA_FILE)
+        given["data.path"] = DATA_FILE
+    return given
 
 
 def _write(config: Mapping[str, Any] | RunConfig, directory: Path) -> str:

@@ -204,7 +204,7 @@ class RunConfig(Settings):
     outside do its task, by `asyncflow.connect` (docs/outside.md)."""
     code_directory: str | None = None
     """Where modules of yours (`reward.function`, `tasks`, `openai.update`) are looked for after the installed ones, and
-    before the working directory; null: the configuration's directory."""
+    before the working directory; several are separated by `:`; null: the configuration's directory."""
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()

@@ -180,6 +180,8 @@ class Request:
     resume: str | None = None
     steps: int | None = None
     place: NodePlace = ONE_NODE
+    called: str | None = None
+    """What errors call CONFIG, where it is no file of the user's."""
 
     def accept(self) -> Accepted:
         """Resolve and check what node 0 needs; write nothing.
@@ -271,7 +273,9 @@ class Request:
         if roles is not None and roles.lstrip().startswith("auto:"):
             plan = self._planned(source, roles)
             roles, overrides = plan.roles_text, (*overrides, *plan.changes)
-        return _Loaded(source, load_config(source, overrides=overrides, roles=roles, steps=self.steps), plan)
+        return _Loaded(
+            source, load_config(source, overrides=overrides, roles=roles, steps=self.steps, called=self.called), plan
+        )
 
     def _planned(self, source: Path, roles: str) -> "Plan":
         """Return the best plan, and say its options and what it predicts."""

@@ -8,8 +8,10 @@ the Hub gives (`launcher.config.hub`).
 import copy
 import difflib
 import math
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,12 @@ _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
 def load_config(
-    source: Path, *, overrides: Sequence[str] = (), roles: str | None = None, steps: int | None = None
+    source: Path,
+    *,
+    overrides: Sequence[str] = (),
+    roles: str | None = None,
+    steps: int | None = None,
+    called: str | None = None,
 ) -> RunConfig:
     """Read, override, check and resolve.
 
@@ -45,12 +52,15 @@ def load_config(
         overrides: `a.b=value`, each value parsed as YAML; later ones win.
         roles: `rollout:8,actor:4`; replaces the file's `roles` as a whole.
         steps: number of the last step.
+        called: what errors call the settings, where `source` is none of the user's files.
     Returns:
         The configuration with canonical role names and absolute paths.
     Raises:
         ConfigError: one line with field, value, what to do.
     """
     file = read_yaml(source)
+    if called is not None:
+        file = replace(file, path=Path(called), root=None)
     values: dict[Any, Any] = copy.deepcopy(file.values)
     options = dict(_apply_override(values, text) for text in overrides)
     if source.name == CONFIG_FILE:
@@ -203,8 +213,9 @@ def _validate(values: Mapping[Any, Any], origins: Origins, *, beside: Path) -> R
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, origins)) from error
-    resolved = {"code_directory": str(user_path(config.code_directory or ".", "code_directory", beside=beside))}
-    config = config.model_copy(update=resolved)
+    places = (config.code_directory or ".").split(os.pathsep)
+    found = [str(user_path(place, "code_directory", beside=beside)) for place in places]
+    config = config.model_copy(update={"code_directory": os.pathsep.join(found)})
     _refuse_surprises(values, config.model_dump(mode="python"), origins, ())
     schedule = config.schedule
     if schedule.staleness_bound < schedule.max_staleness:

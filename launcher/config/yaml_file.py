@@ -17,18 +17,20 @@ class YamlFile:
     Attributes:
         path: the file.
         values: its content.
-        root: the node tree, which knows lines.
+        root: the node tree, which knows lines; None: nobody wrote any.
     """
 
     path: Path
     values: dict[Any, Any]
-    root: yaml.Node
+    root: yaml.Node | None
 
     def line_of(self, keys: Sequence[str | int]) -> int | None:
         """Return the line (from 1) of the value under `keys`, or None when the file does not set it."""
         node = self.root
         line = None
         for key in keys:
+            if node is None:
+                return None
             found = _child(node, key)
             if found is None:
                 return None

@@ -23,6 +23,7 @@ from asyncflow.run_files import (
     CONFIG_FILE,
     EVALUATION_FILE,
     FEED_FILE,
+    INPUTS,
     JOB_FILE,
     LEDGER_FILE,
     LOGGERS,
@@ -49,7 +50,7 @@ DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
 _LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE, FEED_FILE)
 _LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
 OWN_NAMES = frozenset(
-    {CONFIG_FILE, PLAN_FILE, *_LINES, *_LIVE, *DIRECTORIES, LOGGERS, REPORT_FILE, "reference", "export-id"}
+    {CONFIG_FILE, PLAN_FILE, *_LINES, *_LIVE, *DIRECTORIES, INPUTS, LOGGERS, REPORT_FILE, "reference", "export-id"}
 )
 """What a run may create in its directory."""
 _LONGEST_NAME = 200
@@ -98,7 +99,11 @@ def check_new_run_dir(path: Path) -> None:
 
 def _may_be_beside(entry: Path) -> bool:
     """Whether a run may begin in a directory with it: a batch job's output is often sent there."""
-    return entry.name.startswith(".") or (entry.is_file() and entry.suffix in (".out", ".err", ".log"))
+    return (
+        entry.name == INPUTS
+        or entry.name.startswith(".")
+        or (entry.is_file() and entry.suffix in (".out", ".err", ".log"))
+    )
 
 
 def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resume DIR or --run-dir DIR") -> Path:

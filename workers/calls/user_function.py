@@ -117,7 +117,8 @@ def search_beside(code_directory: str | None) -> None:
 def extend_path() -> list[Path]:
     """Have Python look there, after all that it knows; return the places, in their order."""
     named = os.environ.get(_VARIABLE)
-    places = list(dict.fromkeys([Path(named), Path.cwd()] if named else [Path.cwd()]))
+    beside = [Path(each) for each in named.split(os.pathsep)] if named else []
+    places = list(dict.fromkeys([*beside, Path.cwd()]))
     sys.path.extend(str(place) for place in places if str(place) not in sys.path)
     return places
 

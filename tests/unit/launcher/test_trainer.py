@@ -9,6 +9,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import pandas
 import pytest
 import yaml
 
@@ -59,6 +60,16 @@ def test_a_recipe_a_dict_and_a_loaded_configuration_are_the_same_run(
     ("wrong", "says"),
     [
         ({"config": {"name": object()}}, "config: a object has no form in YAML"),
+        ({"config": {"name": "mine"}}, "steps, roles, model, data, schedule, rollout: missing in config; set "),
+        ({"config": {"stepz": 1}}, "stepz: unknown key; did you mean 'steps'?"),
+        ({"reward": "mine:score"}, "reward: 'mine:score' is no function"),
+        ({"data": "file.jsonl"}, "data: a str is no list of rows"),
+        ({"data": []}, "data: has no rows"),
+        ({"data": [{"prompt": "1+1="}, {"prompt": {1}}]}, "data: row 2, field 'prompt': Object of type set is not"),
+        (
+            {"data": [{"prompt": "1"}], "overrides": {"data.path": "x"}},
+            "overrides: data.path is given as data=..., too",
+        ),
         ({"overrides": {"actor.lr": {1, 2}}}, "actor.lr: a set has no form in YAML"),
         ({"overrides": {"actor.lrr": 1}}, "did you mean 'lr'?"),
         ({"roles": {"rolout": 1}}, "did you mean 'rollout'?"),
@@ -146,12 +157,44 @@ def test_where_no_run_wrote_nothing_is_finished(tmp_path: Path) -> None:
         _ = Results(tmp_path / "none").finished
 
 
-def test_results_are_a_dict_per_step_and_a_frame_where_pandas_is(tmp_path: Path) -> None:
+def test_a_refusal_is_raised_and_not_shown_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.trainer._CHILD", END.format(line="Error: data.path: wrong", code=2))
+    shown: list[str] = []
+    trainer = asyncflow.Trainer(run_dir=tmp_path / "run", data=[{"prompt": "1+1=", "answer": "2"}])
+    with pytest.raises(ConfigError, match="data.path: wrong"):
+        trainer.fit(show=shown.append)
+    assert shown == ["step 1/2"]
+    assert not (tmp_path / "run").exists(), "nothing was started, and nothing is left"
+
+
+def test_rows_of_a_resumed_run_are_those_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.trainer._CHILD", "")
+    rows = [{"prompt": "1+1=", "answer": "2"}]
+    asyncflow.Trainer(run_dir=tmp_path / "run", data=rows).fit()
+    before = (tmp_path / "run" / "inputs" / "data.jsonl").read_text()
+    assert json.loads(before) == rows[0]
+    asyncflow.Trainer(run_dir=tmp_path / "run", data=iter(rows)).fit(resume=True)
+    with pytest.raises(ConfigError, match="data: these are not the rows that the run began with"):
+        asyncflow.Trainer(run_dir=tmp_path / "run", data=[*rows, *rows]).fit(resume=True)
+    assert (tmp_path / "run" / "inputs" / "data.jsonl").read_text() == before
+
+
+def test_the_model_is_that_of_the_newest_checkpoint_that_has_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no model was saved yet"):
+        _ = Results(tmp_path).model_path
+    for step, has_model in ((4, True), (8, True), (12, False)):
+        path = tmp_path / "checkpoints" / f"step_{step:06d}" / "hf"
+        path.mkdir(parents=True)
+        if has_model:
+            (path / "config.json").touch()
+    assert Results(tmp_path).model_path == tmp_path / "checkpoints/step_000008/hf"
+
+
+def test_results_are_a_dict_per_step_and_a_frame(tmp_path: Path) -> None:
     assert Results(tmp_path).steps == []
     lines = [{"step": 1, "loss": 0.5, "idle_fraction": {"actor": 0.25}}, {"step": 2, "loss": None}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3')
     assert Results(tmp_path).steps == lines
-    pandas = pytest.importorskip("pandas", reason="pip install pandas")
     assert Results(tmp_path / "none").frame().empty  # before the first step
     frame = Results(tmp_path).frame()
     assert isinstance(frame, pandas.DataFrame)
