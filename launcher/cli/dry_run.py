@@ -100,6 +100,7 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
         rows.insert(-1, ("held out", _evaluation(checked)))
     if resume_from:
         rows.insert(2, ("resume from", resume_from))
+    rows += [("note", note) for note in checked.notes]
     return "\n".join(f"{name:<15} {value}" for name, value in rows)
 
 

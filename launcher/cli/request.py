@@ -122,7 +122,10 @@ class Accepted:
             started_at: unix time (s) of the user's command.
         """
         from launcher.run.job import run_job
+        from launcher.run.progress import print_line
 
+        for note in self.checked.notes:
+            print_line(note)
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
