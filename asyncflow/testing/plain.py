@@ -59,7 +59,9 @@ class Plain:
 
 
 def _load(model_dir: Path, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
+    model.get_input_embeddings().padding_idx = None  # else the padding token's row would get no gradient
+    return model
 
 
 def _log_probs(model: Any, prompt: Tensor, response: Tensor) -> Tensor:

@@ -17,9 +17,11 @@ ACTOR = ActorConfig(lr=1e-2, eps=0.05, weight_decay=0.1, grad_clip=4.0, lr_warmu
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:
-    """(prompt, response) of eight samples: two prompts with three responses, two with one; one response is empty."""
+    """(prompt, response) of eight samples: two prompts with three responses, two with one; one response is empty. The
+    models' padding token is among them, since nothing is filled up with it: a token like any other."""
     chance = torch.Generator().manual_seed(6)
     first, second, third, fourth = (torch.randint(2, 13, (n,), generator=chance) for n in (5, 3, 1, 4))
+    first[1] = 0
     prompts = [first, second, first, third, second, first, fourth, second]
     return [
         (prompt, torch.randint(2, 13, (length,), generator=chance))

@@ -15,7 +15,7 @@ from workers.engines.model_files import (
     load_raw_tokenizer,
     max_positions,
     read_model_config,
-    tensor_shapes,
+    stored_tensors,
     vocabulary_size,
 )
 
@@ -245,18 +245,13 @@ def check_reward_model(config: RunConfig) -> None:
 
 def _check_head(path: Path) -> None:
     """Refuse a model whose files have no head, or one of several numbers."""
-    shapes = {
-        name: shape
-        for file in path.glob("*.safetensors")
-        for name, shape in tensor_shapes(file).items()
-        if name == HEAD_WEIGHT
-    }
-    if not shapes:
+    head = stored_tensors(path, key=KEY).get(HEAD_WEIGHT)
+    if head is None:
         raise ConfigError(
             f"{KEY}: {path} has no weight {HEAD_WEIGHT}, the head that gives a response its score; name a reward model "
             f"on a language model of the policy's family"
         )
-    labels = shapes[HEAD_WEIGHT][0]
+    labels = head.shape[0]
     if labels != 1:
         raise ConfigError(f"{KEY}: {path} has {labels} labels; a reward model has 1, name one")
 

@@ -45,8 +45,9 @@ from workers.engines.model_files import (
     check_model_dir,
     check_other_model_dir,
     check_trainable,
+    ignored_weights,
     read_model_config,
-    tensor_shapes,
+    stored_tensors,
 )
 from workers.outside import check_policy
 from workers.rewards.load import check_reward
@@ -70,7 +71,7 @@ class Preflight:
         num_nodes: of the run.
         num_reward_parameters: of the reward model's files; 0 without one.
         memory: what each role's ranks need on their devices; see `device_memory`.
-        notes: lines for the user; nothing is wrong.
+        notes: lines about what is accepted, and may not be what the user meant.
     """
 
     config: RunConfig
@@ -108,7 +109,10 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
         config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, first_row, first_prompt, num_nodes,
         num_reward_parameters=0 if model is None else count_parameters(Path(model.path)),
         memory=device_memory(config, num_parameters),
-        notes=start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0))),
+        notes=(
+            *start_notes(config, gangs, devices, num_cores=len(os.sched_getaffinity(0))),
+            *_ignored_files(config),
+        ),
     )  # fmt: skip
 
 
@@ -125,15 +129,22 @@ def check_node(config: RunConfig) -> Devices:
 
 
 def count_parameters(model_dir: Path) -> int:
-    """Count the elements in the headers of all safetensors files; a tensor in two files counts once.
+    """Count the elements in the headers of the model's files; a tensor in two files counts once.
 
     Raises:
-        ConfigError: a header cannot be read.
+        ConfigError: they cannot be read.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(model_dir.glob("*.safetensors")):
-        shapes.update(tensor_shapes(file))
-    return sum(math.prod(shape) for shape in shapes.values())
+    return sum(math.prod(stored.shape) for stored in stored_tensors(model_dir).values())
+
+
+def _ignored_files(config: RunConfig) -> tuple[str, ...]:
+    """Name the files beside the run's models that are not read."""
+    models = {"model.path": config.model.path}
+    if config.algorithm.has_critic and config.critic.path is not None:
+        models["critic.path"] = config.critic.path
+    if config.reward.model is not None:
+        models["reward.model.path"] = config.reward.model.path
+    return tuple(filter(None, (ignored_weights(Path(path), key=key) for key, path in models.items())))
 
 
 def check_megatron(config: RunConfig) -> None:

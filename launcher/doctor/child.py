@@ -99,7 +99,7 @@ def resolve(order: Order) -> Answer:
         if order.config is None:
             finding = Finding.ok(RESOLVE, "none given: any run, on this machine")
             return Answer((finding,), _with_run_dir(needs, order))
-        needs = _needs_of_run(order)
+        needs, notes = _needs_of_run(order)
     except ConfigError as error:
         return Answer(refused=str(error))
     except Exception as error:  # noqa: BLE001 (the boundary: with packages missing, the checks are what is wanted)
@@ -110,7 +110,7 @@ def resolve(order: Order) -> Answer:
         f"{order.config}: {needs.processes} workers on {needs.device}, up to {needs.threads} threads, "
         f"{needs.descriptors} files a process, {size_text(needs.memory_bytes)} of memory"
     )
-    return Answer((Finding.ok(RESOLVE, text),), needs)
+    return Answer(tuple(Finding.ok(RESOLVE, each) for each in (text, *notes)), needs)
 
 
 def _carry_out(order: Order, descriptor: int) -> None:
@@ -136,19 +136,22 @@ def _run(check: Check, needs: Needs) -> list[Finding]:
         return [Finding.warning(check.name, text, "look at it by hand, and report what happened")]
 
 
-def _needs_of_run(order: Order) -> Needs:
+def _needs_of_run(order: Order) -> tuple[Needs, tuple[str, ...]]:
+    """Return what the run needs, and what is to be said about its files."""
     from launcher.cli.request import Request
     from launcher.doctor.estimate import needs_of
     from launcher.nodes.options import ONE_NODE, NodePlace
     from launcher.run.rundir import RUNS
+    from workers.engines.model_files import weight_files
 
     place, run_dir = ONE_NODE, order.run_dir
     if order.num_nodes > 1:
         place, run_dir = NodePlace(order.num_nodes), order.run_dir or str(RUNS / "where-nodes-meet")  # it is not made
     accepted = Request(order.config, order.roles, order.overrides, run_dir, place=place).accept()
-    model_dir = Path(accepted.checked.config.model.path)
-    model_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-    return needs_of(accepted, model_bytes=model_bytes, num_nodes=order.num_nodes)
+    files = weight_files(Path(accepted.checked.config.model.path))
+    model_bytes = sum(file.stat().st_size for file in files)
+    needs = needs_of(accepted, model_bytes=model_bytes, num_nodes=order.num_nodes)
+    return needs, accepted.checked.notes
 
 
 def _with_run_dir(needs: Needs, order: Order) -> Needs:

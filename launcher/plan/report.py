@@ -103,10 +103,11 @@ def sizes_of(path: str, key: str) -> ModelSizes:
     """Return the sizes of a model; `key` names it in errors.
 
     Raises:
-        ConfigError: it has no config.json, or one of another kind of model.
+        ConfigError: it has no config.json, or one of another kind of model, or weights that are not whole.
     """
     model = read_model_config(Path(path))
-    parameters = count_parameters(Path(path)) or parameters_of(model)
+    has_weights = any(Path(path).glob("*.safetensors"))
+    parameters = count_parameters(Path(path)) if has_weights else parameters_of(model)
     sizes = ModelSizes.of(model, parameters)
     if not parameters or sizes is None:
         raise ConfigError(f"{key}: the sizes in {Path(path) / 'config.json'} are not those of a model that is known")

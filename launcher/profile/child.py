@@ -39,7 +39,7 @@ from launcher.plan.profile import (
 from workers.config import RunConfig
 from workers.engines.base import GenerateRequest, Sequences
 from workers.engines.load import load_frozen_model, load_generate_engine, load_train_engine
-from workers.engines.model_files import eos_token_ids, read_model_config
+from workers.engines.model_files import eos_token_ids, read_model_config, weight_files
 
 _DECODED = 5
 """Tokens of a response whose decoding is measured, beside the first one."""
@@ -248,7 +248,7 @@ def _loss(log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
 def _weights(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {name: value for file in weight_files(path) for name, value in load_file(file).items()}
 
 
 @torch.no_grad()

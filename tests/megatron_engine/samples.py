@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 NUM_SAMPLES, TEMPERATURE = 8, 0.7
-_FIRST, _LAST = 2, 13
+_FIRST, _LAST = 0, 13
+"""The padding token, 0, is one of them."""
 
 
 def make_sample(row: int) -> tuple[Tensor, Tensor]:

@@ -130,6 +130,7 @@ def references(root: Path) -> dict[str, Reference]:
 
 def reference(model_dir: Path) -> Reference:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    model.get_input_embeddings().padding_idx = None  # else the padding token's row would get no gradient
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=0.05, weight_decay=0.1)
     before_A, norms = log_probs(model).detach(), []
     for _ in range(4):

@@ -18,9 +18,11 @@ from workers.engines.model_files import (
     check_other_model_dir,
     check_trainable,
     eos_token_ids,
+    ignored_weights,
     max_positions,
     model_fingerprint,
-    tensor_shapes,
+    stored_tensors,
+    weight_files,
 )
 
 QUICKSTART = Path(configs.__path__[0]) / "quickstart" / "model"
@@ -65,9 +67,10 @@ def test_complete_directories_pass(model_dir: Path) -> None:
 
 
 def test_shapes_are_those_of_all_tensors() -> None:
-    shapes = tensor_shapes(QUICKSTART / "model.safetensors")
-    assert shapes["lm_head.weight"] == (16, 64)
-    assert "__metadata__" not in shapes
+    tensors = stored_tensors(QUICKSTART)
+    assert tensors["lm_head.weight"].shape == (16, 64) and tensors["lm_head.weight"].dtype == "F32"
+    assert tensors["lm_head.weight"].stop - tensors["lm_head.weight"].start == 4 * 16 * 64
+    assert "__metadata__" not in tensors
 
 
 @pytest.mark.parametrize(
@@ -129,6 +132,86 @@ def test_damage_of_shards_is_named(model_dir: Path, damage: Callable[[Path], obj
     damage(model_dir)
     with pytest.raises(ConfigError, match=message):
         check_model_dir(model_dir)
+
+
+def stale(model_dir: Path) -> dict[str, torch.Tensor]:
+    """Other weights of the same names and shapes."""
+    return {name: values + 1 for name, values in load_file(model_dir / "model.safetensors").items()}
+
+
+def test_model_is_what_transformers_reads_and_the_rest_is_named(model_dir: Path) -> None:
+    assert ignored_weights(model_dir) == ""
+    other = stale(model_dir)
+    for name in ("consolidated.safetensors", "model_old.safetensors", "adapter_model.safetensors", "z.safetensors"):
+        save_file(other, model_dir / name)
+    (model_dir / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(other, "z.safetensors")}))
+    (model_dir / "pytorch_model.bin").write_bytes(b"")
+    (model_dir / "training_args.bin").write_bytes(b"")
+    check_model_dir(model_dir)
+    assert weight_files(model_dir) == (model_dir / "model.safetensors",)
+    assert {stored.file.name for stored in stored_tensors(model_dir).values()} == {"model.safetensors"}
+    assert ignored_weights(model_dir) == (
+        f"model.path: {model_dir} is read from model.safetensors; not from adapter_model.safetensors, "
+        f"consolidated.safetensors, model.safetensors.index.json, model_old.safetensors, pytorch_model.bin and 1 more"
+    )
+
+
+def test_files_beside_shards_are_named(model_dir: Path) -> None:
+    other = stale(model_dir)
+    shard(model_dir)
+    save_file(other, model_dir / "part-0-backup.safetensors")
+    assert [file.name for file in weight_files(model_dir)] == ["part-0.safetensors", "part-1.safetensors"]
+    assert ignored_weights(model_dir, key="critic.path") == (
+        f"critic.path: {model_dir} is read from {INDEX_FILE}; not from part-0-backup.safetensors"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.safetensors", "b.safetensors"], "nothing says which of a.safetensors, b.safetensors is the model; rename"),
+        (["a.safetensors"], "if a.safetensors is the model, rename it to model.safetensors"),
+        (["adapter_model.safetensors"], "holds the adapter adapter_model.safetensors, but no model; merge it"),
+    ],
+)
+def test_files_without_a_model_among_them_are_refused(model_dir: Path, names: list[str], message: str) -> None:
+    for name in names:
+        shutil.copy(model_dir / "model.safetensors", model_dir / name)
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=message):
+        stored_tensors(model_dir)
+
+
+def test_link_to_nothing_does_not_leave_the_choice_to_an_index(model_dir: Path) -> None:
+    shard(model_dir)
+    (model_dir / "model.safetensors").symlink_to(model_dir / "gone")
+    with pytest.raises(ConfigError, match=r"^critic.path: .*model.safetensors is a link to a file that is not there"):
+        stored_tensors(model_dir, key="critic.path")
+
+
+def test_another_file_that_config_json_names_is_refused(model_dir: Path) -> None:
+    edit_config(model_dir, transformers_weights="model.safetensors")
+    stored_tensors(model_dir)
+    edit_config(model_dir, transformers_weights="other.safetensors")
+    with pytest.raises(ConfigError, match=r"has transformers read 'other.safetensors' \(transformers_weights\)"):
+        stored_tensors(model_dir)
+
+
+def test_tensor_in_two_files_must_be_the_same(model_dir: Path) -> None:
+    """The index assigns each tensor to one file, but transformers reads all tensors of all files."""
+    weights = load_file(model_dir / "model.safetensors")
+    shard(model_dir)
+    weight_map = json.loads((model_dir / INDEX_FILE).read_text())["weight_map"]
+    name = next(tensor for tensor, file in weight_map.items() if file == "part-0.safetensors")
+    beside = load_file(model_dir / "part-1.safetensors")
+    save_file({**beside, name: weights[name]}, model_dir / "part-1.safetensors")
+    assert stored_tensors(model_dir)[name].file.name == "part-0.safetensors"
+    changed = weights[name].clone()
+    changed.view(-1)[-1] += 1
+    for values in (changed, weights[name].bfloat16(), weights[name][:-1].clone()):
+        save_file({**beside, name: values}, model_dir / "part-1.safetensors")
+        with pytest.raises(ConfigError, match=rf"holds {name} twice, in part-0.* and with other values in part-1"):
+            check_model_dir(model_dir)
 
 
 def test_end_of_a_response_is_generation_s_else_the_model_s(model_dir: Path) -> None:

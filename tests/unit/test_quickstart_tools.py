@@ -18,7 +18,7 @@ from configs.quickstart_tools.renderer import CALL, EOS, CalculatorRenderer
 from configs.quickstart_tools.tools import multiply
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from workers.engines.model_files import check_model_dir, tensor_shapes
+from workers.engines.model_files import check_model_dir, stored_tensors
 
 FOLDER = Path(configs.__path__[0]) / "quickstart_tools"
 ROUNDING = 0.01
@@ -61,7 +61,7 @@ def test_folder_is_small_and_complete() -> None:
     check_model_dir(FOLDER / "model")
     config = json.loads((FOLDER / "model" / "config.json").read_text())
     assert (config["vocab_size"], config["max_position_embeddings"]) == (19, 48)
-    shapes = tensor_shapes(FOLDER / "model" / "model.safetensors").values()
+    shapes = [stored.shape for stored in stored_tensors(FOLDER / "model").values()]
     assert sum(torch.Size(shape).numel() for shape in shapes) == 95_168
 
 

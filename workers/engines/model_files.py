@@ -1,4 +1,8 @@
-"""Checks a Hugging Face model directory without loading it. Torch-free: `--dry-run` and `--resume` call it."""
+"""What a Hugging Face model directory holds: which files are the model, and whether they are whole. Loads nothing.
+
+`stored_tensors` is the one place that decides which files are the model, as transformers does; checks, the count of
+parameters, the planner and the engines of all roles ask it. Torch-free: `--dry-run` and `--resume` call this.
+"""
 
 import functools
 import hashlib
@@ -37,7 +41,14 @@ SCORE_HEAD = "score"
 """What transformers calls the head of a language model's backbone that gives numbers."""
 _SENSES = ("vision", "visual", "audio", "speech", "image", "img")
 """How parts of config.json begin that are for images or sound."""
+WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_WEIGHT_LIKE = (
+    "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin", "consolidated*", "*.gguf",
+)  # fmt: skip
+"""Files that a user may take for the model."""
+_MOST_NAMED = 5
+_COMPARED_BYTES = 16 * 2**20
 LFS_POINTER = b"version https://git-lfs"
 ARCHITECTURE_KEYS = (
     "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -237,25 +248,94 @@ def model_fingerprint(path: Path) -> str:
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
 
 
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in a complete safetensors file; reads its header alone.
+class StoredTensor(NamedTuple):
+    """A tensor of a model's files.
+
+    Attributes:
+        file: that has it.
+        dtype: as safetensors names it: F32, BF16, F8_E4M3 and so on.
+        shape: of it.
+        start, stop: its bytes in the file.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def stored_tensors(path: Path, *, key: str = POLICY_KEY) -> dict[str, StoredTensor]:
+    """Return all tensors of the model in a directory by name; reads the headers of its files.
+
+    A tensor that two of the files hold is compared: transformers would take the one that it happens to read last.
+
+    Args:
+        path: of the directory.
+        key: of the setting that names it; begins messages.
+    Raises:
+        ConfigError: see `weight_files`; or a file is cut off, lacks a tensor that the index puts there, or has other
+            values of a tensor than another file.
+    """
+    files, weight_map = _chosen_files(path, key=key)
+    assigned: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        assigned.setdefault(file, []).append(name)
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        held = _read_header(path / file, key=key)
+        for name in assigned.get(file, ()):
+            if name not in held:
+                raise _broken_weights(path / file, f"it lacks {name}, which {INDEX_FILE} puts there", key=key)
+        for name, stored in held.items():
+            first = tensors.setdefault(name, stored)
+            if first is not stored and not same_values(first, stored):
+                raise BadModelDir(
+                    f"{path} holds {name} twice, in {first.file.name} and with other values in {file}; remove the "
+                    f"stale one, or save the model again",
+                    key=key,
+                )
+    return tensors
+
+
+def weight_files(path: Path, *, key: str = POLICY_KEY) -> tuple[Path, ...]:
+    """Return the files that are the model: model.safetensors if it is there, else those that the index names.
+
+    Source: transformers 5.24, `modeling_utils._get_resolved_checkpoint_files`.
 
     Raises:
-        ConfigError: the file is missing, cut off, or something else.
+        ConfigError: neither is there, a file that the index names is missing, or the index is malformed.
     """
-    from safetensors import SafetensorError, safe_open
+    return tuple(path / file for file in _chosen_files(path, key=key)[0])
 
-    try:
-        with safe_open(path, framework="np") as file:  # numpy: the launcher stays without torch
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except OSError as error:
-        raise BadModelDir(f"cannot read {path}: {error}") from error
-    except SafetensorError as error:
-        with path.open("rb") as stream:
-            beginning = stream.read(len(LFS_POINTER))
-        if beginning == LFS_POINTER:
-            raise BadModelDir(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` there") from error
-        raise _broken_weights(path, str(error)) from error
+
+def ignored_weights(path: Path, *, key: str = POLICY_KEY) -> str:
+    """Return a line that names files which are not read though they may be taken for the model; "": there are none.
+
+    Raises:
+        ConfigError: see `weight_files`.
+    """
+    files, weight_map = _chosen_files(path, key=key)
+    read = {*files, *([INDEX_FILE] if weight_map else [])}
+    found = sorted({file.name for pattern in _WEIGHT_LIKE for file in path.glob(pattern)} - read)
+    if not found:
+        return ""
+    source = INDEX_FILE if weight_map else files[0]
+    return f"{key}: {path} is read from {source}; not from {_few(found)}"
+
+
+def same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two stored tensors have the same element type, shape and bytes; reads them."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as stream, other.file.open("rb") as beside:
+        stream.seek(one.start)
+        beside.seek(other.start)
+        for left in range(one.stop - one.start, 0, -_COMPARED_BYTES):
+            size = min(left, _COMPARED_BYTES)
+            if stream.read(size) != beside.read(size):
+                return False
+    return True
 
 
 def _check_parts(path: Path, kind: ModelKind) -> None:
@@ -265,7 +345,7 @@ def _check_parts(path: Path, kind: ModelKind) -> None:
         raise BadModelDir(f"{path} {state}; name a Hugging Face model directory{make}")
     _check_architecture(path, kind)
     _check_tokenizer(path)
-    _check_weights(path)
+    stored_tensors(path)
 
 
 def _check_architecture(path: Path, kind: ModelKind) -> None:
@@ -299,39 +379,110 @@ def _check_tokenizer(path: Path) -> None:
     load_raw_tokenizer(path)
 
 
-def _check_weights(path: Path) -> None:
-    if (path / INDEX_FILE).is_file():
-        _check_shards(path)
-        return
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        others = sorted(file.name for file in path.glob("*.bin"))
-        hint = f"convert {others[0]} to safetensors" if others else "copy them from the model"
-        raise BadModelDir(f"{path} holds no *.safetensors weights; {hint}")
-    for file in files:
-        tensor_shapes(file)
-
-
-def _check_shards(path: Path) -> None:
-    weight_map = read_object(path / INDEX_FILE, "the index of the weights").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise BadModelDir(f"{path / INDEX_FILE} has no weight_map; copy it from the model again")
-    for weight, shard in weight_map.items():
-        if not isinstance(shard, str):
-            raise BadModelDir(
-                f"{path / INDEX_FILE} puts {weight} into {shard!r}, which is no file name; copy it from the model again"
-            )
-    shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (path / shard).is_file()]
+def _chosen_files(path: Path, *, key: str) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the files that are the model, and, where the index decides, which tensor it puts where."""
+    own = path / WEIGHTS_FILE
+    if own.is_file():
+        files, weight_map = [WEIGHTS_FILE], {}
+    elif own.is_symlink():  # else an index beside it would decide, unlike where the link was made
+        raise BadModelDir(f"{own} is a link to a file that is not there; download it again", key=key)
+    elif (path / INDEX_FILE).is_file():
+        weight_map = _read_index(path, key=key)
+        files = sorted(set(weight_map.values()))
+    else:
+        raise BadModelDir(_without_weights(path), key=key)
+    _check_named_weights(path, INDEX_FILE if weight_map else WEIGHTS_FILE, key=key)
+    missing = [file for file in files if not (path / file).is_file()]
     if missing:
         raise BadModelDir(
-            f"{path} lacks {len(missing)} of {len(shards)} weight files, the first is {missing[0]}; finish the download"
+            f"{path} lacks {len(missing)} of {len(files)} weight files, the first is {missing[0]}; finish the download",
+            key=key,
         )
-    held = {shard: tensor_shapes(path / shard) for shard in shards}
-    for weight, shard in weight_map.items():
-        if weight not in held[shard]:
-            raise _broken_weights(path / shard, f"it lacks {weight}, which {INDEX_FILE} puts there")
+    return files, weight_map
 
 
-def _broken_weights(file: Path, reason: str) -> BadModelDir:
-    return BadModelDir(f"{file} is not a complete safetensors file: {reason}; download it again")
+def _read_index(path: Path, *, key: str) -> dict[str, str]:
+    try:
+        weight_map = read_object(path / INDEX_FILE, "the index of the weights").get("weight_map")
+    except BadModelDir as error:
+        raise BadModelDir(error.problem, key=key) from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadModelDir(f"{path / INDEX_FILE} has no weight_map; copy it from the model again", key=key)
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise BadModelDir(
+                f"{path / INDEX_FILE} puts {name} into {file!r}, which is no file name; copy it from the model again",
+                key=key,
+            )
+    return weight_map
+
+
+def _without_weights(path: Path) -> str:
+    """Return what is wrong with a directory that has neither model.safetensors nor an index."""
+    found = sorted(file.name for file in path.glob("*.safetensors"))
+    candidates = [name for name in found if not name.startswith("adapter")]
+    if len(candidates) == 1:
+        return (
+            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; if {candidates[0]} is the model, rename it to "
+            f"{WEIGHTS_FILE}"
+        )
+    if candidates:
+        return (
+            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, and nothing says which of {_few(candidates)} is the "
+            f"model; rename that one to {WEIGHTS_FILE}, or copy the index from the model"
+        )
+    if found:
+        return f"{path} holds the adapter {found[0]}, but no model; merge it into the model that it was made for"
+    others = sorted(file.name for file in path.glob("*.bin"))
+    hint = f"convert {others[0]} to safetensors" if others else "copy them from the model"
+    return f"{path} holds no *.safetensors weights; {hint}"
+
+
+def _check_named_weights(path: Path, chosen: str, *, key: str) -> None:
+    """Refuse a config.json that has transformers read another file."""
+    if not (path / "config.json").is_file():  # of a reference that a run saved
+        return
+    named = read_object(path / "config.json", "the model's configuration").get("transformers_weights")
+    if named not in (None, chosen):
+        raise BadModelDir(
+            f"{path / 'config.json'} has transformers read {named!r} (transformers_weights), AsyncFlow reads {chosen}; "
+            f"name the weights {WEIGHTS_FILE}, and remove that key",
+            key=key,
+        )
+
+
+def _read_header(file: Path, *, key: str) -> dict[str, StoredTensor]:
+    """Return the tensors of a complete safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np"):  # compares header and length; numpy: the launcher stays without torch
+            pass
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise BadModelDir(f"cannot read {file}: {error}", key=key) from error
+    except SafetensorError as error:
+        with file.open("rb") as stream:
+            beginning = stream.read(len(LFS_POINTER))
+        if beginning == LFS_POINTER:
+            raise BadModelDir(
+                f"{file} is a Git LFS pointer, not the weights; run `git lfs pull` there", key=key
+            ) from error
+        raise _broken_weights(file, str(error), key=key) from error
+    header.pop("__metadata__", None)
+    begin = 8 + length
+    return {
+        name: StoredTensor(file, each["dtype"], tuple(each["shape"]), *(begin + at for at in each["data_offsets"]))
+        for name, each in header.items()
+    }
+
+
+def _broken_weights(file: Path, reason: str, *, key: str) -> BadModelDir:
+    return BadModelDir(f"{file} is not a complete safetensors file: {reason}; download it again", key=key)
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,6 +1,8 @@
 """The training engine in a process group of one; several ranks are in tests/multiproc."""
 
+import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from workers.engines.packed_forward import PackedInputs, response_log_probs
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 CPU = torch.device("cpu")
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def make_engine(path: Path, **actor: object) -> FsdpEngine:
@@ -57,6 +60,27 @@ def test_updates_equal_plain_adamw(make_model_dir: Callable[..., Path], batch: S
     assert weights(engine).keys() == expected.keys()
     for name, value in weights(engine).items():
         torch.testing.assert_close(value, expected[name].detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("actor", [{}, {"autocast": "bfloat16"}])
+def test_padding_token_is_trained_like_any_other(
+    make_model_dir: Callable[..., Path], batch: Sequences, actor: dict[str, object]
+) -> None:
+    """It ends responses where a model has no token of its own for filling up, and is an input then."""
+    used = int(batch.tokens_T[0])
+    padded = make_model_dir(pad_token_id=used)
+    plain = shutil.copytree(padded, padded.with_name("plain"))
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    trained = []
+    for path in (padded, plain):
+        engine = make_engine(path, weight_decay=0.0, **actor)
+        before = weights(engine)[EMBEDDING][used]
+        engine.forward_backward(batch, square_loss)
+        engine.step(1.0)
+        trained.append(weights(engine)[EMBEDDING])
+        assert not trained[-1][used].equal(before)
+    assert trained[0].equal(trained[1])
 
 
 @pytest.mark.parametrize("actor", [{"gradient_checkpointing": True}, {"autocast": "bfloat16"}])

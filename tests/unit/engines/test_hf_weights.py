@@ -1,12 +1,15 @@
 """Safetensors directories: several files, rows, errors."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from asyncflow.errors import ConfigError
-from workers.engines.hf.weights import HfWeights, write_weights
+from workers.engines.hf.weights import HfWeights, copy_without_weights, write_weights
+from workers.engines.model_files import INDEX_FILE
 
 
 def test_weights_come_back_from_several_files(tmp_path: Path) -> None:
@@ -26,5 +29,23 @@ def test_wrong_shape_and_broken_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"weight w .* \(2,\).*\(3,\)"):
         HfWeights(tmp_path).read("w", (3,))
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors"):
-        HfWeights(tmp_path)
+    with pytest.raises(ConfigError, match=r"^critic.path: .*model\.safetensors is not a complete safetensors file"):
+        HfWeights(tmp_path, key="critic.path")
+
+
+def test_weights_are_those_of_the_model_whatever_lies_beside(tmp_path: Path) -> None:
+    write_weights(tmp_path, {"w": (2,)}, lambda _: torch.ones(2))
+    for name in ("model_old.safetensors", "a.safetensors", "model-00001-of-00002.safetensors"):
+        save_file({"w": torch.zeros(2), "v": torch.zeros(2)}, tmp_path / name)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    weights = HfWeights(tmp_path)
+    assert weights.read("w", (2,)).equal(torch.ones(2)) and "v" not in weights
+
+
+def test_copy_of_a_directory_is_no_adapter(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("config.json", "adapter_config.json", "adapter_model.safetensors", "model.safetensors", INDEX_FILE):
+        (source / name).write_text("{}")
+    copy_without_weights(source, tmp_path / "copy")
+    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["config.json"]

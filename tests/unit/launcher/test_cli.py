@@ -14,6 +14,8 @@ from click.testing import CliRunner, Result
 from conftest import MODEL_CONFIG
 
 from launcher.cli.launch import launch
+from launcher.doctor.child import resolve
+from launcher.doctor.messages import Order
 
 WriteConfig = Callable[..., Path]
 Edit = Callable[[Path], None]
@@ -466,6 +468,19 @@ def test_dry_run_prints_the_placement_and_writes_nothing(write_config: WriteConf
     ):
         assert expected in result.stdout
     assert tree(tmp_path) == before
+
+
+def test_files_beside_the_model_are_neither_read_nor_counted_and_named(
+    write_config: WriteConfig, model_dir: Path
+) -> None:
+    shutil.copy(model_dir / "model.safetensors", model_dir / "model_old.safetensors")
+    shown = run(write_config(), "--dry-run").stdout
+    assert f"note            model.path: {model_dir} is read from model.safetensors; not from model_old" in shown
+    assert "52 parameters" in shown
+    noted = resolve(Order(str(write_config()), None, ())).findings
+    assert [finding.text for finding in noted][1:] == [
+        f"model.path: {model_dir} is read from model.safetensors; not from model_old.safetensors"
+    ]
 
 
 def test_what_does_not_fit_on_its_device_is_refused_with_the_sum(write_config: WriteConfig, tmp_path: Path) -> None:

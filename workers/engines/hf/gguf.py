@@ -120,7 +120,8 @@ def _plain_config(config: Any, dtype: str, tokenizer: Any) -> Any:
     plain = type(config).from_dict(values)
     plain.dtype = dtype
     plain.bos_token_id, plain.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    plain.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    # Without one there is none: the end mark in its place would get no gradient wherever transformers trains the model.
+    plain.pad_token_id = tokenizer.pad_token_id
     return plain
 
 

@@ -25,7 +25,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def empty_causal_lm(model_dir: Path, *, dtype: torch.dtype, attention: str) -> nn.Module:
     """Build the model with parameters on the meta device and real buffers on the CPU, in evaluation mode.
 
-    Dropout is off in training mode too: the probability ratio of a policy update compares two forward passes.
+    Dropout is off in training mode too: the probability ratio of a policy update compares two forward passes. All rows
+    of an embedding are trained, the padding token's too: nothing is filled up with it, and it often ends responses.
 
     Args:
         model_dir: holds config.json.
@@ -62,6 +63,8 @@ def _empty_model(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        elif isinstance(module, nn.Embedding):
+            module.padding_idx = None  # else its row would get no gradient
     return model.eval()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -19,38 +19,31 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from asyncflow.errors import ConfigError
 from workers.engines.base import LocalShard
+from workers.engines.model_files import INDEX_FILE, POLICY_KEY, WEIGHTS_FILE, stored_tensors
 
-INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx"})
 
 
 class HfWeights:
-    """The weights in the safetensors files of one directory; opened lazily, by name."""
+    """The weights of the model in one directory (`stored_tensors`); its files are opened when they are read."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, *, key: str = POLICY_KEY) -> None:
         """Find which file holds which weight.
 
+        Args:
+            model_dir: Hugging Face directory, or the weights alone.
+            key: of the setting that names it; begins messages.
         Raises:
-            ConfigError: no safetensors file, or one that cannot be read.
+            ConfigError: see `stored_tensors`.
         """
-        self._files: dict[str, Any] = {}
-        paths = sorted(model_dir.glob("*.safetensors"))
-        if (model_dir / INDEX_FILE).is_file():
-            listed = json.loads((model_dir / INDEX_FILE).read_text())["weight_map"]
-            paths = sorted({model_dir / file for file in listed.values()})
-        if not paths:
-            raise ConfigError(f"model.path: {model_dir} has no *.safetensors; convert the weights first")
-        for path in paths:
-            try:
-                file: Any = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"model.path: cannot read {path}: {error}") from error
-            self._files.update(dict.fromkeys(file.keys(), file))
+        self._stored = stored_tensors(model_dir, key=key)
+        self._opened: dict[Path, Any] = {}
         self._model_dir = model_dir
+        self._key = key
 
     def __contains__(self, name: str) -> bool:
         """Whether the files have this weight."""
-        return name in self._files
+        return name in self._stored
 
     def find(self, name: str, aliases: Iterable[str] = ()) -> str:
         """Return the first of the names that is in the files.
@@ -59,9 +52,9 @@ class HfWeights:
             ConfigError: none is.
         """
         for candidate in (name, *aliases):
-            if candidate in self._files:
+            if candidate in self._stored:
                 return candidate
-        raise ConfigError(f"model.path: {self._model_dir} lacks the weight {name} that its config.json asks for")
+        raise ConfigError(f"{self._key}: {self._model_dir} lacks the weight {name} that its config.json asks for")
 
     def read_rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop` (of dimension 0) of a weight in the file's element type.
@@ -69,10 +62,10 @@ class HfWeights:
         Raises:
             ConfigError: the weight's shape is not `shape`.
         """
-        piece = self._files[name].get_slice(name)
+        piece = self._slice(name)
         if tuple(piece.get_shape()) != shape:
             raise ConfigError(
-                f"model.path: weight {name} in {self._model_dir} has shape {tuple(piece.get_shape())}, "
+                f"{self._key}: weight {name} in {self._model_dir} has shape {tuple(piece.get_shape())}, "
                 f"but config.json asks for {shape}"
             )
         rows: Tensor = piece[start:stop] if shape else piece[...]
@@ -93,8 +86,14 @@ class HfWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the element type of a weight."""
-        dtype: torch.dtype = self._files[name].get_slice(name)[:0].dtype
+        dtype: torch.dtype = self._slice(name)[:0].dtype
         return dtype
+
+    def _slice(self, name: str) -> Any:
+        path = self._stored[name].file
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, framework="pt")
+        return self._opened[path].get_slice(name)
 
 
 class SavedTensors:
@@ -157,7 +156,7 @@ def write_weights(
     weight_map: dict[str, str] = {}
     total_bytes = 0
     for number, names in enumerate(groups, start=1):
-        file = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        file = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         tensors = {name: read(name) for name in names}
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, target / file, metadata={"format": "pt"})
@@ -175,8 +174,12 @@ def _readable(directory: Path) -> int:
 
 
 def copy_without_weights(source: Path, target: Path) -> None:
-    """Copy config.json, generation_config.json, tokenizer and template files, creating `target`."""
+    """Copy config.json, generation_config.json, tokenizer and template files, creating `target`.
+
+    The settings of an adapter stay behind, as its weights do: with them the copy would be read as that adapter.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
+        is_of_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith((".index.json", "adapter_config.json"))
+        if path.is_file() and not is_of_weights:
             shutil.copyfile(path, target / path.name)
