@@ -1,6 +1,7 @@
 """Ledger lines of trained groups."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -85,17 +86,26 @@ def test_a_row_that_nothing_was_drawn_for_is_not_stale() -> None:
     assert (line["versions"], line["staleness"]) == ([4, 4], 0)
 
 
-@pytest.mark.parametrize(("step", "bound"), [(6, 1), (3, 1)])
-def test_group_outside_the_staleness_bound_is_refused(step: int, bound: int) -> None:
-    lines = ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=step, admitted_step=5, lineage=0, time_s=0.0)
-    with pytest.raises(AsyncFlowError, match=f"group 9 of step {step} was generated with weights of steps"):
-        check_staleness(lines, bound=bound)
+@pytest.mark.parametrize(
+    ("step", "versions", "found"),
+    [
+        (6, VERSIONS, "token 0 of row 40 of group 9 is of weights of step 3, outside 4..5 (staleness 0..1; 1 of 7"),
+        (3, VERSIONS, "token 0 of row 40 of group 9 is of weights of step 3, outside 1..2 (staleness 0..1; 7 of 7"),
+        # One token newer than the weights, in a group whose oldest one is within the bound.
+        (5, [[3, 4, 5], [4], [4, 4], [4]], "token 2 of row 40 of group 9 is of weights of step 5, outside 3..4"),
+        (5, [[3, 4, 4], [4], [4, 9], [4]], "token 1 of row 42 of group 11 is of weights of step 9, outside 3..4"),
+        (5, [[3, 4, 4], [], [4, 4], [2]], "token 0 of row 43 of group 11 is of weights of step 2, outside 3..4"),
+    ],
+)
+def test_token_outside_the_staleness_bound_is_refused(step: int, versions: list[list[int]], found: str) -> None:
+    responses = [[1] * len(row) for row in versions]
+    with pytest.raises(AsyncFlowError, match=re.escape(f"step {step}: drawn {found}")):
+        check_staleness(make_batch(PROMPTS, responses, versions), step=step, bound=1)
 
 
-def test_groups_within_the_staleness_bound_are_trained() -> None:
-    check_staleness(
-        ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, admitted_step=5, lineage=0, time_s=0.0), bound=1
-    )
+def test_tokens_within_the_staleness_bound_are_trained() -> None:
+    check_staleness(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, bound=1)
+    check_staleness(make_batch([[5], [5]], [[], []], [[], []]), step=5, bound=0)
 
 
 def test_rows_are_named_and_hashed_in_the_order_of_their_indices_whatever_came_first() -> None:

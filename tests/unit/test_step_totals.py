@@ -26,7 +26,18 @@ def make_batch(rows: list[int]) -> PackedBatch:
 
 
 def loss_stats(tokens: int) -> dict[str, torch.Tensor]:
-    names = ("loss", "kl", "drift", "old_drift", "ratio", "ratio_squared", "clipped", "corrected", "entropy")
+    names = (
+        "loss",
+        "kl",
+        "kl_clamped",
+        "drift",
+        "old_drift",
+        "ratio",
+        "ratio_squared",
+        "clipped",
+        "corrected",
+        "entropy",
+    )
     return {"tokens": torch.tensor(tokens)} | {name: torch.tensor(float(tokens)) for name in names}
 
 
@@ -47,6 +58,7 @@ def test_metrics_of_several_ranks_follow_their_definitions() -> None:
     assert (metrics["samples"], metrics["train_tokens"]) == (3, 12)
     assert metrics["accuracy"] == metrics["truncated_fraction"] == pytest.approx(1 / 3)
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (pytest.approx(1 / 3), 1)
+    assert metrics["kl_clamped_fraction"] == pytest.approx(1.0)
     assert metrics["kl"] == metrics["entropy"] == metrics["ratio_mean"] == pytest.approx(1.0)
 
 

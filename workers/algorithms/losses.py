@@ -16,6 +16,10 @@ from torch import Tensor
 from workers.algorithms.config import KlEstimator
 from workers.algorithms.parts import MAX_LOG_RATIO, PolicyParts, Tokens, bounded_ratio
 
+MAX_K3 = 10.0
+"""Largest k3 of a token (nats), of a d of -2.6 or 11. The log ratio itself, which importance weights use, too, has a
+bound of its own, `MAX_LOG_RATIO`."""
+
 
 class MicroLoss(Protocol):
     """The loss of one micro-batch: called once by the engine, then holds `stats`."""
@@ -44,8 +48,9 @@ class PolicyLoss:
         old_log_probs_A: under the policy as the step found it; None: it has not changed since.
         stats: scalar tensors on the device: `loss` (the sum as trained, times `scale` gives the update's loss), and
             sums over the tokens that count: `tokens`, `entropy`, `ratio` and `ratio_squared` (of policy to rollout),
-            `clipped`, `corrected` (weights that were cut or masked), `kl` (to the reference; 0 without), `drift` (k3 of
-            KL(rollout || policy)), `old_drift` (of KL(rollout || old policy)).
+            `clipped`, `corrected` (weights that were cut or masked), `kl` (to the reference; 0 without), `kl_clamped`
+            (whose k3 was cut at `MAX_K3`), `drift` (k3 of KL(rollout || policy)), `old_drift` (of KL(rollout || old
+            policy)).
     """
 
     parts: PolicyParts
@@ -65,10 +70,12 @@ class PolicyLoss:
         surrogate_A, clipped_A = self.parts.surrogate(tokens)
         weight_A, corrected_A = self.parts.weights(tokens)
         loss_A, (kl_coef, kl_estimator) = -surrogate_A * weight_A, self.kl
-        kl_A = torch.zeros_like(loss_A)
+        kl_A = clamped_A = torch.zeros_like(loss_A)
         if self.ref_log_probs_A is not None:
             kl_A = kl_divergence(log_probs_A, self.ref_log_probs_A, kl_estimator)
             loss_A = loss_A + kl_coef * kl_A
+            if kl_estimator == "k3":
+                clamped_A = k3_values(log_probs_A.detach() - self.ref_log_probs_A) > MAX_K3
         total = (loss_A * self.weight_A).sum()
         with torch.no_grad():
             drift_A = kl_divergence(self.rollout_log_probs_A, log_probs_A, "k3")
@@ -83,6 +90,7 @@ class PolicyLoss:
                 "clipped": clipped_A,
                 "corrected": corrected_A,
                 "kl": kl_A,
+                "kl_clamped": clamped_A,
                 "drift": drift_A,
                 "old_drift": old_drift_A,
             }
@@ -142,7 +150,8 @@ def kl_divergence(log_probs_A: Tensor, ref_log_probs_A: Tensor, estimator: KlEst
         k2 = d^2 / 2            biased; its gradient averages to that of KL(policy || reference)
         k3 = exp(-d) - 1 + d    unbiased, non-negative; its gradient averages to that of KL(reference || policy)
 
-    All of it holds for tokens that the policy itself drew; stale tokens are not reweighted.
+    All of it holds for tokens that the policy itself drew; stale tokens are not reweighted. A k3 counts up to `MAX_K3`,
+    and has no gradient beyond: e^-d of one token that the policy all but gave up would outweigh all others.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; k3: arXiv 2402.03300, eq. 4.
     """
@@ -151,6 +160,11 @@ def kl_divergence(log_probs_A: Tensor, ref_log_probs_A: Tensor, estimator: KlEst
         return difference_A
     if estimator == "k2":
         return 0.5 * difference_A.square()
+    return k3_values(difference_A).clamp(max=MAX_K3)
+
+
+def k3_values(difference_A: Tensor) -> Tensor:
+    """Return k3, floating [A], without the bound on its value, from log policy - log reference; always finite."""
     bounded_A = difference_A.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(-bounded_A) + bounded_A
 

@@ -126,15 +126,28 @@ def _row_bytes(column: Column) -> list[bytes]:
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def check_staleness(lines: Sequence[dict[str, Any]], *, bound: int) -> None:
-    """Check the schedule's promise for every group that is about to be trained.
+def check_staleness(batch: PackedBatch, *, step: int, bound: int) -> None:
+    """Check the schedule's promise for every token that is about to be trained: 0 <= (step - 1) - version <= bound.
 
+    Args:
+        batch: column `versions`.
+        step: that trains it.
+        bound: the schedule's.
     Raises:
-        AsyncFlowError: a group is older than `bound`, or newer than the step that trains it.
+        AsyncFlowError: a token is older than `bound`, or newer than the weights that the step found.
     """
-    for line in lines:
-        if not 0 <= line["staleness"] <= bound:
-            raise AsyncFlowError(
-                f"group {line['group']} of step {line['step']} was generated with weights of steps {line['versions']}: "
-                f"staleness {line['staleness']} is outside 0..{bound}; this is a fault of AsyncFlow, please report it"
-            )
+    versions = batch["versions"]
+    oldest, newest = step - 1 - bound, step - 1
+    wrong_A = (versions.values < oldest) | (versions.values > newest)
+    if not bool(wrong_A.any()):
+        return
+    token, number = int(wrong_A.nonzero()[0]), int(wrong_A.sum())
+    ends_N = versions.lengths.long().cumsum(0)
+    row = int(torch.searchsorted(ends_N, token, right=True))
+    place = token - int(ends_N[row] - versions.lengths[row])
+    group = f" of group {batch.groups[row]}" if batch.groups else ""
+    raise AsyncFlowError(
+        f"step {step}: drawn token {place} of row {batch.indices[row]}{group} is of weights of step "
+        f"{int(versions.values[token])}, outside {oldest}..{newest} (staleness 0..{bound}; {number} of "
+        f"{len(versions.values)} tokens are); this is a fault of AsyncFlow, please report it"
+    )

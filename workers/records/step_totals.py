@@ -157,6 +157,7 @@ class StepTotals:
             "truncated_fraction": sums["truncated"] / samples,
             "train_tokens": int(sums["tokens"]),
             "kl": sums["loss/kl"] / tokens,
+            "kl_clamped_fraction": sums["loss/kl_clamped"] / tokens,
             "behaviour_kl": sums["loss/drift"] / tokens,
             "old_policy_kl": sums["loss/old_drift"] / tokens,
             "ratio_mean": sums["loss/ratio"] / tokens,

@@ -125,6 +125,7 @@ class Actor:
         """Check and count what is trained, once for each replica."""
         if not (self._counts and len(batch)):
             return
+        check_staleness(batch, step=record.step, bound=self._config.schedule.staleness_bound)
         lines = ledger_lines(
             batch,
             step=record.step,
@@ -133,7 +134,6 @@ class Actor:
             time_s=self._context.elapsed_s,
             with_rewards=self._config.data.sampler is not None,
         )
-        check_staleness(lines, bound=self._config.schedule.staleness_bound)
         record.add_rows(batch, lines, admitted_step=self._loader.round_partition)
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:

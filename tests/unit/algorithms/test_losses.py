@@ -1,14 +1,26 @@
 """Loss terms against plain-Python float64 references written from the papers."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.algorithms.losses import kl_divergence
-from workers.algorithms.parts import DualClip, LossCounts, PolicyParts, PPOClip, Tokens, loss_scale, token_weights
+from workers.algorithms.losses import PolicyLoss, kl_divergence
+from workers.algorithms.off_policy import OffPolicyConfig
+from workers.algorithms.parts import (
+    DualClip,
+    LossCounts,
+    PolicyParts,
+    PPOClip,
+    Tokens,
+    bounded_ratio,
+    loss_scale,
+    policy_parts,
+    token_weights,
+)
 
 log_prob = st.floats(-8, 0)
 
@@ -79,7 +91,7 @@ def test_kl_estimators_are_schulmans(new: float, ref: float) -> None:
     left, right = (torch.tensor([value], dtype=torch.float64) for value in (new, ref))
     assert float(kl_divergence(left, right, "k1")) == pytest.approx(expected["k1"], abs=1e-12)
     assert float(kl_divergence(left, right, "k2")) == pytest.approx(expected["k2"], abs=1e-12)
-    assert float(kl_divergence(left, right, "k3")) == pytest.approx(expected["k3"], rel=1e-9, abs=1e-12)
+    assert float(kl_divergence(left, right, "k3")) == pytest.approx(min(10.0, expected["k3"]), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -103,6 +115,43 @@ def test_gradient_of_each_estimator_averages_to_what_its_docstring_says(estimato
     (actual,) = torch.autograd.grad(estimate, logits, retain_graph=True)
     (expected,) = torch.autograd.grad(divergences[estimator], logits)
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("difference", "value", "gradient"),
+    [
+        (-2.0, math.exp(2.0) - 3.0, 1 - math.exp(2.0)),
+        (-2.6, math.exp(2.6) - 3.6, 1 - math.exp(2.6)),  # 9.86
+        (-2.62, 10.0, 0.0),
+        (-3.0, 10.0, 0.0),
+        (-500.0, 10.0, 0.0),
+        (10.5, math.exp(-10.5) + 9.5, 1 - math.exp(-10.5)),
+        (12.0, 10.0, 0.0),
+    ],
+)
+def test_k3_counts_up_to_10_and_has_no_gradient_beyond(difference: float, value: float, gradient: float) -> None:
+    policy = torch.tensor([difference - 1.0], dtype=torch.float64, requires_grad=True)
+    found = kl_divergence(policy, torch.tensor([-1.0], dtype=torch.float64), "k3")
+    assert found.item() == pytest.approx(value)
+    assert torch.autograd.grad(found.sum(), policy)[0].item() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize(("estimator", "clamped"), [("k3", 2.0), ("k2", 0.0), ("k1", 0.0)])
+def test_tokens_whose_k3_is_cut_are_counted_and_train_by_the_rest_of_the_loss(estimator: Any, clamped: float) -> None:
+    policy = torch.tensor([-5.0, -1.0, -30.0], dtype=torch.float64, requires_grad=True)
+    weights, advantages = torch.ones(3, dtype=torch.float64), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    parts = policy_parts((), OffPolicyConfig(), "token")
+    loss = PolicyLoss(parts, (0.1, estimator), torch.tensor([3]), weights, advantages, policy.detach())
+    loss.ref_log_probs_A = torch.tensor([-1.0, -1.5, -1.0], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(loss(policy, torch.zeros(3)), policy)
+    assert float(loss.stats["kl_clamped"]) == clamped
+    kl = {"k3": [0.0, 1 - math.exp(-0.5), 0.0], "k2": [-4.0, 0.5, -29.0], "k1": [1.0] * 3}[estimator]
+    assert gradient.tolist() == pytest.approx([-a + 0.1 * k for a, k in zip(advantages.tolist(), kl, strict=True)])
+
+
+def test_importance_weights_keep_their_own_bound() -> None:
+    assert float(bounded_ratio(torch.tensor(19.0, dtype=torch.float64))) == pytest.approx(math.exp(19))
+    assert float(bounded_ratio(torch.tensor(21.0, dtype=torch.float64))) == pytest.approx(math.exp(20))
 
 
 def test_extreme_differences_stay_finite() -> None:
