@@ -7,18 +7,22 @@ and reads the run's phase; when the store is gone, the launcher is, and the proc
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from asyncflow.device import grow_segments, make_deterministic, name_device, open_device
+from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec, Job, last_words
 from asyncflow.network import choose_interfaces
 from asyncflow.run_files import META_FILE, TIMELINE
@@ -30,6 +34,7 @@ from workers.calls.user_function import extend_path, search_beside
 from workers.checkpoint.files import CheckpointMeta
 from workers.config import RunConfig
 from workers.data.task_source import data_identity
+from workers.data.tokenizer import load_tokenizer, token_probe, tokenizer_files
 from workers.tasks.dataflow import OBSERVERS
 
 logger = logging.getLogger(__name__)
@@ -121,6 +126,29 @@ class WorkerContext:
         if self.job.resume_from:
             return CheckpointMeta.read(Path(self.job.resume_from)).data_hash
         return self.said_first("data_hash", data_identity(self.config.data))
+
+    def first_tokenizer_files(self) -> dict[str, str]:
+        """Return which tokenizer the run began with (`tokenizer_files`), likewise."""
+        saved = CheckpointMeta.read(Path(self.job.resume_from)).tokenizer_files if self.job.resume_from else {}
+        now = json.dumps(tokenizer_files(Path(self.config.model.path)))
+        return saved or dict(json.loads(self.said_first("tokenizer_files", now)))
+
+    def load_tokenizer(self) -> Any:
+        """Return the model's tokenizer; processes of other interpreters, or on other nodes, must have the same.
+
+        Raises:
+            ConfigError: it cannot be loaded, or gives other tokens than that of the first process.
+        """
+        tokenizer = load_tokenizer(Path(self.config.model.path), self.config.data.template_time)
+        libraries = " and ".join(f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
+        by, probe = f"{self.name} ({libraries}, {sys.executable})", token_probe(tokenizer)
+        first = json.loads(self.said_first("tokens", json.dumps([by, probe])))
+        if first[1] != probe:
+            raise ConfigError(
+                f"model.path: the tokenizer of {self.config.model.path} gives other tokens in {by} than in {first[0]}; "
+                f"use the same versions of both libraries"
+            )
+        return tokenizer
 
     @property
     def elapsed_s(self) -> float:

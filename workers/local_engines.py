@@ -18,6 +18,7 @@ process outside of a run (`workers.run_client`), and are checked alike.
 import reprlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,8 +82,9 @@ class LocalEngines:
         self._tasks = {task.name: task for task in place_tasks(graph_of(config), ("rollout", "reward", "actor"))}
         _check(config, self._tasks[ACTOR_TRAIN].fused)
         model_dir, self._device, self.version = Path(config.model.path), device, 0
-        self.tokenizer = load_tokenizer(model_dir)
-        self._tokens = PromptTokens(config.data, model_dir=model_dir, own_rollout=False)
+        now = datetime.now().isoformat(timespec="seconds")
+        self.tokenizer = load_tokenizer(model_dir, config.data.template_time or now)
+        self._tokens = PromptTokens(config.data, model_dir=model_dir, own_rollout=False, tokenizer=self.tokenizer)
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
         self._draws = np.random.Generator(np.random.PCG64(config.seed))
         self._reference: FrozenEngine | None = None

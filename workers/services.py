@@ -28,6 +28,7 @@ from workers.context import WorkerContext
 from workers.data.feed_file import FeedFile
 from workers.data.prompt_dataset import FedPrompts, Prompt, Prompts, PromptTokens, open_prompts
 from workers.data.task_source import changed_data, data_identity
+from workers.data.tokenizer import changed_tokenizer
 from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.records.ledger_file import filtered_groups, trained_groups
 from workers.rollout.config import SamplingConfig
@@ -193,7 +194,7 @@ def run_controller(context: WorkerContext) -> None:
 
 def _open_prompts(context: WorkerContext) -> DatasetPrompts:
     config, sampler = context.config, None
-    dataset = open_prompts(config, context.run_dir)
+    dataset = open_prompts(config, context.run_dir, context.load_tokenizer())
     if config.data.sampler is not None:
         sampler = TaskSampler(
             UserSampler(config.data, size=dataset.size, seed=config.seed),
@@ -207,7 +208,12 @@ def _open_prompts(context: WorkerContext) -> DatasetPrompts:
 
 def _open_feed(context: WorkerContext) -> FedPrompts:
     config = context.config
-    tokens = PromptTokens(config.data, model_dir=Path(config.model.path), own_rollout=config.rollout.is_own)
+    tokens = PromptTokens(
+        config.data,
+        model_dir=Path(config.model.path),
+        own_rollout=config.rollout.is_own,
+        tokenizer=context.load_tokenizer(),
+    )
     return FedPrompts(FeedFile(context.run_dir / FEED_FILE, appends=True), tokens)
 
 
@@ -218,7 +224,7 @@ def _end_with_feed(context: WorkerContext, last_step: int, num_left: int) -> Non
 
 
 def check_data(context: WorkerContext) -> None:
-    """Refuse data that changed since the run began: groups would not be the prompts that they were.
+    """Refuse data or a tokenizer that changed since the run began: groups would not be the prompts that they were.
 
     Raises:
         ConfigError: they did.
@@ -226,6 +232,8 @@ def check_data(context: WorkerContext) -> None:
     data = context.config.data
     if data_identity(data) != context.first_data_hash():
         raise ConfigError(f"{changed_data(data)}; restore {'it' if data.source else 'the file'}")
+    if what := changed_tokenizer(Path(context.config.model.path), context.first_tokenizer_files()):
+        raise ConfigError(f"{what}; restore it")
 
 
 def _first_state(context: WorkerContext) -> AdmissionState:

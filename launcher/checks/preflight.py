@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -37,7 +36,7 @@ from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
 from workers.data.prompt_rows import PromptRow, check_templates, read_data
 from workers.data.task_source import TaskSource, held_out_rows
-from workers.data.tokenizer import ChatTemplate
+from workers.data.tokenizer import ModelTokenizer
 from workers.engines.device_memory import Parts
 from workers.engines.megatron.config import DenseModel, check_division
 from workers.engines.model_files import (
@@ -239,10 +238,11 @@ def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptR
     if config.rollout.is_own:  # it makes its own prompts
         return ShownPrompt(str(rows[0].prompt) or rows[0].task, rows[0].ground_truth, None) if rows else None
     model_dir = Path(config.model.path)
-    with ChatTemplate(model_dir) if config.data.chat_template else nullcontext() as template:
-        first_prompt = check_prompts(rows, config.data, model_dir=model_dir, template=template) if rows else None
+    data = config.data
+    with ModelTokenizer(model_dir, chat=data.chat_template, template_time=data.template_time) as tokenizer:
+        first_prompt = check_prompts(rows, data, model_dir=model_dir, tokenizer=tokenizer) if rows else None
         if held_out:
-            check_prompts(held_out, config.evaluate.prompts(config.data), model_dir=model_dir, template=template)
+            check_prompts(held_out, config.evaluate.prompts(data), model_dir=model_dir, tokenizer=tokenizer)
         return first_prompt
 
 

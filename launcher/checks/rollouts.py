@@ -61,6 +61,7 @@ def check_rollout_code(config: RunConfig) -> None:
     settings = {
         "model_dir": str(Path(config.model.path)),
         "renderer": config.model.renderer,
+        "template_time": config.data.template_time,
         "function": own.function,
         "agent": own.agent,
         "tools": list(own.tools),

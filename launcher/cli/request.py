@@ -28,7 +28,7 @@ from launcher.loggers.backends import check_loggers
 from launcher.nodes.node_run import NodeRun
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.run.restore import Checkpoint, next_lineage, rewind_run, rewind_to_start
-from launcher.run.resume import LATEST, check_resume, find_checkpoint, resume_path, unsaved_run
+from launcher.run.resume import LATEST, check_resume, find_checkpoint, recorded_time, resume_path, unsaved_run
 from launcher.run.rundir import (
     RUNS,
     check_new_run_dir,
@@ -262,7 +262,8 @@ class Request:
         return Accepted(loaded.source, run_dir, checked, None, place=self.place, arguments=arguments, plan=loaded.plan)
 
     def _load(self, run_dir: Path | None) -> "_Loaded":
-        """Return CONFIG, or the configuration that a resumed run has, and what it says."""
+        """Return CONFIG, or the configuration that a resumed run has, and what it says, with the time that templates
+        are told."""
         if self.resume is None or self.config is not None or run_dir is None:
             source = find_recipe(self.config)
         else:
@@ -273,9 +274,13 @@ class Request:
         if roles is not None and roles.lstrip().startswith("auto:"):
             plan = self._planned(source, roles)
             roles, overrides = plan.roles_text, (*overrides, *plan.changes)
-        return _Loaded(
-            source, load_config(source, overrides=overrides, roles=roles, steps=self.steps, called=self.called), plan
-        )
+        config = load_config(source, overrides=overrides, roles=roles, steps=self.steps, called=self.called)
+        if config.data.template_time is None:
+            told = recorded_time(run_dir) if self.resume is not None and run_dir is not None else None
+            now = datetime.now().isoformat(timespec="seconds")
+            data = config.data.model_copy(update={"template_time": told or now})
+            config = config.model_copy(update={"data": data})
+        return _Loaded(source, config, plan)
 
     def _planned(self, source: Path, roles: str) -> "Plan":
         """Return the best plan, and say its options and what it predicts."""

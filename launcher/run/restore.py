@@ -12,8 +12,8 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
@@ -53,6 +53,7 @@ class Checkpoint:
         lineage: the lineage that wrote it.
         fingerprint: of the model that the run started from.
         data_hash: of the prompts that the run started with.
+        tokenizer_files: of the model that it started with; none: it was saved by an earlier version.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class Checkpoint:
     lineage: int
     fingerprint: str
     data_hash: str
+    tokenizer_files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def run_dir(self) -> Path:
@@ -100,7 +102,7 @@ def verified_checkpoint(path: Path, tell: Callable[[str], None]) -> Checkpoint:
         tell(f"checkpoint {path} is used without its export: {_joined(export)}")
     if found:
         raise CheckpointError(_joined(list(found.values())))
-    return Checkpoint(path, meta.step, meta.lineage, meta.model_fingerprint, meta.data_hash)
+    return Checkpoint(path, meta.step, meta.lineage, meta.model_fingerprint, meta.data_hash, meta.tokenizer_files)
 
 
 def is_checkpoint(path: Path) -> bool:

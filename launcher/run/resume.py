@@ -28,6 +28,7 @@ from workers.admission.task_sampler import missing_state
 from workers.checkpoint.files import HF
 from workers.config import RunConfig
 from workers.data.task_source import changed_data, data_identity
+from workers.data.tokenizer import changed_tokenizer
 from workers.engines.model_files import model_fingerprint
 from workers.records.ledger_file import trained_groups
 
@@ -108,8 +109,8 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
 
     Raises:
         ConfigError: its run is still running, the last step is reached already, a setting is another one that decides
-            which prompt a group has, the data or the model are others, ledger, metrics or evaluations cannot be read,
-            the sampler's state is missing, or the ledger does not name the groups that were trained.
+            which prompt a group has, the data, the model or its tokenizer are others, ledger, metrics or evaluations
+            cannot be read, the sampler's state is missing, or the ledger does not name the groups that were trained.
     """
     check_not_running(checkpoint.run_dir)
     if config.steps <= checkpoint.step:
@@ -131,6 +132,8 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"model.path: {config.model.path} (fingerprint {fingerprint[:12]}) is not the model that "
             f"{checkpoint.path} was trained from ({checkpoint.fingerprint[:12]}); resume with that model"
         )
+    if what := changed_tokenizer(Path(config.model.path), checkpoint.tokenizer_files):
+        raise ConfigError(f"{what}; restore it, or start a new run from {checkpoint.path / HF} (--set model.path=...)")
     left = {name: lines_up_to(checkpoint.run_dir / name, checkpoint.step) for name in CUT_FILES}
     if config.data.sampler is not None and not left[SAMPLER_FILE]:
         raise missing_state(checkpoint.run_dir / SAMPLER_FILE)
@@ -161,6 +164,14 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and prompts would be trained "
             f"twice or never; leave it out, or start a new run from {checkpoint.path / 'hf'} (--set model.path=...)"
         )
+
+
+def recorded_time(run_dir: Path) -> str | None:
+    """Return the `data.template_time` that a run was told; None: it is of a version that wrote none down."""
+    own = run_dir / CONFIG_FILE
+    data = read_yaml(own).values.get("data") if own.is_file() else None
+    told = data.get("template_time") if isinstance(data, dict) else None
+    return None if told is None else str(told)
 
 
 def _flat(values: Mapping[Any, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Saved counts, saved responses and the data set need torch and the tokenizer: `Re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from workers.calls.user_function import search_beside
 from workers.checkpoint.files import CRITIC, DCP, QUEUE, CheckpointMeta, damages
 from workers.config import RunConfig
 from workers.data.prompt_dataset import open_prompts
+from workers.data.tokenizer import changed_tokenizer
 from workers.records.ledger import prompt_hash, token_hashes
 from workers.records.ledger_file import Ledger, read_ledger
 from workers.tasks.dataflow import SAMPLE_COLUMNS
@@ -208,6 +210,8 @@ def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
     run_dir = ledger.file.path.parent
     try:
         search_beside(config.code_directory)
+        if changed := changed_tokenizer(Path(config.model.path), _tokenizer_files(run_dir)):
+            return Prompts({}, changed)
         dataset = open_prompts(config, run_dir)
     except (AsyncFlowError, OSError) as error:
         return Prompts({}, str(error))
@@ -228,6 +232,14 @@ def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
     finally:
         dataset.close()
     return Prompts(expected)
+
+
+def _tokenizer_files(run_dir: Path) -> Mapping[str, str]:
+    """Return the tokenizer's files when the run began, as its newest readable checkpoint says; none: unknown."""
+    for path in sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True):
+        with suppress(CheckpointError):
+            return CheckpointMeta.read(path).tokenizer_files
+    return {}
 
 
 def _batch(chunk: SnapshotChunk) -> PackedBatch:

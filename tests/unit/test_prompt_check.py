@@ -14,7 +14,7 @@ from workers.data.config import DataConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import PromptRow
-from workers.data.tokenizer import ChatTemplate, load_tokenizer
+from workers.data.tokenizer import ModelTokenizer, load_tokenizer
 
 QUICKSTART = Path(configs.__path__[0]) / "quickstart" / "model"
 ROWS = [PromptRow(f"{i}+{i}=", str(2 * i), i + 1) for i in range(5)]
@@ -114,12 +114,15 @@ def test_template_renders_as_transformers_does(model_dir: Path, place: str, syst
     if system:
         messages.insert(0, {"role": "system", "content": "ünïcode"})
     expected = load_tokenizer(model_dir).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    with ChatTemplate(model_dir) as template:
+    with ModelTokenizer(model_dir, chat=True) as template:
         assert template.render([messages, messages]) == [expected, expected]
 
 
 def test_model_without_a_template_has_none() -> None:
-    with ChatTemplate(QUICKSTART) as template, pytest.raises(ConfigError, match="has none; set it to false"):
+    with (
+        ModelTokenizer(QUICKSTART, chat=True) as template,
+        pytest.raises(ConfigError, match="has none; set it to false"),
+    ):
         template.render([])
 
 
@@ -151,7 +154,7 @@ def with_letters(model_dir: Path) -> None:
     file = model_dir / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocab = tokenizer["model"]["vocab"]
-    for char in string.ascii_lowercase + string.digits + " .?":
+    for char in string.ascii_lowercase + string.digits + "\u0120.?":  # \u0120: a space, in a byte-level vocabulary
         vocab.setdefault(char, len(vocab))
     file.write_text(json.dumps(tokenizer))
 

@@ -17,8 +17,13 @@ _HELLO = {"role": "user", "content": "Hello"}
 class PackageRenderer:
     """A renderer of the package `renderers` (extra `agents`), by its name there."""
 
-    def __init__(self, tokenizer: Any, name: str) -> None:
-        """Raises:
+    def __init__(self, tokenizer: Any, name: str, template_time: str | None = None) -> None:
+        """Args:
+        tokenizer: the model's.
+        name: of the renderer.
+        template_time: `data.template_time`.
+
+        Raises:
         ConfigError: the package is missing, has no such renderer, or the tokenizer does not fit it.
         """
         if importlib.util.find_spec("renderers") is None:
@@ -29,7 +34,7 @@ class PackageRenderer:
             config = config_from_name(name)
             if config is None or name == "default":
                 raise ValueError("it never bridges; leave model.renderer out")
-            self._renderer = create_renderer(tokenizer, _keeping_thoughts(config))
+            self._renderer = create_renderer(tokenizer, _at_time(_keeping_thoughts(config), template_time))
             opened, plain = ([*self._ids([_HELLO], prompt)] for prompt in (True, False))
         except Exception as error:  # (a package's, for any name or tokenizer)
             raise ConfigError(f"model.renderer: {name!r} of the package renderers: {one_line(error)}") from error
@@ -89,6 +94,13 @@ class PackageRenderer:
             if list(ids[at : at + size]) == self._opening:
                 return list(ids[: at + size]), list(ids[at + size :])
         return list(ids), []
+
+
+def _at_time(config: Any, template_time: str | None) -> Any:
+    """Fix the day that a renderer writes, today's without this."""
+    if template_time is None or "conversation_start_date" not in type(config).model_fields:
+        return config
+    return config.model_copy(update={"conversation_start_date": template_time.partition("T")[0]})
 
 
 def _keeping_thoughts(config: Any) -> Any:

@@ -16,6 +16,7 @@ def usable(
     *,
     model_dir: str,
     renderer: str | None,
+    template_time: str | None,
     function: str | None,
     agent: str | None,
     tools: Sequence[str],
@@ -35,7 +36,7 @@ def usable(
     for name, settings in models.items():
         OtherModel(name, settings)
     described = [tool.description for tool in given]
-    rendering = load_renderer(Path(model_dir), renderer)
+    rendering = load_renderer(Path(model_dir), renderer, template_time)
     missing: list[str] = []
     if renderer is None or ":" not in renderer:  # a class of the user's may know few words
         missing = prove(rendering, load_tokenizer(Path(model_dir)), described or None)

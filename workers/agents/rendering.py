@@ -237,23 +237,24 @@ class TemplateRenderer:
             return list(self._tokenizer.encode(legal, add_special_tokens=False))
 
 
-def load_renderer(model_path: Path, name: str | None) -> Renderer:
+def load_renderer(model_path: Path, name: str | None, template_time: str | None = None) -> Renderer:
     """Return the renderer of a model directory.
 
     Args:
         name: `model.renderer`: one of the package `renderers`, or `module:Class`, called with the tokenizer; None: the
             chat template.
+        template_time: `data.template_time`.
 
     Raises:
         ConfigError: there is no such renderer, or the tokenizer or its template cannot be used.
     """
-    tokenizer = load_tokenizer(model_path)
+    tokenizer = load_tokenizer(model_path, template_time)
     if name is None:
         return TemplateRenderer(tokenizer, eos_token_ids(model_path))
     if ":" not in name:
         from workers.agents.package_renderer import PackageRenderer
 
-        return PackageRenderer(tokenizer, name)
+        return PackageRenderer(tokenizer, name, template_time)
     made: Callable[[Any], Renderer] = load_function(name, field="model.renderer", arguments=["tokenizer"])
     return made(tokenizer)
 
@@ -269,10 +270,12 @@ def prove(renderer: Renderer, tokenizer: Any, tools: Tools) -> list[str]:
         What it cannot do, in words, to warn of. Where it cannot bridge, each turn begins a new sample.
 
     Raises:
-        ConfigError: the template ignores tools, or a bridge writes what a full render would not.
+        ConfigError: the template ignores tools, a prompt leaves nothing to say, no response could end, or a bridge
+            writes what a full render would not.
     """
     asked, missing = [_user("What is 6*7?")], []
     prompt = renderer.render(asked, tools)
+    _check_borders(prompt, renderer, tokenizer)
     for roles in SHAPES:
         new = dummy_messages(roles)
         drawn = [*tokenizer.encode("42.", add_special_tokens=False), renderer.stop_ids[0]]
@@ -292,6 +295,32 @@ def prove(renderer: Renderer, tokenizer: Any, tools: Tools) -> list[str]:
                 f"{' and '.join(roles)}, where a full render ends with {shown[1]!r}; repair its bridge()"
             )
     return missing + ([] if not tools or _reads_calls(renderer, asked, tools) else ["read tool calls"])
+
+
+def _check_borders(prompt: Sequence[int], renderer: Renderer, tokenizer: Any) -> None:
+    """Refuse a prompt behind which there is nothing to say, one that begins twice, and responses without an end."""
+    where, bos = tokenizer.name_or_path, tokenizer.bos_token_id
+    names = {token: _token_text(tokenizer, token) for token in renderer.stop_ids}
+    if not any(names.values()):
+        raise ConfigError(
+            f"model.path: eos_token_id {', '.join(map(str, names))} of {where} is no token of its tokenizer, so no "
+            f"response would ever end; correct it in generation_config.json"
+        )
+    said = tokenizer.decode(list(prompt), skip_special_tokens=False).rstrip()
+    end = next((text for text in names.values() if text and said.endswith(text)), None)
+    if end is not None:
+        raise ConfigError(
+            f"model.path: the chat template of {where} ends a prompt with {end}, which ends a response, so none could "
+            f"begin; have it open the assistant's message where add_generation_prompt is true"
+        )
+    if bos is not None and list(prompt[:2]) == [bos, bos]:
+        raise ConfigError(
+            f"model.path: the chat template of {where} begins a prompt with two {tokenizer.bos_token}; take one out"
+        )
+
+
+def _token_text(tokenizer: Any, token: int) -> str:
+    return str(tokenizer.convert_ids_to_tokens(token) or "") if token < len(tokenizer) else ""
 
 
 def _reads_calls(renderer: Renderer, asked: Sequence[Message], tools: Tools) -> bool:

@@ -22,6 +22,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         model_dir: with the tokenizer.
         renderer: `model.renderer`.
+        template_time: `data.template_time`.
         function, agent, command, tools: as the configuration's section `rollout` names them; one of the first three.
         timeout_s: of a rollout.
         max_turns, max_tokens, max_context: budgets of a rollout: calls, drawn tokens, tokens of one call; 0: none.
@@ -37,6 +38,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
     model_dir: str
     renderer: str | None
+    template_time: str | None
     function: str | None
     agent: str | None
     command: list[str]

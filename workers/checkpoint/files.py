@@ -50,6 +50,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
         num_ranks: of the actor.
         saved_at: unix time (s).
         files: path in the checkpoint -> how it must be; without `meta.json` and `queue/`.
+        tokenizer_files: of the model when the run began: name -> content (`workers.data.tokenizer.tokenizer_files`).
         format: of this file.
     """
 
@@ -60,6 +61,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
     saved_at: float
     files: dict[str, FileEntry]
+    tokenizer_files: dict[str, str] = {}
     format: int = FORMAT
 
     @staticmethod

@@ -11,8 +11,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class RunFacts:
     """What `meta.json` says beside the step.
 
     Attributes:
-        lineage, model_fingerprint, data_hash: see `CheckpointMeta`.
+        lineage, model_fingerprint, data_hash, tokenizer_files: see `CheckpointMeta`.
         config: the resolved configuration's file.
     """
 
@@ -57,6 +57,7 @@ class RunFacts:
     model_fingerprint: str
     data_hash: str
     config: Path
+    tokenizer_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ class CheckpointWriter:
             lineage=self._facts.lineage,
             model_fingerprint=self._facts.model_fingerprint,
             data_hash=self._facts.data_hash,
+            tokenizer_files=dict(self._facts.tokenizer_files),
             num_ranks=dist.get_world_size(self._group),
             saved_at=time.time(),
             files=dict(sorted(entries.items())),

@@ -1,10 +1,11 @@
 """Settings of the data. Torch-free."""
 
 import re
+from datetime import date, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
@@ -18,6 +19,23 @@ HELD_OUT_SOURCES = Registry(SOURCES.group, {})
 
 BLOCK = 1000
 """Groups in which a mixture has its weights exactly."""
+
+
+def _local_time(given: object) -> object:
+    """Return a time as its text to the second, without a zone: what the wall shows."""
+    if type(given) is date:  # what YAML makes of a day
+        given = datetime(given.year, given.month, given.day)
+    try:
+        when = datetime.fromisoformat(given) if isinstance(given, str) else given
+    except ValueError:
+        when = None
+    if not isinstance(when, datetime):
+        return given if given is None else _refuse_time(given)
+    return when.replace(tzinfo=None, microsecond=0).isoformat()
+
+
+def _refuse_time(given: object) -> NoReturn:
+    raise ValueError(f"{given!r} is no time; write one as 2026-11-26T09:00:00")
 
 
 class HubPart(Settings):
@@ -89,6 +107,9 @@ class DataConfig(HubPart):
     """Wrap the prompt as one user message in the tokenizer's chat template; messages are rendered as they are."""
     system_prompt: str | None = None
     """System message in front of the others, where there is none; needs `chat_template`."""
+    template_time: Annotated[str | None, BeforeValidator(_local_time)] = None
+    """Local time that chat templates are told (`strftime_now`), e.g. 2026-11-26T09:00:00; null: that of the start,
+    which is written to the run's `config.yaml`. All processes of a run are told it, and a run that goes on, too."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt (tokens)."""
     overlong: Literal["reject", "skip"] = "skip"

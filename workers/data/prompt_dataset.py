@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncflow.errors import ConfigError
 from asyncflow.run_files import FEED_FILE
 from workers.config import RunConfig
 from workers.data.config import BLOCK, DataConfig
@@ -39,10 +40,13 @@ from workers.data.prompt_rows import (
     read_data,
 )
 from workers.data.task_source import TaskSource
-from workers.data.tokenizer import load_tokenizer, missing_chat_template
+from workers.data.tokenizer import PROBES, load_tokenizer, missing_chat_template, says_all
+from workers.engines.model_files import load_raw_tokenizer
 
 logger = logging.getLogger(__name__)
 
+_COMPARED = 256
+"""Rows whose tokens are compared with those that were checked before the start."""
 _STREAM = 2**32
 """Above all seeds: orders of a mixture and of its sources have keys of their own."""
 
@@ -90,8 +94,12 @@ class Prompts(Protocol):
         """End what makes them; idempotent."""
 
 
-def open_prompts(config: RunConfig, run_dir: Path) -> Prompts:
+def open_prompts(config: RunConfig, run_dir: Path, tokenizer: Any = None) -> Prompts:
     """Return the prompts that a run trains on; of a feed, those that are there, to be read only.
+
+    Args:
+        config, run_dir: of the run.
+        tokenizer: the model's, if it is loaded already.
 
     Raises:
         ConfigError: the data cannot be used.
@@ -101,9 +109,10 @@ def open_prompts(config: RunConfig, run_dir: Path) -> Prompts:
     if data.source is None:
         rows = read_data(data, own_rollout=own)
         return PromptDataset(
-            rows, data, model_dir=model_dir, seed=config.seed, own_rollout=own, with_tasks=config.sends_tasks
-        )
-    tokens = PromptTokens(data, model_dir=model_dir, own_rollout=own)
+            rows, data,
+            model_dir=model_dir, seed=config.seed, own_rollout=own, with_tasks=config.sends_tasks, tokenizer=tokenizer,
+        )  # fmt: skip
+    tokens = PromptTokens(data, model_dir=model_dir, own_rollout=own, tokenizer=tokenizer)
     if data.is_feed:
         return FedPrompts(FeedFile(run_dir / FEED_FILE), tokens)
     source = TaskSource(data, seed=config.seed, own_rollout=own)
@@ -117,8 +126,14 @@ class PromptTokens:
     of any length, for the reward and the ledger; where there is none, one end mark.
     """
 
-    def __init__(self, config: DataConfig, *, model_dir: Path, own_rollout: bool) -> None:
+    def __init__(self, config: DataConfig, *, model_dir: Path, own_rollout: bool, tokenizer: Any = None) -> None:
         """Load the tokenizer.
+
+        Args:
+            config: how rows become prompts.
+            model_dir: whose tokenizer.
+            own_rollout: a rollout of the user's takes the rows.
+            tokenizer: the model's, if it is loaded already.
 
         Raises:
             ConfigError: there is none, or it has no chat template.
@@ -127,7 +142,9 @@ class PromptTokens:
         self.config = config
         self._chat = config.chat_template and not own_rollout
         self.own_rollout = own_rollout
-        self._tokenizer = load_tokenizer(model_dir)
+        self._tokenizer = load_tokenizer(model_dir, config.template_time) if tokenizer is None else tokenizer
+        self._raw = load_raw_tokenizer(model_dir) if says_all(model_dir) else None
+        self._model_dir = model_dir
         if self._chat and not self._tokenizer.chat_template:
             raise missing_chat_template(model_dir)
 
@@ -135,9 +152,32 @@ class PromptTokens:
         """Return text and tokens of each row."""
         texts = [self._render(row) for row in rows]
         tokens = self._tokenizer(texts, add_special_tokens=not self._chat)["input_ids"]
+        self._compare(texts[:_COMPARED], tokens)
         if self.own_rollout:
             tokens = [ids or [self._tokenizer.eos_token_id or 0] for ids in tokens]
         return texts, tokens
+
+    def _compare(self, texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
+        """Refuse, with the first rows and some texts of our own, a tokenizer that is not the one which was checked.
+
+        Raises:
+            ConfigError: transformers makes other tokens than tokenizer.json says.
+        """
+        raw, self._raw = self._raw, None
+        if raw is None:
+            return
+        from transformers import __version__
+
+        own = self._tokenizer(list(PROBES), verbose=False)["input_ids"]
+        expected = [one.ids for one in raw.encode_batch_fast(list(PROBES))]
+        expected += [one.ids for one in raw.encode_batch_fast(list(texts), add_special_tokens=not self._chat)]
+        for text, one, other in zip([*PROBES, *texts], [*own, *tokens], expected, strict=False):
+            if one != other:
+                raise ConfigError(
+                    f"model.path: the tokenizer that transformers {__version__} makes of {self._model_dir} gives "
+                    f"{self._tokenizer.convert_ids_to_tokens(one)} for {text!r}, where tokenizer.json gives "
+                    f"{raw.encode(text, add_special_tokens=False).tokens}; use another version of transformers"
+                )
 
     def fits(self, row: PromptRow, num_tokens: int) -> bool:
         """Return whether a prompt is trained on; see `check_fit`."""
@@ -170,6 +210,7 @@ class PromptDataset:
         seed: int,
         own_rollout: bool = False,
         with_tasks: bool = False,
+        tokenizer: Any = None,
     ) -> None:
         """Tokenize all rows.
 
@@ -179,13 +220,14 @@ class PromptDataset:
             seed: of the order.
             own_rollout: a rollout of the user's takes the rows.
             with_tasks: keep whole rows.
+            tokenizer: the model's, if it is loaded already.
         Raises:
             ConfigError: a prompt is too long and `overlong` is `reject`, all prompts are too long, a prompt gives no
                 tokens, or the tokenizer has no chat template.
         """
         self._config = config
         self._seed = seed
-        maker = PromptTokens(config, model_dir=model_dir, own_rollout=own_rollout)
+        maker = PromptTokens(config, model_dir=model_dir, own_rollout=own_rollout, tokenizer=tokenizer)
         texts, tokens = maker.of(rows)
         kept = [i for i, row in enumerate(rows) if maker.fits(row, len(tokens[i]))]
         self.num_skipped = len(rows) - len(kept)

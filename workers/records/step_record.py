@@ -241,7 +241,7 @@ class StepRecorder:
         self._updates = JsonLines(context.run_dir / UPDATES_FILE)
         self._outside = OutsideMetrics(context.sealed_store())
         self._unwritten_refills: list[Refill] = []
-        self._complained = False
+        self._complained: set[str] = set()
         self.num_refills = 0
         """Replaced groups that this recorder was told of."""
         self._last_at = time.monotonic()
@@ -305,9 +305,11 @@ class StepRecorder:
         replaced = refill_lines(refills, step=record.step, lineage=lineage, time_s=self._time_s())
         self._ledger.write(replaced + record.ledger)
         self._metrics.write([metrics])
-        if record.gap.complaint and not self._complained:
-            self._complained = True
-            self._context.warn(f"step {record.step}: {record.gap.complaint}")
+        complaints = {"responses": record.totals.complaint(), "gap": record.gap.complaint}
+        new = {kind: text for kind, text in complaints.items() if text and kind not in self._complained}
+        if new:
+            self._complained |= new.keys()
+            self._context.warn(f"step {record.step}: {'; '.join(new.values())}")
 
     def sync(self) -> None:
         """Make everything written durable."""

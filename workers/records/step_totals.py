@@ -12,12 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import xxhash
 from torch import Tensor
 
 from asyncflow.device import exact_dtype
 from tq.columns import PackedBatch
 from workers.algorithms.parts import LossCounts
 from workers.tasks.dataflow import REWARD_PARTS, SOURCES
+from workers.tasks.rollouts import responses_of
+
+_DIFFERENT = "different_response/"
 
 
 @dataclass
@@ -96,6 +100,7 @@ class StepTotals:
         self.add("staleness", float(staleness_N.sum()))
         self.add("late", len(batch) * (admitted_step < step))
         self.add("early", len(batch) * (admitted_step > step))
+        self._add_responses(batch)
         for name, values in (("reward", rewards), ("response_tokens", lengths), ("staleness", staleness_N)):
             for value, count in Counter(f"{value + 0.0:.2g}" for value in values.tolist()).items():
                 self.add(f"histogram/{name}/{value}", count)
@@ -105,6 +110,42 @@ class StepTotals:
         if SOURCES in batch.columns:
             self._add_sources(batch, parts)
         self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
+
+    def _add_responses(self, batch: PackedBatch) -> None:
+        """Count responses that are over before they begin, and how many different ones there are, up to two."""
+        if "response_mask" not in batch.columns:
+            return
+        known = {name for name in self.sums if name.startswith(_DIFFERENT)}
+        for tokens, is_cut in zip(responses_of(batch), batch["truncated"].values.tolist(), strict=True):
+            self.add("empty", float(len(tokens) < 2 and not is_cut))
+            name = f"{_DIFFERENT}{xxhash.xxh3_64_hexdigest(tokens.contiguous().numpy().tobytes())}"
+            if name in known or len(known) < 2:
+                known.add(name)
+                self.add(name, 1)
+
+    def complaint(self) -> str:
+        """Say what is wrong with all of the responses; "": they are not all alike."""
+        sums = defaultdict(float, self.sums)
+        samples = int(sums["samples"])
+        if samples < 2:
+            return ""
+        if sums["truncated"] == samples:
+            return (
+                f"all {samples} responses are truncated: none drew a token that ends it; raise "
+                f"rollout.max_response_tokens, or see whether eos_token_id of generation_config.json is what this "
+                f"model says at an end"
+            )
+        if sums["empty"] == samples:
+            return (
+                f"all {samples} responses are empty, they end with their first token; see whether the prompts in "
+                f"samples/ end as this model's prompts do"
+            )
+        if sum(name.startswith(_DIFFERENT) for name in self.sums) == 1:
+            return (
+                f"all {samples} responses are the same, so nothing can be learnt from them; see samples/, and whether "
+                f"rollout.temperature is 0"
+            )
+        return ""
 
     def _add_sources(self, batch: PackedBatch, parts: Sequence[Mapping[str, float]]) -> None:
         rewards, correct = batch["rewards"].values.tolist(), batch["correct"].values.tolist()

@@ -29,7 +29,6 @@ from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.task_source import held_out_rows
-from workers.data.tokenizer import load_tokenizer
 from workers.engines.load import load_generate_engine
 from workers.records.samples import SampleLog
 from workers.rewards.base import NO_FIELDS
@@ -84,7 +83,8 @@ class Evaluator:
         self._own = frozenset(own)
         self._last_own = own[-1]
         self._size = config.evaluate.n_samples_per_prompt
-        self._dataset = _held_out(context)
+        tokenizer = context.load_tokenizer()
+        self._dataset = _held_out(context, tokenizer)
         self._requests = [
             self._request(index, self._dataset.prompt(index // self._size), _seed(config.seed, index))
             for index in range(len(self._dataset) * self._size)
@@ -94,7 +94,6 @@ class Evaluator:
         self._wake = threading.Event()
         context.wake_to_stop(self._wake)
         self._rollouts = open_rollouts(context, self._engine, sampling, wake=self._wake)
-        tokenizer = load_tokenizer(Path(config.model.path))
         self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
@@ -218,7 +217,7 @@ class Evaluator:
         return not self._context.stopping.is_set()
 
 
-def _held_out(context: WorkerContext) -> PromptDataset:
+def _held_out(context: WorkerContext, tokenizer: Any) -> PromptDataset:
     """Read the first `max_prompts` prompts; those that are too long are left out."""
     config = context.config
     return PromptDataset(
@@ -228,6 +227,7 @@ def _held_out(context: WorkerContext) -> PromptDataset:
         seed=config.seed,
         own_rollout=config.rollout.is_own,
         with_tasks=config.sends_tasks,
+        tokenizer=tokenizer,
     )
 
 

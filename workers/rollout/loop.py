@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from asyncflow.errors import TrainingDiverged
 from weightsync.version import Version
 from workers.algorithms.group_filter import load_group_filter
 from workers.context import WorkerContext
-from workers.data.tokenizer import load_tokenizer
 from workers.engines.load import load_generate_engine
 from workers.records.samples import SampleLog
 from workers.rewards.group import GroupReward
@@ -60,7 +58,7 @@ class Rollout:
         task = task_of("rollout", config, context.job)
         self._scorer, tokenizer = None, None
         if "rewards" in task.fused:
-            tokenizer = load_tokenizer(Path(config.model.path))
+            tokenizer = context.load_tokenizer()
             parts = config.has_reward_parts
             self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed, has_parts=parts)
         size = config.schedule.n_samples_per_prompt

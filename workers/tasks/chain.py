@@ -6,14 +6,13 @@ It decides how many rows each task gets at a time, and that ranks without rows t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from torch import Tensor
 
 from tq.columns import Column, PackedBatch
 from workers.config import RunConfig
 from workers.context import WorkerContext
-from workers.data.tokenizer import TextDecoder, load_tokenizer
+from workers.data.tokenizer import TextDecoder
 from workers.engines.base import Sequences, TrainEngine, ValueEngine
 from workers.engines.config import TrainingConfig
 from workers.tasks.column_tasks import (
@@ -156,7 +155,7 @@ def open_task(
             return Advantages(context)
         case _:
             user = next(task for task in config.tasks if task.name == name)
-            decoder = TextDecoder(load_tokenizer(Path(config.model.path)))
+            decoder = TextDecoder(context.load_tokenizer())
             return UserTask(user, decoder, num_rows=config.schedule.n_samples_per_prompt)
 
 

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from workers.algorithms.load import load_algorithm
 from workers.calls.user_function import excerpt
 from workers.config import RunConfig
 from workers.context import WorkerContext
-from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Sequences, TrainEngine
 from workers.engines.config import TrainingConfig
 from workers.engines.load import load_forward_model, load_reward_model
@@ -88,7 +86,7 @@ class Rewards(ColumnTask):
             self.num_rows = self._config.micro_batch_size
         self._scorer: Scorer | None = None
         if context.rank == 0:  # where ranks share the model, one calls the function
-            tokenizer = load_tokenizer(Path(config.model.path))
+            tokenizer = context.load_tokenizer()
             self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:

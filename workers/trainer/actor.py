@@ -268,6 +268,7 @@ def _open_checkpointer(context: WorkerContext) -> Checkpointer:
         lineage=context.job.lineage,
         model_fingerprint=model_fingerprint(Path(config.model.path)),
         data_hash=context.first_data_hash(),
+        tokenizer_files=context.first_tokenizer_files(),
         config=context.run_dir / CONFIG_FILE,
     )
     return Checkpointer(

@@ -475,7 +475,7 @@ def test_files_beside_the_model_are_neither_read_nor_counted_and_named(
 ) -> None:
     shutil.copy(model_dir / "model.safetensors", model_dir / "model_old.safetensors")
     shown = run(write_config(), "--dry-run").stdout
-    assert f"note            model.path: {model_dir} is read from model.safetensors; not from model_old" in shown
+    assert f"note: model.path: {model_dir} is read from model.safetensors; not from model_old" in shown
     assert "52 parameters" in shown
     noted = resolve(Order(str(write_config()), None, ())).findings
     assert [finding.text for finding in noted][1:] == [
