@@ -30,6 +30,8 @@ class TaskSpec:
         whole_groups: a group is handed out only when all its rows are ready, and never split.
         max_staleness: rows of step s go only to consumers whose weights are of a version v with
             (s - 1) - v <= max_staleness; None: weights do not matter.
+        version_interval: consumers compute with weights of every so many steps (0, N, 2N, ...); those between are of no
+            use to them. With `max_staleness` N - 1 a row goes to those of the last such step before its own.
         barrier: rows of a partition are handed out only when all of them are ready (`sync`).
         in_order: rows go out in ascending order, as many as asked for or the partition's rest; a fetch waits for
             the next ones. So which rows go out together does not depend on when they became ready.
@@ -44,12 +46,17 @@ class TaskSpec:
     outputs: frozenset[str] = frozenset()
     whole_groups: bool = False
     max_staleness: int | None = None
+    version_interval: int = 1
     barrier: bool = False
     in_order: bool = False
     keeps_leases: bool = False
     max_deliveries: int = 0
     policy: Policy = field(default_factory=Fifo)
     steps: StepSpec | None = None
+
+    def usable_version(self, newest: int) -> int:
+        """Return the newest weights, up to some, that consumers of the task can compute with."""
+        return newest // self.version_interval * self.version_interval
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -206,6 +208,16 @@ class WorkerContext:
             old.version if version is None else version,
             old.rollouts if rollouts is None else rollouts,
         )
+
+    @contextmanager
+    def reporting(self, state: str, *, step: int | None = None) -> Iterator[None]:
+        """Say what this rank does inside; afterwards it does again what it did before."""
+        before = self._status
+        self.report(state, step=step)
+        try:
+            yield
+        finally:
+            self.report(before.state, before.detail, step=before.step)
 
     def progress(self) -> None:
         """Say that this rank gets on with what it does; one that works and does not is taken for stuck."""

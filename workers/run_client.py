@@ -42,8 +42,8 @@ from workers.config import RunConfig
 from workers.feed_client import PromptFeed
 from workers.outside_lease import OutsideLease, OutsideTask
 from workers.records.outside_metrics import report_metrics
-from workers.tasks.dataflow import TRAINERS, WEIGHTS, NeededWeights
-from workers.tasks.graph import launched_tasks
+from workers.tasks.dataflow import TRAINERS, WEIGHTS
+from workers.tasks.graph import launched_tasks, task_specs
 
 _KEY = "outside/run"
 _NAME = re.compile(r"[\w.-]+")
@@ -75,12 +75,10 @@ class Announcement:
     def of(config: RunConfig, job: Job) -> "Announcement":
         """Return it for a run. It has no secrets: everybody who reaches the store can read it."""
         placed = [task for task in launched_tasks(config, job) if task.role not in TRAINERS]
+        gated = {spec.name for spec in task_specs(placed, config) if spec.max_staleness is not None}
         addresses = {node.rank: node.address for node in job.nodes}
         return Announcement(
-            {
-                task.name: OutsideTask(task.inputs, task.outputs, task.weights is not NeededWeights.ANY)
-                for task in placed
-            },
+            {task.name: OutsideTask(task.inputs, task.outputs, task.name in gated) for task in placed},
             config.tq.model_dump(mode="json", exclude={"backend"}),
             config.schedule.staleness_bound,
             {gang.name: addresses.get(gang.nodes[0], "") for gang in job.of_role(WEIGHTS)},
@@ -188,7 +186,7 @@ class RunClient:
         Args:
             task: of `tasks`.
             num_rows: at most so many per lease.
-            version: of the weights that this process generates with.
+            version: of the weights that this process computes with; of a reference that follows the policy, its step.
             columns: to read ahead; default: all inputs.
             prefetch: leases fetched ahead.
 

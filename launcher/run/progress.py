@@ -31,7 +31,7 @@ PASSIVE = frozenset({"idle", "serving"})
 """States, beside `waiting for ...`, of a rank that has nothing to do until it is asked."""
 SILENT_S = 10.0
 """A rank without news for so long is shown as such (s)."""
-VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd", "evaluate"})
+VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd", "ref", "evaluate"})
 ROLE_ORDER = (
     "rollout", "actor", "critic", "actor_fwd", "ref", "reward", "advantages", "evaluate",
     "controller", "storage", "weights",

@@ -58,6 +58,26 @@ def test_every_group_is_trained_once_in_its_step_within_the_bound(tmp_path: Path
     assert bool(swapped_inside) == (bound > 0), "responses go on over a swap"
 
 
+@pytest.mark.parametrize(("copies", "interval"), [(1, 1), (2, 2)])
+def test_reference_that_follows_the_policy_waits_for_no_rows_that_wait_for_it(
+    tmp_path: Path, copies: int, interval: int
+) -> None:
+    """Long responses of a step are scored after short ones of the next, whose reference is of this step."""
+    config = recipe("async", 1)
+    config |= {"roles": {"rollout": 1, "actor": 1, "ref": copies}, "weightsync": {"timeout_s": 20}}
+    config["algorithm"] |= {"ref_update_interval": interval}
+    (tmp_path / "sim.yaml").write_text(yaml.safe_dump(config))
+    done = command.run("sim.yaml", "--run-dir", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stdout + done.stderr
+    ledger = command.lines(tmp_path / "run" / "ledger.jsonl")
+    assert Counter(line["group"] for line in ledger) == Counter(range(STEPS * SAMPLES))
+    spans = [line for path in (tmp_path / "run" / "timeline").glob("ref-*.jsonl") for line in command.lines(path)]
+    names = [span["name"] for span in spans if "name" in span]
+    assert "wait for weights" in names, "what it waits for is told apart"
+    assert len(list((tmp_path / "run" / "reference").iterdir())) == 2
+
+
 def test_a_live_run_says_which_split_would_be_better(tmp_path: Path) -> None:
     config = recipe("async", 1)
     config |= {"steps": 40, "roles": {"rollout": 1, "actor": 4, "ref": 1}}

@@ -1,6 +1,7 @@
 """Which weights are the reference of a step."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,14 +58,17 @@ def test_reference_that_comes_late_reads_what_another_one_wrote(
     context: Any = SimpleNamespace(
         config=config, device=CPU, gang=SimpleNamespace(role="ref"), rank=0, start_step=0,
         job=SimpleNamespace(lineage=0, resume_from=""), run_dir=tmp_path, timeline=NoTimeline(), stopping=None,
+        reporting=lambda state: said.append(state) or nullcontext(),
     )  # fmt: skip
     monkeypatch.setattr("workers.tasks.reference.open_receiver", lambda _, needs, **__: LateReceiver(needs))
+    said: list[str] = []
     tokens = torch.tensor([5, 6, 7, 8])
     batch = Sequences.of([tokens[:2]], [tokens[2:]])
     late = Reference(context)
     before = late.log_probs(batch, step=4)
     with pytest.raises(WeightSyncError, match="the reference of step 4 is gone"):
         late.log_probs(batch, step=5)
+    assert said == ["waiting for weights"], "it does not seem to work"
 
     other = FrozenModel(Path(config.model.path), config.model, temperature=config.rollout.temperature, device=CPU)
     other.load_weights({name: torch.full(need.shape, 0.01) for name, need in other.weight_needs().items()})
@@ -72,3 +76,21 @@ def test_reference_that_comes_late_reads_what_another_one_wrote(
     other.save_weights(written)
     assert torch.equal(late.log_probs(batch, step=5), other.log_probs(batch))
     assert not torch.equal(late.log_probs(batch, step=6), before)
+
+
+def test_reference_without_rows_takes_a_later_one_when_its_own_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others served step 5 and all after it, up to the next refresh, while this one slept."""
+    config = load_config(find_recipe("quickstart"), overrides=["algorithm.ref_update_interval=4"])
+    context: Any = SimpleNamespace(
+        config=config, device=CPU, gang=SimpleNamespace(role="ref"), rank=0, start_step=0,
+        job=SimpleNamespace(lineage=0, resume_from=""), run_dir=tmp_path, timeline=NoTimeline(), stopping=None,
+        reporting=lambda _: nullcontext(),
+    )  # fmt: skip
+    monkeypatch.setattr("workers.tasks.reference.open_receiver", lambda _, needs, **__: LateReceiver(needs))
+    late = Reference(context)
+    assert late.version == 0
+    late.take_weights(4)
+    assert late.version == 8
+    assert (tmp_path / "reference" / "lineage0000-step_000008").is_dir(), "those that come later still find it"

@@ -246,6 +246,7 @@ class QueueClient:
         replica: str = "",
         sequence: int = 0,
         lineage: int = 0,
+        tell_held_back: bool = False,
     ) -> Lease | NoRows:
         """Lease ready rows; waits until there are some, the deadline passes, or the queue stops. See also `stream`.
 
@@ -254,7 +255,7 @@ class QueueClient:
             num_rows: at most, but at least one item (a row, or a whole group).
             version: newest weights that this consumer holds (version-gated tasks).
             timeout_s: default `request_timeout_s`.
-            token_budget, replica, sequence, lineage: see `FetchRows`.
+            token_budget, replica, sequence, lineage, tell_held_back: see `FetchRows`.
 
         Raises:
             ConfigError: no such task, or a number that cannot be.
@@ -272,6 +273,7 @@ class QueueClient:
             replica,
             check_number("sequence", sequence),
             check_number("lineage", lineage),
+            tell_held_back,
         )
         answer = self._fetch(message, timeout_s)
         return Lease(self.data, answer, disclose(answer.values)) if isinstance(answer, LeaseGrant) else answer

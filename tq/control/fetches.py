@@ -141,6 +141,12 @@ class Fetches:
             raise PeerRefused(f"{fetch.task} is served by another controller; here: {' '.join(self._table.tasks)}")
         if fetch.num_rows < 1 or fetch.token_budget < 0:
             raise PeerRefused(f"{fetch.task}: asked for {fetch.num_rows} rows; ask for at least 1")
+        interval = self._task(fetch).spec.version_interval
+        if isinstance(fetch, FetchRows) and fetch.version % interval:
+            raise PeerRefused(
+                f"{fetch.task}: asked for with weights of step {fetch.version}; only those of every {interval} steps "
+                f"are of use (0, {interval}, {2 * interval}, ...)"
+            )
         if isinstance(fetch, FetchRound):
             if fetch.token_budget and self._task(fetch).spec.steps is not None:
                 raise PeerRefused(f"{fetch.task}: steps of several partitions have rounds of rows, not of tokens")
@@ -278,11 +284,15 @@ class Fetches:
             return None
         newest = self.newest_partition(fetch)
         if newest is not None and fetch.lineage < self._lineage:
-            return self._nothing(NoRowsReason.NEWER_VERSION) if self._published else None
+            return self._gated(NoRowsReason.NEWER_VERSION, task) if self._published else None
         taken = task.take(Want(fetch.num_rows, fetch.token_budget), newest_allowed=newest)
         if taken is None:
-            outdated = newest is not None and task.has_ready and self.newest_version > fetch.version
-            return self._nothing(NoRowsReason.NEWER_VERSION) if outdated else None
+            if newest is None or task.oldest_ready is None or task.oldest_ready <= newest:
+                return None
+            if task.spec.usable_version(self.newest_version) > fetch.version:
+                return self._gated(NoRowsReason.NEWER_VERSION, task)
+            # Rows that these weights are for may still come, or come back: the consumer goes on asking with them.
+            return self._gated(NoRowsReason.HELD_BACK, task) if fetch.tell_held_back else None
         partition, rows = taken
         token = self._table.token()
         task.lease(token, partition, rows, fetch.owner)
@@ -342,6 +352,9 @@ class Fetches:
 
     def _nothing(self, reason: NoRowsReason) -> NoRows:
         return NoRows(reason, self.newest_version, lineage=self._lineage)
+
+    def _gated(self, reason: NoRowsReason, task: TaskState) -> NoRows:
+        return NoRows(reason, task.spec.usable_version(self.newest_version), lineage=self._lineage)
 
     def _tell_steps(self) -> None:
         for assigner in self._table.assigners.values():

@@ -111,6 +111,11 @@ class TaskState:
         """Whether some partition may have rows to take."""
         return bool(self._with_ready)
 
+    @property
+    def oldest_ready(self) -> int | None:
+        """The oldest partition that may have rows to take."""
+        return self._with_ready[0] if self._with_ready else None
+
     # Rows
 
     def refresh(self, number: int, row: Row) -> None:

@@ -78,10 +78,12 @@ class LeaseGrant(Message):
 
 
 class NoRowsReason(StrEnum):
-    """Why a fetch ended without rows; closed: for writing, and the task is done with all rows."""
+    """Why a fetch ended without rows; closed: for writing, and the task is done with all rows; held back: see
+    `FetchRows.tell_held_back`."""
 
     DEADLINE = "deadline"
     NEWER_VERSION = "newer_version"
+    HELD_BACK = "held_back"
     PARTITION_DONE = "partition_done"
     STOP = "stop"
     CLOSED = "closed"
@@ -92,7 +94,7 @@ class NoRows(Message):
 
     Attributes:
         reason: why.
-        newest_version: newest that was published.
+        newest_version: newest that was published, and that the task's consumers can use (`TaskSpec.version_interval`).
         waiting_for: for a deadline, what is missing, in words for a person.
         producers_alive: for a deadline, whether a client that writes what is missing is connected.
         lineage: of the newest version.

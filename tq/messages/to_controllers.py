@@ -252,6 +252,8 @@ class FetchRows(Message):
         replica, sequence: ranks of one data-parallel replica that fetch for themselves name the replica and count
             their fetches: the same (replica, sequence) gets the same lease. "": this consumer alone.
         lineage: of the weights; older ones than the queue's are outdated, whatever their version.
+        tell_held_back: answer `NoRows(held_back)` when rows are ready that need newer weights than there are, so that
+            the consumer can say what it waits for. It asks again without this, and parks.
     """
 
     task: str
@@ -263,6 +265,7 @@ class FetchRows(Message):
     replica: str = ""
     sequence: int = 0
     lineage: int = 0
+    tell_held_back: bool = False
 
 
 class FetchRound(Message):

@@ -64,9 +64,9 @@ class TaskChain:
         return min(task.num_rows for task in self._tasks.values())
 
     @property
-    def version(self) -> int:
-        """Step of the oldest weights that rows are gated by; 0: by none."""
-        return min((task.version for task in self._tasks.values() if task.version is not None), default=0)
+    def version(self) -> int | None:
+        """Step of the oldest weights that rows are gated by; None: by none."""
+        return min((task.version for task in self._tasks.values() if task.version is not None), default=None)
 
     def add_columns(self, batch: PackedBatch, *, step: int, round_rows: int = 0) -> PackedBatch:
         """Return the batch with the outputs of all tasks.

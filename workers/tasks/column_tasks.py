@@ -27,7 +27,7 @@ from workers.rewards.base import LARGEST_REWARD, NO_FIELDS
 from workers.rewards.config import RewardModelConfig
 from workers.rewards.scorer import ScoredResponse, Scorer
 from workers.tasks.dataflow import SAMPLE_COLUMNS, TASKS
-from workers.tasks.reference import Reference
+from workers.tasks.reference import Reference, reference_step
 from workers.tasks.rollouts import drawn_per_row, responses_of
 from workers.trainer.gang_peers import all_ranks, max_over_ranks
 from workers.weight_path import HeldWeights, open_receiver
@@ -46,8 +46,11 @@ class ColumnTask(ABC):
     many rows are fetched; None: each row is one sample. Its columns have a value per drawn token."""
     collective = False
     """All ranks of the gang compute together, equally often; one without rows is given a batch without columns."""
-    version: int | None = None
-    """Step of the weights that it computes with, if rows are gated by it; None: they are not."""
+
+    @property
+    def version(self) -> int | None:
+        """Step of the weights that it computes with, if rows are gated by it; None: they are not."""
+        return None
 
     @abstractmethod
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
@@ -118,7 +121,8 @@ class Rewards(ColumnTask):
 
 
 class ReferenceLogProbs(ColumnTask):
-    """Log-probabilities under the reference policy."""
+    """Log-probabilities under the reference policy. In a role of its own, one that follows the policy is given rows of
+    the steps that its weights are the reference of."""
 
     def __init__(self, context: WorkerContext, engine: TrainEngine | None = None) -> None:
         config = context.config
@@ -126,11 +130,24 @@ class ReferenceLogProbs(ColumnTask):
         if engine is not None:
             self.num_rows = min(self.num_rows, config.actor.micro_batch_size)
         self.cut = cut_of(config, config.actor.model_copy(update={"shared_prompt": config.ref.shared_prompt}))
+        self._interval = config.algorithm.ref_update_interval
         self._reference = Reference(context)
+        self._is_hosted = engine is not None
 
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
         """Return `ref_log_probs`, float32 per drawn token, from what was generated."""
+        held = self.version  # (a lost row of a step that was trained since may be asked for: nobody reads it then)
+        assert held is None or held >= reference_step(step, self._interval), f"step {step} came to reference {held}"
         return {"ref_log_probs": _column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
+
+    @property
+    def version(self) -> int | None:
+        """Step of the reference; None: it never changes, or the host asks for no rows before there is theirs."""
+        return None if self._is_hosted else self._reference.version
+
+    def take_weights(self, step: int) -> None:
+        """Wait for the reference that follows `step`, or a later one."""
+        self._reference.take_weights(step)
 
     def close(self) -> None:
         """Leave the weight agent."""
@@ -181,8 +198,6 @@ class FollowerLogProbs(ColumnTask):
     what is then computed is not read.)
     """
 
-    version = 0
-
     def __init__(self, context: WorkerContext) -> None:
         config = context.config
         self.num_rows = config.ref.micro_batch_size
@@ -193,7 +208,12 @@ class FollowerLogProbs(ColumnTask):
             context, self._model.weight_needs(), adopts=self._model.adopts_weights, whole=context.gang.num_ranks == 1
         )
         load = partial(self._model.load_weights, adopt=receiver.adopts)
-        self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
+        self._weights = HeldWeights(context, receiver, load)
+
+    @property
+    def version(self) -> int | None:
+        """Step of the policy."""
+        return self._weights.step
 
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
         """Return `old_log_probs`, float32 per drawn token, from what was generated."""
@@ -215,10 +235,6 @@ class FollowerLogProbs(ColumnTask):
     def close(self) -> None:
         """Leave the weight agent."""
         self._weights.close()
-
-    def _loaded(self, version: Version) -> None:
-        self.version = version.step
-        self._context.report("idle", version=version.step)
 
 
 class Advantages(ColumnTask):

@@ -63,6 +63,8 @@ class NeededWeights(StrEnum):
     """As old as the schedule lets them be: responses."""
     NEWEST = "newest"
     """Those of step s - 1, on which step s trains."""
+    REFERENCE = "reference"
+    """The reference of step s, if it follows the policy."""
 
 
 def roles_on_device(*, reward_model: bool) -> tuple[str, ...]:
@@ -159,6 +161,7 @@ def critic_free_tasks(
         host="actor",
         inputs=SAMPLE_COLUMNS,
         outputs=("ref_log_probs",),
+        weights=NeededWeights.REFERENCE,
     )
     old_policy = Task(
         name="actor_log_probs",

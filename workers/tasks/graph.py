@@ -83,8 +83,13 @@ def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
 
 def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]:
     """Return what the controllers must know of each placed task under the run's schedule."""
-    schedule = config.schedule
-    bounds = {NeededWeights.ANY: None, NeededWeights.BOUNDED: schedule.gate_staleness, NeededWeights.NEWEST: 0}
+    schedule, interval = config.schedule, config.algorithm.ref_update_interval
+    bounds = {
+        NeededWeights.ANY: None,
+        NeededWeights.BOUNDED: schedule.gate_staleness,
+        NeededWeights.NEWEST: 0,
+        NeededWeights.REFERENCE: interval - 1 if interval else None,
+    }
     steps = StepSpec(schedule.step_rows, schedule.lateness) if schedule.lateness else None
     return [
         TaskSpec(
@@ -93,6 +98,7 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
             outputs=frozenset(task.outputs),
             whole_groups=task.whole_groups or task.role == "rollout",
             max_staleness=bounds[task.weights],
+            version_interval=max(1, interval) if task.weights is NeededWeights.REFERENCE else 1,
             barrier=schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
             in_order=config.deterministic,
             keeps_leases=task.role in TRAINERS,

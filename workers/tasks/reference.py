@@ -22,7 +22,7 @@ from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.engines.base import Sequences
 from workers.engines.load import load_frozen_model
-from workers.trainer.gang_peers import all_ranks
+from workers.trainer.gang_peers import all_ranks, max_over_ranks
 from workers.weight_path import open_receiver
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,14 @@ def saved_reference(context: WorkerContext, completed: int) -> Path | None:
 class Reference:
     """Computes log-probabilities under the reference of each step. Steps may only go on.
 
+    A role of its own gets rows of the steps whose reference it holds, and no others (`TaskSpec.version_interval`): with
+    rows in hand it waits for nothing. It takes newer weights when it is told that some have come. These are of step R,
+    so all rows of steps up to R were trained, and none is left that an earlier reference is for:
+
+        N = 1   holds 4: rows of step 5 ... | version 5 is published: rows of step 6 are ready -> take_weights(5)
+
+    The actor, as a host, asks for rows of the step that it trains next: it made their reference itself.
+
     Where several ranks share it they call alike, and change together.
     """
 
@@ -91,30 +99,69 @@ class Reference:
                 whole=not self._shared,
             )
 
+    @property
+    def version(self) -> int | None:
+        """Step of the weights that it computes with; None: they never change."""
+        return self._step if self._interval else None
+
     def log_probs(self, batch: Sequences, *, step: int) -> Tensor:
         """Return float32 [A]: log-probabilities of the drawn tokens under the reference of `step`.
 
-        Waits until the trainer has published that reference.
+        Waits until that reference has come, which the caller must have published.
 
         Raises:
             WeightSyncError: it did not in time.
         """
         needed = reference_step(step, self._interval)
-        if needed > self._step and self._receiver is not None:
-            self._refresh(self._receiver, needed)
+        if needed > self._step and self._receiver is not None and self._wait_for(self._receiver, needed):
+            self._load(self._receiver, needed)
         return self._model.log_probs(batch)
+
+    def take_weights(self, step: int) -> None:
+        """Become the reference of step `step` + 1, or a later one if that is gone: no rows are in hand. Returns early
+        when the run stops.
+
+        Args:
+            step: a published one after which the reference changes.
+
+        Raises:
+            WeightSyncError: the weights do not come in time, or are gone.
+        """
+        receiver = self._receiver
+        assert receiver is not None, "a reference that stays the same waits for no weights"
+        while self._wait_for(receiver, step):
+            best = self._newest_there(receiver, step)
+            if self._shared:
+                best = max_over_ranks(best)  # a rank may have heard of later ones
+            if best == step:
+                self._load(receiver, step)
+                return
+            step = best
 
     def close(self) -> None:
         """Leave the weight agent."""
         if self._receiver is not None:
             self._receiver.close()
 
-    def _refresh(self, receiver: WeightReceiver, needed: int) -> None:
-        with self._context.timeline.span("wait for weights", step=needed):
-            lineage, stop = self._context.job.lineage, self._context.stopping
-            came = receiver.wait_for(needed, lineage=lineage, timeout_s=self._timeout_s, stop=stop)
-            if not self._all(came):
-                return
+    def _wait_for(self, receiver: WeightReceiver, step: int) -> bool:
+        """Wait for weights of `step` or later; False: the run stops."""
+        context = self._context
+        with context.reporting("waiting for weights"), context.timeline.span("wait for weights", step=step):
+            came = receiver.wait_for(
+                step, lineage=context.job.lineage, timeout_s=self._timeout_s, stop=context.stopping
+            )
+            return self._all(came)
+
+    def _newest_there(self, receiver: WeightReceiver, least: int) -> int:
+        """Return the newest reference from step `least` on that this rank can load; `least` if it knows of none."""
+        lineage, newest = self._context.job.lineage, receiver.newest
+        steps = [least, *_kept_steps(self._context)]
+        if newest is not None and newest.lineage == lineage and newest.step % self._interval == 0:
+            steps.append(newest.step)
+        return max(steps)
+
+    def _load(self, receiver: WeightReceiver, needed: int) -> None:
+        """Compute with the weights of `needed` from now on, and none but these."""
         with self._context.timeline.span("load weights", step=needed):
             loaded = None
             if receiver.newest is not None and receiver.newest.step == needed:
@@ -149,7 +196,7 @@ class Reference:
         if version.lineage < self._context.job.lineage:
             return False
         newest = self._receiver.newest if self._receiver is not None else None
-        last = self._step if newest is None else newest.step
+        last = self._step if newest is None else max(self._step, newest.step)
         return version.step // self._interval > last // self._interval
 
     def _write(self, target: Path) -> None:
@@ -169,3 +216,9 @@ class Reference:
 
 def _kept_as(context: WorkerContext, step: int) -> Path:
     return context.run_dir / DIRECTORY / f"lineage{context.job.lineage:04d}-step_{step:06d}"
+
+
+def _kept_steps(context: WorkerContext) -> list[int]:
+    """Return the steps of the references of this lineage that lie in the run directory."""
+    directories = (context.run_dir / DIRECTORY).glob(f"lineage{context.job.lineage:04d}-step_*")
+    return [int(path.name.rpartition("_")[2]) for path in directories]

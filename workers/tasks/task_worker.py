@@ -1,7 +1,10 @@
 """The loop of every role that only computes columns: ref, reward, advantages and the like.
 
     fetch -> get inputs -> add_columns -> put outputs -> fetch ...
-                                           newer weights are needed -> take_weights -> fetch ...
+      '--> rows need newer weights, which exist -> take_weights -> fetch ...
+
+Only a rank without rows waits for weights, and only for such that exist. While rows wait for weights that others still
+compute, it goes on asking: those weights may need rows that are not here yet, or that come back.
 
 Where several ranks share a model, the first one, the lead, fetches and puts. The others get the same rows by broadcast
 (`tq.client.replica`), so all compute together.
@@ -39,12 +42,14 @@ def run_task(context: WorkerContext) -> None:
     rounds = None if lead is None else lead.rounds()
     items = rounds if replica is None else replica.relay(rounds)
     assert items is not None, "a rank that is alone leads"
+    held_back = False
     while True:
-        context.report("waiting for rows")
-        with context.timeline.span(f"wait for rows of {task.name}"):
+        context.report("waiting for weights" if held_back else "waiting for rows", version=chain.version)
+        with context.timeline.span("wait for weights" if held_back else f"wait for rows of {task.name}"):
             item = next(items, None)
         if item is None:
             break
+        held_back = is_held_back(item, held_back)
         if isinstance(item, NoRows):
             if item.reason is NoRowsReason.NEWER_VERSION:
                 context.report("waiting for weights")
@@ -60,6 +65,18 @@ def run_task(context: WorkerContext) -> None:
     chain.close()
     if replica is not None:
         dist.destroy_process_group()
+
+
+def is_held_back(item: Round | NoRows, before: bool) -> bool:
+    """Return whether rows are ready, and wait for weights that do not exist yet.
+
+    Args:
+        item: what the last request brought.
+        before: what was so when it was made.
+    """
+    if not isinstance(item, NoRows):
+        return False
+    return item.reason is NoRowsReason.HELD_BACK or (before and item.reason is NoRowsReason.DEADLINE)
 
 
 class _Lead:
@@ -83,10 +100,16 @@ class _Lead:
         """Yield rows, and answers without rows, until the queue stops."""
         context, task, chain = self._context, self._task, self._chain
         monitor = StallMonitor(producers_timeout_s=0.0)
+        held_back = False
         while not context.stopping.is_set():
             answer = self._client.fetch(
-                task.name, num_rows=chain.num_rows, version=chain.version, lineage=context.job.lineage
+                task.name,
+                num_rows=chain.num_rows,
+                version=chain.version or 0,
+                lineage=context.job.lineage,
+                tell_held_back=not held_back,
             )
+            held_back = isinstance(answer, NoRows) and is_held_back(answer, held_back)
             if isinstance(answer, Lease):
                 batch = read_or_release(answer, task.inputs, monitor=monitor, closing=context.stopping)
                 if batch is not None:

@@ -104,6 +104,38 @@ def test_every_task_has_a_gate_of_its_own(make_world: World) -> None:
     assert world.granted(world.ask("actor_fwd", version=1)).rows == [0]
 
 
+def test_reference_gets_the_rows_of_its_steps_and_is_told_only_of_weights_that_are_one(make_world: World) -> None:
+    """It changes every 3 steps: the weights of step 3 are for steps 4 to 6."""
+    world = make_world(TaskSpec("ref", frozenset({"x"}), max_staleness=2, version_interval=3))
+    world.create([0], partition=3)
+    world.create([1], partition=4)
+    assert world.granted(world.ask("ref", version=0)).rows == [0]
+    request = world.ask("ref", version=0)
+    for version in (1, 2):
+        world.handle(PublishVersion(version))
+        assert request not in world.answers, "those between are of no use to it"
+    world.create([2], partition=3)  # put again, after a loss
+    assert world.granted(request).rows == [2], "while it waits, it is there for what needs the weights that it holds"
+    request = world.ask("ref", version=0)
+    world.handle(PublishVersion(4))  # it did not look for a while
+    assert (world.refused(request), world.answers[request].newest_version) == ("newer_version", 3)
+    assert world.granted(world.ask("ref", version=3)).rows == [1]
+    with pytest.raises(PeerRefused, match="weights of step 4; only those of every 3 steps are of use"):
+        world.ask("ref", version=4)
+
+
+def test_consumer_that_asks_is_told_that_its_rows_wait_for_weights(make_world: World) -> None:
+    world = make_world(TaskSpec("ref", frozenset({"x"}), max_staleness=0))
+    request = world.ask("ref", version=0, tell_held_back=True)
+    assert request not in world.answers, "there are no rows yet"
+    world.create([0], partition=2)
+    assert (world.refused(request), world.answers[request].newest_version) == ("held_back", 0)
+    parked = world.ask("ref", version=0)
+    assert parked not in world.answers, "it knows"
+    world.create([1], partition=1)
+    assert world.granted(parked).rows == [1]
+
+
 def test_consumer_with_old_weights_still_gets_rows_that_they_may_start(make_world: World) -> None:
     world = make_world(TaskSpec("rollout", frozenset({"x"}), max_staleness=1))
     world.handle(PublishVersion(5))
