@@ -41,6 +41,7 @@ from tq.backends.load import backend_class
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig, TaskConfig
 from tq.directory import Directory
+from tq.unit.row_journal import JournalMemory
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class LocalQueue:
         if log_dir is not None:
             _make_directory(Path(log_dir))
         host, server, port = _serve_store(host, config.request_timeout_s)
+        self._config = config
         self._own = ExitStack()
         own = address_file or Path(self._own.enter_context(tempfile.TemporaryDirectory(prefix="tq-"))) / "queue.json"
         self.address = Path(own)
@@ -207,6 +209,8 @@ class LocalQueue:
         return f"storage-{sum(name.startswith('storage-') for name in self._services)}"
 
     def _serve(self, name: str) -> None:
+        if name not in self._config.controllers:
+            self._own.enter_context(JournalMemory(self._store, name))
         log = None if self._log_dir is None else self._log_dir / f"{name}.log"
         self._services[name] = _Service(self.address, name, log, self._keepers)
 

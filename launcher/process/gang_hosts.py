@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Protocol
 from asyncflow.job import GangSpec
 from launcher.process import fork_server
 from launcher.run.events import GangExited
+from workers.tasks.dataflow import STORAGE
 
 if TYPE_CHECKING:
     from launcher.process.gang import Gang
     from launcher.process.job_store import JobStoreClient
+    from tq.unit.row_journal import JournalMemory
 
 _KILLED = -signal.SIGKILL
 
@@ -75,6 +77,8 @@ class LocalGangs:
         self._exited = exited
         self._node = node
         self._gangs: dict[str, Gang] = {}
+        self._journals: dict[str, JournalMemory] = {}
+        """Of this node's storage units, over all their attempts."""
 
     def start(self, gang: GangSpec, attempt: int) -> None:
         """Start this node's ranks; returns at once. An earlier attempt is gone."""
@@ -84,6 +88,8 @@ class LocalGangs:
             logger.warning("the fork server is gone; starting another")
             fork_server.stop()
             fork_server.start(self._log_file)
+        if gang.role == STORAGE and gang.name not in self._journals:
+            self._journals[gang.name] = self._store.keep_journal(gang.name)
         self._gangs[gang.name] = Gang(
             gang,
             attempt,
@@ -114,6 +120,8 @@ class LocalGangs:
         for name, gang in self._gangs.items():
             if not gang.join(max(0.0, deadline - time.monotonic())):
                 logger.error("the thread of gang %s did not end", name)
+        while self._journals:
+            self._journals.popitem()[1].close()
 
 
 class AllHosts:

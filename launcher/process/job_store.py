@@ -30,6 +30,7 @@ from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import SealedStore, connect_store, serve_store
 from launcher.run.events import FAILED, GangExited, Phase
 from launcher.run.progress import STARTING, Status, Statuses
+from tq.unit.row_journal import JournalMemory
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -56,6 +57,10 @@ class JobStoreClient:
         key = f"left/{gang}/{rank}"
         words = self._store.look([key]).get(key)
         return None if words is None else words.decode(errors="replace")
+
+    def keep_journal(self, unit: str) -> JournalMemory:
+        """Return memory in which a storage unit of this node notes its rows, so that its next life knows of them."""
+        return JournalMemory(self._store, unit)
 
 
 class JobStore(JobStoreClient):

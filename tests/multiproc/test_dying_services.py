@@ -132,3 +132,38 @@ def test_ack_while_the_controller_recovers_counts_though_the_unit_started_empty(
         client, granted = leased_over_restarts(queue)
         granted.ack()
         assert client.stats()[0].live_rows == 0
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("num_controllers", [1, 2])
+def test_rows_of_a_unit_that_died_with_all_controllers_are_told_as_lost(num_controllers: int, tmp_path: Path) -> None:
+    """Each of 6 rows is waiting, done or told as lost afterwards, and no task does again what it was done with."""
+    tasks = {"look": ["x"], "work": ["x"]}
+    with (
+        tq.start(tasks, num_units=2, num_controllers=num_controllers, config=CONFIG, log_dir=tmp_path) as queue,
+        queue.client("me") as client,
+    ):
+        for row in range(6):
+            client.put_rows({"x": [str(row)]}, rows=[row], groups=[row // 2], group_size=2, partition=row // 2)
+        unit_of_row = {row.index: row.unit for row in client.list_rows()}
+        unit = unit_of_row[0]
+        there = [row for row in unit_of_row if unit_of_row[row] == unit]
+        looked = client.fetch("look", num_rows=2, timeout_s=WAIT_S)
+        worked = client.fetch("work", num_rows=1, timeout_s=WAIT_S)
+        assert isinstance(looked, tq.Lease) and isinstance(worked, tq.Lease)
+        looked.ack()
+        worked.ack()  # row 0 is finished
+        services = [unit, *(f"controller-{k}" for k in range(num_controllers))]
+        for name, pid in {name: kill(queue, name) for name in services}.items():
+            until_back(queue, name, pid)
+        gone = [row for row in there if row != 0]
+        lost = client.lost_rows(timeout_s=WAIT_S)
+        assert lost is not None and lost.rows == gone
+        assert (lost.groups, lost.partitions) == ([row // 2 for row in gone],) * 2
+        until(lambda: all(stats.live_rows == 5 for stats in client.stats()))
+        assert client.stats()[0].lost_rows == len(gone)
+        for row in [0, *gone]:  # row 0 was done, and stays so
+            client.put_rows({"x": [str(row)]}, rows=[row], groups=[row // 2], group_size=2, partition=row // 2)
+        assert finish(client, "look", 4) == [2, 3, 4, 5]
+        assert finish(client, "work", 5) == [1, 2, 3, 4, 5]
+        until(lambda: not any(stats.live_rows for stats in client.stats()))

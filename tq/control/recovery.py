@@ -72,11 +72,6 @@ class Recovery:
         return not self._collecting and not self._fencing
 
     @property
-    def missing_units(self) -> frozenset[str]:
-        """Units of the earlier incarnation that are not back."""
-        return frozenset(self._units)
-
-    @property
     def waiting_for(self) -> str:
         """Return, for a message, the peers that are waited for."""
         if self._collecting:

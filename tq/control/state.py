@@ -109,6 +109,9 @@ class ControlState:
         self._puts = PutQueue(self.table, self._arrivals, self._backpressure)
         self._registry = UnitRegistry(self.table, self._arrivals, [spec.name for spec in tasks])
         self._recovery: Recovery | None = None
+        self._missing_units = set[str]() if recovering is None else set(recovering.units)
+        """Of an earlier incarnation, not heard of since, whose rows are not known: recovery waits for them, not for
+        ever."""
         if recovering is not None and (recovering.units or recovering.owners):
             self._recovery = Recovery(self.table, recovering)
             self._fetches.closed = True
@@ -158,7 +161,7 @@ class ControlState:
     def away(self) -> list[str]:
         """Return the units that are not up but may come back with their rows."""
         known = {name for name, unit in self.table.rows.units.items() if not unit.online}
-        return sorted(known | (self._recovery.missing_units if self._recovery is not None else set()))
+        return sorted(known | self._missing_units)
 
     def known_rows(self) -> dict[int, list[int]]:
         """Return partition -> rows that are somewhere, or finished."""
@@ -276,6 +279,7 @@ class ControlState:
             case RegisterUnit():
                 self._puts.cancel(event.unit)
                 reply = self._registry.register(event)
+                self._missing_units.discard(event.unit)
                 self.table.out.append(Answer(request, reply))
                 if self._recovery is not None:
                     self._recovery.registered(event.unit)
@@ -302,7 +306,7 @@ class ControlState:
 
     def _drain(self) -> None:
         """Closed for writing, once the last puts are in: partitions have the rows that are there, tasks no others."""
-        if self._fetches.drained or self._recovery is not None or not self._puts.drained:
+        if self._fetches.drained or self._recovery is not None or self._missing_units or not self._puts.drained:
             return
         for number, info in self.table.rows.partitions.items():
             if info.declared is None:

@@ -3,6 +3,9 @@
 never seen             its rows are new, or were lost elsewhere; its tombstones count as done
 same life as before    its rows are available again; changes that were told in vain are made up for
 another life           it started empty: what is not in the inventory is lost
+a life that is over    told of by the next one. Where it was met, every row of it was known. Else no controller of that
+                       time may have survived: its rows are lost, unless they were put again since, and what was
+                       finished stays so
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,10 +49,14 @@ class UnitRegistry:
         self._take_tombstones(event, [unit] if old is None else [unit, old], listed)
         self._table.set_online(unit, online=True)
         self._table.removals.keep_out(sorted(listed))
-        partitions = {record.partition for record in event.records} | event.finished.keys()
-        for partition in partitions | {group.partition for group in event.removed_groups}:
-            self._table.drop_finished(partition)
-            self._table.recount(partition)
+        unmet = [one for one in event.earlier if (one.unit, one.incarnation) not in self._lives]
+        for life in reversed(unmet):  # a row may have been in two lives: the later one knows more
+            self._take_life(life)
+        for told in [event, *unmet]:
+            partitions = {record.partition for record in told.records} | told.finished.keys()
+            for partition in partitions | {group.partition for group in told.removed_groups}:
+                self._table.drop_finished(partition)
+                self._table.recount(partition)
         return reply
 
     def remove(self, event: RowsRemoved) -> None:
@@ -185,7 +192,25 @@ class UnitRegistry:
         table.refresh(number)
         return done
 
-    def _take_tombstones(self, event: RegisterUnit, lives: list[UnitLife], listed: set[int]) -> None:
+    def _take_life(self, life: RegisterUnit) -> None:
+        """A life of a unit is over that was not met: its rows are where they were put again, or lost."""
+        table, all_rows = self._table, self._table.rows.rows
+        self._take_finished(life, [])
+        for record in life.records:
+            for number, row in self._rows(record, UnitLife("")):
+                known = all_rows.get(number)
+                if known is None and not row.left:
+                    self.count_finished(record.partition, [number])
+                elif known is None:
+                    table.add_lost(number, row)
+                elif not known.lost:  # put again by a producer who knew of the loss: judged by what was put
+                    done = table.rows.tasks(table.graph.still_done(row, known) & known.left)
+                    for name in done:
+                        table.out.append(Commit(name, table.token(), table.rows.by_unit([number])))
+                    for name in done:
+                        table.mark_done(name, [number])
+
+    def _take_finished(self, event: RegisterUnit, lives: list[UnitLife]) -> None:
         table, all_rows = self._table, self._table.rows.rows
         first_time = (event.unit, event.incarnation) not in self._lives
         self._lives.add((event.unit, event.incarnation))
@@ -200,6 +225,10 @@ class UnitRegistry:
             unknown = [number for number in gone.rows if number not in all_rows and number not in finished]
             if unknown:  # an earlier incarnation, or another controller, knew of them
                 table.removals.lack(gone.partition, unknown)
+
+    def _take_tombstones(self, event: RegisterUnit, lives: list[UnitLife], listed: set[int]) -> None:
+        table, all_rows = self._table, self._table.rows.rows
+        self._take_finished(event, lives)
         removed = {number: gone.cause for gone in event.removed_groups for number in gone.rows}
         for number in [number for unit in lives for number in table.rows.at_unit(unit)]:
             if number in listed or number not in all_rows:

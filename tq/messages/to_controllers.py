@@ -12,7 +12,7 @@ class Message(msgspec.Struct, tag=True):
     """Base of all messages; the class name is the tag."""
 
 
-FORMAT = 1
+FORMAT = 2
 """Of the messages between the queue's processes; counted up by every change that an older process would misread."""
 
 
@@ -106,6 +106,8 @@ class RegisterUnit(Introduction):
         records: its live rows.
         finished: partition -> rows that all tasks are done with and that were freed or only wait for a checkpoint.
         removed_groups: what it removed with groups that left: this controller may not have heard of it.
+        earlier: what lives of the unit that are over held at their end, the oldest first, until all controllers know
+            it: no controller may have survived them.
     """
 
     unit: str
@@ -113,6 +115,7 @@ class RegisterUnit(Introduction):
     records: list[RowRecords]
     finished: dict[int, list[int]]
     removed_groups: list[RowsRemoved] = []
+    earlier: list["RegisterUnit"] = []
 
 
 class RowsCreated(Message):

@@ -16,6 +16,7 @@ from asyncflow.transport.handshake import Credentials
 from tq.messages import Message, RegisterUnit, UnitAccepted
 from tq.timers import Timers
 from tq.unit.controller_link import Completions, ControllerLink
+from tq.unit.row_journal import Change, RowJournal
 
 Told = dict[str, "Future[Any]"]
 """Controller -> a future of its answer; see `ControllerLink.notify`."""
@@ -44,13 +45,15 @@ class ControllerLinks:
         *,
         holdings: Holdings,
         lock: threading.Lock,
+        journal: RowJournal,
         timers: Timers,
         threads: ServiceThreads,
         limits: Limits,
         timeout_s: float,
     ) -> None:
-        """Start one link to each controller; arguments as for `ControllerLink`."""
+        """Start one link to each controller; arguments as for `ControllerLink`, and where to note what they tell."""
         self._holdings = holdings
+        self._journal = journal
         self._lock = lock
         self._links: dict[str, ControllerLink] = {}
         with lock:  # a link that is quick finds the others in place
@@ -73,8 +76,14 @@ class ControllerLinks:
         """Whether controllers must agree on new rows."""
         return len(self._links) > 1
 
-    def tell(self, message: Message, timeout_s: float) -> Told:
+    @property
+    def all_registered(self) -> bool:
+        """Whether every controller has taken an inventory of this life."""
+        return all(link.registered for link in self._links.values())
+
+    def tell(self, message: Change, timeout_s: float) -> Told:
         """Tell every controller that counts; the unit's lock is held since the change was made."""
+        self._journal.append(message)
         everybody = not self.registered()
         return {
             controller: link.notify(message, timeout_s)

@@ -33,6 +33,7 @@ from tq.timers import Timer
 from tq.unit.block import Block, BlockStore
 from tq.unit.controller_links import ControllerLinks, Outcome, Told, when_all
 from tq.unit.records import Cut, Repeated
+from tq.unit.row_journal import RowJournal
 from tq.unit.state import UnitState
 from tq.wire import enclose
 
@@ -60,6 +61,7 @@ class UnitPuts:
         holds: "Holds",
         *,
         outputs: TaskOutputs,
+        journal: RowJournal,
         lock: threading.Lock,
         poke: Callable[[], None],
         timeout_s: float,
@@ -68,6 +70,7 @@ class UnitPuts:
         name: of the unit.
         state, blocks, links, holds: the unit's.
         outputs: what tasks write is noted here.
+        journal: of the unit.
         lock: guards them.
         poke: called without the lock when rows may have gone.
         timeout_s: deadline of one request.
@@ -78,6 +81,7 @@ class UnitPuts:
         self._links = links
         self._holds = holds
         self._outputs = outputs
+        self._journal = journal
         self._lock = lock
         self._poke = poke
         self._timeout_s = _CONFIRM_FRACTION * timeout_s
@@ -155,10 +159,12 @@ class UnitPuts:
                 answers = PutPending(f"row {dropped[0]} is elsewhere, or just being put there")
             if isinstance(answers, list):
                 self._learn(message, answers)
+                commits = self._state.commits_of(message.rows)
                 if self._links.several:
-                    commits = self._state.commits_of(message.rows)
                     agreed = RowsConfirmed(self._name, message.rows, commits, _values(message, call))
                     confirmed = self._links.tell(agreed, self._timeout_s)
+                else:  # known to the controller as they are
+                    self._journal.append(RowsConfirmed(self._name, message.rows, commits))
                 self._state.confirm(message.rows)
         if not isinstance(answers, list):
             self._take_back(message, call, answers)
@@ -185,7 +191,7 @@ class UnitPuts:
         for reply in replies:
             if isinstance(reply, RowsAccepted):
                 rows = {task: [message.rows[k] for k in positions] for task, positions in reply.commits.items()}
-                self._state.learn_commits(rows)
+                self._journal.learned(self._state.learn_commits(rows))
 
     def _take_back(self, message: PutRows, call: Call, error: BaseException) -> None:
         """Tell all controllers: one that refused may have taken a part of the rows with an inventory."""

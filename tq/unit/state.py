@@ -28,7 +28,8 @@ from tq.unit.records import (
     parts_of,
 )
 
-_PARTITIONS_REMEMBERED = 64
+PARTITIONS_REMEMBERED = 64
+"""What was finished in older ones is forgotten."""
 
 
 class UnitState:
@@ -382,7 +383,7 @@ class UnitState:
         known = self._partitions.get(number)
         if known is None:
             known = self._partitions[number] = Partition()
-            for old in sorted(self._partitions)[:-_PARTITIONS_REMEMBERED]:
+            for old in sorted(self._partitions)[:-PARTITIONS_REMEMBERED]:
                 if old != number:
                     self._forget_finished(old)
         return known

@@ -7,6 +7,7 @@ consumer gets what, and no handler waits for a controller.
     UnitState     rows and commits (pure)            BlockStore, backends   values
     UnitPuts      puts                               ControllerLinks              controllers
     UnitUpkeep    deletes, compacts, spills          UnitSnapshots          hold, cut, write
+    RowJournal    what the next life tells of this one
 """
 
 import logging
@@ -48,7 +49,6 @@ from tq.messages import (
     RemovalReason,
     RemoveRows,
     RowList,
-    RowsConfirmed,
     RowsRemoved,
     UnitAccepted,
     UnitAlive,
@@ -61,6 +61,7 @@ from tq.unit.controller_link import is_refusal
 from tq.unit.controller_links import ControllerLinks, Outcome, when_all, when_completed
 from tq.unit.inventory import list_rows, take_inventory
 from tq.unit.puts import Holds, UnitPuts
+from tq.unit.row_journal import RowJournal, confirmation
 from tq.unit.snapshots import UnitSnapshots
 from tq.unit.state import UnitState
 from tq.unit.upkeep import UnitUpkeep
@@ -107,6 +108,13 @@ class StorageUnit:
         self._lock = lock = threading.Lock()
         self._state = state = UnitState(retain=config.retain_until_checkpoint, lineage=lineage)
         self._traffic = UnitTraffic()
+        self._journal = RowJournal(
+            credentials,
+            name,
+            lineage=lineage,
+            inventory=partial(take_inventory, name, self._incarnation, state, held=True),
+            failed=partial(self.threads.fail, "row journal"),
+        )
         self._timers = Timers(name, failed=partial(self.threads.fail, "timers"))
         keep_bytes = config.spill_after_bytes
         self._upkeep = UnitUpkeep(name, state, self._blocks, self.threads, lock=lock, keep_bytes=keep_bytes)
@@ -118,6 +126,7 @@ class StorageUnit:
             controllers,
             holdings=self,
             lock=lock,
+            journal=self._journal,
             timers=self._timers,
             threads=self.threads,
             limits=limits,
@@ -130,6 +139,7 @@ class StorageUnit:
             self._links,
             holds,
             outputs=TaskOutputs(credentials),
+            journal=self._journal,
             lock=lock,
             poke=poke,
             timeout_s=self._timeout_s,
@@ -157,6 +167,8 @@ class StorageUnit:
         self._timers.close()
         self._upkeep.close()
         self._blocks.close()
+        with self._lock:
+            self._journal.close()
 
     def disconnected(self, session: Session) -> None:
         """A channel ended. Only cuts belong to one; rows do not."""
@@ -165,7 +177,9 @@ class StorageUnit:
 
     def inventory(self, *, held: bool) -> RegisterUnit:
         """Return the inventory; called by the links with the lock held."""
-        return take_inventory(self.name, self._incarnation, self._state, held=held)
+        told = take_inventory(self.name, self._incarnation, self._state, held=held)
+        told.earlier = self._journal.earlier
+        return told
 
     def accepted(self, reply: UnitAccepted) -> None:
         """A controller knows the inventory; called by the links with the lock held."""
@@ -175,11 +189,10 @@ class StorageUnit:
         self._state.set_tasks(reply.tasks)
         new = self._state.learn_commits(reply.commits)
         if new:
-            rows = sorted({number for numbers in new.values() for number in numbers})
-            place = {number: k for k, number in enumerate(rows)}
-            commits = {task: [place[number] for number in numbers] for task, numbers in new.items()}
-            self._links.tell(RowsConfirmed(self.name, rows, commits), self._timeout_s)
+            self._links.tell(confirmation(self.name, new), self._timeout_s)
             self._links.wake()
+        if self._links.all_registered:
+            self._journal.forget_earlier()
         self._upkeep.wake()
 
     def handle(self, call: Call) -> None:
@@ -211,6 +224,7 @@ class StorageUnit:
             case ReleaseCheckpointed():
                 with self._lock:
                     self._state.release_checkpointed(message.step)
+                    self._journal.rewrite()
                 self._upkeep.poke()
                 call.reply(Done())
             case HoldPuts():

@@ -1,0 +1,419 @@
+"""What a unit told the controllers, in memory that outlives it: its next life says which rows went with it.
+
+Controllers know the rows of a unit, and the unit knows them; when all of these processes die at once, nobody does. So
+a unit appends every change of its rows to memory of the process that starts it, before any process is told.
+
+    starter   JournalMemory   two memfds per unit, offered in the job store; nothing to remove after a kill
+    unit      RowJournal      appends; a new life reads what the earlier ones left, and begins another file
+              Life            replays: rows, who is done with them, what was finished (pure)
+
+    file      token, serial, then frames: size, checksum, message. The file with the higher serial counts: a rewrite
+              fills the other one, and its serial is written last. A frame that was torn by a kill ends the file: its
+              put was not confirmed.
+
+An append is a system call and no round trip. The file is rewritten from the unit's state when it has grown by as much
+as the state takes, so it is never much larger than the inventory that a controller gets.
+"""
+
+import logging
+import os
+import secrets
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from asyncflow.decoding import UNREADABLE, msgpack_decoder
+from asyncflow.errors import TransportError
+from asyncflow.sealed_store import SealedStore
+from asyncflow.transport.handshake import Credentials
+from tq.messages import (
+    OutputsWritten,
+    RegisterUnit,
+    RemovalReason,
+    RowRecords,
+    RowsConfirmed,
+    RowsCreated,
+    RowsRemoved,
+)
+from tq.refill import RemovalCause
+from tq.unit.state import PARTITIONS_REMEMBERED
+
+logger = logging.getLogger(__name__)
+
+Change = RowsCreated | RowsConfirmed | OutputsWritten | RowsRemoved
+"""What changes the rows of a unit."""
+
+_NAME = "asyncflow-rows"
+_TOKEN_BYTES = 16
+_SERIAL = struct.Struct("<Q")
+_FRAME = struct.Struct("<II")
+_BEGIN = _TOKEN_BYTES + _SERIAL.size
+_LEAST_BYTES = 2**20
+"""A file that is smaller is not rewritten."""
+
+
+class _Offer(msgspec.Struct):
+    pid: int
+    fds: list[int]
+    token: bytes
+
+
+class _Began(msgspec.Struct, tag=True):
+    """First frame of a file: what the unit held then."""
+
+    lineage: int
+    inventory: RegisterUnit
+
+
+class JournalMemory:
+    """The memory of one unit's journal; a context manager. Owned by the process that starts the unit again."""
+
+    def __init__(self, store: SealedStore, unit: str) -> None:
+        """Make it, and offer it in the job store.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        self._fds: list[int] = []
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        try:
+            for _ in range(2):
+                self._fds.append(os.memfd_create(_NAME, os.MFD_CLOEXEC))
+                os.pwrite(self._fds[-1], token, 0)
+        except OSError:
+            self.close()
+            raise
+        store.put(_key(unit), msgspec.msgpack.encode(_Offer(os.getpid(), self._fds, token)))
+
+    def close(self) -> None:
+        """Give it up; idempotent."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def __enter__(self) -> "JournalMemory":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RowJournal:
+    """The journal of one life of a unit, whose lock the caller holds."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        unit: str,
+        *,
+        lineage: int,
+        inventory: Callable[[], RegisterUnit],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Read what earlier lives left, and begin.
+
+        Where no process offered memory (a unit that was not started by the queue's starter or its launcher), nothing is
+        kept.
+
+        Args:
+            credentials: store and secret.
+            unit: whose.
+            lineage: of the queue; nothing of an earlier one counts.
+            inventory: returns what the unit holds now.
+            failed: is told when there is no memory left: the unit cannot go on.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        self.earlier: list[RegisterUnit] = []
+        """What earlier lives held when they ended, the oldest first; without those that all controllers know of."""
+        self._unit = unit
+        self._lineage = lineage
+        self._inventory = inventory
+        self._failed = failed
+        self._files = _open(credentials, unit)
+        self._end = self._limit = 0
+        if self._files:
+            self._read()
+
+    def append(self, message: Change) -> None:
+        """Note a change that was just made; it is kept when this returns.
+
+        Raises:
+            TransportError: there is no memory left.
+        """
+        if not self._files:
+            return
+        if self._end > self._limit:
+            self.rewrite()  # the change is in the inventory: then it is there twice, which is the same
+        if isinstance(message, RowsCreated | RowsConfirmed) and message.values:
+            message = msgspec.structs.replace(message, values=b"")
+        self._end += self._write(self._files[0], self._end, message)
+
+    def learned(self, commits: Mapping[str, Iterable[int]]) -> None:
+        """Note that controllers know that tasks are done with rows."""
+        if commits:
+            self.append(confirmation(self._unit, commits))
+
+    def forget_earlier(self) -> None:
+        """All controllers know of the earlier lives, durably."""
+        if self.earlier:
+            self.earlier = []
+            self.rewrite()
+
+    def rewrite(self) -> None:
+        """Begin another file from what the unit holds: what it has forgotten is in no file then.
+
+        Raises:
+            TransportError: there is no memory left.
+        """
+        if not self._files:
+            return
+        before, after = self._files
+        serial = _serial(before) + 1
+        self._cut(after)
+        inventory = self._inventory()
+        inventory.earlier = self.earlier
+        self._end = _BEGIN + self._write(after, _BEGIN, _Began(self._lineage, inventory))
+        os.pwrite(after, _SERIAL.pack(serial), _TOKEN_BYTES)  # from now on it counts
+        self._cut(before)
+        self._files = [after, before]
+        self._limit = max(_LEAST_BYTES, 2 * self._end)
+
+    def close(self) -> None:
+        """Append no more; idempotent."""
+        files, self._files = self._files, []
+        for fd in files:
+            os.close(fd)
+
+    def _read(self) -> None:
+        life = Life()
+        for message in _messages(self._files[0]):
+            if isinstance(message, _Began):
+                if message.lineage != self._lineage:
+                    break
+                self.earlier = message.inventory.earlier
+                life = Life(message.inventory)
+            else:
+                life.apply(message)
+        if not life.empty:
+            self.earlier = [*self.earlier, life.inventory()]
+        if self.earlier:
+            rows = sum(len(record.rows) for one in self.earlier for record in one.records)
+            logger.warning("%s: an earlier life ended with %d rows", self._unit, rows)
+        self.rewrite()
+
+    def _write(self, fd: int, offset: int, message: Change | _Began) -> int:
+        body = msgspec.msgpack.encode(message)
+        frame = memoryview(_FRAME.pack(len(body), zlib.crc32(body)) + body)
+        done = 0
+        try:
+            while done < len(frame):
+                done += os.pwrite(fd, frame[done:], offset + done)
+        except OSError as error:
+            self._failed(error)
+            raise TransportError(f"{self._unit}: its journal of rows cannot grow ({error.strerror})") from error
+        return done
+
+    @staticmethod
+    def _cut(fd: int) -> None:
+        os.pwrite(fd, _SERIAL.pack(0), _TOKEN_BYTES)
+        os.ftruncate(fd, _BEGIN)
+
+
+def confirmation(unit: str, commits: Mapping[str, Iterable[int]]) -> RowsConfirmed:
+    """Return that tasks are done with rows of a unit, as controllers are told.
+
+    Args:
+        unit: where the rows are.
+        commits: task -> rows.
+    """
+    rows = sorted({number for numbers in commits.values() for number in numbers})
+    place = {number: k for k, number in enumerate(rows)}
+    return RowsConfirmed(unit, rows, {task: [place[number] for number in numbers] for task, numbers in commits.items()})
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """`known`: it was confirmed, or some task worked on it: a process may believe that it is in the queue."""
+
+    partition: int
+    group: int
+    group_size: int
+    tokens: int
+    num_bytes: int
+    columns: set[str]
+    done: set[str] = field(default_factory=set)
+    known: bool = False
+
+
+class Life:
+    """One life of a unit, from what it told. A message that is in the inventory already changes nothing. Pure."""
+
+    def __init__(self, began: RegisterUnit | None = None) -> None:
+        """Args:
+        began: what it held at first; None: it left nothing.
+        """
+        self.incarnation = "" if began is None else began.incarnation
+        self._unit = "" if began is None else began.unit
+        self._rows: dict[int, _Row] = {}
+        self._finished: dict[int, set[int]] = {}
+        self._removed: dict[int, dict[int, RemovalCause]] = {}
+        if began is not None:
+            self._hold(began)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has nothing to tell."""
+        rows = any(row.known for row in self._rows.values())
+        return not (rows or any(self._finished.values()) or any(self._removed.values()))
+
+    def apply(self, message: Change) -> None:
+        """Take in the next change."""
+        match message:
+            case RowsCreated():
+                self._create(message)
+            case RowsConfirmed():
+                for number in message.rows:
+                    if number in self._rows:
+                        self._rows[number].known = True
+                for task, positions in message.commits.items():
+                    for row in [self._rows.get(message.rows[k]) for k in positions]:
+                        if row is not None:
+                            row.done.add(task)
+            case OutputsWritten():
+                self._write(message)
+            case RowsRemoved():
+                self._remove(message)
+
+    def inventory(self) -> RegisterUnit:
+        """Return what it held at its end; rows that no process can know of are left out."""
+        records: dict[tuple[int, frozenset[str], frozenset[str]], RowRecords] = {}
+        for number, row in self._rows.items():
+            if not row.known:
+                continue
+            key = row.partition, frozenset(row.columns), frozenset(row.done)
+            if key not in records:
+                records[key] = RowRecords(row.partition, [], [], [], [], [], sorted(row.columns), sorted(row.done))
+            records[key].append(
+                number, group=row.group, group_size=row.group_size, tokens=row.tokens, num_bytes=row.num_bytes
+            )
+        finished = {number: sorted(self._finished[number]) for number in _newest(self._finished)}
+        removed: dict[tuple[int, RemovalCause], list[int]] = {}
+        for partition in _newest(self._removed):
+            for number, cause in self._removed[partition].items():
+                removed.setdefault((partition, cause), []).append(number)
+        groups = [
+            RowsRemoved(self._unit, partition, rows, RemovalReason.GROUP_LEFT, cause)
+            for (partition, cause), rows in removed.items()
+        ]
+        return RegisterUnit(self._unit, self.incarnation, list(records.values()), finished, groups)
+
+    def _hold(self, began: RegisterUnit) -> None:
+        for record in began.records:
+            for k, number in enumerate(record.rows):
+                self._rows[number] = _Row(
+                    record.partition, record.groups[k], record.group_sizes[k], record.tokens[k], record.num_bytes[k],
+                    set(record.columns), set(record.done), not record.pending,
+                )  # fmt: skip
+        self._finished = {partition: set(rows) for partition, rows in began.finished.items()}
+        for gone in began.removed_groups:
+            self._removed.setdefault(gone.partition, {}).update(dict.fromkeys(gone.rows, gone.cause))
+
+    def _create(self, message: RowsCreated) -> None:
+        sizes = Counter(message.groups)
+        size, rest = divmod(message.num_bytes, max(1, len(message.rows)))
+        removed = self._removed.get(message.partition, {})
+        for k, number in enumerate(message.rows):
+            removed.pop(number, None)  # tried again
+            group = message.groups[k]
+            self._rows[number] = _Row(
+                message.partition, group, message.group_size or sizes[group], message.tokens[k], size + (k < rest),
+                set(message.columns),
+            )  # fmt: skip
+        for task, positions in message.commits.items():
+            for k in positions:
+                self._rows[message.rows[k]].done.add(task)
+
+    def _write(self, message: OutputsWritten) -> None:
+        grown = message.num_bytes // max(1, len(message.rows))
+        for k, number in enumerate(message.rows):
+            row = self._rows.get(number)
+            if row is not None and message.task not in row.done:
+                row.done.add(message.task)
+                row.columns.update(message.columns)
+                row.tokens += message.tokens[k] if message.tokens else 0
+                row.num_bytes += grown
+                row.known = True
+
+    def _remove(self, message: RowsRemoved) -> None:
+        for number in message.rows:
+            self._rows.pop(number, None)
+        if message.reason is RemovalReason.GROUP_LEFT:
+            self._removed.setdefault(message.partition, {}).update(dict.fromkeys(message.rows, message.cause))
+        elif message.reason is RemovalReason.CLEARED:
+            self._finished.pop(message.partition, None)
+            self._removed.pop(message.partition, None)
+            for number in [number for number, row in self._rows.items() if row.partition == message.partition]:
+                del self._rows[number]  # all tasks were done with them
+
+
+def _newest(partitions: Iterable[int]) -> Sequence[int]:
+    return sorted(partitions)[-PARTITIONS_REMEMBERED:]
+
+
+def _key(unit: str) -> str:
+    return f"tq/journal/{unit}"
+
+
+def _open(credentials: Credentials, unit: str) -> list[int]:
+    """Return descriptors of our own of the offered memory, first the file that counts; none where there is none."""
+    key = _key(unit)
+    if not credentials.call_store("check", [key]):
+        return []
+    offer = msgpack_decoder(_Offer).decode(credentials.call_store("get", key))
+    fds: list[int] = []
+    try:
+        for fd in offer.fds:
+            path = f"/proc/{int(offer.pid)}/fd/{int(fd)}"
+            if not str(Path(path).readlink()).startswith(f"/memfd:{_NAME}"):
+                raise TransportError(f"{path} is no memory of a journal")
+            fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            if os.pread(fds[-1], _TOKEN_BYTES, 0) != offer.token:
+                raise TransportError(f"{path} is another unit's")
+    except (OSError, TransportError) as error:
+        for fd in fds:
+            os.close(fd)
+        logger.error("%s: no journal: rows that die with it and all controllers will be forgotten (%s)", unit, error)
+        return []
+    return sorted(fds, key=_serial, reverse=True)
+
+
+def _serial(fd: int) -> int:
+    data = os.pread(fd, _SERIAL.size, _TOKEN_BYTES)
+    return int(_SERIAL.unpack(data)[0]) if len(data) == _SERIAL.size else 0
+
+
+def _messages(fd: int) -> Iterable[Change | _Began]:
+    """Yield what a file holds, up to the first frame that is torn; nothing where it was never begun."""
+    if not _serial(fd):
+        return
+    data = memoryview(os.pread(fd, os.fstat(fd).st_size, 0))
+    decoder, at = msgpack_decoder(RowsCreated | RowsConfirmed | OutputsWritten | RowsRemoved | _Began), _BEGIN
+    while at + _FRAME.size <= len(data):
+        size, checksum = _FRAME.unpack_from(data, at)
+        body = data[at + _FRAME.size : at + _FRAME.size + size]
+        if len(body) < size or zlib.crc32(body) != checksum:
+            return
+        try:
+            yield decoder.decode(body)
+        except UNREADABLE:
+            return
+        at += _FRAME.size + size
