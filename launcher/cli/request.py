@@ -9,7 +9,8 @@ once, with the first prompt and its own ground truth as the response. A reward t
 every response of the run. It has the configured deadline; a scorer behind a URL is not called.
 """
 
-from contextlib import suppress
+from array import array
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -49,8 +50,8 @@ from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt
 from workers.data.prompt_rows import PromptRow
 from workers.engines.openai.config import UPDATE_ARGUMENTS
-from workers.rewards.in_child import GROUP_ARGUMENTS, GROUP_FIELD
-from workers.rewards.pooled import PooledReward
+from workers.rewards.base import DrawnResponse
+from workers.rewards.pooled import GroupPool, PooledReward
 from workers.rewards.remote import is_url
 from workers.tasks.row import ARGUMENTS
 
@@ -96,7 +97,7 @@ class Accepted:
         check_loggers(self.checked.config.loggers)
         try_functions(self.checked.config)
         if self.checked.first_row is not None and self.checked.first_prompt is not None:
-            try_reward(self.checked.config, self.checked.first_row, self.checked.first_prompt)
+            try_rewards(self.checked.config, self.checked.first_row, self.checked.first_prompt)
 
     def __str__(self) -> str:
         return self.describe()
@@ -317,8 +318,6 @@ def try_functions(config: RunConfig) -> None:
     group_filter = config.algorithm.group_filter
     if group_filter is not None and group_filter != ZERO_VARIANCE:
         named.append((FILTER, group_filter, FILTER_ARGUMENTS))
-    if config.reward.group_function is not None:
-        named.append((GROUP_FIELD, config.reward.group_function, GROUP_ARGUMENTS))
     pools = [_importing(*each) for each in named]  # side by side
     try:
         for pool in pools:
@@ -330,29 +329,37 @@ def try_functions(config: RunConfig) -> None:
             pool.close()
 
 
-def try_reward(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
-    """Call the reward function once, if it is the user's.
+def try_rewards(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
+    """Call the reward function once, and that of groups, if they are the user's.
 
     Args:
         config: of the run.
         row, shown: the first prompt, as the data has it and as the model gets it.
 
     Raises:
-        ConfigError: it cannot be imported, or raised, hung, or returned what is no reward.
+        ConfigError: one cannot be imported, or raised, hung, or returned what is no reward.
     """
-    if not config.reward.is_users or is_url(config.reward.function):
-        return
-    reward = PooledReward(config.reward)
+    length = len(row.ground_truth)  # no tokenizer here
+    response = DrawnResponse(length, token_ids=array("i", [0] * length).tobytes())
     try:
-        reward.until_ready()
-        reward(shown.text, row.ground_truth, row.ground_truth, row.task)
+        if config.reward.is_users and not is_url(config.reward.function):
+            with closing(PooledReward(config.reward)) as reward:
+                reward.until_ready()
+                reward(shown.text, row.ground_truth, row.ground_truth, row.task, response)
+        if config.reward.group_function is not None:
+            size = config.schedule.n_samples_per_prompt
+            with closing(GroupPool(config.reward)) as group:
+                group.until_ready()
+                member = {"response": row.ground_truth, "reward": 1.0, "correct": True, **vars(response)}
+                member |= {"metrics": {}, "conversations": []}
+                del member["token_ids"]
+                sent = (shown.text, row.ground_truth, row.task, [member] * size, [response.token_ids] * size)
+                group.submit(*sent).result()
     except UserCodeFailed as error:
         raise ConfigError(
             f"{error} (a trial call with {row.where(config.data)}: its prompt, and its ground truth as the response); "
             f"correct the function: it must score any response"
         ) from error
-    finally:
-        reward.close()
 
 
 def _importing(field: str, name: str, arguments: tuple[str, ...]) -> CallPool:

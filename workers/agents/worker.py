@@ -10,7 +10,6 @@ loop stands still, the service knows whose code it was.
 import asyncio
 import contextvars
 import errno
-import inspect
 import mmap
 import os
 import shutil
@@ -51,7 +50,7 @@ from workers.agents.wire import (
     ToWorker,
 )
 from workers.calls.child import outlive_stop_signals
-from workers.calls.user_function import load_function
+from workers.calls.user_function import is_async, load_function
 from workers.rewards.base import finite, metrics_of, reward_of
 from workers.rollout.config import FUNCTIONS
 
@@ -270,7 +269,7 @@ def load_rollout(function: str | None, agent: str | None) -> Callable[..., Any]:
     if agent is None and isinstance(load_function(name, field=field, arguments=None), type):
         name += ".rollout"  # an environment
     found = load_function(name, field=field, arguments=arguments)
-    if not any(map(inspect.iscoroutinefunction, (found, type(found).__call__))):
+    if not is_async(found):
         raise ConfigError(f"{field}: {name} is no coroutine function; write `async def`")
     return found
 

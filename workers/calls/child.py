@@ -37,7 +37,7 @@ from workers.calls.frames import (
     receive,
     to_child,
 )
-from workers.calls.user_function import Callee
+from workers.calls.user_function import Callee, is_async
 
 Outcome = Returned | Raised | Unusable
 
@@ -75,8 +75,7 @@ class Server:
         self._callee = callee
         self._told = False
         self._running: dict[int, asyncio.Task[None]] = {}
-        function = callee.function
-        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        self.is_async = is_async(callee.function)
 
     def serve(self, connection: socket.socket) -> None:
         """Call a `def`, again and again.

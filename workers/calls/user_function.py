@@ -78,9 +78,14 @@ def load_function(name: str, *, field: str, arguments: Sequence[str] | None) -> 
             raise ConfigError(f"{field}: {source} defines no {attribute!r}; {advice}")
     if not callable(value):
         raise ConfigError(f"{field}: {name!r} is not a function but {reprlib.repr(value)}; name a callable")
-    if arguments is not None and not _can_be_called(value, len(arguments)):
-        raise ConfigError(f"{field}: {name} must take {', '.join(arguments)}")
+    if arguments is not None:
+        _check_parameters(value, arguments, f"{field}: {name}")
     return value
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether it is an `async def`, or an object that is called like one."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def check_function(name: str, *, field: str) -> None:
@@ -139,17 +144,27 @@ def hidden_module(module_name: str) -> str:
     return ""
 
 
-def _can_be_called(function: Callable[..., Any], count: int) -> bool:
-    """Whether it takes so many arguments, as far as it says; functions of C may say nothing."""
+def _check_parameters(function: Callable[..., Any], arguments: Sequence[str], what: str) -> None:
+    """Refuse a function that cannot be called with so many arguments, or that has their names in another order, as far
+    as it says; functions of C may say nothing.
+
+    Raises:
+        ConfigError: see above.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return True
+        return
     try:
-        signature.bind(*[""] * count)
-    except TypeError:
-        return False
-    return True
+        signature.bind(*[""] * len(arguments))
+    except TypeError as error:
+        raise ConfigError(f"{what} must take {', '.join(arguments)}") from error
+    names = [each.name for each in signature.parameters.values()][: len(arguments)]
+    for name, wanted in zip(names, arguments, strict=False):
+        if name != wanted and name in arguments:
+            raise ConfigError(
+                f"{what} has parameter {name!r} where {wanted!r} is given; take {', '.join(arguments)}, in this order"
+            )
 
 
 def _add_recipes() -> None:

@@ -30,6 +30,24 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class DrawnResponse:
+    """What a reward may know of a response beside its text.
+
+    Attributes:
+        num_tokens: that the policy drew, in all turns.
+        truncated: it was cut, or a budget ended it.
+        token_ids: int32 as bytes; of no use but to a function that asks for them.
+    """
+
+    num_tokens: int = 0
+    truncated: bool = False
+    token_ids: bytes = b""
+
+
+NOTHING_DRAWN = DrawnResponse()
+
+
 def as_score(value: object, *, what: str, response: str) -> Score:
     """Turn what a user's reward gave into a score; a plain number counts as correct from 1.0 on.
 

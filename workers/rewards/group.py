@@ -7,6 +7,7 @@ processes, `reward.concurrency` groups at a time.
 """
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,11 +15,8 @@ from math import nan
 from typing import Any
 
 from asyncflow.errors import UserCodeFailed
-from workers.calls.pool import CallPool, Entry
-from workers.calls.user_function import excerpt
 from workers.rewards.config import RewardConfig
-from workers.rewards.in_child import GROUP_FIELD
-from workers.rewards.pooled import CONCURRENCY
+from workers.rewards.pooled import GroupPool
 from workers.rewards.scorer import ScoredResponse
 from workers.rollout.rollouts import FinishedRollout
 
@@ -38,22 +36,10 @@ class GroupReward:
             group_size: G.
             failed: is told of every group that has no rewards, in one line.
         """
-        name = config.group_function
-        assert name is not None
         self._group_size = group_size
         self._failed = failed
-        self._pool = CallPool(
-            Entry("workers.rewards.in_child:group_reward", {"name": name}),
-            what=f"{GROUP_FIELD}: {name}",
-            limit="reward.timeout_s",
-            timeout_s=config.timeout_s,
-            concurrency=config.concurrency or CONCURRENCY,
-        )
-        try:
-            self._pool.until_ready()
-        except BaseException:
-            self.close()
-            raise
+        self._pool = GroupPool(config)
+        self._pool.until_ready()
 
     def rewarded(
         self, task: str, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]
@@ -75,7 +61,8 @@ class GroupReward:
             return rewarded
         first = scores[0]
         members = [_member(rollouts[k], scores[k]) for k in seen]
-        pending = self._pool.submit(task, members, on=f"{len(seen)} responses to {excerpt(first.prompt)}")
+        token_ids = [array("i", rollouts[k].drawn.tolist()).tobytes() for k in seen]
+        pending = self._pool.submit(first.prompt, first.ground_truth, task, members, token_ids)
 
         def settle(done: "Future[list[float]]") -> None:
             try:
@@ -100,6 +87,7 @@ def _member(rollout: FinishedRollout, score: ScoredResponse) -> dict[str, Any]:
         "response": score.response,
         "reward": score.reward,
         "correct": score.correct,
+        "num_tokens": len(rollout.log_probs_A),
         "truncated": rollout.truncated,
         "metrics": dict(rollout.metrics),
         "conversations": list(rollout.conversations),

@@ -1,6 +1,7 @@
 """A scorer behind HTTP: responses are posted in batches as they finish, `reward.function: http://host:port/score`.
 
-    -> {"samples": [{"prompt": "...", "response": "...", "ground_truth": "...", "task": {the data row}}, ...]}
+    -> {"samples": [{"prompt": "...", "response": "...", "ground_truth": "...", "task": {the data row},
+                     "num_tokens": 17, "truncated": false}, ...]}
     <- {"scores": [1.0, {"reward": 0.5, "correct": false}, {"error": "no idea"}, ...]}         in the same order
 
 A request takes what waits, up to `reward.batch_size`, so batches grow by themselves when the scorer is busy. One that
@@ -23,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.rewards.base import NO_FIELDS, Score, as_score
+from workers.rewards.base import NO_FIELDS, NOTHING_DRAWN, DrawnResponse, Score, as_score
 from workers.rewards.config import RewardConfig
 
 _SENDERS = 8
@@ -60,13 +61,22 @@ class RemoteReward:
         for number in range(_SENDERS):
             threading.Thread(target=self._send_for_ever, name=f"remote-reward-{number}", daemon=True).start()
 
-    def __call__(self, prompt: str, response: str, ground_truth: str, task: str = NO_FIELDS, /) -> Score:
+    def __call__(
+        self,
+        prompt: str,
+        response: str,
+        ground_truth: str,
+        task: str = NO_FIELDS,
+        drawn: DrawnResponse = NOTHING_DRAWN,
+        /,
+    ) -> Score:
         """Score one response.
 
         Raises:
             UserCodeFailed: the scorer gave no score for it.
         """
         fields = {"prompt": prompt, "response": response, "ground_truth": ground_truth, "task": json.loads(task)}
+        fields |= {"num_tokens": drawn.num_tokens, "truncated": drawn.truncated}
         one = _Waiting(fields, Future())
         self._waiting.put(one)
         return one.score.result()

@@ -10,6 +10,7 @@ import logging
 import math
 import queue
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from asyncflow.errors import UserCodeFailed
 from tq.columns import Column
 from workers.data.tokenizer import TextDecoder
-from workers.rewards.base import NO_FIELDS, Score
+from workers.rewards.base import NO_FIELDS, DrawnResponse, Score
 from workers.rewards.config import RewardConfig
 from workers.rewards.load import load_reward
 from workers.rewards.pooled import PooledReward
@@ -63,6 +64,7 @@ class _Work:
     response: tuple[int, ...]
     ground_truth: str
     task: str
+    truncated: bool
     text: str | None
     """What is scored instead of the decoded response."""
     parts: Mapping[str, float]
@@ -119,7 +121,10 @@ class Scorer:
             parts |= {"turns": float(rollout.turns), "tool_s": rollout.tool_s, "cpu_s": rollout.cpu_s}
             parts["bridge_failures"] = float(rollout.bridge_failures)
         if rollout.reward is None and not rollout.failure:
-            return self._submit(rollout.prompt, rollout.drawn, ground_truth, task, text=rollout.response, parts=parts)
+            return self._submit(
+                rollout.prompt, rollout.drawn, ground_truth, task,
+                truncated=rollout.truncated, text=rollout.response, parts=parts,
+            )  # fmt: skip
         reward = math.nan if rollout.failure or rollout.reward is None else rollout.reward
         correct = bool(rollout.metrics.get("correct", reward >= 1.0))
         prompt, response = self._decoder.prompt(tuple(rollout.prompt.tolist())), rollout.response or ""
@@ -128,7 +133,13 @@ class Scorer:
         return scored
 
     def submit(
-        self, prompt_P: Tensor, response_R: Tensor, ground_truth: str, task: str = NO_FIELDS
+        self,
+        prompt_P: Tensor,
+        response_R: Tensor,
+        ground_truth: str,
+        task: str = NO_FIELDS,
+        *,
+        truncated: bool = False,
     ) -> "Future[ScoredResponse]":
         """Score one response.
 
@@ -136,8 +147,9 @@ class Scorer:
             prompt_P, response_R: int64 tokens.
             ground_truth: of the row.
             task: the data row, JSON.
+            truncated: whether it was cut.
         """
-        return self._submit(prompt_P, response_R, ground_truth, task)
+        return self._submit(prompt_P, response_R, ground_truth, task, truncated=truncated)
 
     def _submit(
         self,
@@ -146,10 +158,12 @@ class Scorer:
         ground_truth: str,
         task: str,
         *,
+        truncated: bool,
         text: str | None = None,
         parts: Mapping[str, float] | None = None,
     ) -> "Future[ScoredResponse]":
-        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), ground_truth, task, text, parts or {})
+        prompt, response = tuple(prompt_P.tolist()), tuple(response_R.tolist())
+        work = _Work(prompt, response, ground_truth, task, truncated, text, parts or {})
         self._work.put(work)
         return work.scored
 
@@ -184,7 +198,7 @@ class Scorer:
             try:
                 prompt = self._decoder.prompt(work.prompt)
                 response = self._decoder.response(work.response) if work.text is None else work.text
-                score = self._compared_with_nothing(work) or self._score(prompt, response, work.ground_truth, work.task)
+                score = self._compared_with_nothing(work) or self._score(prompt, response, work)
                 score.add_done_callback(partial(self._settle, work, prompt, response))
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the caller of `result` raises it
                 work.scored.set_exception(error)
@@ -202,15 +216,16 @@ class Scorer:
             )
         return score
 
-    def _score(self, prompt: str, response: str, ground_truth: str, task: str) -> "Future[Score]":
+    def _score(self, prompt: str, response: str, work: _Work) -> "Future[Score]":
+        drawn = DrawnResponse(len(work.response), work.truncated, array("i", work.response).tobytes())
         if isinstance(self._function, PooledReward):
-            return self._function.submit(prompt, response, ground_truth, task)
+            return self._function.submit(prompt, response, work.ground_truth, work.task, drawn)
         score: Future[Score] = Future()
         try:
             if isinstance(self._function, RemoteReward):
-                score.set_result(self._function(prompt, response, ground_truth, task))
+                score.set_result(self._function(prompt, response, work.ground_truth, work.task, drawn))
             else:
-                score.set_result(self._function(prompt, response, ground_truth))
+                score.set_result(self._function(prompt, response, work.ground_truth))
         except Exception as error:  # noqa: BLE001 - as above
             score.set_exception(error)
         return score

@@ -106,7 +106,8 @@ class Rewards(ColumnTask):
         ground_truths = batch["ground_truth"].texts()
         tasks = batch[TASKS].texts() if TASKS in batch.columns else [NO_FIELDS] * len(ground_truths)
         rows = zip(prompts, responses, ground_truths, tasks, strict=True)
-        futures = [self._scorer.submit(*row) for row in rows]
+        cuts = batch["truncated"].values.tolist()
+        futures = [self._scorer.submit(*row, truncated=bool(cut)) for row, cut in zip(rows, cuts, strict=True)]
         if self._config is None:
             return self._scorer.columns([future.result() for future in futures])
         last_N = batch["sample_lengths"].lengths.cumsum(0) - 1

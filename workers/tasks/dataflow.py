@@ -151,7 +151,7 @@ def critic_free_tasks(
         name="rewards",
         role="reward",
         host="rollout",
-        inputs=("prompts", *SAMPLE_COLUMNS, "ground_truth"),
+        inputs=("prompts", *SAMPLE_COLUMNS, "ground_truth", "truncated"),
         outputs=("rewards", "correct"),
         whole_groups=whole_groups,
     )

@@ -6,7 +6,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_run
-from launcher.cli.request import try_functions, try_reward
+from launcher.cli.request import try_functions, try_rewards
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 
@@ -29,6 +29,13 @@ def text(prompt, response, ground_truth):
 async def nothing(prompt, response, ground_truth):
     return None
 
+def ranks(members, task):
+    pathlib.Path("called.txt").write_text(repr((members[0]["response"], len(members), sorted(task))))
+    return [0.0] * len(members)
+
+def ranks_one(members):
+    return [0.0]
+
 def keep(row):
     return 1.0
 """
@@ -44,7 +51,7 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def check(*settings: str) -> None:
     config = load_config(find_recipe("quickstart"), overrides=("launcher.device=cpu", *settings))
     checked = check_run(config)
-    try_reward(config, checked.first_row, checked.first_prompt)
+    try_rewards(config, checked.first_row, checked.first_prompt)
 
 
 def test_it_is_called_with_the_first_prompt_and_its_own_ground_truth() -> None:
@@ -64,6 +71,13 @@ def test_it_is_called_with_the_first_prompt_and_its_own_ground_truth() -> None:
 def test_a_function_that_cannot_score_it_is_refused(function: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^reward.function: tried_rewards:{function} {message}.*train.jsonl:1: its"):
         check(f"reward.function=tried_rewards:{function}", "reward.timeout_s=1")
+
+
+def test_a_function_of_groups_is_called_with_a_group_of_it() -> None:
+    check("reward.group_function=tried_rewards:ranks")
+    assert Path("called.txt").read_text() == repr(("1", 16, ["answer", "prompt"]))
+    with pytest.raises(ConfigError, match=r"^reward.group_function: tried_rewards:ranks_one returned \[0.0\] for 16"):
+        check("reward.group_function=tried_rewards:ranks_one")
 
 
 def test_a_scorer_behind_a_url_is_not_called() -> None:

@@ -1,6 +1,10 @@
 """Finding rewards, a user's among them."""
 
+import ast
+import asyncio
+import inspect
 import sys
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,8 +12,9 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.rewards.base import Score, ScoreFunction, as_score
+from workers.rewards.base import DrawnResponse, Score, ScoreFunction, as_score
 from workers.rewards.config import RewardConfig
+from workers.rewards.in_child import group_reward, user_reward
 from workers.rewards.load import check_reward, load_reward
 from workers.rewards.pooled import PooledReward
 
@@ -108,25 +113,124 @@ def test_syntax_errors_are_refused_by_line(module: Path, load: Load) -> None:
         load("my_rewards:f")
 
 
-@pytest.mark.parametrize("signature", ["(response)", "(p, r, a, extra)", "(p, r, a, *, weight)"])
-def test_functions_that_cannot_take_three_texts_are_refused(module: Path, load: Load, signature: str) -> None:
+@pytest.mark.parametrize(
+    ("signature", "message"),
+    [
+        ("(p, r, a)", "has a parameter 'p'"),
+        ("(prompt, response, ground_truth, extra)", "has a parameter 'extra'"),
+        ("(prompt, response, ground_truth, *, weight)", "has a parameter 'weight'"),
+        ("(*texts)", ".*names nothing"),
+        ("(*texts, **more)", ".*names nothing"),
+        ("()", ".*names nothing"),
+        ("(prompt, ground_truth)", "does not take the response"),
+        ("(data_source, ground_truth, extra_info=None)", "does not take the response"),
+    ],
+)
+def test_parameters_that_are_not_known_are_refused_with_those_that_are(
+    module: Path, signature: str, message: str
+) -> None:
     module.write_text(f"def f{signature}: ...\n")
-    with pytest.raises(ConfigError, match=r"my_rewards:f must take prompt, response, ground_truth"):
-        load("my_rewards:f")
+    with pytest.raises(ConfigError, match=f"my_rewards:f {message}; parameters are found by .* prompt, response,"):
+        user_reward("my_rewards:f")
 
 
-@pytest.mark.parametrize("signature", ["(p, r, a)", "(p, r, a, weight=1)", "(*texts)", "(p, *rest, weight=1)"])
-def test_functions_that_can_take_three_texts_are_accepted(module: Path, load: Load, signature: str) -> None:
-    module.write_text(f"def f{signature}: ...\nasync def g{signature}: ...\n")
-    load("my_rewards:f")
-    load("my_rewards:g")
+@pytest.mark.parametrize("head", ["def", "async def"])
+@pytest.mark.parametrize(
+    ("signature", "said"),
+    [
+        ("(ground_truth, response, prompt)", {"prompt": "p", "response": "r", "ground_truth": "g"}),
+        ("(response, weight=1, *, task)", {"response": "r", "weight": 1, "task": {"level": 3}}),
+        ("(response, ground_truth, /)", {"response": "r", "ground_truth": "g"}),
+        ("(truncated, num_tokens, response)", {"truncated": True, "num_tokens": 2, "response": "r"}),
+        (
+            "(response, **more)",
+            {
+                "response": "r",
+                "more": {
+                    "prompt": "p", "ground_truth": "g", "task": {"level": 3}, "num_tokens": 2, "truncated": True,
+                },
+            },
+        ),
+        (
+            "(data_source, solution_str, ground_truth, extra_info=None)",
+            {"data_source": "", "solution_str": "r", "ground_truth": "g", "extra_info": {}},
+        ),
+        ("(solution_str, ground_truth, **settings)", {"solution_str": "r", "ground_truth": "g", "settings": {}}),
+    ],
+)  # fmt: skip
+def test_values_are_bound_by_name(module: Path, load: Load, head: str, signature: str, said: object) -> None:
+    module.write_text(f"{head} f{signature}: raise ValueError(repr(locals()))\n")
+    drawn = DrawnResponse(2, True, array("i", [7, 8]).tobytes())
+    with pytest.raises(UserCodeFailed) as raised:
+        load("my_rewards:f")("p", "r", "g", '{"level": 3}', drawn)
+    assert ast.literal_eval(str(raised.value).split("raised ValueError: ")[1].split(" on response")[0]) == said
+
+
+VERLS_ROW = '{"data_source": "gsm8k", "extra_info": {"split": "train"}}'
+
+
+def test_verls_signature_gets_what_the_row_says(module: Path, load: Load) -> None:
+    module.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': float(solution_str == ground_truth), 'length': len(data_source + extra_info['split'])}\n"
+    )
+    assert load("my_rewards:compute_score")("", "4", "4", VERLS_ROW) == Score(1.0, True, {"length": 10.0})
+
+
+TRLS = """
+def texts(completions, answer, **kwargs):
+    assert kwargs.keys() == {"prompts", "completion_ids", "ground_truth", "level"}, kwargs.keys()
+    assert kwargs["prompts"] == ["2+2="] and kwargs["completion_ids"] == [[7, 8]] and kwargs["level"] == [3]
+    return [float(text == right) for text, right in zip(completions, answer)]
+async def talks(prompts, completions):
+    return [float(prompts[0][-1]["content"] == "2+2=" and completions[0][0]["content"] == "4")]
+def lacks(completions, solution): ...
+def short(completions): return []
+def none(completions): return [None]
+"""
+
+
+def test_trls_signatures_are_called_with_lists(module: Path, load: Load) -> None:
+    module.write_text(TRLS)
+    drawn = DrawnResponse(2, False, array("i", [7, 8]).tobytes())
+    assert load("my_rewards:texts")("2+2=", "4", "4", '{"prompt": "2+2=", "answer": "4", "level": 3}', drawn).correct
+    row = '{"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"}'
+    assert load("my_rewards:talks")("<user>2+2=", "4", "4", row).reward == 1.0
+    for name, message in (
+        ("lacks", "has a parameter 'solution', and the data row has no such column, only ground_truth, answer"),
+        ("short", r"returned \[\] for 1 completions; return a list of as many numbers"),
+        ("none", r"returned \[None\] for 1 completions; return a list of as many numbers"),
+    ):
+        with pytest.raises(UserCodeFailed, match=f"my_rewards:{name} .*{message}"):
+            load(f"my_rewards:{name}")("2+2=", "4", "4", '{"answer": "4"}')
+
+
+GROUPS = """
+def ours(members, task): return [len(one["response"]) + one["num_tokens"] + task["level"] for one in members]
+async def trls(completions, level, **kwargs): return [len(text) + more for text, more in zip(completions, level)]
+def verls(solution_strs, ground_truths): return [float(a == b) for a, b in zip(solution_strs, ground_truths)]
+def other(members, group): ...
+"""
+
+
+@pytest.mark.parametrize(("name", "rewards"), [("ours", [6, 9]), ("trls", [4, 5]), ("verls", [0, 1])])
+def test_functions_of_groups_are_bound_by_name(module: Path, name: str, rewards: list[float]) -> None:
+    module.write_text(GROUPS)
+    callee = group_reward(f"my_rewards:{name}")
+    members = [{"response": "a", "num_tokens": 2}, {"response": "bc", "num_tokens": 4}]
+    sent = ("p", "bc", '{"level": 3}', members, [b"", b""])
+    value = callee.function(*callee.takes(sent))
+    assert callee.gives(asyncio.run(value) if inspect.iscoroutine(value) else value, sent) == rewards
+    with pytest.raises(ConfigError, match="my_rewards:other has a parameter 'group'; .* task, members, data_sources"):
+        group_reward("my_rewards:other")
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "def injected(f): return lambda p, r, a: f(0, p, r, a)\n@injected\ndef f(model, p, r, a): return 1\n",
-        "def f(old): ...\ndef f(p, r, a): return 1\n",
+        "def injected(f): return lambda prompt, response: f(0, prompt, response)\n"
+        "@injected\ndef f(model, p, r): return 1\n",
+        "def f(old): ...\ndef f(response): return 1\n",
     ],
 )
 def test_what_the_name_stands_for_in_the_end_counts(module: Path, load: Load, source: str) -> None:
@@ -134,10 +238,10 @@ def test_what_the_name_stands_for_in_the_end_counts(module: Path, load: Load, so
     assert load("my_rewards:f")("", "", "") == Score(1.0, True)
 
 
-def test_a_callable_that_cannot_take_three_texts_is_refused_when_it_is_loaded(module: Path) -> None:
-    module.write_text("f = lambda response: 1.0\nfrom os import getcwd as g\n")
+def test_a_callable_that_names_no_response_is_refused_when_it_is_loaded(module: Path) -> None:
+    module.write_text("f = lambda answer: 1.0\nfrom os import getcwd as g\n")
     for name in ("f", "g"):
-        with pytest.raises(ConfigError, match=f"my_rewards:{name} must take prompt, response, ground_truth"):
+        with pytest.raises(ConfigError, match=f"my_rewards:{name} .*names, which may be prompt, response, ground_tru"):
             load_reward(RewardConfig(function=f"my_rewards:{name}"))
 
 

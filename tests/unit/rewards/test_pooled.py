@@ -124,7 +124,7 @@ def test_math_verify_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("head", ["def", "async def"])
-def test_a_function_with_a_fourth_argument_task_gets_the_data_row(
+def test_a_function_with_an_argument_task_gets_the_data_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Load, head: str
 ) -> None:
     (tmp_path / "my_levels.py").write_text(
@@ -137,5 +137,5 @@ def test_a_function_with_a_fourth_argument_task_gets_the_data_row(
     assert reward("", "", "", '{"level": 3}').reward == 3.0
     assert reward("", "", "").reward == 0.0
     assert load(function="my_levels:other")("", "", "", '{"level": 3}').reward == 1.0
-    with pytest.raises(ConfigError, match=r"my_levels:wrong must take prompt, response, ground_truth"):
+    with pytest.raises(ConfigError, match=r"my_levels:wrong has a parameter 'row'"):
         load(function="my_levels:wrong")

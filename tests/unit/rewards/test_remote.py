@@ -72,7 +72,8 @@ def scorer() -> Iterator[Scorer]:
 
 def test_samples_are_posted_and_scores_come_back(scorer: Scorer) -> None:
     assert scorer.reward()("2+2=", "0.5", "4") == Score(0.5, False)
-    assert scorer.asked == [[{"prompt": "2+2=", "response": "0.5", "ground_truth": "4", "task": {}}]]
+    sent = {"prompt": "2+2=", "response": "0.5", "ground_truth": "4", "task": {}, "num_tokens": 0, "truncated": False}
+    assert scorer.asked == [[sent]]
     scorer.reward()("2+2=", "0.5", "4", '{"level": 3}')
     assert scorer.asked[-1][0]["task"] == {"level": 3}
     scorer.reply = lambda samples: (200, {"scores": [{"reward": 0.2, "correct": True, "error": None}], "more": 1})
