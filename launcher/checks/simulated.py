@@ -24,6 +24,10 @@ def check_sim(config: RunConfig) -> None:
     if set(engines.values()) != {"sim"}:
         others = ", ".join(f"{role}.engine {engine}" for role, engine in engines.items() if engine != "sim")
         raise ConfigError(f"{others}: cannot be with a role whose engine is sim; set all of them to sim, or none")
+    if config.rollout.stop:
+        raise ConfigError(
+            "rollout.stop: cannot be with the engine sim, which draws no text that a string could end; leave it out"
+        )
     check_lengths(config.sim)
 
 

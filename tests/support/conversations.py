@@ -81,7 +81,8 @@ def converse(
         talk = random.choice(talks)
         prompt = session.prompt(talk, offered)
         drawn = engine.draw(prompt, tools=offered)
-        message = session.record(prompt, drawn, stop=[" is"] if random.random() < 0.2 else []).message
+        shown = drawn.token_ids[: random.randrange(len(drawn.token_ids))] if random.random() < 0.2 else None
+        message = session.record(prompt, drawn, shown=shown).message
         assert message is not None
         longer = [*talk, _as_sent_back(message, random)]
         calls = message.get("tool_calls", [])

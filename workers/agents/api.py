@@ -32,6 +32,7 @@ from workers.agents.other_model import OtherModel, Utterance
 from workers.agents.requests import ChatRequest
 from workers.agents.tools import Tool, call_tool
 from workers.agents.wire import Begin
+from workers.engines.stop_strings import unusable_stop
 from workers.rewards.base import metrics_of
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ _ARGUMENTS: Mapping[str, Any] = {
     "tools": list[dict[str, Any]],
     "token_ids": Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(min_length=1)],
     "max_tokens": Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None,
-    "stop": list[Annotated[str, msgspec.Meta(min_length=1)]],
+    "stop": list[str],
 }
 _THREADS = ThreadPoolExecutor(256, thread_name_prefix="rollout")
 """Of `Context.run`, for all rollouts of a process; a thread starts when it is needed."""
@@ -171,7 +172,8 @@ class Chat:
 
         Args:
             max_tokens: at most so many; None: `rollout.max_response_tokens`.
-            stop: a text, or several; the reply's text ends before the first of them. What was drawn stays as it is.
+            stop: a text, or several: the reply ends with the token that completes the first of them, which is trained;
+                its text is what stands before. Special tokens count as their text.
 
         Raises:
             BudgetSpent: see there.
@@ -275,7 +277,7 @@ def task_of(begin: Begin) -> Task:
     return Task(json.loads(begin.task), index=begin.index, group=begin.group, member=begin.member, seed=begin.seed)
 
 
-def _check(**arguments: object) -> None:
+def _check(**arguments: Any) -> None:
     """Refuse what the session service could not read: there it would cost the process, with all its rollouts.
 
     Raises:
@@ -286,6 +288,9 @@ def _check(**arguments: object) -> None:
             msgspec.convert(value, _ARGUMENTS[name])
         except msgspec.ValidationError as error:
             raise UserCodeFailed(f"{name} is {reprlib.repr(value)}: {error}") from error
+    for text in arguments.get("stop", ()):
+        if wrong := unusable_stop(text):
+            raise UserCodeFailed(f"stop is {reprlib.repr(arguments['stop'])}: each {wrong}")
 
 
 async def call_tools(task: Task, model: Model, context: Context) -> Sample:

@@ -17,7 +17,8 @@ class ChatRequest:
         messages: the whole history, its last message not the assistant's.
         tools: that the model may call.
         max_tokens: most tokens to draw; None: the run's limit.
-        stop: texts at which the response is cut.
+        stop: strings that end the response: the token that completes one is its last, and the message is what stands
+            before.
     """
 
     messages: list[Message]
@@ -35,6 +36,7 @@ class Completion:
         finish_reason: `length`: a limit cut it.
         prompt_tokens, completion_tokens: their numbers.
         token_ids, log_probs: drawn tokens, and of each the log-probability when it was drawn.
+        stop: the string that ended it; "": something else did.
     """
 
     message: Message
@@ -43,6 +45,7 @@ class Completion:
     completion_tokens: int
     token_ids: list[int]
     log_probs: list[float]
+    stop: str = ""
 
 
 class Sessions(Protocol):

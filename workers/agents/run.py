@@ -12,8 +12,8 @@ from workers.agents.requests import ChatRequest, Completion
 from workers.agents.session import DrawnTokens, Session
 from workers.agents.wire import Begin, Done, Drawn, Finished, SampleTokens, Setup
 
-DrawCall = Callable[[int, Sequence[int], int, int], Awaitable[Drawn]]
-"""(ticket, prompt ids, most tokens, seed) -> what the policy drew behind them."""
+DrawCall = Callable[[int, Sequence[int], int, int, Sequence[str]], Awaitable[Drawn]]
+"""(ticket, prompt ids, most tokens, seed, stop strings) -> what the policy drew behind them."""
 
 
 class BudgetIsSpent(AsyncFlowError):
@@ -85,7 +85,7 @@ class Run:
         self._count_time(+1)
         self._num_reserved += room
         try:
-            drawn = await draw(self.begin.ticket, prompt.ids, room, prompt.seed)
+            drawn = await draw(self.begin.ticket, prompt.ids, room, prompt.seed, request.stop)
         finally:
             self._num_reserved -= room
             self._settled.set()
@@ -95,8 +95,9 @@ class Run:
             raise SessionGone("this rollout has ended")
         self._num_drawn += len(drawn.token_ids)
         tokens = DrawnTokens(drawn.token_ids, drawn.log_probs, drawn.versions)
-        recorded = session.record(prompt, tokens, stop=request.stop)
-        message = recorded.message or self._renderer.parse(drawn.token_ids)
+        shown = drawn.token_ids if drawn.shown is None else drawn.shown
+        recorded = session.record(prompt, tokens, shown=shown)
+        message = recorded.message or self._renderer.parse(shown)
         before = [] if prompt.parent is None else self._conversations[prompt.parent]
         shared = [old if old == new else new for old, new in zip(before, request.messages, strict=False)]
         self._conversations[recorded.node] = [*shared, *request.messages[len(shared) :], message]
@@ -109,6 +110,7 @@ class Run:
             completion_tokens=len(drawn.token_ids),
             token_ids=drawn.token_ids,
             log_probs=drawn.log_probs,
+            stop=drawn.stop,
         )
 
     def result(self, done: Done, *, spent: bool) -> Finished:

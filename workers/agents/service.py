@@ -171,12 +171,13 @@ class Service:
             raise SessionGone("this rollout has ended")
         return run
 
-    async def _draw(self, ticket: int, prompt: Sequence[int], max_tokens: int, seed: int) -> Drawn:
+    async def _draw(self, ticket: int, prompt: Sequence[int], max_tokens: int, seed: int, stop: Sequence[str]) -> Drawn:
         self._num_calls += 1
         call = self._num_calls
         drawn: asyncio.Future[Drawn] = asyncio.get_running_loop().create_future()
         self._drawing[call] = drawn
-        self._engine.send(Draw(call, ticket, list(prompt), max_tokens, list(self._renderer.stop_ids), seed))
+        stop_ids = list(self._renderer.stop_ids)
+        self._engine.send(Draw(call, ticket, list(prompt), max_tokens, stop_ids, seed, list(stop)))
         try:
             return await drawn
         except asyncio.CancelledError:

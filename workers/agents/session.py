@@ -148,11 +148,11 @@ class Session:
         ids = list(token_ids)
         return PromptOf(ids, self._extended_by(ids), self._next_seed(ids))
 
-    def record(self, prompt: PromptOf, drawn: DrawnTokens, *, stop: Sequence[str] = ()) -> Recorded:
+    def record(self, prompt: PromptOf, drawn: DrawnTokens, *, shown: Sequence[int] | None = None) -> Recorded:
         """Add what was drawn for a prompt.
 
         Args:
-            stop: texts at which the message's content ends; the drawn tokens stay as they are.
+            shown: tokens that the message is read from instead: what was drawn before a stop string.
         """
         assert len(drawn.token_ids) == len(drawn.log_probs) == len(drawn.versions), "one number per token each"
         node = len(self._nodes)
@@ -166,7 +166,7 @@ class Session:
         self.num_turns += 1
         if prompt.history is None:
             return Recorded(node, None)
-        message = _cut(self._renderer.parse(drawn.token_ids), stop)
+        message = self._renderer.parse(drawn.token_ids if shown is None else shown)
         for index, call in enumerate(message.get("tool_calls", ())):
             call["id"] = call_id([*prompt.ids, *drawn.token_ids, prompt.seed], index)
         self._replies.setdefault(_after(prompt.history, message), []).append(node)
@@ -267,9 +267,3 @@ def _histories(messages: Sequence[Message], tools: Tools) -> list[bytes]:
 
 def _after(history: bytes, message: Message) -> bytes:
     return hashlib.blake2b(history + canonical(message).encode(), digest_size=16).digest()
-
-
-def _cut(message: Message, stop: Sequence[str]) -> Message:
-    content = message["content"]
-    cuts = [content.find(text) for text in stop if text and text in content]
-    return message | ({"content": content[: min(cuts)]} if cuts else {})

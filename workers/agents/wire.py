@@ -81,13 +81,23 @@ class Abandon(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drawn(msgspec.Struct, frozen=True, tag=True):
-    """The engine's response to a `Draw`."""
+    """The engine's response to a `Draw`.
+
+    Attributes:
+        call: of the `Draw`.
+        token_ids, log_probs, versions: one per token that was drawn, up to the end.
+        truncated: cut at `max_tokens`.
+        stop: the string that ended it; "": something else did.
+        shown: where a string ended it: tokens of what stands before the string, for the agent; see `Stopped`.
+    """
 
     call: int
     token_ids: list[int]
     log_probs: list[float]
     versions: list[int]
     truncated: bool
+    stop: str = ""
+    shown: list[int] | None = None
 
 
 class NotDrawn(msgspec.Struct, frozen=True, tag=True):
@@ -110,7 +120,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Draw(msgspec.Struct, frozen=True, tag=True):
-    """Have the policy go on behind these tokens."""
+    """Have the policy go on behind these tokens, until one of `stop_ids` is drawn or one of `stop` is in the text."""
 
     call: int
     ticket: int
@@ -118,6 +128,7 @@ class Draw(msgspec.Struct, frozen=True, tag=True):
     max_tokens: int
     stop_ids: list[int]
     seed: int
+    stop: list[str] = []
 
 
 class Undraw(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,7 @@ one after another, no padding), A drawn tokens of a packed micro-batch: those th
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,6 +18,7 @@ from torch import Tensor
 from asyncflow.errors import BadRequest
 from weightsync.boxes import Box
 from weightsync.plan import Need
+from workers.engines.stop_strings import Stopped, StopStrings
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class GenerateRequest:
         ticket: tells requests of one caller apart: a row that was lost may be requested again.
         max_tokens: longest response, at most `rollout.max_response_tokens`, which None means.
         stop_ids: tokens that end the response besides the model's own; the one that was drawn is part of it.
+        stop: strings that end it, None if there are none. An engine that ends it later, or never looks, only draws for
+            nothing: the caller cuts what is beyond.
     """
 
     index: int
@@ -39,6 +42,7 @@ class GenerateRequest:
     ticket: int = 0
     max_tokens: int | None = None
     stop_ids: tuple[int, ...] = ()
+    stop: StopStrings | None = None
 
     def limit(self, max_response_tokens: int) -> int:
         """Return how long the response may be (tokens), in a run with this `rollout.max_response_tokens`."""
@@ -69,6 +73,21 @@ class Generation:
     versions_R: Tensor
     truncated: bool
     ticket: int = 0
+
+    def until(self, stop: StopStrings | None) -> "tuple[Generation, Stopped | None]":
+        """Return this response up to the token that completes one of the strings, and which; all of it if none does."""
+        stopped = None if stop is None else stop.stopped(self.response_R.tolist())
+        if stopped is None:
+            return self, None
+        number = stopped.num_tokens
+        kept = replace(
+            self,
+            response_R=self.response_R[:number],
+            log_probs_R=self.log_probs_R[:number],
+            versions_R=self.versions_R[:number],
+            truncated=False,
+        )
+        return kept, stopped
 
     @staticmethod
     def of(

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 from workers.engines.openai.config import check_address
+from workers.engines.stop_strings import unusable_stop
 
 _COLDEST = 0.01
 
@@ -87,6 +88,9 @@ class RolloutConfig(SamplingConfig):
     """Sampling temperature; log-probabilities, here and in training, are those of the tempered distribution."""
     truncated: Literal["train", "mask"] = "train"
     """Responses cut at `max_response_tokens`: `train` on them, or `mask` their loss."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, with one response to each prompt: the token that completes one is the last, is
+    trained and scored, and the response counts as whole. In evaluations, too. Special tokens count as their text."""
     samples_per_step: int = Field(8, ge=0)
     """Prompts with their responses written to `samples/` per step."""
     function: Annotated[str, AfterValidator(FUNCTIONS.resolve)] | None = None
@@ -132,9 +136,22 @@ class RolloutConfig(SamplingConfig):
         """Most tokens that are drawn in a rollout; one reply's, where nothing limits several."""
         return (self.is_own and self.max_drawn_tokens) or self.max_response_tokens
 
+    @field_validator("stop")
+    @classmethod
+    def _can_be_found(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        for text in texts:
+            if wrong := unusable_stop(text):
+                raise ValueError(f"{text!r} {wrong}")
+        return texts
+
     @model_validator(mode="after")
     def _one_way_in(self) -> Self:
         given = [name for name in ("function", "agent", "agent_command") if getattr(self, name)]
+        if given and self.stop:
+            raise ValueError(
+                f"stop is for one response to each prompt, and {given[0]} has calls of its own; give each call its "
+                f"`stop`, and leave this out"
+            )
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; keep one")
         if self.tools and self.function is None:

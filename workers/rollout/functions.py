@@ -40,8 +40,10 @@ from workers.agents.wire import (
     Undraw,
 )
 from workers.context import WorkerContext
+from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 from workers.engines.setup import longest_call
+from workers.engines.stop_strings import StopStrings, StopTokenizer
 from workers.rollout.config import SamplingConfig
 from workers.rollout.live_rollouts import LiveRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
@@ -93,8 +95,9 @@ class FunctionRollouts:
         self._waiting: list[tuple[int, int, Draw]] = []
         self._wanted: set[int] = set()
         """Calls in `_waiting` that somebody still waits for."""
-        self._drawing: dict[int, tuple[int, float]] = {}
-        """Calls that the engine has: of which ticket, since when (s, monotonic)."""
+        self._drawing: dict[int, tuple[int, float, StopStrings | None]] = {}
+        """Calls that the engine has: of which ticket, since when (s, monotonic), and what ends them."""
+        self._tokenizer = StopTokenizer(lambda: load_tokenizer(Path(setup.model_dir)))
         self._in_engine_s, self._counted_s = 0.0, time.process_time()
         """Processor time of this process inside of the engine, and beside it as far as rollouts have it (s)."""
         self._deaths: Counter[int] = Counter()
@@ -206,6 +209,7 @@ class FunctionRollouts:
                 ticket=draw.call,
                 max_tokens=draw.max_tokens,
                 stop_ids=tuple(draw.stop_ids),
+                stop=self._tokenizer.strings(draw.stop),
             )
             began_s = time.process_time()
             try:
@@ -213,7 +217,7 @@ class FunctionRollouts:
             except BadRequest as error:
                 self._service.send(NotDrawn(draw.call, str(error)))
             else:
-                self._drawing[draw.call] = draw.ticket, time.monotonic()
+                self._drawing[draw.call] = draw.ticket, time.monotonic(), request.stop
             self._in_engine_s += time.process_time() - began_s
 
     def _undraw(self, call: int) -> None:
@@ -225,7 +229,8 @@ class FunctionRollouts:
     def _drawn(self, generation: Generation) -> None:
         if generation.ticket not in self._drawing:
             return
-        ticket, since = self._drawing.pop(generation.ticket)
+        ticket, since, stop = self._drawing.pop(generation.ticket)
+        generation, stopped = generation.until(stop)
         self._live.drawn(ticket, generation, since=since)
         self._service.send(
             Drawn(
@@ -234,6 +239,8 @@ class FunctionRollouts:
                 generation.log_probs_R.tolist(),
                 generation.versions_R.tolist(),
                 generation.truncated,
+                stop="" if stopped is None else stopped.text,
+                shown=None if stopped is None else stopped.shown_ids,
             )
         )
 
@@ -298,7 +305,7 @@ def open_rollouts(
     """
     config, own = context.config, context.config.rollout
     if not own.is_own:
-        return SingleTurn(engine)
+        return SingleTurn(engine, StopTokenizer(lambda: load_tokenizer(Path(config.model.path))).strings(own.stop))
     model_dir = Path(config.model.path)
     schedule = config.schedule
     setup = Setup(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workers.agents.wire import Finished
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
+from workers.engines.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,8 +204,13 @@ class Rollouts(Protocol):
 class SingleTurn:
     """One response to each prompt."""
 
-    def __init__(self, engine: GenerateEngine) -> None:
+    def __init__(self, engine: GenerateEngine, stop: StopStrings | None = None) -> None:
+        """Args:
+        engine: draws.
+        stop: strings that end a response, and stay part of it.
+        """
         self._engine = engine
+        self._stop = stop
         self._prompts: dict[int, Tensor] = {}
 
     @property
@@ -229,11 +235,14 @@ class SingleTurn:
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
         """See `Rollouts`."""
         self._prompts |= {one.ticket: one.prompt_P for one in requests}
-        self._engine.submit([GenerateRequest(one.index, one.prompt_P, one.seed, one.ticket) for one in requests])
+        self._engine.submit(
+            [GenerateRequest(one.index, one.prompt_P, one.seed, one.ticket, stop=self._stop) for one in requests]
+        )
 
     def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
         """See `Rollouts`."""
-        return [FinishedRollout.of(self._prompts.pop(one.ticket), one) for one in self._engine.step(wake)]
+        ended = (one.until(self._stop)[0] for one in self._engine.step(wake))
+        return [FinishedRollout.of(self._prompts.pop(one.ticket), one) for one in ended]
 
     def abort(self) -> None:
         """See `Rollouts`."""

@@ -38,6 +38,7 @@ class Policy:
         (ASKED, {"max_tokens": True}, "max_tokens is True"),
         (ASKED, {"stop": [7]}, "stop is \\[7\\]"),
         (ASKED, {"stop": ""}, "stop is \\[''\\]"),
+        (ASKED, {"stop": ["a", "\ud800"]}, "stop is \\['a', '.ud800'\\]: each must be whole characters"),
         ([{"role": "user", 1: 2}], {}, "messages is .*1: 2"),
         ([], {}, "messages is \\[\\]"),
     ],

@@ -153,6 +153,15 @@ async def by_number(task, model, context):
     await chat.reply()
     return chat.sample(reward=1.0)
 
+async def stopped(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    reply = await chat.reply(stop=["*6", "99"])
+    context.log("calls", len(reply.tool_calls))
+    context.log("seen", float(reply.text == "<call>37" and reply.finish_reason == "stop"))
+    chat.add({"role": "user", "content": "37*64"})
+    await chat.reply()
+    return chat.sample(reward=1.0)
+
 async def skips_odd(task, model, context):
     if task.index % 2:
         context.skip("it is odd")
@@ -177,6 +186,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.tokenizer = load_tokenizer(MODEL)
+        self.truncates = False
         self.running: dict[int, GenerateRequest] = {}
         self.prompts: list[list[int]] = []
 
@@ -206,7 +216,7 @@ class Engine:
         tokens = self.tokenizer.encode(reply, add_special_tokens=False)
         number = len(tokens)
         return Generation.of(
-            request, tokens=tokens, log_probs=[-0.5] * number, versions=[3] * number, truncated=False
+            request, tokens=tokens, log_probs=[-0.5] * number, versions=[3] * number, truncated=self.truncates
         )  # fmt: skip
 
 
@@ -283,6 +293,22 @@ def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None
     assert [(mask, text.replace(" ", "")) for mask, text in runs] == [
         (0, "<user>37*64<asst>"), (1, "<call>37*64<eos>"), (0, "<tool>2368<asst>"), (1, "2368<eos>"),
     ]  # fmt: skip
+
+
+def test_a_stop_string_ends_the_call_and_what_was_drawn_beyond_it_is_nowhere(start: Any) -> None:
+    rollouts, engine = start(function="my_rollouts:stopped")
+    engine.truncates = True  # what an engine draws to its limit, since it does not look for strings
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    text = engine.tokenizer.decode(one.tokens_T.tolist()).replace(" ", "")
+    assert text == "<user>37*64<asst><call>37*6<eos><user>37*64<asst><call>37*64<eos>"
+    drawn = engine.tokenizer.decode(one.drawn.tolist()).replace(" ", "")
+    assert drawn == "<call>37*6<call>37*64<eos>"  # the end mark behind the first is the template's
+    assert len(one.log_probs_A) == len(one.versions_A) == len(one.drawn)
+    assert one.metrics == {"calls": 0.0, "seen": 1.0} and one.sample_lengths == [len(one.tokens_T)]
+    assert one.truncated  # the second reply, which no string ended
+    first_turn = one.conversations[0][1]
+    assert (first_turn["role"], first_turn["content"]) == ("assistant", "<call>37")
 
 
 def test_turns_that_could_not_be_bridged_are_trained_as_samples_and_counted_for_the_metrics(start: Any) -> None:

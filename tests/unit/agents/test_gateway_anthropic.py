@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -55,6 +56,20 @@ def test_tool_call_makes_a_round_trip_letter_by_letter() -> None:
         assert two.tools == [{"type": "function", "function": function}]
 
     run(body, multiplying)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_sequence_that_ended_the_reply_is_named(stream: bool) -> None:
+    async def body(client: anthropic.AsyncAnthropic, sessions: ScriptedSessions) -> None:
+        asked: Any = {"model": "any", "max_tokens": 9, "messages": [ASK], "stop_sequences": ["Observation:"]}
+        if stream:
+            async with client.messages.stream(**asked) as streamed:
+                said = await streamed.get_final_message()
+        else:
+            said = await client.messages.create(**asked)
+        assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", "Observation:")
+
+    run(body, lambda _: replace(completion("So"), stop="Observation:"))
 
 
 def test_arguments_that_a_client_changed_are_the_clients() -> None:

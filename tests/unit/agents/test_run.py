@@ -39,7 +39,7 @@ def ids_of(text: str) -> list[int]:
     return list(tokenizer("qwen3").encode(text, add_special_tokens=False))
 
 
-async def draw_yes(ticket: int, prompt: Sequence[int], max_tokens: int, seed: int) -> Drawn:
+async def draw_yes(ticket: int, prompt: Sequence[int], max_tokens: int, seed: int, stop: Sequence[str]) -> Drawn:
     await asyncio.sleep(0)
     ids = ids_of("yes<|im_end|>")
     return Drawn(1, ids, [-0.5] * len(ids), [3] * len(ids), truncated=False)
@@ -49,9 +49,9 @@ def test_tokens_that_running_calls_may_not_need_are_waited_for_and_not_spent() -
     run = run_of(max_tokens=16)
     rooms: list[int] = []
 
-    async def draw(ticket: int, prompt: Sequence[int], max_tokens: int, seed: int) -> Drawn:
+    async def draw(ticket: int, prompt: Sequence[int], max_tokens: int, seed: int, stop: Sequence[str]) -> Drawn:
         rooms.append(max_tokens)
-        return await draw_yes(ticket, prompt, max_tokens, seed)
+        return await draw_yes(ticket, prompt, max_tokens, seed, stop)
 
     async def ask() -> None:
         await asyncio.gather(*(run.complete(ChatRequest(ASKED), None, draw=draw) for _ in range(3)))

@@ -1,6 +1,5 @@
 """What is trained is what was drawn: once, unchanged, behind the same tokens."""
 
-from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -29,8 +28,9 @@ class Rollout:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return DrawnTokens(ids, [-0.5] * len(ids), [3] * len(ids))
 
-    def reply(self, messages: list[Message], text: str, stop: Sequence[str] = ()) -> Recorded:
-        return self.session.record(self.session.prompt(messages), self.drawn(text), stop=stop)
+    def reply(self, messages: list[Message], text: str, shown: str | None = None) -> Recorded:
+        ids = None if shown is None else self.drawn(shown).token_ids
+        return self.session.record(self.session.prompt(messages), self.drawn(text), shown=ids)
 
     def said(self, sample: int = 0) -> list[str]:
         """Return what is trained in a sample, one text per stretch."""
@@ -74,9 +74,9 @@ def test_the_end_mark_of_a_cut_reply_is_not_trained() -> None:
     assert rollout.said() == ["42 and", "yes"]
 
 
-def test_stop_cuts_the_message_and_not_the_tokens() -> None:
+def test_a_reply_that_a_string_ended_reads_without_it_and_is_gone_on_from_with_it() -> None:
     rollout = Rollout()
-    first = rollout.reply(ASKED, "42. Next", stop=["Nix", ". "])
+    first = rollout.reply(ASKED, "42. Next", shown="42")
     assert first.message == {"role": "assistant", "content": "42"}
     rollout.reply([*ASKED, as_sent_back(first), *MORE], "yes<|im_end|>")
     assert rollout.said() == ["42. Next", "yes<|im_end|>"]

@@ -18,6 +18,7 @@ from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.openai.config import OpenAIConfig
 from workers.engines.openai.engine import OpenAIEngine
+from workers.engines.stop_strings import StopTokenizer
 from workers.rollout.config import SamplingConfig
 
 EOS = 1
@@ -111,6 +112,39 @@ def test_cancelled_response_closes_its_connection_and_leaves_the_others(
     assert gone.wait(60)
     assert [each.ticket for each in generate(engine, [])] == [1]
     assert (engine.num_running, engine.free_slots) == (0, 4)
+
+
+def test_a_completed_stop_string_closes_the_connection_and_the_caller_cuts_what_came_with_it(
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
+) -> None:
+    gone = threading.Event()
+
+    class Digits:
+        def decode(self, tokens: list[int], **_: Any) -> str:
+            return "".join(map(str, tokens))
+
+        def encode(self, text: str, **_: Any) -> list[int]:
+            return [int(digit) for digit in text]
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        stream([[5, 6], [7, 8, 9]], reason=None)(handler, body)
+        with suppress(ConnectionError):
+            handler.connection.recv(1)  # returns when the client closes it
+        gone.set()
+
+    server.answer = answer
+    engine = make_engine()
+    stop = StopTokenizer(Digits).strings(["67"])
+    (found,) = generate(engine, [GenerateRequest(0, torch.tensor([3, 4]), 0, stop=stop)])
+    assert gone.wait(60)
+    assert found.response_R.tolist() == [5, 6, 7, 8, 9] and not found.truncated
+    cut, stopped = found.until(stop)
+    assert (cut.response_R.tolist(), cut.log_probs_R.tolist(), cut.versions_R.tolist()) == (
+        [5, 6, 7],
+        [-0.5] * 3,
+        [0] * 3,
+    )
+    assert stopped is not None and (stopped.text, stopped.shown_ids) == ("67", [5])
 
 
 def test_all_calls_of_a_rollout_go_to_one_server(

@@ -111,6 +111,10 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         (["--set", "evaluate.path=nowhere.jsonl"], "evaluate.path: 'nowhere.jsonl' does not exist (looked at "),
         ([*EVALUATE, "--set", "evaluate.path=model"], "evaluate.path: "),
         ([*EVALUATE, "--set", "evaluate.engine=sim"], "cannot be with a role whose engine is sim"),
+        (
+            ["--set", "rollout.engine=sim", "--set", "actor.engine=sim", "--set", "rollout.stop=[x]"],
+            "rollout.stop: cannot be with the engine sim",
+        ),
         ([*EVALUATE, "--set", "evaluate.max_response_tokens=64"], "evaluate.max_response_tokens: 64 leave no room"),
         (["--set", "evaluate.n_samples_per_prompt=4"], "4 greedy responses to one prompt are all the same; set n_sa"),
         (

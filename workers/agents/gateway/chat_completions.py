@@ -25,7 +25,9 @@ def read(body: Body, memory: Memory) -> ChatRequest:
         raise BadAgentRequest("messages", "must hold a message")
     tools = [_tool(tool) for tool in fields.each("tools")]
     max_tokens, old_name = fields.limit("max_completion_tokens"), fields.limit("max_tokens")
-    stop = fields.texts("stop")
+    if None not in (max_tokens, old_name) and max_tokens != old_name:
+        raise BadAgentRequest("max_tokens", "differs from max_completion_tokens; give one of them")
+    stop = fields.stop_strings("stop")
     fields.take("stream", bool)
     options = Fields(fields.take("stream_options", dict) or {}, "stream_options")
     options.take("include_usage", bool)

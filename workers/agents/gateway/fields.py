@@ -4,6 +4,8 @@ that it does not have.
     sampling   temperature, top_p, top_k, min_p, seed: the run's are used instead; warned of once per process
     neutral    settings at which the API does what it does without them (`n: 1`, `logit_bias: {}`); null is absent, too
     ignored    what changes no answer (`user`, `metadata`, `store`, ...)
+
+docs/agents.md has a table of all.
 """
 
 import functools
@@ -13,6 +15,7 @@ from typing import Any, TypeVar
 
 from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message
+from workers.engines.stop_strings import unusable_stop
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +76,15 @@ class Fields:
             Fields(value, f"{self.name(field)}[{place}]") for place, value in enumerate(self.take(field, list) or ())
         ]
 
-    def texts(self, field: str) -> tuple[str, ...]:
-        """Return a text or a list of texts."""
-        value = self._left.pop(field, None) or []
-        values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not all(isinstance(text, str) and text for text in values):
-            raise BadAgentRequest(self.name(field), "must be a text or a list of texts, none of them empty")
+    def stop_strings(self, field: str) -> tuple[str, ...]:
+        """Return a stop string or a list of such."""
+        value = self._left.pop(field, None)
+        values = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(values, list):
+            raise BadAgentRequest(self.name(field), "must be a text or a list of texts")
+        for text in values:
+            if wrong := unusable_stop(text):
+                raise BadAgentRequest(self.name(field), wrong)
         return tuple(values)
 
     def limit(self, field: str) -> int | None:

@@ -1,8 +1,8 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`.
 
 Served: system, messages (text, tool_use, tool_result), tools (own functions), max_tokens, stop_sequences, stream;
-cache_control is ignored. No thinking blocks: reasoning stays with the session. A response that a stop sequence cut has
-`end_turn`. Arguments of a call that are no JSON object are given as `{"unreadable": text}`.
+cache_control and is_error are ignored. No thinking blocks: reasoning stays with the session. Arguments of a call that
+are no JSON object are given as `{"unreadable": text}`.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def read(body: Body, memory: Memory) -> ChatRequest:
     max_tokens = fields.limit("max_tokens")
     if max_tokens is None:
         raise BadAgentRequest("max_tokens", "is missing")
-    stop = fields.texts("stop_sequences")
+    stop = fields.stop_strings("stop_sequences")
     fields.take("stream", bool)
     request = _conversation(fields, memory)
     return ChatRequest(request.messages, request.tools, max_tokens, stop)
@@ -49,8 +49,8 @@ def write(answer: Answer) -> Body:
         "role": "assistant",
         "model": answer.body.get("model"),
         "content": blocks,
-        "stop_reason": _REASONS[answer.completion.finish_reason],
-        "stop_sequence": None,
+        "stop_reason": _reason(answer),
+        "stop_sequence": answer.completion.stop or None,
         "usage": {
             "input_tokens": answer.completion.prompt_tokens,
             "output_tokens": answer.completion.completion_tokens,
@@ -61,7 +61,13 @@ def write(answer: Answer) -> Body:
 def events(answer: Answer) -> Iterator[bytes]:
     """Return the events of a `message`."""
     whole = write(answer)
-    begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    begun = {
+        **whole,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**whole["usage"], "output_tokens": 0},
+    }
     yield event({"type": "message_start", "message": begun})
     for place, block in enumerate(whole["content"]):
         if block["type"] == "text":
@@ -74,7 +80,7 @@ def events(answer: Answer) -> Iterator[bytes]:
         yield event({"type": "content_block_start", "index": place, "content_block": start})
         yield from (event({"type": "content_block_delta", "index": place, "delta": delta}) for delta in deltas)
         yield event({"type": "content_block_stop", "index": place})
-    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    delta = {field: whole[field] for field in ("stop_reason", "stop_sequence")}
     yield event({"type": "message_delta", "delta": delta, "usage": whole["usage"]})
     yield event({"type": "message_stop"})
 
@@ -139,6 +145,11 @@ def _result(block: Fields) -> Message:
     result = {"role": "tool", "tool_call_id": block.need("tool_use_id", str), "content": block.text("content", "text")}
     block.end("type", "cache_control", "is_error")
     return result
+
+
+def _reason(answer: Answer) -> str:
+    stopped = answer.completion.stop and answer.completion.finish_reason == "stop"
+    return "stop_sequence" if stopped else _REASONS[answer.completion.finish_reason]
 
 
 def _input(arguments: str) -> Body:

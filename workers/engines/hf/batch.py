@@ -42,6 +42,13 @@ class Response:
         """Number of tokens generated, without the prompt's."""
         return len(self.tokens) - self.request.prompt_P.numel()
 
+    @property
+    def completes_stop(self) -> bool:
+        """Whether the newest token completes a string that ends the response."""
+        if (stop := self.request.stop) is None:
+            return False
+        return stop.are_in(self.tokens[-self.num_tokens :], since=self.num_tokens - 1)
+
 
 @dataclass
 class StepInputs:

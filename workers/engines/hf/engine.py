@@ -181,7 +181,7 @@ class HfEngine:
         ended = []
         for response, token, is_eos in zip(inputs.responses, tokens, at_end, strict=True):
             response.tokens.append(token)
-            stops = is_eos or token in response.request.stop_ids
+            stops = is_eos or token in response.request.stop_ids or response.completes_stop
             if stops or response.num_tokens == response.request.limit(self._sampling.max_response_tokens):
                 ended.append((response, not stops))
         self._batch.leave([response for response, _ in ended])

@@ -32,6 +32,7 @@ from workers.engines.openai.server import Completion, OpenAIServer, pauses
 from workers.engines.openai.weights import ServedWeights, open_updates
 from workers.engines.response_tasks import ResponseTasks
 from workers.engines.setup import EngineSetup
+from workers.engines.stop_strings import StopStrings
 from workers.rollout.config import SamplingConfig
 
 logger = logging.getLogger(__name__)
@@ -194,8 +195,10 @@ class OpenAIEngine:
             "stop_token_ids": ends,
             "skip_special_tokens": False,
         }
-        completion = await server.complete(body, self._tasks.progress, weights.unchanged)
-        check_completion(server.url, completion, ends=ends, vocab_size=self._vocab_size, max_tokens=limit)
+        stop = request.stop
+        is_over = (lambda tokens, since: stop.are_in(tokens, since=since)) if stop else (lambda tokens, since: False)
+        completion = await server.complete(body, self._tasks.progress, weights.unchanged, is_over=is_over)
+        check_completion(server.url, completion, ends=ends, vocab_size=self._vocab_size, max_tokens=limit, stop=stop)
         return Generation.of(
             request,
             tokens=completion.tokens,
@@ -226,7 +229,13 @@ class OpenAIEngine:
 
 
 def check_completion(
-    server: str, completion: Completion, *, ends: Sequence[int], vocab_size: int, max_tokens: int
+    server: str,
+    completion: Completion,
+    *,
+    ends: Sequence[int],
+    vocab_size: int,
+    max_tokens: int,
+    stop: StopStrings | None = None,
 ) -> None:
     """Refuse responses that cannot be trained on: of another model, or of a server with other stop rules.
 
@@ -241,7 +250,7 @@ def check_completion(
         wrong = f"returned token {unknown[0]}, but the model has {vocab_size} tokens: it serves another one"
     elif not set(ends).isdisjoint(tokens[:-1]):
         wrong = "went on after an end token of the model; it must heed `stop_token_ids`"
-    elif not completion.truncated and tokens[-1] not in ends:
+    elif not completion.truncated and tokens[-1] not in ends and not (stop and stop.are_in(tokens)):
         wrong = (
             f"ended a response with token {tokens[-1]}, which is no end token of the model (those are "
             f"{', '.join(map(str, ends))}); it must return the token that ends a response, and have no stop rules of "

@@ -6,8 +6,8 @@ engine, inside an event loop; knows nothing of runs.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -127,6 +127,8 @@ class OpenAIServer:
         body: Mapping[str, Any],
         progress: Callable[[], None],
         guard: Callable[[], AbstractAsyncContextManager[None]],
+        *,
+        is_over: Callable[[list[int], int], bool] = lambda tokens, since: False,
     ) -> Completion:
         """Return a response.
 
@@ -134,6 +136,8 @@ class OpenAIServer:
             body: of the request, without the fields that say how the response is returned.
             progress: called whenever tokens arrive.
             guard: entered for every attempt; leaving it raises ServerBusy if the response does not count.
+            is_over: (tokens so far, how many of them it was asked about) -> nothing more is wanted; the connection is
+                closed, which tells the server.
 
         Raises:
             EngineFailed: the server refused, is gone, or does not return token ids.
@@ -142,7 +146,7 @@ class OpenAIServer:
 
         async def attempt() -> Completion:
             async with guard():
-                return await self._complete(whole, progress)
+                return await self._complete(whole, progress, is_over)
 
         return await self._again(attempt, ServerBusy)
 
@@ -190,16 +194,23 @@ class OpenAIServer:
                 await asyncio.sleep(pause_s)
         raise AssertionError("the loop returns or raises")
 
-    async def _complete(self, body: Mapping[str, Any], progress: Callable[[], None]) -> Completion:
+    async def _complete(
+        self, body: Mapping[str, Any], progress: Callable[[], None], is_over: Callable[[list[int], int], bool]
+    ) -> Completion:
         tokens: list[int] = []
         log_probs: list[float] = []
         reason = None
-        async for event in self._events("/v1/completions", body):
-            for choice in event.choices:
-                tokens += self._token_ids(choice)
-                log_probs += choice.logprobs.token_logprobs if choice.logprobs else ()
-                reason = choice.finish_reason or reason
-            progress()
+        async with aclosing(self._events("/v1/completions", body)) as received:
+            async for event in received:
+                num_seen = len(tokens)
+                for choice in event.choices:
+                    tokens += self._token_ids(choice)
+                    log_probs += choice.logprobs.token_logprobs if choice.logprobs else ()
+                    reason = choice.finish_reason or reason
+                progress()
+                if reason is None and is_over(tokens, num_seen):
+                    reason = "stop"
+                    break
         if reason not in _ENDS:
             raise ServerBusy(f"openai: {self._url} ended a response in the middle ({reason or 'no finish_reason'})")
         if len(log_probs) != len(tokens):
@@ -216,7 +227,7 @@ class OpenAIServer:
             )
         return choice.token_ids
 
-    async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[_Event]:
+    async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[_Event, None]:
         """Yield the events of a streamed response."""
         try:
             async with self._client.stream("POST", self._url + path, json=dict(body)) as response:

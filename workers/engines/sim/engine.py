@@ -21,6 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from asyncflow.errors import BadRequest
 from weightsync.boxes import Box
 from weightsync.plan import Need
 from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFunction, Sequences, StepStats
@@ -118,7 +119,14 @@ class SimGenerateEngine:
         return self._num_slots - len(self._running)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Begin responses.
+
+        Raises:
+            BadRequest: a string is to end one.
+        """
         assert len(requests) <= self.free_slots
+        if any(request.stop is not None for request in requests):
+            raise BadRequest("the sim engine draws no text, so no stop string can end a response; leave `stop` out")
         now = self._clock()
         self._decoding.stall(self._config.prefill_s_per_token * sum(each.prompt_P.numel() for each in requests), now)
         for request in requests:

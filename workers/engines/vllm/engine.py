@@ -12,6 +12,7 @@ vLLM is imported inside functions only; `AsyncFlowWorker` runs in its worker pro
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
@@ -98,7 +99,7 @@ class VllmEngine:
         self._max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
         self._mailbox = WeightMailbox(self._needs, getattr(torch, config.dtype or model.dtype))
         self._versions: dict[int, int] = {}
-        self._load_number = 0
+        self._load_number = self._begun_load = 0
         self.version = 0
         arguments = engine_arguments(
             model_dir, model, config, self._plan, max_len=self._max_len, num_slots=sampling.batch_size, device=device
@@ -249,26 +250,44 @@ class VllmEngine:
         await self._llm.init_weight_transfer_engine(request)
 
     async def _generate(self, request: GenerateRequest, load_number: int) -> _Response:
-        """Generate one response; when the task is cancelled, vLLM drops it."""
+        """Generate one response; when the task is cancelled, or a stop string is completed, vLLM drops the rest."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = {"type": "token", "prompt_token_ids": request.prompt_P.tolist(), "cache_salt": str(load_number)}
         parameters = self._parameters(request)
         name = f"{load_number}-{request.index}-{request.ticket}"
         try:
-            async for output in self._llm.generate(prompt, parameters, name):
-                completion = output.outputs[0]
-                self._tasks.progress()
+            async with aclosing(self._llm.generate(prompt, parameters, name)) as outputs:
+                num_seen = 0
+                async for output in outputs:
+                    completion = output.outputs[0]
+                    self._tasks.progress()
+                    if self._is_over(request, completion, load_number, since=num_seen):
+                        break
+                    num_seen = len(completion.token_ids)
+                tokens = list(completion.token_ids)  # before vLLM drops the rest: its lists may still grow
+                return _Response(
+                    request=request,
+                    tokens=tokens,
+                    log_probs=list(completion.logprobs.logprobs),
+                    truncated=completion.finish_reason == "length",
+                    spans=_spans(getattr(completion, "weight_versions", None), len(tokens), load_number),
+                )
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
-        tokens = list(completion.token_ids)
-        return _Response(
-            request=request,
-            tokens=tokens,
-            log_probs=list(completion.logprobs.logprobs),
-            truncated=completion.finish_reason == "length",
-            spans=_spans(getattr(completion, "weight_versions", None), len(tokens), load_number),
-        )
+
+    def _is_over(self, request: GenerateRequest, completion: Any, load_number: int, *, since: int) -> bool:
+        """Whether a string has ended a response that vLLM goes on with, and it is known which weights drew what came.
+
+        vLLM need not say so before the end; where weights were swapped meanwhile, the end is waited for.
+        """
+        stop = request.stop
+        if stop is None or completion.finish_reason is not None or not stop.are_in(completion.token_ids, since=since):
+            return False
+        found = getattr(completion, "weight_versions", None)
+        if found is None:
+            return self._begun_load == load_number
+        return sum(size for _, size in _spans(found, 0, load_number)) == len(completion.token_ids)
 
     def _parameters(self, request: GenerateRequest) -> Any:
         from vllm import SamplingParams
@@ -293,6 +312,7 @@ class VllmEngine:
 
     async def _swap(self, letter: dict[str, object], number: int) -> None:
         """Stop between two tokens, take the weights, go on."""
+        self._begun_load = number
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         try:
