@@ -37,6 +37,7 @@ _FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_pe
 """Settings that decide which prompt, which rows and which step group g has."""
 _COMPARED_OTHERWISE = ("data.path", "data.mixture", "data.timeout_s")
 """The contents of files count (`data_identity`), wherever they are."""
+_TEMPLATE_TIME = "data.template_time"
 _REVISION = "model.revision"
 """Of a model of the Hub; null: a directory, whose fingerprint is compared."""
 _REFERENCE = "algorithm.ref_update_interval"
@@ -153,6 +154,8 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
         if not name.startswith((*_FIXED, _REFERENCE, _REVISION)) or name not in before or before[name] == now[name]:
             continue
         if name in _COMPARED_OTHERWISE or (name == _REVISION and None in (before[name], now[name])):
+            continue
+        if name == _TEMPLATE_TIME and before[name] is None:  # of a version that wrote none down
             continue
         if name in (_REFERENCE, _REVISION):
             raise ConfigError(

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import sys
+from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_parquet_is_read_by_whatever_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (Decimal("1.5"), "'answer' is of type Decimal; data.ground_truth_field must name text or a number"),
+        (Decimal("nan"), "'answer' is of type Decimal; data.ground_truth_field must name text or a number"),
         (b"1", "'answer' is of type bytes"),
         (math.nan, "'answer' is nan"),
     ],
@@ -69,6 +70,62 @@ def test_parquet_is_read_by_whatever_name(tmp_path: Path) -> None:
 def test_values_that_parquet_has_and_json_has_not_are_named(answer: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         as_row({"prompt": "a", "answer": answer}, 1, DataConfig(path="x"), own_rollout=False, where="rows.parquet:1")
+
+
+def test_times_of_parquet_are_those_of_python_however_fine_they_are_kept(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install pyarrow")
+    import pyarrow as pa
+
+    when, took = datetime(2025, 1, 1, 2, 3, 4, 5), timedelta(seconds=1, microseconds=7)
+    nested = pa.struct([("at", pa.list_(pa.timestamp("ns", "UTC")))])
+    table = {
+        "prompt": ["1+2=", "2+2="],
+        "answer": pa.array([Decimal("3.00"), Decimal("4.50")]),
+        "when": pa.array([when, None], pa.timestamp("ns")),
+        "took": pa.array([took, None], pa.duration("ns")),
+        "more": pa.array([{"at": [when]}, None], nested),
+    }
+    parquet.write_table(pa.table(table), tmp_path / "rows.parquet")
+    first, second = read_prompt_rows(tmp_path / "rows.parquet", DataConfig(path="rows.parquet"))
+    assert (first.ground_truth, second.ground_truth) == ("3.00", "4.50")
+    assert (first.fields["when"], first.fields["took"], second.fields["when"]) == (when, took, None)
+    assert first.fields["more"] == {"at": [when.replace(tzinfo=first.fields["more"]["at"][0].tzinfo)]}
+    assert json.loads(first.task)["when"] == "2025-01-01T02:03:04.000005"
+    table["when"] = pa.array([1, None], pa.int64()).cast(pa.timestamp("ns"))
+    table["took"] = pa.array([1, None], pa.int64()).cast(pa.duration("ns"))
+    parquet.write_table(pa.table(table), tmp_path / "rows.parquet")
+    first, second = read_prompt_rows(tmp_path / "rows.parquet", DataConfig(path="rows.parquet"))
+    assert (first.fields["when"], first.fields["took"]) == ("1970-01-01 00:00:00.000000001", 1), "nothing is rounded"
+    assert (second.fields["when"], second.fields["took"]) == (None, None)
+
+
+def test_a_field_inside_of_another_is_named_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "verl.jsonl"
+    row = {
+        "prompt": [{"role": "user", "content": "1+2="}],
+        "reward_model": {"ground_truth": "3", "style": "rule"},
+        "extra_info": {"index": 0},
+    }
+    path.write_text(json.dumps(row))
+    named = {"chat_template": True, "ground_truth_field": "reward_model.ground_truth"}
+    (read,) = read_prompt_rows(path, DataConfig(path=str(path), **named))
+    assert (read.ground_truth, json.loads(read.task)) == ("3", row)
+    said = refusal(path, chat_template=True)
+    assert "no field 'answer'; found: extra_info.index, prompt, reward_model.ground_truth, reward_model.style;" in said
+    path.write_text(json.dumps(row | {"reward_model.ground_truth": "own"}))
+    (read,) = read_prompt_rows(path, DataConfig(path=str(path), **named))
+    assert read.ground_truth == "own", "a field that is called so comes first"
+
+
+def test_contents_of_text_parts_are_texts(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": parts}], "answer": 3}))
+    (row,) = read_prompt_rows(path, DataConfig(path=str(path), chat_template=True))
+    assert row.prompt == [{"role": "user", "content": "1+2="}]
+    parts.append({"type": "image", "image": "x.png"})
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": parts}], "answer": 3}))
+    assert "or a list of parts of type text" in refusal(path, chat_template=True)
 
 
 def test_parquet_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

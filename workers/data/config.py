@@ -97,10 +97,11 @@ class DataConfig(HubPart):
     timeout_s: float = Field(30.0, gt=0, le=86400)
     """Deadline of one call of `source` or `sampler` (s)."""
     prompt_field: str = "prompt"
-    """Field that holds the prompt (GSM8K: `question`; DeepScaleR: `problem`): a text, or, with `chat_template`, a list
-    of messages, `{role, content}` each."""
+    """Field that holds the prompt (GSM8K: `question`; DeepScaleR: `problem`), `a.b` for one inside of another: a text,
+    or, with `chat_template`, a list of messages, `{role, content}` each."""
     ground_truth_field: str | None = "answer"
-    """Field that holds the ground truth, passed to the reward; null: there is none, and the reward needs none."""
+    """Field that holds the ground truth (verl: `reward_model.ground_truth`), passed to the reward; null: there is none,
+    and the reward needs none."""
     prompt_template: str = "{prompt}"
     """Text around the prompt, applied before the chat template; `{prompt}` stands for the field or its last message."""
     chat_template: bool = False

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
 
 Message = dict[str, str]  # `role` and `content`
+_ABSENT: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +133,53 @@ def _parquet(path: Path, content: bytes, key: str) -> list[Any]:
     except ImportError as error:
         raise ConfigError(f"{key}: {path} is a Parquet file, which needs pyarrow: {pip_line('data')}") from error
     try:
-        rows: list[Any] = parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
+        table = parquet.read_table(pyarrow.BufferReader(content))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ConfigError(f"{key}: {path} is no whole Parquet file: {one_line(error)}; get it again") from error
-    return rows
+    columns: dict[str, list[Any]] = {
+        name: _values(table.column(name), f"{path}: {name!r}") for name in table.schema.names
+    }
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _values(column: Any, where: str) -> list[Any]:
+    """Return a column's values as Python has them. Its times have microseconds; finer ones of Arrow are texts, and
+    durations numbers of nanoseconds."""
+    import pyarrow as pa
+
+    in_microseconds = (pa.timestamp("us"), pa.time64("us"), pa.duration("us"))
+    try:
+        try:
+            kind = _with_times(column.type, *in_microseconds)
+            return list(column.cast(kind).to_pylist())
+        except (pa.ArrowInvalid, ValueError, OverflowError):
+            return list(column.cast(_with_times(column.type, pa.string(), pa.string(), pa.int64())).to_pylist())
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        raise ConfigError(f"{where} cannot be read: {one_line(error)}; save the column as text") from error
+
+
+def _with_times(kind: Any, timestamp: Any, time: Any, duration: Any) -> Any:
+    """Return a type of Arrow with other types for its times, at any depth."""
+    import pyarrow as pa
+
+    def inner(of: Any) -> Any:
+        return _with_times(of, timestamp, time, duration)
+
+    if pa.types.is_timestamp(kind):
+        return timestamp if timestamp == pa.string() else pa.timestamp(timestamp.unit, kind.tz)
+    if pa.types.is_time64(kind):
+        return time
+    if pa.types.is_duration(kind):
+        return duration
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(inner(field.type)) for field in kind])
+    if pa.types.is_large_list(kind):
+        return pa.large_list(inner(kind.value_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(inner(kind.value_type), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(inner(kind.value_type))
+    return kind
 
 
 def _table(path: Path, content: bytes) -> Iterator[dict[str, str]]:
@@ -242,29 +287,27 @@ def as_row(
     """
     if own_rollout:
         prompt, ground_truth = (
-            _as_text(fields.get(name or "")) for name in (config.prompt_field, config.ground_truth_field)
+            _as_text(None if name is None else field_of(fields, name, None))
+            for name in (config.prompt_field, config.ground_truth_field)
         )
         return PromptRow(prompt, ground_truth, line, fields, part)
     return PromptRow(*_prompt_and_ground_truth(fields, config, where), line, fields, part)
 
 
 def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str) -> tuple[str | list[Message], str]:
-    try:
-        prompt, ground_truth = (
-            row[config.prompt_field],
-            "" if config.ground_truth_field is None else row[config.ground_truth_field],
-        )
-    except KeyError:
+    prompt = field_of(row, config.prompt_field)
+    ground_truth = "" if config.ground_truth_field is None else field_of(row, config.ground_truth_field)
+    if prompt is _ABSENT or ground_truth is _ABSENT:
         _refuse_missing(row, where, config)
     if isinstance(prompt, list):
-        _check_messages(prompt, config, where)
+        prompt = _messages(prompt, config, where)
     elif type(prompt) is not str:
         raise ConfigError(
             f"{where}: {config.prompt_field!r} is {kind_of(prompt)}; data.prompt_field must name text or messages"
         )
     elif not prompt.strip():
         raise ConfigError(f"{where}: {config.prompt_field!r} is empty; remove the row or write a prompt")
-    if type(ground_truth) is int or (type(ground_truth) is float and math.isfinite(ground_truth)):
+    if type(ground_truth) in (int, float, Decimal) and math.isfinite(float(ground_truth)):
         ground_truth = str(ground_truth)
     if type(ground_truth) is not str:
         raise ConfigError(
@@ -274,17 +317,47 @@ def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str
     return prompt, ground_truth
 
 
-def _check_messages(messages: list[Any], config: DataConfig, where: str) -> None:
-    """Refuse what no chat template answers."""
+def field_of(row: Mapping[str, Any], name: str, default: Any = _ABSENT) -> Any:
+    """Return a field of a row; `reward_model.ground_truth` is one inside of another, unless a field is called so."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
+
+
+def _messages(messages: list[Any], config: DataConfig, where: str) -> list[Message]:
+    """Return messages whose contents are texts; those of parts (`{type: text, text: ...}`) are joined.
+
+    Raises:
+        ConfigError: no chat template answers them.
+    """
     what = f"{where}: {config.prompt_field!r}"
     if not config.chat_template:
         raise ConfigError(f"{what} is a list, of messages; set data.chat_template to true, or name a text")
+    joined = [{**one, "content": _content(one.get("content"))} if isinstance(one, dict) else one for one in messages]
     texts = (isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-             for one in messages)  # fmt: skip
-    if not messages or not all(texts):
-        raise ConfigError(f"{what} must be text, or messages with a role and a content that is text; correct the row")
-    if messages[-1]["role"] == "assistant":
+             for one in joined)  # fmt: skip
+    if not joined or not all(texts):
+        raise ConfigError(
+            f"{what} must be text, or messages with a role and a content that is text, or a list of parts of type "
+            f"text; correct the row"
+        )
+    if joined[-1]["role"] == "assistant":
         raise ConfigError(f"{what} ends with the assistant's message; end with what it answers")
+    return joined
+
+
+def _content(content: object) -> object:
+    """Return the text of a content that is a list of text parts, and anything else as it is."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    known = [text for text in texts if isinstance(text, str)]
+    return "".join(known) if len(known) == len(texts) else content
 
 
 def _as_text(value: object) -> str:
@@ -297,11 +370,17 @@ def _refuse_missing(row: dict[str, Any], where: str, config: DataConfig) -> NoRe
     key, name = next(
         (key, name)
         for key, name in (("prompt_field", config.prompt_field), ("ground_truth_field", config.ground_truth_field))
-        if name is not None and name not in row
+        if name is not None and field_of(row, name) is _ABSENT
     )
-    found = ", ".join(sorted(row)) or "none"
+    found = ", ".join(sorted(_paths_of(row))) or "none"
     or_null = ", or to null if your reward needs none" if key == "ground_truth_field" else ""
     raise ConfigError(f"{where}: no field {name!r}; found: {found}; set data.{key} to the right one{or_null}")
+
+
+def _paths_of(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields of a row, those inside of others by their paths."""
+    for name, value in row.items():
+        yield from (f"{name}.{inner}" for inner in value) if isinstance(value, dict) and value else (name,)
 
 
 def kind_of(value: object) -> str:
