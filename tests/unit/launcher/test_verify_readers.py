@@ -118,13 +118,13 @@ def test_prompts_are_verified_at_the_time_that_the_run_s_templates_were_told(
     write_config: WriteConfig, tmp_path: Path
 ) -> None:
     config = load_config(write_config())
-    model = shutil.copytree(config.model.path, tmp_path / "model")
-    (tmp_path / "model/chat_template.jinja").write_text("{{ strftime_now('%Y%m%d') }}+{{ messages[0].content }}")
+    model = shutil.copytree(config.model.path, tmp_path / "own")
+    (tmp_path / "own/chat_template.jinja").write_text("{{ strftime_now('%Y%m%d') }}+{{ messages[0].content }}")
     told = {"chat_template": True, "max_prompt_tokens": 16, "template_time": "2001-02-03T04:05:06"}
     data = config.data.model_copy(update=told)
     config = config.model_copy(update={"data": data, "model": config.model.model_copy(update={"path": str(model)})})
     rows = read_prompt_rows(data.file, data)
-    dataset = PromptDataset(rows, data, model_dir=tmp_path / "model", seed=config.seed)
+    dataset = PromptDataset(rows, data, model_dir=tmp_path / "own", seed=config.seed)
     assert dataset.prompt(0).text.startswith("20010203+")
     ledger = ledger_of(tmp_path, dataset, [0, 1])
     written = {line.group: (line.epoch, line.prompt_hash) for _, line in ledger.trained}
@@ -135,9 +135,9 @@ def test_prompts_are_verified_at_the_time_that_the_run_s_templates_were_told(
     checkpoint.mkdir(parents=True)
     CheckpointMeta(
         step=1, lineage=0, model_fingerprint="f", data_hash="d", num_ranks=1, saved_at=0.0, files={},
-        tokenizer_files=tokenizer_files(tmp_path / "model"),
+        tokenizer_files=tokenizer_files(tmp_path / "own"),
     ).write(checkpoint)  # fmt: skip
     assert prompts_of(config, ledger).expected == written
-    (tmp_path / "model/chat_template.jinja").write_text("{{ messages[0].content }}")
+    (tmp_path / "own/chat_template.jinja").write_text("{{ messages[0].content }}")
     found = prompts_of(config, ledger)
     assert (found.expected, "chat_template.jinja of" in found.unknown) == ({}, True)
