@@ -37,9 +37,10 @@ _FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_pe
 """Settings that decide which prompt, which rows and which step group g has."""
 _COMPARED_OTHERWISE = ("data.path", "data.mixture", "data.timeout_s")
 """The contents of files count (`data_identity`), wherever they are."""
-_TEMPLATE_TIME = "data.template_time"
 _REVISION = "model.revision"
 """Of a model of the Hub; null: a directory, whose fingerprint is compared."""
+_TIME = "data.template_time"
+"""Of a start; null: nothing was told to templates."""
 _REFERENCE = "algorithm.ref_update_interval"
 """Decides which weights are the reference of a step; checkpoints hold that one alone."""
 
@@ -155,7 +156,7 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
             continue
         if name in _COMPARED_OTHERWISE or (name == _REVISION and None in (before[name], now[name])):
             continue
-        if name == _TEMPLATE_TIME and before[name] is None:  # of a version that wrote none down
+        if name == _TIME and before[name] is None:
             continue
         if name in (_REFERENCE, _REVISION):
             raise ConfigError(
@@ -172,7 +173,7 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
 def recorded_time(run_dir: Path) -> str | None:
     """Return the `data.template_time` that a run was told; None: it is of a version that wrote none down."""
     own = run_dir / CONFIG_FILE
-    data = read_yaml(own).values.get("data") if own.is_file() else None
+    data = read_yaml(own).values.get("data") if own.is_file() and own.stat().st_size else None
     told = data.get("template_time") if isinstance(data, dict) else None
     return None if told is None else str(told)
 

@@ -14,6 +14,7 @@ from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from weightsync.version import Version
+from workers.data.tokenizer import load_tokenizer
 from workers.rollout.evaluate import Evaluator
 
 DEADLINE_S = 20
@@ -70,8 +71,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         ]
         (tmp_path / "samples").mkdir()
         stopping = Stopping()
+        config = load_config(find_recipe("quickstart"), overrides=overrides)
         context = SimpleNamespace(
-            config=load_config(find_recipe("quickstart"), overrides=overrides),
+            config=config, load_tokenizer=lambda: load_tokenizer(Path(config.model.path)),
             device=torch.device("cpu"), run_dir=tmp_path, gang=SimpleNamespace(name="evaluate-0"),
             elapsed_s=0.0, job=SimpleNamespace(lineage=0), last_step=60, timeline=NoTimeline(), stopping=stopping,
             report=lambda *_, **__: None, reward_failed=lambda why: None, wake_to_stop=stopping.woken.append,

@@ -1,5 +1,7 @@
 """Which data a run began with: also a process that starts again, and finds another file, knows."""
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,20 +9,27 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+import configs
 from asyncflow.errors import ConfigError
 from asyncflow.sealed_store import SealedStore
 from workers.checkpoint.files import CheckpointMeta
 from workers.context import WorkerContext
 from workers.data.config import DataConfig
 from workers.data.prompt_rows import data_hash
+from workers.data.tokenizer import tokenizer_files
 from workers.services import check_data
 
+QUICKSTART = Path(configs.__path__[0]) / "quickstart" / "model"
 
-def context(store: SealedStore, data: Path, *, resume_from: str = "") -> Any:
+
+def context(store: SealedStore, data: Path, *, resume_from: str = "", name: str = "controller/0") -> Any:
     """A worker that starts, as far as these functions look at it."""
     made: Any = object.__new__(WorkerContext)
     made._store = store
-    made.config = SimpleNamespace(data=DataConfig(path=str(data)))
+    made.config = SimpleNamespace(
+        data=DataConfig(path=str(data)), model=SimpleNamespace(path=str(data.parent / "model"))
+    )
+    made.name = name
     made.job = SimpleNamespace(resume_from=resume_from)
     return made
 
@@ -29,6 +38,7 @@ def context(store: SealedStore, data: Path, *, resume_from: str = "") -> Any:
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    shutil.copytree(QUICKSTART, tmp_path / "model")
     return path
 
 
@@ -44,9 +54,46 @@ def test_file_that_changed_while_the_run_goes_on_is_refused_by_whoever_starts_ag
 
 
 def test_resumed_run_began_with_what_its_checkpoint_names(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = {"hash": data_hash(data)}
-    monkeypatch.setattr(CheckpointMeta, "read", lambda _: SimpleNamespace(data_hash=named["hash"]))
+    named: dict[str, Any] = {"hash": data_hash(data), "files": tokenizer_files(data.parent / "model")}
+    monkeypatch.setattr(
+        CheckpointMeta, "read", lambda _: SimpleNamespace(data_hash=named["hash"], tokenizer_files=named["files"])
+    )
     check_data(context(SealedStore(HashStore(), b"secret"), data, resume_from="step_000005"))
     named["hash"] = "of another file"
     with pytest.raises(ConfigError, match="is not what the run began with"):
         check_data(context(SealedStore(HashStore(), b"secret"), data, resume_from="step_000005"))
+    named["hash"] = data_hash(data)
+    named["files"] = {**named["files"], "chat_template.jinja": "of another file"}
+    with pytest.raises(
+        ConfigError, match=r"^model.path: chat_template.jinja of .* is not what the run began with, and"
+    ):
+        check_data(context(SealedStore(HashStore(), b"secret"), data, resume_from="step_000005"))
+    named["files"] = {}  # an earlier version wrote none down
+    check_data(context(SealedStore(HashStore(), b"secret"), data, resume_from="step_000005"))
+
+
+def test_tokenizer_that_changed_while_the_run_goes_on_is_refused_by_whoever_starts_again(data: Path) -> None:
+    store = SealedStore(HashStore(), b"secret")
+    check_data(context(store, data))
+    began = tokenizer_files(data.parent / "model")
+    (data.parent / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(ConfigError, match=r"^model.path: chat_template.jinja of .* is not what the run began with"):
+        check_data(context(store, data))
+    assert context(store, data).first_tokenizer_files() == began, "for checkpoints, too"
+
+
+def test_process_with_another_tokenizer_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of another interpreter may have, whose libraries are others."""
+    store = SealedStore(HashStore(), b"secret")
+    for name in ("controller/0", "rollout/0"):
+        assert context(store, data, name=name).load_tokenizer().eos_token_id == 1
+    file = data.parent / "model" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    file.write_text(json.dumps(tokenizer))
+    monkeypatch.setattr("workers.context.version", lambda name: "0.1")
+    with pytest.raises(ConfigError) as caught:
+        context(store, data, name="rollout/1").load_tokenizer()
+    assert "rollout/1 (transformers 0.1 and tokenizers 0.1" in str(caught.value)
+    assert "than in controller/0 (transformers 5" in str(caught.value)

@@ -1,6 +1,7 @@
 """What is refused before a run starts is what its prompts would be refused for."""
 
 import json
+import logging
 import shutil
 import string
 from pathlib import Path
@@ -196,3 +197,140 @@ def test_first_prompt_is_returned_as_the_model_gets_it(model_dir: Path) -> None:
     (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}1111")
     shown = check_prompts(ROWS, data(chat_template=True), model_dir=model_dir)
     assert shown == ShownPrompt("0+0=1111", "0", 8)
+
+
+def test_tokenizer_that_loses_the_spaces_is_refused(model_dir: Path) -> None:
+    with_letters(model_dir)
+    edit_config(model_dir, vocab_size=100)
+    check_prompts([PromptRow("what is 1 and 2?", "3", 1)], data(), model_dir=model_dir)
+    file = model_dir / "tokenizer.json"
+    file.write_text(file.read_text().replace("\\u0120", "_").replace("\u0120", "_"))
+    with pytest.raises(
+        ConfigError, match=r"loses 4 of the 4 spaces of rows.jsonl:1: 'what is 1 .*'whatis1and2\?'; copy"
+    ):
+        check_prompts([PromptRow("what is 1 and 2?", "3", 1)], data(), model_dir=model_dir)
+
+
+def surround_every_text(model_dir: Path, *, begin: str = "", end: str = "") -> None:
+    """Have the post-processor put tokens around every text."""
+    parts: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    parts = [{"SpecialToken": {"id": begin, "type_id": 0}}, *parts] if begin else parts
+    parts = [*parts, {"SpecialToken": {"id": end, "type_id": 0}}] if end else parts
+    file = model_dir / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    ids = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
+    special = {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in (begin, end) if name}
+    pair = [*parts, {"Sequence": {"id": "B", "type_id": 1}}]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": parts,
+        "pair": pair,
+        "special_tokens": special,
+    }
+    file.write_text(json.dumps(tokenizer))
+
+
+def test_tokenizer_that_ends_every_prompt_is_refused(model_dir: Path) -> None:
+    surround_every_text(model_dir, end="<eos>")
+    with pytest.raises(
+        ConfigError, match=r"puts <eos> \(1\) behind rows.jsonl:1, which ends a response.*post_processor"
+    ):
+        check_prompts(ROWS, data(), model_dir=model_dir)
+    (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    check_prompts(ROWS, data(chat_template=True), model_dir=model_dir)  # then the template alone says what is around it
+
+
+def test_flags_beside_tokenizer_json_count_for_the_check_as_for_the_run(model_dir: Path) -> None:
+    edit_settings(model_dir, add_eos_token=True, add_bos_token=True, bos_token="<pad>")
+    made = PromptDataset(ROWS, data(shuffle=False), model_dir=model_dir, seed=0).prompt(0)
+    assert check_prompts(ROWS, data(), model_dir=model_dir).num_tokens == len(made.tokens) == 4
+
+
+def test_tokens_that_transformers_adds_are_checked_as_the_run_makes_them(model_dir: Path) -> None:
+    edit_settings(model_dir, bos_token="<call>")  # tokenizer.json has no such one
+    edit_config(model_dir, vocab_size=100)
+    rows = [PromptRow("<call>1+1=", "2", 1)]
+    made = PromptDataset(rows, data(), model_dir=model_dir, seed=0).prompt(0)
+    assert check_prompts(rows, data(), model_dir=model_dir).num_tokens == len(made.tokens) == 5
+
+
+def test_prompt_that_begins_twice_is_refused(model_dir: Path) -> None:
+    edit_settings(model_dir, bos_token="<pad>")
+    surround_every_text(model_dir, begin="<pad>")
+    assert check_prompts(ROWS, data(), model_dir=model_dir).num_tokens == 5
+    with pytest.raises(ConfigError, match=r"which adds one, begins rows.jsonl:1 with two <pad> \(0\); take one out"):
+        check_prompts([PromptRow("<pad>1+1=", "2", 1)], data(), model_dir=model_dir)
+
+
+def test_text_that_ends_itself_is_refused_by_line(model_dir: Path) -> None:
+    rows = [*ROWS, PromptRow("1+1=2<eos>", "2", 6)]
+    with pytest.raises(ConfigError, match=r"rows.jsonl:6: the prompt's text ends with <eos> \(1\), .*out of the text"):
+        check_prompts(rows, data(), model_dir=model_dir)
+    check_prompts([*ROWS, PromptRow("1+1=2<eos>1+2=", "3", 6)], data(), model_dir=model_dir)  # an example before it
+
+
+@pytest.mark.parametrize("behind", ["<eos>", "<eos>\\n"])
+def test_template_that_begins_no_answer_is_refused(model_dir: Path, behind: str) -> None:
+    edit_settings(model_dir, bos_token="<pad>")
+    (model_dir / "chat_template.jinja").write_text("{{ messages[0].content + '" + behind + "' }}")
+    with pytest.raises(ConfigError, match=r"ends rows.jsonl:1 with <eos> \(1\), .*where add_generation_prompt is true"):
+        check_prompts(ROWS, data(chat_template=True), model_dir=model_dir)
+    (model_dir / "chat_template.jinja").write_text("{{ '<pad><pad>' + messages[0].content }}")
+    with pytest.raises(ConfigError, match=r"the chat template of .* begins rows.jsonl:1 with two <pad> \(0\)"):
+        check_prompts(ROWS, data(chat_template=True), model_dir=model_dir)
+
+
+def edit_generation(model_dir: Path, eos: object) -> None:
+    (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+
+
+def test_response_that_could_not_end_is_refused(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit_config(model_dir, vocab_size=40)  # some are padded
+    edit_generation(model_dir, [30, 31])
+    with pytest.raises(
+        ConfigError, match=r"^model.path: eos_token_id 30, 31 of .* is no token of its tokenizer, so no "
+    ):
+        check_prompts(ROWS, data(), model_dir=model_dir)
+    assert not caplog.records
+    edit_generation(model_dir, [1, 30])
+    check_prompts(ROWS, data(), model_dir=model_dir)
+    assert "eos_token_id 30 of" in caplog.text
+    assert "ends no response" in caplog.text
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_end_that_the_model_may_mean_otherwise_is_told(
+    model_dir: Path, caplog: pytest.LogCaptureFixture, chat: bool
+) -> None:
+    edit_generation(model_dir, 2)
+    if chat:
+        template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<pad>{% endif %}{% endfor %}"
+        (model_dir / "chat_template.jinja").write_text(template)
+    check_prompts(ROWS, data(chat_template=chat), model_dir=model_dir)
+    (record,) = (one for one in caplog.records if one.levelno == logging.WARNING)
+    assert ("ends an answer with <pad> (0)" if chat else "eos_token is <eos> (1)") in record.getMessage()
+    assert "is 2 (<unk>)" in record.getMessage()
+
+
+def test_messages_that_hold_marks_of_the_template_are_told(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}1")
+    rows = [*ROWS, PromptRow("1+1=<pad>1", "2", 6)]
+    check_prompts(rows, data(chat_template=True), model_dir=model_dir)
+    assert "the messages of 1 of the first 6 prompts hold special tokens in their text, <pad> of rows.jsonl:6" in (
+        caplog.text
+    )
+
+
+def test_template_that_draws_is_refused(model_dir: Path) -> None:
+    (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}{{ range(99999) | random }}=")
+    with pytest.raises(
+        ConfigError, match=r"renders rows.jsonl:1 as '0\+0=\d+=', then as '0\+0=\d+='; take out what it"
+    ):
+        check_prompts(ROWS, data(chat_template=True), model_dir=model_dir)
+
+
+def test_template_is_told_the_time_of_the_start(model_dir: Path) -> None:
+    (model_dir / "chat_template.jinja").write_text("{{ strftime_now('%Y%m%d') }}+{{ messages[0].content }}")
+    config = data(chat_template=True, template_time="2001-02-03 04:05", shuffle=False)
+    assert check_prompts(ROWS, config, model_dir=model_dir).text == "20010203+0+0="
+    assert PromptDataset(ROWS, config, model_dir=model_dir, seed=0).prompt(0).text == "20010203+0+0="

@@ -1,6 +1,9 @@
 """Prompts as tokens, and their order."""
 
+import json
+import time
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,8 @@ from workers.data.config import BLOCK, DataConfig
 from workers.data.prompt_check import check_prompts
 from workers.data.prompt_dataset import PromptDataset, epoch_order
 from workers.data.prompt_rows import PromptRow
-from workers.data.tokenizer import load_tokenizer
+from workers.data.tokenizer import PROBES, load_tokenizer, says_all, strftime_of
+from workers.engines.model_files import load_raw_tokenizer
 
 MODEL_DIR = Path(configs.__path__[0]) / "quickstart" / "model"
 ROWS = [PromptRow(f"{i}+{i}=", str(2 * i), i + 1) for i in range(5)]
@@ -167,3 +171,97 @@ def test_a_source_of_a_mixture_of_which_nothing_fits_is_named() -> None:
         PromptDataset(rows, config, model_dir=MODEL_DIR, seed=0)
     with pytest.raises(ConfigError, match=r"data.max_prompt_tokens: all 1 prompts of long are longer than 4"):
         check_prompts(rows, config, model_dir=MODEL_DIR)
+
+
+def digits_one_by_one(tmp_path: Path, tokenizer_class: str) -> Path:
+    """A byte-level model whose class builds another tokenizer than its tokenizer.json."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet)
+    raw.train_from_iterator(["What is the sum of 12 and 30? The answer is 42.", "12 30 42"] * 50, trainer)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    raw.pre_tokenizer = pre_tokenizers.Sequence([digits, raw.pre_tokenizer])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": tokenizer_class, "pad_token": "<pad>", "eos_token": "<eos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 400, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("tokenizer_class", ["GPT2Tokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer"])
+def test_tokenizer_json_is_the_tokenizer_whatever_class_is_named(tmp_path: Path, tokenizer_class: str) -> None:
+    model_dir = digits_one_by_one(tmp_path, tokenizer_class)
+    raw, tokenizer = load_raw_tokenizer(model_dir), load_tokenizer(model_dir)
+    assert raw is not None
+    for text in PROBES:
+        assert tokenizer(text)["input_ids"] == raw.encode(text).ids
+        assert tokenizer.decode(raw.encode(text).ids) == text, "spaces included"
+    config = DataConfig(path="rows.jsonl")
+    rows = [PromptRow("What is  the sum of 12 and 30?", "42", 1)]
+    made = PromptDataset(rows, config, model_dir=model_dir, seed=0).prompt(0)
+    assert check_prompts(rows, config, model_dir=model_dir).num_tokens == made.tokens.numel()
+    assert [raw.id_to_token(token) for token in made.tokens.tolist()][-3:] == ["3", "0", "?"]
+
+
+def test_other_tokens_than_were_checked_are_refused(tmp_path: Path) -> None:
+    model_dir = digits_one_by_one(tmp_path, "PreTrainedTokenizerFast")
+    other = load_tokenizer(model_dir)
+    other.backend_tokenizer.pre_tokenizer = other.backend_tokenizer.pre_tokenizer[1]
+    with pytest.raises(ConfigError, match=r"that transformers .* gives .*12.* where tokenizer.json gives .*'1', '2'"):
+        PromptDataset(ROWS, DataConfig(path="r"), model_dir=model_dir, seed=0, tokenizer=other)
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("tokenizer_config.json", {"split_special_tokens": True}),
+        ("tokenizer_config.json", {"bos_token": "<s>"}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9": {"content": "<|call|>"}}}),
+        ("special_tokens_map.json", {"additional_special_tokens": ["<|call|>"]}),
+        ("added_tokens.json", {"<|call|>": 400}),
+    ],
+)
+def test_settings_beside_tokenizer_json_are_looked_at(tmp_path: Path, file: str, settings: dict[str, object]) -> None:
+    model_dir = digits_one_by_one(tmp_path, "GPT2Tokenizer")
+    assert says_all(model_dir)
+    before = json.loads((model_dir / file).read_text()) if (model_dir / file).exists() else {}
+    (model_dir / file).write_text(json.dumps({**before, **settings}))
+    assert not says_all(model_dir)
+
+
+@pytest.mark.parametrize("when", ["2024-02-29T00:03:09", "2026-11-26T13:45:00", "1999-12-31T12:59:59"])
+def test_time_of_a_template_is_what_the_wall_showed(when: str) -> None:
+    told, wall = strftime_of(when), datetime.fromisoformat(when)
+    names = "aAbBcdDeFgGHIjmMnpPrRStTuUVwWxXyYhC%"
+    for name in names:
+        assert told(f"<%{name}>") == wall.strftime(f"<%{name}>"), name
+    assert told("%-d %B %Y, 100%% %%d") == wall.strftime("%-d %B %Y, 100%% %%d")
+
+
+def test_time_of_a_template_has_no_locale_and_no_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = strftime_of("2026-11-26T13:45:00")
+    texts = [told("%A %d %B %c %s %Z%z")]
+    for zone in ("Asia/Tokyo", "America/New_York"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        texts.append(told("%A %d %B %c %s %Z%z"))
+    monkeypatch.undo()
+    time.tzset()
+    assert {*texts} == {"Thursday 26 November Thu Nov 26 13:45:00 2026 1795700700 "}
+
+
+@pytest.mark.parametrize("given", ["2026-11-26 13:45", "2026-11-26T13:45:00.5+01:00", datetime(2026, 11, 26, 13, 45)])
+def test_time_of_a_template_is_a_local_time(given: object) -> None:
+    config = DataConfig.model_validate({"path": "r", "template_time": given})
+    assert config.template_time == "2026-11-26T13:45:00"
+
+
+@pytest.mark.parametrize("given", ["noon", 7, ["2026-11-26"]])
+def test_time_that_is_none_is_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="is no time; write one as 2026-11-26T09:00:00"):
+        DataConfig.model_validate({"path": "r", "template_time": given})

@@ -141,3 +141,43 @@ def test_each_source_of_a_mixture_has_means_of_its_own_over_all_ranks() -> None:
         "math/samples": 2, "math/reward_mean": 0.5, "math/accuracy": 0.5, "math/reward/format_mean": 1.0,
         "code/samples": 2, "code/reward_mean": 0.5, "code/accuracy": 0.0, "code/reward/turns_mean": 2.5,
     }  # fmt: skip
+
+
+def responses(*drawn: list[int], cut: bool = False) -> StepTotals:
+    """What a rank adds up of single turns behind a prompt of two tokens."""
+    rows = [torch.tensor([7, 7, *tokens]) for tokens in drawn]
+    masks = [torch.tensor([False, False, *[True] * len(tokens)]) for tokens in drawn]
+    columns = {
+        "tokens": Column.of_rows(rows),
+        "response_mask": Column.of_rows(masks),
+        "sample_lengths": Column.of_rows([torch.tensor([len(row)]) for row in rows]),
+        "versions": Column.of_rows([torch.tensor([4] * len(tokens), dtype=torch.int32) for tokens in drawn]),
+        "rewards": Column.of_scalars(torch.ones(len(drawn))),
+        "correct": Column.of_scalars(torch.tensor([True] * len(drawn))),
+        "truncated": Column.of_scalars(torch.tensor([cut] * len(drawn))),
+    }
+    totals = StepTotals()
+    totals.add_batch(PackedBatch(tuple(range(len(drawn))), columns), step=5, admitted_step=5)
+    return totals
+
+
+@pytest.mark.parametrize(
+    ("ranks", "complaint"),
+    [
+        ([responses([3, 1], [4, 1]), responses([5, 1])], ""),
+        ([responses([3, 4], [4, 4], cut=True), responses([5, 4], cut=True)], "all 3 responses are truncated"),
+        ([responses([3, 4], [4, 4], cut=True), responses([5, 1])], ""),
+        ([responses([1], [1]), responses([1])], "all 3 responses are empty"),
+        ([responses([1], [1]), responses([3, 1])], ""),
+        ([responses([3, 1], [3, 1]), responses([3, 1])], "all 3 responses are the same"),
+        ([responses([3, 1], [3, 1]), responses([4, 1], [4, 1])], ""),
+        ([responses([3, 1])], ""),
+        ([StepTotals()], ""),
+    ],
+)
+def test_responses_that_are_all_alike_are_told(ranks: list[StepTotals], complaint: str) -> None:
+    whole = StepTotals.merged(ranks)
+    found = whole.complaint()
+    assert (found[: len(complaint)], bool(found)) == (complaint, bool(complaint))
+    if whole.sums:
+        assert not [name for name in whole.metrics() if "different" in name]

@@ -34,7 +34,9 @@ class PackageRenderer:
             config = config_from_name(name)
             if config is None or name == "default":
                 raise ValueError("it never bridges; leave model.renderer out")
-            self._renderer = create_renderer(tokenizer, _at_time(_keeping_thoughts(config), template_time))
+            self._renderer = create_renderer(tokenizer, _keeping_thoughts(config))
+            if hasattr(self._renderer, "config"):
+                self._renderer.config = _at_time(self._renderer.config, template_time)
             opened, plain = ([*self._ids([_HELLO], prompt)] for prompt in (True, False))
         except Exception as error:  # (a package's, for any name or tokenizer)
             raise ConfigError(f"model.renderer: {name!r} of the package renderers: {one_line(error)}") from error

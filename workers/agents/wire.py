@@ -22,7 +22,6 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         model_dir: with the tokenizer.
         renderer: `model.renderer`.
-        template_time: `data.template_time`.
         function, agent, command, tools: as the configuration's section `rollout` names them; one of the first three.
         timeout_s: of a rollout.
         max_turns, max_tokens, max_context: budgets of a rollout: calls, drawn tokens, tokens of one call; 0: none.
@@ -34,11 +33,11 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
         models: `rollout.models`.
         max_memory_bytes, max_file_bytes: limits of each process that runs users' code; 0: none.
         seal, port: of the gateway of a service before this one; see `workers.agents.gateway`.
+        template_time: `data.template_time`.
     """
 
     model_dir: str
     renderer: str | None
-    template_time: str | None
     function: str | None
     agent: str | None
     command: list[str]
@@ -57,6 +56,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     max_file_bytes: int = 0
     seal: bytes = b""
     port: int = 0
+    template_time: str | None = None
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):

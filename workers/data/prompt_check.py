@@ -236,7 +236,7 @@ class _Borders:
         if own and own[-1] == end:
             return f"{where}: the prompt's text ends with {self._named(end)}", "take it out of the text"
         what = f"model.path: the tokenizer of {model_dir} puts {self._named(end)} behind {where}"
-        advice = "take that out of post_processor in tokenizer.json, or out of add_eos_token in tokenizer_config.json"
+        advice = "take it out of post_processor in tokenizer.json (without that file: set add_eos_token to false)"
         return what, advice
 
     def warn_of_marks(self, samples: Sequence[_Sample]) -> None:

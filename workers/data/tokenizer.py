@@ -31,8 +31,9 @@ FILES = (
 )  # fmt: skip
 """Files of a model directory that decide which tokens a prompt is."""
 _TEMPLATES = "additional_chat_templates"
-_CHANGE_TOKENS = ("add_bos_token", "add_eos_token", "split_special_tokens", "fix_mistral_regex")
-"""Settings with which transformers tokenizes otherwise than tokenizer.json says."""
+_CHANGE_TOKENS = ("split_special_tokens", "fix_mistral_regex")
+"""Settings with which transformers tokenizes otherwise than tokenizer.json says. It obeys `add_bos_token` and
+`add_eos_token` where there is no tokenizer.json alone."""
 _NAMED_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
     "additional_special_tokens", "extra_special_tokens", "added_tokens_decoder",
@@ -129,10 +130,17 @@ def strftime_of(template_time: str) -> Callable[[str], str]:
         "%": "%",
     }
 
+    def field(found: re.Match[str]) -> str:
+        flags, name = found[1], found[2]
+        text = texts.get(name)
+        if text is None:
+            return when.strftime(found[0])
+        if "#" in flags and name == "p":
+            return text.lower()
+        return text.upper() if {*flags} & {*"^#"} else text
+
     def strftime_now(format: str) -> str:  # (templates may name it)
-        return re.sub(
-            r"%[EO]?(.)|%", lambda found: texts.get(found[1] or "%") or when.strftime(found[0]), format, flags=re.DOTALL
-        )
+        return re.sub(r"%([-_0^#]*)\d*[EO]?([a-zA-Z%])", field, format)
 
     return strftime_now
 

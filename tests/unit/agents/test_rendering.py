@@ -15,6 +15,7 @@ from tests.support.chat_templates import QWEN25, SMOLLM2, TEMPLATES, tokenizer
 from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message
 from workers.agents.rendering import TOOL, TemplateRenderer, load_renderer, prove
+from workers.data.tokenizer import load_tokenizer
 
 ASKED: list[Message] = [{"role": "user", "content": "What is 6*7?"}]
 NEXT: list[Message] = [{"role": "user", "content": "And  37*64?\n"}]
@@ -67,7 +68,7 @@ def test_the_proof_says_what_a_template_lacks(family: str, with_tools: bool, lac
     [
         SMOLLM2 + "{{ messages | length }}",
         SMOLLM2.replace("m['content'] +", "m['content'] + (loop.index | string) +"),
-        "{{ messages[-1].content }}<|im_end|>",
+        "{{ messages[-1].content }}<|im_end|>{% if add_generation_prompt %}>{% endif %}",
         SMOLLM2.replace("m['role'] + ", "(m['role'] if loop.last else 'past') + "),
         SMOLLM2.replace("'<|im_end|>' + '\n'", "('<|im_end|>' if loop.last else '') + '\n'"),
     ],
@@ -194,3 +195,42 @@ def test_a_renderer_of_the_package_is_proven(model_dir: Path) -> None:
         load_renderer(model_dir, "nope")
     with pytest.raises(ConfigError, match="never bridges"):
         load_renderer(model_dir, "default")
+
+
+def test_a_prompt_that_leaves_nothing_to_say_is_refused() -> None:
+    renderer, made = renderer_of("qwen2.5", "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}")
+    with pytest.raises(
+        ConfigError, match=r"ends a prompt with <\|im_end\|>, which ends a response, so none could begin"
+    ):
+        prove(renderer, made, None)
+
+
+_TWICE = (
+    "<s><s>{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}[/INST]{% else %}</s>{% endif %}{% endfor %}"
+)
+
+
+def test_a_prompt_that_begins_twice_is_refused() -> None:
+    renderer, made = renderer_of("mistral", _TWICE)
+    with pytest.raises(ConfigError, match="begins a prompt with two <s>; take one out"):
+        prove(renderer, made, None)
+
+
+def test_a_template_of_an_agent_is_told_the_time_of_the_start(model_dir: Path) -> None:
+    text = "{% for m in messages %}{{ strftime_now('%d %b %Y') }} {{ m.content }}<|im_end|>{% endfor %}"
+    made = load_tokenizer(model_dir)
+    made.chat_template = text
+    made.save_pretrained(model_dir)
+    renderer = load_renderer(model_dir, None, "2001-02-03T04:05:06")
+    assert made.decode(renderer.render(ASKED[:1], None)).startswith("03 Feb 2001 ")
+
+
+@pytest.mark.skipif(NO_PACKAGE, reason="needs the package renderers: pip install renderers httpx")
+def test_a_renderer_of_the_package_is_told_the_day_of_the_start() -> None:
+    from renderers import config_from_name
+
+    from workers.agents.package_renderer import _at_time
+
+    assert _at_time(config_from_name("gpt-oss"), "2001-02-03T04:05:06").conversation_start_date == "2001-02-03"
+    plain = config_from_name("qwen3")
+    assert _at_time(plain, "2001-02-03T04:05:06") is plain

@@ -31,7 +31,10 @@ def configure(*settings: str) -> RunConfig:
 
 def open_task(config: RunConfig, failures: list[str] | None = None) -> Rewards:
     failures = [] if failures is None else failures
-    context: Any = SimpleNamespace(config=config, device=CPU, rank=0, reward_failed=failures.append)
+    context: Any = SimpleNamespace(
+        config=config, device=CPU, rank=0, reward_failed=failures.append,
+        load_tokenizer=lambda: load_tokenizer(Path(config.model.path)),
+    )  # fmt: skip
     return Rewards(context)
 
 

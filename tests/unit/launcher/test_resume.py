@@ -1,7 +1,10 @@
 import json
 import os
+import shutil
 import subprocess
 import time
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
+from launcher.cli.request import Request
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.run.restore import Checkpoint, cut_lines, newest_checkpoint, next_lineage, rewind_run, rewind_to_start
@@ -17,6 +21,7 @@ from launcher.run.rundir import running_launcher
 from workers.checkpoint.files import CheckpointMeta, describe
 from workers.config import RunConfig
 from workers.data.task_source import data_identity
+from workers.data.tokenizer import tokenizer_files
 from workers.engines.model_files import model_fingerprint
 
 SHARD = "dcp/__0_0.distcp"
@@ -370,3 +375,50 @@ def test_rows_of_a_feed_are_missed_before_anything_is_cut(tmp_path: Path) -> Non
         check_resume(checkpoint, config)
     (checkpoint.run_dir / "feed.jsonl").touch()
     check_resume(checkpoint, config)
+
+
+def test_a_changed_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
+    model = shutil.copytree(load_config(find_recipe("quickstart")).model.path, tmp_path / "model")
+    config = load_config(find_recipe("quickstart"), overrides=("steps=20", f"model.path={model}"))
+    checkpoint = replace(resumable(tmp_path, config), tokenizer_files=tokenizer_files(Path(model)))
+    check_resume(checkpoint, config)
+    Path(model, "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(
+        ConfigError, match=r"^model.path: chat_template.jinja of .* is not what the run began with, and "
+    ):
+        check_resume(checkpoint, config)
+    Path(model, "chat_template.jinja").unlink()
+    settings = Path(model, "tokenizer_config.json")
+    settings.write_text(settings.read_text() + "\n")
+    with pytest.raises(ConfigError, match=r"^model.path: tokenizer_config.json of .* is not what the run began with"):
+        check_resume(checkpoint, config)
+
+
+def test_a_run_goes_on_at_the_time_that_its_templates_were_told(tmp_path: Path) -> None:
+    told = "2001-02-03T04:05:06"
+    recipe = str(find_recipe("quickstart"))
+    before = load_config(find_recipe("quickstart"), overrides=("steps=20", f"data.template_time={told}"))
+    checkpoint = resumable(tmp_path, before)
+    for config in (None, recipe):  # with the run's own configuration, and with the file that it began with
+        loaded = Request(config=config, resume=str(checkpoint.run_dir), steps=20)._load(checkpoint.run_dir).config
+        assert loaded.data.template_time == told
+        check_resume(checkpoint, loaded)
+    other = ("data.template_time=2001-02-04T00:00:00",)
+    changed = Request(config=recipe, resume=str(checkpoint.run_dir), steps=20, overrides=other)
+    with pytest.raises(ConfigError, match=r"^data.template_time: '2001-02-04T00:00:00' is not what the run began with"):
+        check_resume(checkpoint, changed._load(checkpoint.run_dir).config)
+
+
+def test_a_new_run_is_told_the_time_of_its_start() -> None:
+    began = datetime.now().replace(microsecond=0)
+    told = Request(config=str(find_recipe("quickstart")))._load(None).config.data.template_time
+    assert told is not None
+    assert began <= datetime.fromisoformat(told) <= datetime.now()
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    before = load_config(find_recipe("quickstart"), overrides=("steps=20",))
+    checkpoint = resumable(tmp_path, before)
+    loaded = Request(resume=str(checkpoint.run_dir), steps=20)._load(checkpoint.run_dir).config
+    assert loaded.data.template_time is not None
+    check_resume(checkpoint, loaded)

@@ -1,5 +1,6 @@
 """Those parts of `asyncflow verify` that read real files: saved counts, saved responses, prompts."""
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,10 @@ from tq.unit.block import BlockStore
 from tq.unit.snapshots import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
+from workers.checkpoint.files import CheckpointMeta
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
+from workers.data.tokenizer import tokenizer_files
 from workers.records.ledger import ledger_lines, token_hashes
 from workers.records.ledger_file import Ledger, read_ledger
 from workers.tasks.rollouts import sample_columns
@@ -109,3 +112,32 @@ def test_prompts_that_are_gone_are_not_checked(write_config: WriteConfig, tmp_pa
     config.data.file.unlink()
     found = prompts_of(config, read_ledger(tmp_path))
     assert (found.expected, "data.path: cannot read" in found.unknown) == ({}, True)
+
+
+def test_prompts_are_verified_at_the_time_that_the_run_s_templates_were_told(
+    write_config: WriteConfig, tmp_path: Path
+) -> None:
+    config = load_config(write_config())
+    model = shutil.copytree(config.model.path, tmp_path / "own")
+    (tmp_path / "own/chat_template.jinja").write_text("{{ strftime_now('%Y%m%d') }}+{{ messages[0].content }}")
+    told = {"chat_template": True, "max_prompt_tokens": 16, "template_time": "2001-02-03T04:05:06"}
+    data = config.data.model_copy(update=told)
+    config = config.model_copy(update={"data": data, "model": config.model.model_copy(update={"path": str(model)})})
+    rows = read_prompt_rows(data.file, data)
+    dataset = PromptDataset(rows, data, model_dir=tmp_path / "own", seed=config.seed)
+    assert dataset.prompt(0).text.startswith("20010203+")
+    ledger = ledger_of(tmp_path, dataset, [0, 1])
+    written = {line.group: (line.epoch, line.prompt_hash) for _, line in ledger.trained}
+    assert prompts_of(config, ledger).expected == written
+    later = config.model_copy(update={"data": data.model_copy(update={"template_time": "2001-02-04T04:05:06"})})
+    assert prompts_of(later, ledger).expected != written
+    checkpoint = tmp_path / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    CheckpointMeta(
+        step=1, lineage=0, model_fingerprint="f", data_hash="d", num_ranks=1, saved_at=0.0, files={},
+        tokenizer_files=tokenizer_files(tmp_path / "own"),
+    ).write(checkpoint)  # fmt: skip
+    assert prompts_of(config, ledger).expected == written
+    (tmp_path / "own/chat_template.jinja").write_text("{{ messages[0].content }}")
+    found = prompts_of(config, ledger)
+    assert (found.expected, "chat_template.jinja of" in found.unknown) == ({}, True)
