@@ -30,6 +30,7 @@ from launcher.run.events import (
     FAILED,
     AllReady,
     Arm,
+    AtWork,
     DeadlinePassed,
     DumpStacks,
     Event,
@@ -221,6 +222,7 @@ class _Run:
         self._phase = Phase.RUN
         self._deadlines: dict[tuple[Timer, str], float] = {}
         self._gone: set[str] = set()
+        self._worked: set[str] = set()
         self._all_ready = False
         self._statuses: dict[tuple[str, int], Status] = {}
         self._warnings: dict[str, str] = {}
@@ -270,6 +272,7 @@ class _Run:
         if isinstance(event, StopRequested):
             self._show()  # whether there is something to save may be news of the last half second
         if isinstance(event, GangExited):
+            self._read_statuses()  # whether it got to work may be news of the last half second
             self._gone.add(event.gang)
             self._watch.forget(event.gang)
             if self._store.is_done():
@@ -327,7 +330,7 @@ class _Run:
 
     def _show(self) -> None:
         """Read what workers and trainer say; tell the user, and the supervisor when all are at work."""
-        self._statuses = self._store.statuses(self._ranks)
+        self._read_statuses()
         finished_steps = self._tail.read()
         if not self._all_ready and (finished_steps or not self._missing()):
             self._all_ready = True
@@ -342,6 +345,17 @@ class _Run:
             self._progress.event(f"warning: {warning}")
         self._progress.update(self._statuses)
         self._status.tell(self._statuses, self._restarts, finished_steps)
+
+    def _read_statuses(self) -> None:
+        self._statuses = self._store.statuses(self._ranks)
+        missing = {name for name, rank in self._ranks if not self._is_at_work(name, rank)}
+        for name in self._specs.keys() - missing - self._worked:
+            self._worked.add(name)
+            self._supervisor.handle(AtWork(name))
+
+    def _is_at_work(self, name: str, rank: int) -> bool:
+        status = self._statuses.get((name, rank))
+        return status is not None and status.at_work
 
     def _new_warnings(self) -> list[str]:
         """Return what trainers and controllers complain about since the last look, and the first reward that failed."""
@@ -360,7 +374,7 @@ class _Run:
         return [
             f"{name} rank {rank}"
             for name, rank in self._ranks
-            if name not in self._gone and not ((status := self._statuses.get((name, rank))) and status.at_work)
+            if name not in self._gone and not self._is_at_work(name, rank)
         ]
 
     def _due(self) -> list[Event]:
