@@ -20,7 +20,7 @@ from asyncflow.clock import HostClock
 from asyncflow.job import GangSpec, Job
 from asyncflow.json_lines import VersionTail
 from asyncflow.network import choose_interfaces
-from asyncflow.run_files import EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
+from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
 from launcher.loggers.processes import feeding
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.process import fork_server
@@ -55,6 +55,7 @@ from launcher.run.rank_watch import RankWatch
 from launcher.run.restarts import RestartBudget, RestartLog
 from launcher.run.restore import restore_run
 from launcher.run.rundir import has_checkpoint
+from launcher.run.status import RunEnd
 from launcher.run.supervisor import Supervisor
 from workers.config import RunConfig
 from workers.tasks.dataflow import CONTROLLER, OBSERVERS, SERVICES, TRAINERS
@@ -123,23 +124,27 @@ def run_job(
                 started_at=started_at,
                 clock=HostClock.measure(),
             )
-            (run_dir / STATUS_FILE).unlink(missing_ok=True)  # of an earlier start that was killed
+            for left in (STATUS_FILE, END_FILE):  # of an earlier start
+                (run_dir / left).unlink(missing_ok=True)
             job.save(run_dir)
             stack.callback((run_dir / JOB_FILE).unlink, missing_ok=True)
             progress = stack.enter_context(
                 Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
             )
             nodes = stack.enter_context(RunNodes(job, run_dir, store=store, place=place, events=events))
+            restarts = RestartLog(lineage=lineage)
             finish = nodes.gather(config.launcher.start_timeout_s, say=progress.event)
             if finish is None:
                 status = stack.enter_context(StatusWriter(nodes.job, run_dir, config))
                 look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.event))
                 run = _Run(
                     config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
-                    look_at_loggers=look_at_loggers, entrypoint=entrypoint,
+                    look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts,
                 )  # fmt: skip
                 finish = run.until_finished()
             lines = _final_lines(finish, run_dir, progress=progress, job=job)
+            with contextlib.suppress(OSError):  # the disk is full, or the directory is gone: the terminal has it
+                RunEnd(run_dir, lines[1:], finish.code, time.time(), restarts).write()
             nodes.finish(finish.code, lines[-1])
         for line in lines:
             print_line(line, err=finish.code == FAILED)
@@ -174,6 +179,7 @@ class _Run:
         status: "StatusWriter",
         look_at_loggers: Callable[[float], None],
         entrypoint: str,
+        restarts: RestartLog,
     ) -> None:
         own = config.launcher
         self._job = job = nodes.job
@@ -218,7 +224,7 @@ class _Run:
             silence_timeout_s=own.silence_timeout_s,
             deadlock_timeout_s=math.inf if config.waits_for_others else own.deadlock_timeout_s,
         )
-        self._restarts = RestartLog(lineage=job.lineage)
+        self._restarts = restarts
         self._phase = Phase.RUN
         self._deadlines: dict[tuple[Timer, str], float] = {}
         self._gone: set[str] = set()

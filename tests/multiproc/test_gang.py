@@ -75,7 +75,8 @@ class Launcher:
         store = self.store()
 
         def pid(name: str) -> int:
-            return int(json.loads(store.get(f"status/{name}")).get("pid", 0))
+            said = store.get(f"status/{name}") if store.check([f"status/{name}"]) else b"{}"
+            return int(json.loads(said).get("pid", 0))
 
         for name, before in pids.items():
             eventually(lambda name=name, before=before: pid(name) not in (0, before), name, self)  # type: ignore[misc]
