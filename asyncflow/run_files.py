@@ -2,7 +2,7 @@
 
 config.yaml  plan.json  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl  feed.jsonl
 logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  loggers/  inputs/  report.html
-job.json  status.json  while it runs
+job.json  status.json  while it runs; end.json  after that
 """
 
 import re
@@ -24,6 +24,9 @@ JOB_FILE = "job.json"
 """Where the job store is, and its secret: see `asyncflow.job`."""
 STATUS_FILE = "status.json"
 """What `asyncflow status` shows."""
+
+END_FILE = "end.json"
+"""How the run's last start ended; see `launcher.run.status.RunEnd`."""
 
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"

@@ -40,14 +40,17 @@ def import_gguf_command(source: str, target: Path, *, dtype: Literal["float32", 
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def status_command(run_dir: Path | None, *, as_json: bool) -> None:
-    """Show what a live run is doing: ranks, the queue's tasks, storage units. RUN_DIR: default the newest."""
+    """Show what a live run is doing: ranks, the queue's tasks, storage units; of one that ended, how and why.
+
+    RUN_DIR: default the newest.
+    """
     with errors_as_exits():
         import time
 
         from launcher.run.rundir import newest_run
-        from launcher.run.status import RunStatus
+        from launcher.run.status import read_status
 
-        status = RunStatus.read(run_dir or newest_run("RUN_DIR", "name a run directory"))
+        status = read_status(run_dir or newest_run("RUN_DIR", "name a run directory"))
         click.echo(status.as_json() if as_json else status.as_text(time.time()))
 
 

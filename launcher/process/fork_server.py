@@ -6,6 +6,7 @@ launcher alone.
 """
 
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,22 @@ _DYING_S = 1.0
 _LOOK_S = 0.02
 
 _forkserver: Any = forkserver._forkserver  # its process id and its end are not public
+_log_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class ServerDeath:
+    """Why a fork server ended.
+
+    Attributes:
+        error: in one line.
+        raised: it raised that itself, before it could fork anything; else something ended it.
+        final: another one would raise it again.
+    """
+
+    error: str
+    raised: bool = False
+    final: bool = False
 
 
 @contextlib.contextmanager
@@ -42,6 +60,8 @@ def serving(log_file: Path, *, threads: int) -> Iterator[None]:
         threads: see `environment`.
     """
     os.environ.update(environment(threads=threads))
+    for left in log_file.parent.glob(error_file(log_file, "*").name):  # of earlier starts of the run
+        left.unlink(missing_ok=True)
     start(log_file)
     try:
         with hidden_main():
@@ -75,6 +95,8 @@ def start(log_file: Path) -> int:
     Args:
         log_file: receives what the server prints, and what a worker prints before it has its own log.
     """
+    global _log_file
+    _log_file = log_file
     variables = {
         "PYTHONSAFEPATH": "1",  # `python -P`: the working directory shadows nothing
         LOG_VARIABLE: str(log_file),
@@ -146,6 +168,24 @@ def has_died(pid: int) -> bool:
             return False
         time.sleep(_LOOK_S)
     return True
+
+
+def why_died(pid: int) -> ServerDeath:
+    """Return why a fork server of this process ended.
+
+    Args:
+        pid: of the server, which is gone.
+    """
+    if _log_file is not None:
+        with contextlib.suppress(OSError, ValueError):
+            said = json.loads(error_file(_log_file, str(pid)).read_text())
+            return ServerDeath(f"the fork server did not start: {said['error']}", raised=True, final=said["final"])
+    return ServerDeath("the fork server died, and with it every worker; see logs/launcher*.log")
+
+
+def error_file(log_file: Path, pid: str) -> Path:
+    """Return where a server of this process id writes what it raised; several nodes share the directory."""
+    return log_file.with_name(f"{log_file.stem}-fork-server-{pid}.error.json")
 
 
 def _check_running() -> None:

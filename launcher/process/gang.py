@@ -33,7 +33,7 @@ from asyncflow.run_files import LOGS
 from launcher.process import fork_server
 from launcher.process.job_store import JobStoreClient
 from launcher.process.worker_entry import ATTEMPT_VARIABLE, LOG_VARIABLE, STACKS_SIGNAL, enter
-from launcher.run.events import GangExited
+from launcher.run.events import FAILED, GangExited
 
 MONITOR_INTERVAL_S = 0.2
 KILL_TIMEOUT_S = 5.0
@@ -41,7 +41,6 @@ STOPPED_S = 3.0
 """A process that a signal has stopped for so long is ended (s)."""
 _UNKNOWN = 255
 """What `multiprocessing` takes for the exit code of a process whose fork server is gone."""
-FORK_SERVER_DIED = "the fork server died, and with it every worker; see logs/launcher*.log"
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ class Gang:
             if not fork_server.has_died(agent.fork_server):
                 raise
             logger.exception("gang %s: the fork server died while it was asked for processes", spec.name)
-            return GangExited(spec.name, -signal.SIGKILL, FORK_SERVER_DIED, at=time.time())
+            return _without_server(spec.name, self._ranks.start, agent.fork_server)
         if result is not None and result.state is WorkerState.SUCCEEDED:
             return GangExited(spec.name, 0, at=time.time())
         gave_up = "the elastic agent gave up; see logs/launcher*.log"
@@ -223,7 +222,7 @@ class GangAgent(LocalElasticAgent):
         if code < 0:
             return self._exited(rank, code, f"ended by {signal.Signals(-code).name}")
         if code == _UNKNOWN and fork_server.has_died(self.fork_server):
-            return self._exited(rank, -signal.SIGKILL, FORK_SERVER_DIED)
+            return _without_server(self._gang, rank, self.fork_server)
         if error := error_in(self._last_words(rank)):  # the disk is full, so it could not record them
             return self._exited(rank, code or 1, error)
         return self._exited(rank, code or 1, f"exited with code {code} without finishing")
@@ -237,6 +236,13 @@ class GangAgent(LocalElasticAgent):
     def _processes(self) -> list[BaseProcess]:
         context: Any = self._pcontext  # MultiprocessContext; `_pc` exists once its processes do
         return list(context._pc.processes) if context is not None and context._pc is not None else []
+
+
+def _without_server(gang: str, rank: int, server: int) -> GangExited:
+    """Return the end of a gang whose fork server is gone."""
+    death = fork_server.why_died(server)
+    code = FAILED if death.raised else -signal.SIGKILL
+    return GangExited(gang, code, death.error, rank, time.time(), final=death.final)
 
 
 class OneNodeRendezvous(RendezvousHandler):

@@ -8,17 +8,20 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import json
 import os
 import pkgutil
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 
+from asyncflow.errors import ConfigError, one_line
 from asyncflow.process import STOP_SIGNALS, die_with_parent, variables_set
 from asyncflow.vendors import vendors
 from launcher.process import worker_entry
-from launcher.process.fork_server import LAUNCHER_VARIABLE, LOG_VARIABLE
+from launcher.process.fork_server import LAUNCHER_VARIABLE, LOG_VARIABLE, error_file
 
 LIBRARIES = (
     "torch",
@@ -51,12 +54,23 @@ _NEVER = ("workers.engines.vllm.worker",)
 
 
 def prepare() -> None:
-    """Detach from the terminal, die with the launcher, import."""
+    """Detach from the terminal, die with the launcher, import. What is raised is written down for the launcher."""
+    log_file = Path(os.environ.pop(LOG_VARIABLE))
+    try:
+        _prepare(log_file)
+    except BaseException as error:
+        said = {"error": one_line(error), "final": isinstance(error, ConfigError)}
+        with contextlib.suppress(OSError):
+            error_file(log_file, str(os.getpid())).write_text(json.dumps(said))
+        raise
+
+
+def _prepare(log_file: Path) -> None:
     os.setpgid(0, 0)
     for number in (*STOP_SIGNALS, worker_entry.STACKS_SIGNAL):  # children inherit it, until they are ready for more
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher blocked them until now
-    log = os.open(os.environ.pop(LOG_VARIABLE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -98,10 +112,10 @@ def check_forkable() -> None:
     """Refuse what a forked child would inherit and could not use: threads, devices, and what is of one role alone.
 
     Raises:
-        RuntimeError: there is such a thing.
+        ConfigError: there is such a thing.
     """
     num_threads = len(list(Path("/proc/self/task").iterdir()))
-    found = [f"{num_threads} threads"] if num_threads > 1 else []
+    found = [f"{num_threads} threads ({_other_threads()})"] if num_threads > 1 else []
     prefixes = tuple(f"/dev/{vendor.files}" for vendor in vendors().values() if vendor.files)
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the listing itself
@@ -112,7 +126,22 @@ def check_forkable() -> None:
     if torch is not None and torch.cuda.is_initialized():
         found.append("CUDA initialised")
     if found:
-        raise RuntimeError(f"preload: this process cannot be forked from: {', '.join(found)}")
+        raise ConfigError(
+            f"this process cannot be forked from: {', '.join(found)}; leave out what Python runs as it starts "
+            f"(sitecustomize, .pth files, a profiler), or the library that does so when it is imported"
+        )
+
+
+def _other_threads() -> str:
+    """Return the names of the threads beside this one, those of native code by the kernel's name."""
+    ours = {thread.native_id: thread.name for thread in threading.enumerate()}
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        number = int(task.name)
+        if number != threading.get_native_id():
+            with contextlib.suppress(OSError):  # it has ended
+                names.append(ours.get(number) or (task / "comm").read_text().strip())
+    return ", ".join(sorted(names))
 
 
 def _import(name: str) -> None:

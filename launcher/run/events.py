@@ -81,6 +81,13 @@ class RunDirLost:
 
 
 @dataclass(frozen=True)
+class AtWork:
+    """Every rank of a gang reported that it is at work."""
+
+    gang: str
+
+
+@dataclass(frozen=True)
 class AllReady:
     """Every rank of every gang reported that it is at work."""
 
@@ -126,6 +133,7 @@ Event = (
     | RankStuck
     | NodeLost
     | RunDirLost
+    | AtWork
     | AllReady
     | LastStepDone
     | StopRequested

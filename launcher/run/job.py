@@ -20,7 +20,7 @@ from asyncflow.clock import HostClock
 from asyncflow.job import GangSpec, Job
 from asyncflow.json_lines import VersionTail
 from asyncflow.network import choose_interfaces
-from asyncflow.run_files import EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
+from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
 from launcher.loggers.processes import feeding
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.process import fork_server
@@ -30,6 +30,7 @@ from launcher.run.events import (
     FAILED,
     AllReady,
     Arm,
+    AtWork,
     DeadlinePassed,
     DumpStacks,
     Event,
@@ -54,6 +55,7 @@ from launcher.run.rank_watch import RankWatch
 from launcher.run.restarts import RestartBudget, RestartLog
 from launcher.run.restore import restore_run
 from launcher.run.rundir import has_checkpoint
+from launcher.run.status import RunEnd
 from launcher.run.supervisor import Supervisor
 from workers.config import RunConfig
 from workers.tasks.dataflow import CONTROLLER, OBSERVERS, SERVICES, TRAINERS
@@ -122,23 +124,27 @@ def run_job(
                 started_at=started_at,
                 clock=HostClock.measure(),
             )
-            (run_dir / STATUS_FILE).unlink(missing_ok=True)  # of an earlier start that was killed
+            for left in (STATUS_FILE, END_FILE):  # of an earlier start
+                (run_dir / left).unlink(missing_ok=True)
             job.save(run_dir)
             stack.callback((run_dir / JOB_FILE).unlink, missing_ok=True)
             progress = stack.enter_context(
                 Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
             )
             nodes = stack.enter_context(RunNodes(job, run_dir, store=store, place=place, events=events))
+            restarts = RestartLog(lineage=lineage)
             finish = nodes.gather(config.launcher.start_timeout_s, say=progress.event)
             if finish is None:
                 status = stack.enter_context(StatusWriter(nodes.job, run_dir, config))
                 look_at_loggers = stack.enter_context(feeding(config.loggers, run_dir, progress.event))
                 run = _Run(
                     config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
-                    look_at_loggers=look_at_loggers, entrypoint=entrypoint,
+                    look_at_loggers=look_at_loggers, entrypoint=entrypoint, restarts=restarts,
                 )  # fmt: skip
                 finish = run.until_finished()
             lines = _final_lines(finish, run_dir, progress=progress, job=job)
+            with contextlib.suppress(OSError):  # the disk is full, or the directory is gone: the terminal has it
+                RunEnd(run_dir, lines[1:], finish.code, time.time(), restarts).write()
             nodes.finish(finish.code, lines[-1])
         for line in lines:
             print_line(line, err=finish.code == FAILED)
@@ -173,6 +179,7 @@ class _Run:
         status: "StatusWriter",
         look_at_loggers: Callable[[float], None],
         entrypoint: str,
+        restarts: RestartLog,
     ) -> None:
         own = config.launcher
         self._job = job = nodes.job
@@ -217,10 +224,11 @@ class _Run:
             silence_timeout_s=own.silence_timeout_s,
             deadlock_timeout_s=math.inf if config.waits_for_others else own.deadlock_timeout_s,
         )
-        self._restarts = RestartLog(lineage=job.lineage)
+        self._restarts = restarts
         self._phase = Phase.RUN
         self._deadlines: dict[tuple[Timer, str], float] = {}
         self._gone: set[str] = set()
+        self._worked: set[str] = set()
         self._all_ready = False
         self._statuses: dict[tuple[str, int], Status] = {}
         self._warnings: dict[str, str] = {}
@@ -270,6 +278,7 @@ class _Run:
         if isinstance(event, StopRequested):
             self._show()  # whether there is something to save may be news of the last half second
         if isinstance(event, GangExited):
+            self._read_statuses()  # whether it got to work may be news of the last half second
             self._gone.add(event.gang)
             self._watch.forget(event.gang)
             if self._store.is_done():
@@ -327,7 +336,7 @@ class _Run:
 
     def _show(self) -> None:
         """Read what workers and trainer say; tell the user, and the supervisor when all are at work."""
-        self._statuses = self._store.statuses(self._ranks)
+        self._read_statuses()
         finished_steps = self._tail.read()
         if not self._all_ready and (finished_steps or not self._missing()):
             self._all_ready = True
@@ -342,6 +351,17 @@ class _Run:
             self._progress.event(f"warning: {warning}")
         self._progress.update(self._statuses)
         self._status.tell(self._statuses, self._restarts, finished_steps)
+
+    def _read_statuses(self) -> None:
+        self._statuses = self._store.statuses(self._ranks)
+        missing = {name for name, rank in self._ranks if not self._is_at_work(name, rank)}
+        for name in self._specs.keys() - missing - self._worked:
+            self._worked.add(name)
+            self._supervisor.handle(AtWork(name))
+
+    def _is_at_work(self, name: str, rank: int) -> bool:
+        status = self._statuses.get((name, rank))
+        return status is not None and status.at_work
 
     def _new_warnings(self) -> list[str]:
         """Return what trainers and controllers complain about since the last look, and the first reward that failed."""
@@ -360,7 +380,7 @@ class _Run:
         return [
             f"{name} rank {rank}"
             for name, rank in self._ranks
-            if name not in self._gone and not ((status := self._statuses.get((name, rank))) and status.at_work)
+            if name not in self._gone and not self._is_at_work(name, rank)
         ]
 
     def _due(self) -> list[Event]:

@@ -4,8 +4,10 @@ a gang fails            itself, in place; the trainer: with all that follows its
 again, and again        after 1, 2, 4 ... s
 `max_restarts` times    everything, from the last checkpoint
 that too often, too     nothing: the run ends
+twice alike, and it was never at work       nothing: it would go on like that
 """
 
+import re
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -95,6 +97,30 @@ class RestartBudget:
     def _forget(self, times: deque[float], now: float) -> None:
         while times and times[0] <= now - self._window_s:
             times.popleft()
+
+
+class FirstStarts:
+    """Tells which gangs fail alike at their first two starts: what never worked would go on failing so. Pure."""
+
+    def __init__(self) -> None:
+        self._worked: set[str] = set()
+        self._failed_with: dict[str, tuple[int, str]] = {}
+
+    def worked(self, gang: str) -> None:
+        """All ranks of a gang are at work, or were."""
+        self._worked.add(gang)
+
+    def fails_again(self, gang: str, code: int, error: str) -> bool:
+        """Take in a failure; returns whether the gang failed like that at its last start, and has never worked.
+
+        Args:
+            error: in one line; numbers in it (ports, processes, times) may differ.
+        """
+        if gang in self._worked:
+            return False
+        how = code, re.sub(r"\d+", "#", error)
+        before, self._failed_with[gang] = self._failed_with.get(gang), how
+        return before == how
 
 
 def restarts_with(gang: GangSpec, gangs: Iterable[GangSpec], *, reference_follows: bool) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
+    END_FILE,
     EVALUATION_FILE,
     FEED_FILE,
     INPUTS,
@@ -50,7 +51,10 @@ DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
 _LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE, FEED_FILE)
 _LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
 OWN_NAMES = frozenset(
-    {CONFIG_FILE, PLAN_FILE, *_LINES, *_LIVE, *DIRECTORIES, INPUTS, LOGGERS, REPORT_FILE, "reference", "export-id"}
+    {
+        CONFIG_FILE, PLAN_FILE, *_LINES, *_LIVE, END_FILE, *DIRECTORIES, INPUTS, LOGGERS, REPORT_FILE, "reference",
+        "export-id",
+    }  # fmt: skip
 )
 """What a run may create in its directory."""
 _LONGEST_NAME = 200

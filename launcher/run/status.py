@@ -1,11 +1,14 @@
 """`asyncflow status`: what a live run is doing. Torch-free: it reads what the launcher wrote, a second or a few ago.
 
     launcher: StatusWriter (`launcher.run.status_writer`) --> status.json --> RunStatus.read --> tables or JSON
+              at its end                                  --> end.json    --> RunEnd.read    --> lines or JSON
 
 Called by `launcher.cli.commands`. It only looks: nothing in the run changes, and no process of it is asked.
 """
 
+import contextlib
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.clock import HostClock
+from asyncflow.durable import replace_text
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
 from asyncflow.json_lines import LineTail
-from asyncflow.run_files import EVALUATION_FILE, STATUS_FILE
+from asyncflow.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, LOGS, METRICS_FILE, STATUS_FILE
 from asyncflow.size_text import size_text
 from launcher.process.fork_server import is_stopped
 from launcher.run.progress import Status, Statuses, accuracy_text, role_rows, table
@@ -73,7 +77,7 @@ class RunStatus:
             raise ConfigError(f"run directory: {run_dir} does not exist; name a run, or leave it out for the newest")
         fields = _newest_fields(run_dir)
         launcher = running_launcher(run_dir)
-        if launcher is None and not (_is_of_another_host(run_dir) and _is_recent(fields)):
+        if not _is_live(run_dir):
             raise ConfigError(
                 f"run directory: nothing runs in {run_dir}; what it did is in metrics.jsonl and logs/, and "
                 f"`asyncflow-launch --resume {run_dir}` goes on with a run that ended too early"
@@ -125,12 +129,7 @@ class RunStatus:
         return "\n\n".join([*parts, *tables])
 
     def _restarts(self, now: float) -> list[str]:
-        log = self.restarts
-        if not log.last_error:
-            return []
-        again = ", ".join(f"{name} {times}x" for name, times in sorted(log.gangs.items())) or "nothing"
-        back = f"; {log.restores}x back to a checkpoint (lineage {log.lineage})" if log.restores else ""
-        return [f"started again: {again}{back}\nlast error, {now - log.last_error_at:.0f} s ago: {log.last_error}"]
+        return _restart_lines(self.restarts, now)
 
     def _held_out(self) -> list[str]:
         if self.evaluation is None:
@@ -200,6 +199,99 @@ class RunStatus:
                 (name, newest, size_text(agent["slot_bytes"]), size_text(agent["fetched_bytes"]), serving or "-")
             )
         return rows
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How the last start of a run ended.
+
+    Attributes:
+        run_dir: of the run.
+        lines: the command's last ones; the very last says how and why.
+        code: its exit code; None: it ended without a word.
+        at: when (unix time, s).
+        restarts: what failed before, and was started again.
+    """
+
+    run_dir: Path
+    lines: Sequence[str]
+    code: int | None = None
+    at: float | None = None
+    restarts: RestartLog = field(default_factory=RestartLog)
+
+    @staticmethod
+    def read(run_dir: Path) -> "RunEnd | None":
+        """Return it for a run that is not live; None: that is no run's directory."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            fields = json.loads((run_dir / END_FILE).read_text())
+            restarts = RestartLog.from_summary(fields["restarts"])
+            return RunEnd(run_dir, fields["lines"], fields["exit_code"], fields["time"], restarts)
+        if not (run_dir / CONFIG_FILE).is_file():
+            return None
+        step = max((int(line["step"]) for line in LineTail(run_dir / METRICS_FILE).read()), default=0)
+        lines = (
+            f"resume with: asyncflow-launch --resume {shlex.quote(str(run_dir))}",
+            f"logs: {run_dir / LOGS}",
+            f"ended without a word (step {step}): its launcher was killed, or its host went down",
+        )
+        return RunEnd(run_dir, lines)
+
+    def write(self) -> None:
+        """Leave it in the run directory.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        replace_text(self.run_dir / END_FILE, self.as_json())
+
+    def as_json(self) -> str:
+        """Return everything as one JSON object."""
+        fields = {
+            "run_dir": str(self.run_dir),
+            "time": self.at,
+            "exit_code": self.code,
+            "lines": list(self.lines),
+            "restarts": self.restarts.summary(),
+        }
+        return json.dumps(fields, indent=2)
+
+    def as_text(self, now: float) -> str:
+        """Return lines for a person; the last one says how it ended."""
+        ago = "" if self.at is None else f" {_duration(now - self.at)} ago, exit code {self.code}"
+        return "\n".join([f"{self.run_dir}: ended{ago}", *_restart_lines(self.restarts, now), *self.lines])
+
+
+def read_status(run_dir: Path) -> RunStatus | RunEnd:
+    """Return the newest look at a live run, or how one ended.
+
+    Raises:
+        ConfigError: there is no run.
+        TransportError: the launcher is starting, or was stopped by a signal.
+    """
+    end = None if _is_live(run_dir) else RunEnd.read(run_dir)
+    return RunStatus.read(run_dir) if end is None else end
+
+
+def _restart_lines(log: RestartLog, now: float) -> list[str]:
+    if not log.last_error:
+        return []
+    again = ", ".join(f"{name} {times}x" for name, times in sorted(log.gangs.items())) or "nothing"
+    back = f"; {log.restores}x back to a checkpoint (lineage {log.lineage})" if log.restores else ""
+    return [f"started again: {again}{back}\nlast error, {now - log.last_error_at:.0f} s ago: {log.last_error}"]
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _is_live(run_dir: Path) -> bool:
+    """Return whether its launcher runs: on this host, or, by what it wrote last, on another one."""
+    if running_launcher(run_dir) is not None:
+        return True
+    return _is_of_another_host(run_dir) and _is_recent(_newest_fields(run_dir))
 
 
 def _is_of_another_host(run_dir: Path) -> bool:

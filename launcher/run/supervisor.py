@@ -12,13 +12,15 @@ there, and every other work gang leaves meanwhile. Work gangs leave in `stop`, s
 gang is left.
 
 A gang that fails while it should be at work starts again; one that was told to leave does not. `launcher.run.restarts`
-says which gangs start again with it, and when that has been too often.
+says which gangs start again with it, and when that has been too often. One that fails alike at its first two starts is
+not started a third time.
 
     rollout, ref, unit, ...   RestartBudget -> wait -> StartGang
     actor, or everything      KillGang of all that follow -> all gone -> Restore -> Restored -> StartGang of all
 """
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from asyncflow.job import GangSpec
 from launcher.run.events import (
@@ -27,6 +29,7 @@ from launcher.run.events import (
     RESUMABLE,
     AllReady,
     Arm,
+    AtWork,
     DeadlinePassed,
     DumpStacks,
     Event,
@@ -48,7 +51,7 @@ from launcher.run.events import (
     StopRequested,
     Timer,
 )
-from launcher.run.restarts import Restart, RestartBudget, Scope, restarts_with
+from launcher.run.restarts import FirstStarts, Restart, RestartBudget, Scope, restarts_with
 from workers.tasks.dataflow import OBSERVERS, SERVICES, TRAINERS
 
 EXIT_TIMEOUT_S = 5.0
@@ -94,6 +97,8 @@ class Supervisor:
         self._restoring: dict[str, None] = {}
         self._stuck: dict[str, RankStuck] = {}
         self._failures: list[GangExited] = []
+        self._first_starts = FirstStarts()
+        self._last_failure = ""
         self._all_ready = False
         self._last_step_done = False
         self._stop_requested = False
@@ -115,6 +120,8 @@ class Supervisor:
         if self._finished:
             return []
         match event:
+            case AtWork():
+                self._first_starts.worked(event.gang)
             case AllReady():
                 self._all_ready = True
             case LastStepDone():
@@ -190,7 +197,10 @@ class Supervisor:
 
     def _failed(self, gang: GangSpec, event: GangExited) -> list[Instruction]:
         """A gang failed that should be at work."""
+        self._last_failure = f"{self._named(event)} failed: {event.error}"
         never_worked = not self._all_ready and event.code > 0
+        if self._first_starts.fails_again(gang.name, event.code, event.error):
+            never_worked, event = True, replace(event, error=f"{event.error} (at both of its starts, before it worked)")
         restart = self._restarts.failed(gang.name)
         names = restarts_with(gang, self._gangs.values(), reference_follows=self._reference_follows)
         if restart.scope is Scope.ALL:
@@ -199,9 +209,7 @@ class Supervisor:
         if event.final or never_worked or restart.scope is Scope.NONE or self._external.intersection(names):
             return [*dump, *self._give_up(event)]
         goes_back = gang.role in TRAINERS or len(names) > 1
-        note = Note(
-            f"{self._named(event)} failed: {event.error}; {_remedy(restart, goes_back=goes_back)}", failure=True
-        )
+        note = Note(f"{self._last_failure}; {_remedy(restart, goes_back=goes_back)}", failure=True)
         if goes_back:
             return [*dump, note, *self._restore(names)]
         self._waiting.add(gang.name)
@@ -264,7 +272,8 @@ class Supervisor:
                 return [KillGang(event.gang)]
             case Timer.START if not self._all_ready and self._phase is Phase.RUN:
                 text = f"not at work {self._start_timeout_s:g} s after the start (launcher.start_timeout_s)"
-                return self._kill_and_finish(f"{event.detail or 'a worker'}: {text}; see logs/")
+                cause = f"the last failure: {self._last_failure}" if self._last_failure else "see logs/"
+                return self._kill_and_finish(f"{event.detail or 'a worker'}: {text}; {cause}")
             case Timer.EVALUATE if self._phase is Phase.EVALUATE:
                 text = f"not ready {self._evaluate_timeout_s:g} s after the last step (evaluate.timeout_s); given up"
                 self._complaint = f"{', '.join(self._observers())}: {text}"

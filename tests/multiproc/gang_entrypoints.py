@@ -60,6 +60,13 @@ def exit_without_finishing(run_dir: str, gang: str) -> None:
     obey_phase(run_dir, gang)
 
 
+def die_as_storage(run_dir: str, gang: str) -> None:
+    """The storage unit dies at each of its starts; the others obey the phase."""
+    if gang == "storage-0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    obey_phase(run_dir, gang)
+
+
 def die_again_and_again(run_dir: str, gang: str) -> None:
     """`rollout-0` is killed as soon as all are at work, whenever it starts."""
     if gang == "rollout-0":

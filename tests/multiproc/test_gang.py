@@ -75,7 +75,8 @@ class Launcher:
         store = self.store()
 
         def pid(name: str) -> int:
-            return int(json.loads(store.get(f"status/{name}")).get("pid", 0))
+            said = store.get(f"status/{name}") if store.check([f"status/{name}"]) else b"{}"
+            return int(json.loads(said).get("pid", 0))
 
         for name, before in pids.items():
             eventually(lambda name=name, before=before: pid(name) not in (0, before), name, self)  # type: ignore[misc]
@@ -125,13 +126,15 @@ def assert_all_gone(launcher: Launcher) -> None:
 def launch(tmp_path: Path) -> Iterator[Launch]:
     started: list[Launcher] = []
 
-    def start(entrypoint: str, *, rollouts: int = 2, actor_ranks: int = 1, **settings: object) -> Launcher:
+    def start(
+        entrypoint: str, *, rollouts: int = 2, actor_ranks: int = 1, first_path: Path = ROOT, **settings: object
+    ) -> Launcher:
         run_dir = tmp_path / "run"
         run_dir.mkdir(exist_ok=True)
         arguments = [str(run_dir), entrypoint, str(rollouts), str(actor_ranks), json.dumps(settings)]
         process = subprocess.Popen(
             [sys.executable, "-W", "error", str(HERE / "run_gangs.py"), *arguments],
-            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (first_path, ROOT, HERE)))},
             cwd=tmp_path,
             text=True,
             stdout=subprocess.PIPE,
@@ -210,17 +213,66 @@ def test_all_start_again_after_the_death_of_the_fork_server(launch: Launch) -> N
     assert_all_gone(launcher)
 
 
+def kill_fork_server(launcher: Launcher) -> None:
+    eventually((launcher.run_dir / "job.json").exists, "the moment of the start", launcher)
+    server = eventually(lambda: fork_servers(launcher), "the fork server", launcher)[0]
+    server.kill()
+    eventually(lambda: server not in fork_servers(launcher), "its end", launcher)
+
+
 def test_all_start_although_the_fork_server_dies_when_it_is_asked_for_them(launch: Launch) -> None:
     launcher = launch("obey_phase", max_restarts=5)
-    for _ in range(2):
-        eventually((launcher.run_dir / "job.json").exists, "the moment of the start", launcher)
-        server = eventually(lambda: fork_servers(launcher), "the fork server", launcher)[0]
-        server.kill()
-        eventually(lambda server=server: server not in fork_servers(launcher), "its end", launcher)  # type: ignore[misc]
+    kill_fork_server(launcher)
     launcher.wait_for_others(dict.fromkeys(launcher.names(), 0))
     launcher.collect()
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.finish()[0] == 75
+    assert_all_gone(launcher)
+
+
+def test_fork_server_that_always_dies_ends_the_run_at_its_second_death(launch: Launch) -> None:
+    launcher = launch("obey_phase", max_restarts=5)
+    end = time.monotonic() + 2 * DEADLINE_S
+    while launcher.process.poll() is None:
+        assert time.monotonic() < end
+        for server in fork_servers(launcher):
+            server.kill()
+        time.sleep(0.02)
+    code, output = launcher.finish()
+    assert code == 1
+    assert output.count("rollout rank 0 failed: the fork server died") <= 2
+    assert "failed: the fork server died, and with it every worker" in output.splitlines()[-1]
+    assert "(at both of its starts, before it worked)" in output.splitlines()[-1]
+
+
+def test_fork_server_that_cannot_fork_ends_the_run_with_the_cause(launch: Launch, tmp_path: Path) -> None:
+    """As with a profiler in the interpreter: every process has its thread."""
+    (site := tmp_path / "site").mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, name='profiler', daemon=True).start()\n"
+    )
+    launcher = launch("obey_phase", first_path=site, max_restarts=5)
+    eventually(lambda: fork_servers(launcher), "the fork server", launcher)
+    launcher.collect()
+    code, output = launcher.finish()
+    assert code == 1
+    assert "starts again" not in output
+    last = output.splitlines()[-1]
+    assert (
+        "the fork server did not start: ConfigError: this process cannot be forked from: 2 threads (profiler)" in last
+    )
+    assert_all_gone(launcher)
+
+
+def test_service_that_dies_at_both_of_its_starts_ends_the_run_and_is_named(launch: Launch) -> None:
+    launcher = launch("die_as_storage", max_restarts=5)
+    eventually(lambda: fork_servers(launcher), "the fork server", launcher)
+    launcher.collect()
+    code, output = launcher.finish()
+    assert code == 1
+    assert output.count("starts again") == 1
+    last = output.splitlines()[-1]
+    assert last.endswith("storage rank 0 failed: ended by SIGKILL (at both of its starts, before it worked)")
     assert_all_gone(launcher)
 
 

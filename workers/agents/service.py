@@ -43,6 +43,7 @@ from workers.agents.wire import (
     Failed,
     FromService,
     NotDrawn,
+    NotStarted,
     NotTold,
     Ping,
     Pong,
@@ -374,6 +375,8 @@ async def serve(connection: socket.socket) -> None:
         await engine.drain()
     except UserCodeNotStarted as error:
         logger.warning("%s", error)
+        engine.send(NotStarted(str(error)))
+        await engine.drain()
 
 
 def main() -> None:

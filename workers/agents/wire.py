@@ -119,6 +119,12 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class NotStarted(msgspec.Struct, frozen=True, tag=True):
+    """The service cannot start now, which may be otherwise later; says why."""
+
+    text: str
+
+
 class Draw(msgspec.Struct, frozen=True, tag=True):
     """Have the policy go on behind these tokens, until one of `stop_ids` is drawn or one of `stop` is in the text."""
 
@@ -298,6 +304,6 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
 
 
 ToService = Setup | Begin | Abandon | Ping | Drawn | NotDrawn
-FromService = Ready | Broken | Pong | Draw | Undraw | Finished | Failed
+FromService = Ready | Broken | NotStarted | Pong | Draw | Undraw | Finished | Failed
 ToWorker = Setup | Start | Stop | Ping | Told | NotTold
 FromWorker = Loaded | Broken | Pong | Ask | Done | Raised

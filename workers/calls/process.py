@@ -102,7 +102,7 @@ class ChildProcess:
         self._reading = asyncio.create_task(self._read(reader))
         self._writer.write(frame(self._load))
         if not await _done_within(reply, START_TIMEOUT_S):
-            raise TimeoutError
+            raise TimeoutError(f"not ready within {START_TIMEOUT_S:g} s")
         loaded = self._replies.pop(_LOADED).result()
         if isinstance(loaded, Refused):
             raise ConfigError(loaded.text)

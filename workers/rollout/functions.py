@@ -275,7 +275,7 @@ class FunctionRollouts:
         self._forget_calls()
         self._service.kill()
         # An agent that outlived the service finds its successor, which tells it that its session is gone.
-        self._service = open_service(replace_fields(self._setup, port=self._service.port), self._wake)
+        self._service = open_service(replace_fields(self._setup, port=self._service.port), self._wake, worked=True)
         for one in self._running.values():
             self._service.send(_begin(one))
 

@@ -4,6 +4,7 @@ A service that stands still would hold up all of its rollouts for ever, their de
 it is pinged, and killed if it says nothing for long.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -18,8 +19,9 @@ from collections.abc import Sequence
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, UserCodeNotStarted
+from workers.agents.command import ended_how
 from workers.agents.user_workers import START_TIMEOUT_S
-from workers.agents.wire import Broken, FromService, Ping, Pong, Ready, Setup, ToService
+from workers.agents.wire import Broken, FromService, NotStarted, Ping, Pong, Ready, Setup, ToService
 from workers.calls.frames import frame, receive_frame
 
 logger = logging.getLogger(__name__)
@@ -28,25 +30,34 @@ STALL_S = 30.0
 """How long the service's event loop may stand still (s)."""
 _PING_S = 1.0
 _MOST_STARTS = 3
+_DYING_S = 5.0
+"""How long a service that said its last may take to be gone (s)."""
 
 
 class _NotStarted(Exception):
-    """The service ended while it started."""
+    """The service ended while it started; how, in words."""
 
 
-def open_service(setup: Setup, wake: threading.Event) -> "SessionService":
+def open_service(setup: Setup, wake: threading.Event, *, worked: bool = False) -> "SessionService":
     """Start the service, again if it dies meanwhile: memory may have been short for a moment.
+
+    Args:
+        worked: an earlier one did; else one that fails alike twice is not started a third time.
 
     Raises:
         ConfigError: the user's function cannot be used.
-        UserCodeNotStarted: it died each time.
+        UserCodeNotStarted: it did not start; says how it failed last.
     """
-    for _ in range(_MOST_STARTS):
+    how: list[str] = []
+    while len(how) < _MOST_STARTS:
         try:
             return SessionService(setup, wake)
-        except _NotStarted:
-            logger.warning("the session service ended while it started, or took too long; starting it again")
-    raise UserCodeNotStarted(f"the session service did not start, {_MOST_STARTS} times; see this log")
+        except _NotStarted as error:
+            how.append(str(error))
+            logger.warning("the session service %s while it started", error)
+            if not worked and how.count(how[-1]) > 1:
+                break
+    raise UserCodeNotStarted(f"the session service did not start, {len(how)} times: it {how[-1]}; see this log")
 
 
 class SessionService:
@@ -77,19 +88,25 @@ class SessionService:
         self.send(setup)
         self._thread = threading.Thread(target=self._read, name="sessions", daemon=True)
         self._thread.start()
+        timeout_s, first, how = START_TIMEOUT_S * (1 + setup.num_workers), None, ""
         try:
-            first = self._heard.get(timeout=START_TIMEOUT_S * (1 + setup.num_workers))
+            first = self._heard.get(timeout=timeout_s)
         except queue.Empty:
-            first = None
+            how = f"did not serve within {timeout_s:g} s"
         match first:
             case Ready(port=port):
                 self.port = port
             case Broken(text=text):
                 self.kill()
                 raise ConfigError(text)
-            case _:
+            case NotStarted(text=text):
                 self.kill()
-                raise _NotStarted
+                raise _NotStarted(f"said: {text}")
+            case _:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    how = how or ended_how(self._process.wait(_DYING_S))
+                self.kill()
+                raise _NotStarted(how or "said its last, and did not end")
 
     def send(self, message: ToService) -> None:
         """Send a message; to a service that is gone it goes nowhere."""

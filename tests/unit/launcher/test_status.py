@@ -18,7 +18,7 @@ from asyncflow.job import GangSpec, Job
 from asyncflow.run_files import STATUS_FILE
 from launcher.run.progress import Status
 from launcher.run.restarts import RestartLog
-from launcher.run.status import RunStatus
+from launcher.run.status import RunEnd, RunStatus, read_status
 from tq.messages import QueueStats, TaskStats, UnitStats
 from weightsync.messages import AgentStatus
 from weightsync.version import Version
@@ -115,6 +115,45 @@ def test_a_directory_where_nothing_runs_is_refused(tmp_path: Path) -> None:
         RunStatus.read(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         RunStatus.read(tmp_path / "nowhere")
+
+
+def test_run_that_ended_says_how_and_why(tmp_path: Path) -> None:
+    log = RestartLog(last_error="ref rank 0 failed: ended by SIGKILL; it starts again", last_error_at=90.0)
+    log.started_again("ref-0")
+    lines = [f"logs: {tmp_path}/logs", "failed (step 3/60, 0:12): actor rank 0 failed: ValueError: no"]
+    RunEnd(tmp_path, lines, 1, 100.0, log).write()
+    seen = read_status(tmp_path)
+    assert isinstance(seen, RunEnd)
+    first, *others, last = seen.as_text(now=700.0).splitlines()
+    assert first == f"{tmp_path}: ended 10 min ago, exit code 1"
+    assert others[0] == "started again: ref-0 1x"
+    assert last == lines[-1]
+    assert json.loads(seen.as_json())["exit_code"] == 1
+
+
+def test_run_whose_launcher_was_killed_says_so_and_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 9\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    with subprocess.Popen(["true"]) as launcher:
+        launcher.wait()
+    job_of(launcher.pid, 1).save(tmp_path)
+    seen = read_status(tmp_path)
+    assert isinstance(seen, RunEnd)
+    text = seen.as_text(now=0.0)
+    assert text.endswith("ended without a word (step 2): its launcher was killed, or its host went down")
+    assert f"resume with: asyncflow-launch --resume {tmp_path}" in text
+
+
+def test_end_of_an_earlier_start_says_nothing_of_a_live_run(tmp_path: Path) -> None:
+    RunEnd(tmp_path, ["done (step 1/1, 0:01)"], 0, 100.0).write()
+    job_of(os.getpid(), 1).save(tmp_path)
+    (tmp_path / STATUS_FILE).write_text(status().as_json())
+    assert isinstance(read_status(tmp_path), RunStatus)
+
+
+def test_directory_that_is_no_runs_is_refused_by_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing runs in"):
+        read_status(tmp_path)
 
 
 def job_of(pid: int, port: int) -> Job:

@@ -9,6 +9,7 @@ from asyncflow.job import GangSpec
 from launcher.run.events import (
     AllReady,
     Arm,
+    AtWork,
     DeadlinePassed,
     DumpStacks,
     Event,
@@ -29,7 +30,7 @@ from launcher.run.events import (
     StopRequested,
     Timer,
 )
-from launcher.run.restarts import RestartBudget
+from launcher.run.restarts import FirstStarts, RestartBudget
 from launcher.run.supervisor import Supervisor
 
 NAMES = ("controller-0", "storage-0", "weights-0", "actor", "rollout-0", "rollout-1", "ref-0", "evaluate-0")
@@ -59,6 +60,8 @@ def new_run(
 
 def working_run(**settings: object) -> Supervisor:
     supervisor = new_run(**settings)  # type: ignore[arg-type]
+    for name in supervisor._gangs:
+        supervisor.handle(AtWork(name))
     supervisor.handle(AllReady())
     return supervisor
 
@@ -74,6 +77,69 @@ def silent(instructions: list[Instruction]) -> list[Instruction]:
 
 def told(instructions: list[Instruction]) -> str:
     return " ".join(instruction.text for instruction in instructions if isinstance(instruction, Note))
+
+
+@pytest.mark.parametrize("gang", NAMES)
+def test_what_fails_alike_at_its_first_two_starts_ends_the_run_with_the_cause(gang: str) -> None:
+    """Also where all the others were at work meanwhile: a gang that is gone is not waited for."""
+    supervisor = new_run(max_restarts=3, max_global_restarts=3)
+    for other in NAMES:
+        if other != gang:
+            supervisor.handle(AtWork(other))
+    supervisor.handle(dies(gang))
+    supervisor.handle(AllReady())
+    for other in WITH_THE_ACTOR if gang == "actor" else ():
+        supervisor.handle(dies(other))
+    supervisor.handle(Restored(0, 1) if gang == "actor" else DeadlinePassed(Timer.RESTART, gang=gang))
+    supervisor.handle(dies(gang))
+    instructions: list[Instruction] = []
+    for other in NAMES:
+        instructions += supervisor.handle(GangExited(other, 0))
+    instructions += supervisor.handle(DeadlinePassed(Timer.EXIT))
+    (finish,) = [one for one in instructions if isinstance(one, Finish)]
+    assert finish.code == 1
+    assert finish.message.endswith(
+        "rank 1 failed: ended by SIGKILL (at both of its starts, before it worked)"
+        if gang == "rollout-1"
+        else "rank 0 failed: ended by SIGKILL (at both of its starts, before it worked)"
+    )
+
+
+def test_what_fails_otherwise_the_second_time_starts_again() -> None:
+    supervisor = new_run()
+    supervisor.handle(dies("ref-0"))
+    supervisor.handle(DeadlinePassed(Timer.RESTART, gang="ref-0"))
+    other = supervisor.handle(GangExited("ref-0", -11, "ended by SIGSEGV"))
+    assert silent(other) == [Arm(Timer.RESTART, 1.0, "ref-0")]
+
+
+def test_numbers_in_an_error_do_not_make_it_another_one() -> None:
+    starts = FirstStarts()
+    assert not starts.fails_again("ref-0", 1, "OSError: port 4711 is taken by process 12")
+    assert not starts.fails_again("ref-1", 1, "OSError: port 4711 is taken by process 12")
+    assert starts.fails_again("ref-0", 1, "OSError: port 4712 is taken by process 13")
+    assert not starts.fails_again("ref-0", 1, "OSError: no space left")
+    assert not starts.fails_again("ref-0", -9, "OSError: no space left")
+
+
+def test_what_once_worked_has_all_its_restarts() -> None:
+    supervisor = new_run(max_restarts=3)
+    supervisor.handle(AtWork("ref-0"))
+    for wait_s in (0.0, 1.0, 2.0):
+        assert silent(supervisor.handle(dies("ref-0"))) == [Arm(Timer.RESTART, wait_s, "ref-0")]
+        assert supervisor.handle(DeadlinePassed(Timer.RESTART, gang="ref-0"))
+
+
+def test_start_that_takes_too_long_names_the_last_failure() -> None:
+    supervisor = new_run()
+    supervisor.handle(dies("ref-0"))
+    supervisor.handle(DeadlinePassed(Timer.RESTART, gang="ref-0"))
+    *_, finish = supervisor.handle(DeadlinePassed(Timer.START, "ref-0 rank 0"))
+    assert finish == Finish(
+        1,
+        "ref-0 rank 0: not at work 300 s after the start (launcher.start_timeout_s); "
+        "the last failure: ref rank 0 failed: ended by SIGKILL",
+    )
 
 
 @pytest.mark.parametrize("gang", ["critic", "actor", "storage-0", "controller-0"])
