@@ -1,6 +1,7 @@
 """TransferQueue against its peer, raw Gloo, memcpy, many clients and kill -9.
 
     python benchmarks/transferqueue.py [--json [FILE]] [--peer-python PATH] [--only PART ...] [--faults N] [--quick]
+                                       [--before TREE]
 
 Parts and the figures that they give (`x`: times the peer's; all are ratios of medians over alternating rounds):
 
@@ -12,10 +13,11 @@ Parts and the figures that they give (`x`: times the peer's; all are ratios of m
     wire       wire_bytes_vs_payload    whole messages against the values in them
     scale      -                        64 clients; 1, 2, 4 units; 1,000 simulated clients
     replica    -                        requests with and without fetch-once-per-replica
-    faults     faults rows_lost rows_twice rows_corrupt
+    journal    journal_put_1_ms journal_put_64_x journal_put_16mb_x   what it costs that rows outlive their unit
+    faults     faults rows_lost rows_untold rows_twice rows_corrupt
 
 The peer needs an environment of its own: python -m venv PEER; PEER/bin/pip install torch==2.13.0 transferqueue ray
-Exit status 1 only when rows were lost, acked twice or damaged; a missed target is printed.
+Exit status 1 only when rows were lost, told or untold, acked twice or damaged; a missed target is printed.
 """
 
 import argparse
@@ -40,6 +42,7 @@ PARTS = {
     "peer": ("against_peer", "run"),
     "scale": ("many_clients", "run"),
     "replica": ("replica_requests", "run"),
+    "journal": ("journal_price", "run"),
     "faults": ("faults", "run"),
 }
 AT_LEAST = {
@@ -54,14 +57,18 @@ AT_LEAST = {
     "faults": 200.0,
 }
 AT_MOST = {
+    "journal_put_1_ms": 0.3,
+    "journal_put_64_x": 1.05,
+    "journal_put_16mb_x": 1.05,
     "latency_vs_gloo_rtt": 5.0,
     "control_1m_vs_10k": 1.5,
     "wire_bytes_vs_payload": 1.01,
     "rows_lost": 0.0,
+    "rows_untold": 0.0,
     "rows_twice": 0.0,
     "rows_corrupt": 0.0,
 }
-FATAL = ("rows_lost", "rows_twice", "rows_corrupt")
+FATAL = ("rows_lost", "rows_untold", "rows_twice", "rows_corrupt")
 
 
 def measure(names: list[str], settings: Settings, save: Callable[[Result], None]) -> Result:
@@ -103,7 +110,8 @@ def main() -> int:
     add_json_option(parser)
     parser.add_argument("--peer-python", type=Path, help="interpreter with the peer; without it its part is skipped")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", default=list(PARTS), help="default: all")
-    parser.add_argument("--faults", type=int, default=200, help="processes to kill")
+    parser.add_argument("--before", type=Path, help="tree that part journal compares with; else this one without it")
+    parser.add_argument("--faults", type=int, default=200, help="how often to kill")
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that everything works")
     options = parser.parse_args()
     began = time.monotonic()
@@ -116,7 +124,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="transferqueue-") as temporary:
         faults = min(options.faults, 20) if options.quick else options.faults
-        settings = Settings(options.quick, options.peer_python, faults, Path(temporary), say)
+        settings = Settings(options.quick, options.peer_python, faults, Path(temporary), say, options.before)
         result = measure([name for name in PARTS if name in options.only], settings, save)
     report(options.json, values(result), table(result.figures))
     return 1 if any(result.figures.get(name) for name in FATAL) else 0

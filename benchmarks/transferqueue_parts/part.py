@@ -13,9 +13,10 @@ class Settings:
     Attributes:
         quick: fewer rounds and smaller cases, to see that everything works.
         peer_python: interpreter of the environment with the peer; None: its part is skipped.
-        faults: processes to kill in the fault part.
+        faults: how often to kill in the fault part.
         directory: for logs and ledgers; exists.
         say: prints progress.
+        before: tree of an earlier version, for parts that compare with one.
     """
 
     quick: bool
@@ -23,6 +24,7 @@ class Settings:
     faults: int
     directory: Path
     say: Callable[[str], None]
+    before: Path | None = None
 
     def rounds(self, full: int) -> int:
         """Return how many rounds to run where a full pass takes `full`."""

@@ -1,12 +1,14 @@
 """A put/get storm in which processes are killed at random: `storm(...)` returns what happened to every row.
 
-Producers and consumers (scoring, looking, training) work on a queue of two units. One process at a
-time gets SIGKILL: a client, a unit or a controller. `LocalQueue` starts services again, this file the clients. A client
-may be killed at any time, a service only once the one killed before is back.
+Producers and consumers (scoring, looking, training) work on a queue of three units. Processes get SIGKILL: a client, a
+unit, a controller, all controllers at once, all of them with a unit. `LocalQueue` starts services again, this file the
+clients. Kills do not wait: they come faster than services start again, unless `one_by_one` is asked for; then one
+process at a time dies, and a service only once the one killed before is back.
 
-    for kill in 1 .. n:  wait a random moment, kill somebody  ->  finish: producers stop, all rows are acked  ->  judge
+    for kill in 1 .. n:  wait a moment, kill somebody  ->  finish: producers stop, all rows are acked  ->  judge
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -23,7 +25,7 @@ import tq
 from asyncflow.errors import TransportError
 from transferqueue_parts.child import Child
 from transferqueue_parts.storm_clients import LOOK, SCORE, TRAIN, consume, produce
-from transferqueue_parts.storm_ledger import Verdict, judge, read_ledger
+from transferqueue_parts.storm_ledger import Verdict, accounts, judge, read_ledger
 from transferqueue_parts.storm_rows import INPUTS, OUTPUTS
 
 TASKS = {
@@ -36,6 +38,9 @@ TASKS_BY_INPUTS = {name: task.inputs for name, task in TASKS.items()}
 CONFIG = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=3, unit_grace_s=0.5, max_live_rows=2000, max_deliveries=0)
 _BACK_TIMEOUT_S = 60.0
 _POLL_S = 0.05
+_LOOK_S = 2.0
+VICTIMS = {"client": 3, "unit": 2, "controller": 2, "controllers": 2, "controllers and unit": 2, "services": 1}
+"""Who is killed together -> how often."""
 
 
 @dataclass
@@ -45,10 +50,12 @@ class StormReport:
     Attributes:
         verdict: over all rows; `drained` and no fault in it is what is wanted.
         drained: all rows were acked before the deadline.
-        kills: client, unit, controller -> how many.
+        kills: who was killed together -> how often.
         back_s: unit, controller -> seconds from a kill until the service worked again.
         seconds: of the whole storm.
-        stats: the lead controller's counts at the end.
+        untold: confirmed rows that were neither acked nor in the queue nor told as lost, and stayed so.
+        miscounted: rows that the controllers counted too few or too many of at the end, in the worst task.
+        stats: the controllers' counts at the end.
     """
 
     verdict: Verdict = field(default_factory=Verdict)
@@ -56,18 +63,22 @@ class StormReport:
     kills: Counter[str] = field(default_factory=Counter)
     back_s: dict[str, list[float]] = field(default_factory=dict)
     seconds: float = 0.0
+    untold: int = 0
+    miscounted: int = 0
     stats: str = ""
 
     @property
     def faultless(self) -> bool:
-        """Every row was acked exactly once per task, and none was damaged."""
+        """Every row was acked exactly once per task, none was damaged, and none was ever missing."""
         verdict = self.verdict
-        return self.drained and verdict.rows > 0 and not (verdict.lost or verdict.twice or verdict.corrupt)
+        wrong = verdict.lost or verdict.twice or verdict.corrupt or self.untold or self.miscounted
+        return self.drained and verdict.rows > 0 and not wrong
 
     def summary(self) -> dict[str, Any]:
         """Return plain values."""
         back = {kind: {"median": statistics.median(times), "worst": max(times)} for kind, times in self.back_s.items()}
         own = {"drained": self.drained, "kills": dict(self.kills), "back_s": back, "seconds": self.seconds}
+        own |= {"untold": self.untold, "miscounted": self.miscounted}
         return {**vars(self.verdict), **own, "stats": self.stats}
 
 
@@ -76,26 +87,32 @@ def storm(
     *,
     kills: int,
     seed: int = 0,
-    num_units: int = 2,
+    num_units: int = 3,
     num_controllers: int = 2,
     num_producers: int = 2,
     num_consumers: int = 2,
     declares_outputs: bool = True,
-    longest_pause_s: float = 0.5,
-    drain_timeout_s: float = 90.0,
+    one_by_one: bool = False,
+    pause_s: float = 1.5,
+    put_every_s: float = 0.01,
+    work_s: float = 0.0,
+    drain_timeout_s: float = 300.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> StormReport:
     """Run one.
 
     Args:
         directory: for ledgers and logs of the services; exists and is empty.
-        kills: processes to kill.
+        kills: how often to kill.
         seed: of the order of victims and of the moments.
         num_units, num_controllers: services.
         num_producers: processes that put.
         num_consumers: processes per task.
         declares_outputs: False: tasks are declared by their inputs only.
-        longest_pause_s: between two kills.
+        one_by_one: kill one process at a time, a service only when the one before works again.
+        pause_s: between two kills; between two of `one_by_one` at most.
+        put_every_s: how long a producer pauses after a put.
+        work_s: how long a consumer works on a lease until producers are done, so that rows gather.
         drain_timeout_s: for all rows to be acked at the end.
         say: gets progress.
     """
@@ -104,9 +121,9 @@ def storm(
     with tq.start(
         tasks, num_units=num_units, num_controllers=num_controllers, config=CONFIG, log_dir=directory
     ) as queue:
-        running = _Storm(queue, directory, random.Random(seed), num_producers, num_consumers)
+        running = _Storm(queue, directory, random.Random(seed), num_producers, num_consumers, (put_every_s, work_s))
         try:
-            running.kill_some(kills, longest_pause_s, say)
+            (running.kill_one_by_one if one_by_one else running.kill_together)(kills, pause_s, say)
             running.drain(drain_timeout_s, say)
         finally:
             running.end()
@@ -121,37 +138,81 @@ class _Storm:
     """The clients, who may be killed, and who was."""
 
     def __init__(
-        self, queue: tq.LocalQueue, directory: Path, chance: random.Random, num_producers: int, num_consumers: int
+        self,
+        queue: tq.LocalQueue,
+        directory: Path,
+        chance: random.Random,
+        num_producers: int,
+        num_consumers: int,
+        pauses_s: tuple[float, float],
     ) -> None:
         self.report = StormReport()
         self._queue = queue
         self._directory = directory
         self._random = chance
         self._pause = threading.Event()
+        put_every_s, self._work_s = pauses_s
         self._starters: dict[str, Callable[[], Child]] = {}
         for slot in range(num_producers):
-            self._starters[f"producer-{slot}"] = lambda slot=slot: self._start(produce, f"producer-{slot}", slot)  # type: ignore[misc]
+            self._starters[f"producer-{slot}"] = lambda slot=slot: self._start(  # type: ignore[misc]
+                produce, f"producer-{slot}", slot, put_every_s
+            )
         for task in TASKS:
             for number in range(num_consumers):
                 name = f"{task}-{number}"
                 self._starters[name] = lambda name=name, task=task: self._start(  # type: ignore[misc]
-                    consume, name, task, self._random.randrange(2**31)
+                    consume, name, task, self._random.randrange(2**31), self._work_s
                 )
         self._clients = {name: start() for name, start in self._starters.items()}
         self._killed: tuple[str, int, float] | None = None
 
-    def kill_some(self, number: int, longest_pause_s: float, say: Callable[[str], None]) -> None:
+    def kill_together(self, number: int, pause_s: float, say: Callable[[str], None]) -> None:
+        """Kill some processes at once, again and again; whatever is down just then is down already."""
+        kinds, weights = list(VICTIMS), list(VICTIMS.values())
+        for count in range(1, number + 1):
+            self._pause.wait(pause_s)
+            kind = self._random.choices(kinds, weights)[0]
+            self.report.kills[kind] += 1
+            if kind == "client":
+                self._kill_client()
+            else:
+                self._kill_services(kind)
+            if count % 10 == 0 or count == number:
+                say(f"faults: {count} of {number} kills, the last one of {kind}")
+        self._queue.wait_until_up(2 * _BACK_TIMEOUT_S)
+
+    def _kill_services(self, kind: str) -> None:
+        names = sorted(self._queue.pids())
+        units = [name for name in names if name.startswith("storage-")]
+        controllers = [name for name in names if name.startswith("controller-")]
+        victims = controllers if kind.startswith("controllers") else names if kind == "services" else []
+        if kind == "controller" and controllers:
+            victims = [self._random.choice(controllers)]
+        if kind.endswith("unit") and units:
+            victims = [*victims, self._random.choice(units)]
+        pids = self._queue.pids()
+        for name in victims:
+            if name in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pids[name], signal.SIGKILL)
+                self._note(name, "killed")
+
+    def _kill_client(self) -> str:
+        self._restart_dead()
+        name = self._random.choice(sorted(self._clients))
+        self._note(name, "killed")
+        self._clients[name].kill()
+        self._clients[name] = self._starters[name]()
+        return name
+
+    def kill_one_by_one(self, number: int, longest_pause_s: float, say: Callable[[str], None]) -> None:
         """Kill one process after the other; clients are started again at once."""
         for count in range(1, number + 1):
             self._pause.wait(self._random.uniform(0, longest_pause_s))
             kind = self._random.choice(("client", "client", "unit", "controller"))
             self.report.kills[kind] += 1
             if kind == "client":
-                self._restart_dead()
-                name = self._random.choice(sorted(self._clients))
-                self._note(name, "killed")
-                self._clients[name].kill()
-                self._clients[name] = self._starters[name]()
+                name = self._kill_client()
             else:
                 if self._killed is not None:
                     self._wait_until_back()
@@ -162,13 +223,17 @@ class _Storm:
         self._wait_until_back()
 
     def drain(self, timeout_s: float, say: Callable[[str], None]) -> None:
-        """Let producers finish, then wait until every row was acked by every task."""
+        """Let producers finish, then wait until every row was acked by every task, or is missing."""
         self._restart_dead()
         producers = [child for name, child in self._clients.items() if name.startswith("producer-")]
         for child in producers:
             child.tell("finish")
         for child in producers:
             child.hear(timeout_s)
+        self._work_s = 0.0
+        for name in [name for name in self._clients if not name.startswith("producer-")]:
+            self._clients[name].kill()
+            self._clients[name] = self._starters[name]()
         client = self._queue.client("storm")
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not self.report.drained:
@@ -179,6 +244,22 @@ class _Storm:
             self.report.stats = str(stats)
             self._pause.wait(_POLL_S)
         say(f"faults: {'everything was acked' if self.report.drained else f'{left} rows were left'}")
+        self.report.untold = self._count_untold(client)
+        confirmed = len(accounts(self._directory, TASKS).confirmed)
+        counts = [task.waiting + task.ready + task.leased + task.done for each in client.stats() for task in each.tasks]
+        self.report.miscounted = max(abs(count - confirmed) for count in counts)
+
+    def _count_untold(self, client: tq.QueueClient) -> int:
+        """Return how many confirmed rows are missing: not for a moment, while a unit is told of what it lost, say."""
+        deadline = time.monotonic() + _BACK_TIMEOUT_S
+        while True:
+            told = client.lost_rows(timeout_s=_LOOK_S)
+            here = {row.index for row in client.list_rows()} | set(told.rows if told is not None else ())
+            ledger = accounts(self._directory, TASKS)
+            missing = ledger.confirmed - ledger.acked - here
+            if not missing or time.monotonic() > deadline:
+                return len(missing)
+            self._pause.wait(_POLL_S)
 
     def end(self) -> None:
         """Kill all clients."""

@@ -30,18 +30,17 @@ from transferqueue_parts.storm_rows import (
 SCORE, LOOK, TRAIN = "score", "look", "train"
 _ROWS_PER_PUT = 16
 _ROWS_PER_FETCH = 12
-_PUT_EVERY_S = 0.01
 _FETCH_S = 2.0
 _PATIENCE_S = 60.0
 _RETRY_S = 0.1
 _RELEASED_SHARE = 0.03
 
 
-def produce(pipe: Any, address: str, ledger: str, slot: int) -> None:
+def produce(pipe: Any, address: str, ledger: str, slot: int, put_every_s: float) -> None:
     """Put rows until told to `finish`; put lost rows again until killed."""
     torch.set_num_threads(1)
     producer = _Producer(pipe, tq.connect(Path(address), f"producer-{slot}"), Path(ledger), slot)
-    producer.run()
+    producer.run(put_every_s)
 
 
 class _Producer:
@@ -54,11 +53,11 @@ class _Producer:
         self._next = max(newest + 1, slot * SLOT)
         self._ledger = LedgerFile(ledger)
 
-    def run(self) -> None:
+    def run(self, put_every_s: float) -> None:
         threading.Thread(target=self._restore_lost, daemon=True).start()
         for rows in self._unfinished:
             self._put(rows)
-        while not self._pipe.poll(_PUT_EVERY_S):
+        while not self._pipe.poll(put_every_s):
             rows = list(range(self._next, self._next + _ROWS_PER_PUT))
             self._next += _ROWS_PER_PUT
             self._ledger.write(Record(Deed.PUT, rows))
@@ -101,11 +100,11 @@ class _Producer:
                 _until_known(lambda rows=rows: self._put_or_exist(rows), self._over.wait)  # type: ignore[misc]
 
 
-def consume(pipe: Any, address: str, ledger: str, task: str, seed: int) -> None:
+def consume(pipe: Any, address: str, ledger: str, task: str, seed: int, work_s: float) -> None:
     """Fetch, check, ack with an intent before and a confirmation after, until told to end, or killed."""
     torch.set_num_threads(1)
     consumer = _Consumer(pipe, tq.connect(Path(address), task), Path(ledger), task, seed)
-    while not pipe.poll(0):
+    while not pipe.poll(work_s):
         consumer.step()
 
 

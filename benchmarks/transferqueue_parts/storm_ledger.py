@@ -94,7 +94,8 @@ def read_ledger(path: Path) -> Iterator[Record]:
     """Yield the records of a file; nothing when it does not exist yet."""
     if path.exists():
         decoder = msgspec.json.Decoder(Record)
-        for line in path.read_bytes().splitlines():
+        *lines, _ = path.read_bytes().split(b"\n")  # the last one may just be written
+        for line in lines:
             yield decoder.decode(line)
 
 
@@ -123,6 +124,27 @@ def unfinished_puts(records: Iterable[Record]) -> tuple[list[list[int]], int]:
         elif record.deed is Deed.PUT_DONE:
             unknown.pop(record.rows[0], None)
     return list(unknown.values()), newest
+
+
+@dataclass
+class Accounts:
+    """Rows so far. `acked`: by every task; where a client died over an ack, that one counts."""
+
+    confirmed: set[int]
+    acked: set[int]
+
+
+def accounts(directory: Path, tasks: Collection[str]) -> Accounts:
+    """Return what the ledgers of a storm say of rows; later ones may follow."""
+    confirmed: set[int] = set()
+    acked: dict[str, set[int]] = {task: set() for task in tasks}
+    for path in directory.glob("*.ledger"):
+        for record in read_ledger(path):
+            if record.deed is Deed.PUT_DONE:
+                confirmed.update(record.rows)
+            elif record.deed in (Deed.INTENT, Deed.CONFIRMED):
+                acked[record.task].update(record.rows)
+    return Accounts(confirmed, set.intersection(*acked.values()))
 
 
 def judge(records: Iterable[Record], *, tasks: Collection[str], writers: Collection[str]) -> Verdict:

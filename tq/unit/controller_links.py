@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
-from tq.messages import Message, RegisterUnit, UnitAccepted
+from tq.messages import Message, OutputsWritten, RegisterUnit, UnitAccepted
 from tq.timers import Timers
 from tq.unit.controller_link import Completions, ControllerLink
 from tq.unit.row_journal import Change, RowJournal
@@ -83,7 +83,8 @@ class ControllerLinks:
 
     def tell(self, message: Change, timeout_s: float) -> Told:
         """Tell every controller that counts; the unit's lock is held since the change was made."""
-        self._journal.append(message)
+        if not isinstance(message, OutputsWritten):  # else its holder acks again, unless it was told that all know
+            self._journal.append(message)
         everybody = not self.registered()
         return {
             controller: link.notify(message, timeout_s)

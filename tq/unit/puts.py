@@ -213,16 +213,24 @@ class UnitPuts:
                 return
             repeated = self._state.commit(message.task, message.token, message.rows, block)
             if repeated is None:
-                told = self._links.tell(self._written(message, block), self._timeout_s)
+                told = self._tell_written(written := self._written(message, block))
         if repeated is not None:
             self._check_same(repeated, block)
             with self._lock:
-                told = self._links.tell(self._written(message, block), self._timeout_s)
+                told = self._tell_written(written := self._written(message, block))
         self._poke()
-        when_all(list(told.values()), partial(self._confirm, call))
+        when_all(list(told.values()), partial(self._confirm, written, call))
         self._links.flush()
 
-    def _confirm(self, call: Call, outcome: Outcome) -> None:
+    def _tell_written(self, written: OutputsWritten) -> Told:
+        self._journal.open_commits += 1
+        return self._links.tell(written, self._timeout_s)
+
+    def _confirm(self, written: OutputsWritten, call: Call, outcome: Outcome) -> None:
+        with self._lock:
+            self._journal.open_commits -= 1
+            if isinstance(outcome, list):
+                self._journal.append(written)
         if isinstance(outcome, list):
             call.reply(Stored(self._state.accounting.num_bytes))
         else:

@@ -11,8 +11,10 @@ a unit appends every change of its rows to memory of the process that starts it,
               fills the other one, and its serial is written last. A frame that was torn by a kill ends the file: its
               put was not confirmed.
 
-An append is a system call and no round trip. The file is rewritten from the unit's state when it has grown by as much
-as the state takes, so it is never much larger than the inventory that a controller gets.
+An append is a system call and no round trip. A commit is noted when all controllers know it, before its holder hears
+that it counts: a holder that did not hear acks again, and must find its lease. The file is rewritten from the unit's
+state when it has grown by as much as the state takes, so it is never much larger than the inventory that a controller
+gets.
 """
 
 import logging
@@ -56,6 +58,8 @@ _FRAME = struct.Struct("<II")
 _BEGIN = _TOKEN_BYTES + _SERIAL.size
 _LEAST_BYTES = 2**20
 """A file that is smaller is not rewritten."""
+_PATIENCE = 4
+"""A file that is so many times as large as it should be is rewritten though some commit is open."""
 
 
 class _Offer(msgspec.Struct):
@@ -134,6 +138,8 @@ class RowJournal:
         """
         self.earlier: list[RegisterUnit] = []
         """What earlier lives held when they ended, the oldest first; without those that all controllers know of."""
+        self.open_commits = 0
+        """Commits in the unit's state that not all controllers know: a rewrite would note them as known."""
         self._unit = unit
         self._lineage = lineage
         self._inventory = inventory
@@ -151,8 +157,8 @@ class RowJournal:
         """
         if not self._files:
             return
-        if self._end > self._limit:
-            self.rewrite()  # the change is in the inventory: then it is there twice, which is the same
+        if self._end > self._limit and (not self.open_commits or self._end > _PATIENCE * max(_LEAST_BYTES, self._limit)):
+            self._rewrite()  # the change is in the inventory: then it is there twice, which is the same
         if isinstance(message, RowsCreated | RowsConfirmed) and message.values:
             message = msgspec.structs.replace(message, values=b"")
         self._end += self._write(self._files[0], self._end, message)
@@ -166,16 +172,15 @@ class RowJournal:
         """All controllers know of the earlier lives, durably."""
         if self.earlier:
             self.earlier = []
-            self.rewrite()
+            self.forget()
 
-    def rewrite(self) -> None:
-        """Begin another file from what the unit holds: what it has forgotten is in no file then.
+    def forget(self) -> None:
+        """The unit has forgotten rows that it was done with: so does the journal, now or soon."""
+        self._limit = 0
+        if self._files and not self.open_commits:
+            self._rewrite()
 
-        Raises:
-            TransportError: there is no memory left.
-        """
-        if not self._files:
-            return
+    def _rewrite(self) -> None:
         before, after = self._files
         serial = _serial(before) + 1
         self._cut(after)
@@ -208,7 +213,7 @@ class RowJournal:
         if self.earlier:
             rows = sum(len(record.rows) for one in self.earlier for record in one.records)
             logger.warning("%s: an earlier life ended with %d rows", self._unit, rows)
-        self.rewrite()
+        self._rewrite()
 
     def _write(self, fd: int, offset: int, message: Change | _Began) -> int:
         body = msgspec.msgpack.encode(message)

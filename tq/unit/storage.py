@@ -224,7 +224,7 @@ class StorageUnit:
             case ReleaseCheckpointed():
                 with self._lock:
                     self._state.release_checkpointed(message.step)
-                    self._journal.rewrite()
+                    self._journal.forget()
                 self._upkeep.poke()
                 call.reply(Done())
             case HoldPuts():

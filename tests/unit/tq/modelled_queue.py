@@ -31,6 +31,7 @@ from tq.messages import (
     Release,
     RowRecords,
     RowsAccepted,
+    RowsConfirmed,
     RowsCreated,
     UnitAccepted,
 )
@@ -121,6 +122,8 @@ class ModelledQueue:
             unit = self.units[event.unit]
             if isinstance(reply, RowsAccepted):
                 self.known.update(event.rows)
+                unit.journal.apply(event)
+                unit.journal.apply(RowsConfirmed(event.unit, event.rows))
                 unit.learn({task: [event.rows[k] for k in at] for task, at in reply.commits.items()})
             else:
                 assert isinstance(reply, AsyncFlowError)
@@ -178,6 +181,7 @@ class ModelledQueue:
         for row in reply.drop:
             unit.rows.pop(row, None)
         unit.learn(reply.commits)
+        unit.accepted()
 
     def remember(self) -> None:
         """What the shell makes durable when a unit goes, or losses change."""
@@ -199,6 +203,7 @@ class ModelledQueue:
                     unit.rows.pop(row, None)
         else:
             self.apply(event)
+            unit.journal.apply(event)
 
     def announce(self, unit: FakeUnit, rows: list[int], partition: int) -> None:
         rows = [row for row in rows if row not in unit.rows]
@@ -223,7 +228,8 @@ class ModelledQueue:
         """An ack that the controller never heard of: the trainer was not told that it counts, and gives it again."""
         known = self.state.table.rows.rows.get(row)
         for holds in self.holds.values():
-            if token in holds and known is not None and "train" in self.state.table.rows.tasks(known.left):
+            open_there = known is None or "train" in self.state.table.rows.tasks(known.left)
+            if token in holds and open_there:
                 holds[token].rows.append(row)
                 self.trained.discard(row)
                 self.held["train", row] = token

@@ -11,6 +11,7 @@ from tq.control.state import ControlState
 from tq.control.task_state import TASK_TRANSITIONS, TaskRowState, TaskState
 from tq.messages import OutputsWritten, RegisterUnit, RowRecords
 from tq.task_spec import StepSpec
+from tq.unit.row_journal import Life, confirmation
 
 SIZE = 2
 ROWS = 8
@@ -47,6 +48,7 @@ class FakeUnit:
         self.name = name
         self.life = 1
         self.connected = False
+        self.earlier: list[RegisterUnit] = []
         self.start()
 
     def start(self) -> None:
@@ -58,6 +60,19 @@ class FakeUnit:
         self.outbox: list[Any] = []
         self.owed: list[Fence | FenceAll] = []
         self.floors: dict[str, tuple[int, frozenset[int]]] = {}
+        self.journal = Life(RegisterUnit(self.name, str(self.life), [], {}))
+
+    def die(self) -> None:
+        """Begin another life; what the last one had told is in its journal."""
+        if not self.journal.empty:
+            self.earlier.append(self.journal.inventory())
+        self.life += 1
+        self.start()
+
+    def accepted(self) -> None:
+        """The controller has taken an inventory, and knows of all that is in it."""
+        self.earlier = []
+        self.journal = Life(self.inventory())
 
     def inventory(self) -> RegisterUnit:
         records = [
@@ -66,7 +81,8 @@ class FakeUnit:
             )
             for row, it in self.rows.items()
         ]
-        return RegisterUnit(self.name, str(self.life), records, {p: list(rows) for p, rows in self.finished.items()})
+        finished = {partition: list(rows) for partition, rows in self.finished.items()}
+        return RegisterUnit(self.name, str(self.life), records, finished, earlier=list(self.earlier))
 
     def commit(self, task: str, token: int, rows: list[int]) -> list[int]:
         """Store outputs; returns the rows that were not stored before."""
@@ -109,6 +125,8 @@ class FakeUnit:
             for row in rows:
                 if row in self.rows:
                     self.rows[row].commits.setdefault(task, -1)
+        if commits:
+            self.journal.apply(confirmation(self.name, commits))
         self.sweep()
 
     def sweep(self) -> None:

@@ -60,12 +60,11 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
     def break_channel(self, name: str, dies: bool) -> None:
         unit = self.units[name]
         self.forget_outbox(unit)
-        if dies and name in self.met:  # else two services died at once, with what only they knew
-            unit.life += 1
+        if dies:  # perhaps together with a controller, whose successor never met it
             self.lost += unit.announced
-            for row, token in unit.acks.items():
+            for row, token in unit.unsure.items():
                 self.unconfirmed(row, token)
-            unit.start()
+            unit.die()
         if unit.connected:
             unit.connected = False
             self.apply(UnitGone(name))
@@ -263,7 +262,7 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
             self.flush(name)
 
     def put_missing(self) -> None:
-        """The producers put what the controller does not know, or said that it was lost."""
+        """The producers put what is not in yet, or what the controller said was lost: it knows of all other rows."""
         unit = self.units["u0"]
         there = {
             row for one in self.units.values() for row in (*one.rows, *(r for f in one.finished.values() for r in f))
@@ -271,7 +270,7 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
         lost, self.lost = {*self.lost, *self.to_rows(self.to_put)}, []
         self.to_put = []
         known = {row for rows in self.state.known_rows().values() for row in rows}
-        lost |= set(range(ROWS * len(PARTITIONS))) - there - self.trained - known
+        assert known | lost == set(range(ROWS * len(PARTITIONS))), "confirmed rows are missing"
         for row in sorted(lost - there):
             self.announce(unit, [row], partition_of(row))
             self.flush("u0")

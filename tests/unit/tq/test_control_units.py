@@ -1,15 +1,24 @@
 """Storage units in the control state: they register, vanish, come back, start empty; lost rows are put again."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 
 from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
 from tq import TaskSpec
-from tq.control.events import FenceAll, Fenced, OwnerGone, UnitGone, UnitLost
+from tq.control.events import FenceAll, Fenced, OwnerGone, RecoveryDeadline, UnitGone, UnitLost
 from tq.control.recovery import Recovering
-from tq.messages import AckLost, LostRows, OutputsWritten, RowsAccepted
+from tq.messages import (
+    AckLost,
+    CloseWriting,
+    LostRows,
+    OutputsWritten,
+    RegisterUnit,
+    RowRecords,
+    RowsAccepted,
+    UnitAccepted,
+)
 from tq.unit.state import UnitState
 
 World = Callable[..., Any]
@@ -348,3 +357,88 @@ def test_void_lease_puts_nothing_into_a_row_that_was_lost_and_put_again(
     world.register(unit, incarnation="1" if unit == "storage-1" else "2")
     world.put([0], unit)
     again.commit("rollout", world.granted(world.ask("rollout")).token, [0], None)
+
+
+def over(*records: RowRecords, incarnation: str = "1", finished: dict[int, list[int]] | None = None) -> RegisterUnit:
+    """What a life of storage-0 held at its end."""
+    return RegisterUnit("storage-0", incarnation, list(records), finished or {})
+
+
+def begin(world: Any, *earlier: RegisterUnit, incarnation: str = "9") -> UnitAccepted:
+    """Register the next, empty life of storage-0."""
+    request = world.request(RegisterUnit("storage-0", incarnation, [], {}, earlier=list(earlier)))
+    return cast(UnitAccepted, world.answers[request])
+
+
+def held(*rows: int, columns: Sequence[str] = ("x",), done: Sequence[str] = ()) -> RowRecords:
+    ones = [1] * len(rows)
+    return RowRecords(1, list(rows), list(rows), ones, ones, ones, list(columns), list(done))
+
+
+@pytest.mark.parametrize("recovering", [None, Recovering(frozenset({"storage-0"}), frozenset())])
+def test_rows_of_a_life_that_no_controller_survived_are_told_as_lost(
+    make_world: World, recovering: Recovering | None
+) -> None:
+    world = make_world(ROLLOUT, REF, LOOK, recovering=recovering)
+    watch = world.watch()
+    begin(world, over(held(1, done=["look"]), held(2), finished={1: [3]}))
+    world.confirm_fences()
+    assert world.lost == [1, 2]
+    assert world.answers[watch].rows == [1, 2] and world.answers[watch].partitions == [1, 1]
+    assert world.state.losses_changed, "they are durable before any process is told"
+    assert world.state.stats().lost_rows == 2 and world.task("look").done == 2
+    world.put([1, 2, 3], "storage-1")
+    assert world.granted(world.ask("look", 9)).rows == [2]
+    assert world.granted(world.ask("rollout", 9)).rows == [1, 2]
+
+
+def test_life_that_was_met_has_nothing_new_to_tell(make_world: World) -> None:
+    world = make_world(LOOK)
+    world.register("storage-0", [1, 2])
+    world.write("look", world.granted(world.ask("look", 1)))
+    begin(world, over(held(1, 2)), incarnation="2")
+    assert world.lost == [2]
+    world.put([2], "storage-1")
+    begin(world, over(held(1, 2)), over(incarnation="2"), incarnation="3")
+    assert world.lost == [2] and world.granted(world.ask("look", 9)).rows == [2]
+
+
+def test_row_that_was_put_again_before_its_life_was_told_of_is_not_lost_and_stays_done(make_world: World) -> None:
+    world = make_world(ROLLOUT, LOOK)
+    world.put([1], "storage-1")
+    begin(world, over(held(1, columns=["x", "rollout"], done=["look", "rollout"])))
+    assert world.lost == []
+    assert [(commit.task, commit.rows) for commit in world.commits] == [("look", {"storage-1": (1,)})]
+    assert world.granted(world.ask("rollout", 9)).rows == [1], "what it wrote is lost"
+
+
+def test_later_life_knows_more_of_a_row_than_an_earlier_one(make_world: World) -> None:
+    world = make_world(ROLLOUT, LOOK)
+    begin(world, over(held(1)), over(held(1, done=["look"]), incarnation="2"))
+    assert world.lost == [1]
+    world.put([1], "storage-1")
+    assert world.task("look").done == 1 and world.task("rollout").ready == 1
+
+
+def test_row_that_all_tasks_were_done_with_is_finished_and_not_lost(make_world: World) -> None:
+    world = make_world(LOOK)
+    begin(world, over(held(1, done=["look"]), finished={1: [2]}))
+    assert world.lost == [] and world.task("look").done == 2
+    assert {partition: list(rows) for partition, rows in world.state.take_finished().items()} == {1: [1, 2]}
+
+
+def test_queue_that_was_closed_does_not_end_before_units_of_an_earlier_incarnation_told_their_rows(
+    make_world: World,
+) -> None:
+    """Recovery does not wait for them for ever, but nobody may be told that all rows are done."""
+    world = make_world(LOOK, recovering=Recovering(frozenset({"storage-0"}), frozenset()))
+    world.handle(CloseWriting())
+    world.handle(RecoveryDeadline())
+    waiting = world.ask("look")
+    assert waiting not in world.answers and world.state.away() == ["storage-0"]
+    begin(world, over(held(1)))
+    assert world.lost == [1] and waiting not in world.answers and world.state.away() == []
+    world.put([1], "storage-1")
+    world.confirm_fences()
+    world.write("look", world.granted(waiting))
+    assert world.refused(world.ask("look")) == "closed"
