@@ -5,7 +5,7 @@ trainer. Reads config.json; never opens a weight file.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,14 +129,53 @@ def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str
             parameter.copy_(weights[name])
 
 
+def check_stored(
+    model: nn.Module,
+    weights: HfWeights,
+    *,
+    aliases: Mapping[str, tuple[str, ...]] | None = None,
+    unused: Iterable[str] = (),
+) -> None:
+    """Refuse files with tensors that the model does not use as what they are; see `HfWeights.check_used`.
+
+    What transformers itself leaves out may be there (old rotary frequencies, masks, layers for several tokens at a
+    time), and a buffer with the value that the model has anyway.
+
+    Args:
+        model: with its buffers.
+        weights: of it.
+        aliases: see `parameter_aliases`, of the model before it was sharded; None: it is not.
+        unused: further names that may be there: of another kind of head.
+    Raises:
+        ConfigError: names the tensor.
+    """
+    known: Any = model
+    buffers = dict(model.named_buffers())
+    same = [name for name, buffer in buffers.items() if name in weights and _holds(weights, name, buffer)]
+    # Source: transformers 5.24, `PreTrainedModel._adjust_missing_and_unexpected_keys`.
+    ignored = {*(known._keys_to_ignore_on_load_unexpected or ())}
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        ignored.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        ignored.add(r"(^|\.)position_ids$")
+    names = parameter_aliases(model) if aliases is None else aliases
+    weights.check_used(names, model=type(model).__name__, unused=(*same, *unused), ignored=ignored)
+
+
+def _holds(weights: HfWeights, name: str, buffer: Tensor) -> bool:
+    stored = weights.read_whole(name)
+    return stored.shape == buffer.shape and bool((stored.to(buffer.dtype) == buffer.cpu()).all())
+
+
 @torch.no_grad()
 def read_weights(model: nn.Module, weights: HfWeights) -> None:
     """Fill all parameters of a model from files.
 
     Raises:
-        ConfigError: they are not all there.
+        ConfigError: they are not all there, or there is more.
     """
     aliases = parameter_aliases(model)
+    check_stored(model, weights, aliases=aliases)
     for name, parameter in model.named_parameters():
         parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
 
