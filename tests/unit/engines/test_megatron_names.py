@@ -19,7 +19,7 @@ from weightsync.plan import ShardSpec, plan_transfer
 from workers.engines.base import LocalShard
 from workers.engines.hf.model import empty_causal_lm, parameter_aliases
 from workers.engines.megatron.config import DenseModel
-from workers.engines.megatron.names import MegatronGeometry, megatron_shards, stored_names
+from workers.engines.megatron.names import MegatronGeometry, hf_weight_names, megatron_shards
 
 NUM_LAYERS, HIDDEN, HEAD_DIM, FFN, VOCAB, PADDED_VOCAB = 4, 12, 6, 20, 29, 40
 
@@ -54,7 +54,7 @@ def test_names_in_files_are_those_of_transformers(make_model_dir: Callable[..., 
     expected = parameter_aliases(empty_causal_lm(path, dtype=torch.float32, attention="sdpa"))
     model = DenseModel.of(json.loads((path / "config.json").read_text()))
     geometry = MegatronGeometry(model.num_layers, 32, 4, 2, 8, 48, 13, tied=model.tied)
-    assert stored_names(geometry, qkv_bias=model.qkv_bias, qk_norm=model.qk_norm) == expected
+    assert hf_weight_names(geometry, qkv_bias=model.qkv_bias, qk_norm=model.qk_norm) == expected
 
 
 def fused_qkv(hf: dict[str, Tensor], attention: str, kind: str, num_kv_heads: int) -> Tensor:

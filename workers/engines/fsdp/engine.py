@@ -127,7 +127,7 @@ class _Scorer(SharedModel):
         return local_shards(self._model.named_parameters())
 
     def _check_stored(self, weights: HfWeights) -> None:
-        check_stored(self._model, weights, aliases=self._aliases)
+        check_stored(self._model, weights, self._aliases)
 
     @torch.no_grad()
     def _score(self, inputs: PackedInputs) -> Tensor:

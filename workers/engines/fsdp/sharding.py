@@ -68,7 +68,7 @@ class ShardedModel:
         self._inputs = InputsOfBatch(device, vocab_size=vocab_size(self._model), shared_prompt=training.shared_prompt)
         self._aliases = parameter_aliases(self._model)
         weights = HfWeights(model_dir, key=self.model_key)
-        check_stored(self._model, weights, unused=self.unused_weights)
+        check_stored(self._model, weights, self._aliases, unused=self.unused_weights)
         self._twin: Bfloat16Twin | None = None
         if training.autocast == "bfloat16" and self._mesh.size() == 1:
             materialize(self._model, device)

@@ -26,6 +26,7 @@ from workers.engines.hf.model import (
     empty_causal_lm,
     empty_reward_model,
     materialize,
+    parameter_aliases,
     read_weights,
     replace_weights,
     vocab_size,
@@ -143,7 +144,9 @@ class RewardModel:
                 f"reward.model.path: {model_dir} is of a {type(model).__name__}, which has no head {SCORE_HEAD!r} on a "
                 f"language model; use a reward model of the policy's family"
             )
-        check_stored(model, weights, unused=OUTPUT_HEADS)  # of the language model that it was made from
+        check_stored(
+            model, weights, parameter_aliases(model), unused=OUTPUT_HEADS
+        )  # of the language model that it was made from
         self._shared = shared
         if shared:  # all but the head
             shard(model.base_model, init_device_mesh(device.type, (dist.get_world_size(),)), TrainingConfig())

@@ -130,11 +130,7 @@ def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str
 
 
 def check_stored(
-    model: nn.Module,
-    weights: HfWeights,
-    *,
-    aliases: Mapping[str, tuple[str, ...]] | None = None,
-    unused: Iterable[str] = (),
+    model: nn.Module, weights: HfWeights, aliases: Mapping[str, tuple[str, ...]], *, unused: Iterable[str] = ()
 ) -> None:
     """Refuse files with tensors that the model does not use as what they are; see `HfWeights.check_used`.
 
@@ -144,7 +140,7 @@ def check_stored(
     Args:
         model: with its buffers.
         weights: of it.
-        aliases: see `parameter_aliases`, of the model before it was sharded; None: it is not.
+        aliases: see `parameter_aliases`; of the model before it was sharded.
         unused: further names that may be there: of another kind of head.
     Raises:
         ConfigError: names the tensor.
@@ -158,8 +154,7 @@ def check_stored(
         ignored.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
         ignored.add(r"(^|\.)position_ids$")
-    names = parameter_aliases(model) if aliases is None else aliases
-    weights.check_used(names, model=type(model).__name__, unused=(*same, *unused), ignored=ignored)
+    weights.check_used(aliases, model=type(model).__name__, unused=(*same, *unused), ignored=ignored)
 
 
 def _holds(weights: HfWeights, name: str, buffer: Tensor) -> bool:
@@ -175,7 +170,7 @@ def read_weights(model: nn.Module, weights: HfWeights) -> None:
         ConfigError: they are not all there, or there is more.
     """
     aliases = parameter_aliases(model)
-    check_stored(model, weights, aliases=aliases)
+    check_stored(model, weights, aliases)
     for name, parameter in model.named_parameters():
         parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
 

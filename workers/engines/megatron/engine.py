@@ -32,7 +32,7 @@ from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_wei
 from workers.engines.megatron.config import DenseModel
 from workers.engines.megatron.forward import MegatronForward
 from workers.engines.megatron.model import MegatronParts, build_megatron, build_network, join_groups, prepare_megatron
-from workers.engines.megatron.names import FlatBox, flat_boxes, megatron_shards, stored_names
+from workers.engines.megatron.names import FlatBox, flat_boxes, hf_weight_names, megatron_shards
 from workers.engines.model_files import read_model_config
 from workers.engines.setup import EngineSetup
 from workers.engines.shared_model import SharedModel
@@ -276,7 +276,7 @@ def _shards(parts: MegatronParts) -> Iterator[LocalShard]:
 def _check_stored(parts: MegatronParts, weights: HfWeights) -> None:
     """Refuse files with tensors that the model does not use as what they are; see `HfWeights.check_used`."""
     config = parts.network.config
-    names = stored_names(parts.geometry, qkv_bias=config.add_qkv_bias, qk_norm=config.qk_layernorm)
+    names = hf_weight_names(parts.geometry, qkv_bias=config.add_qkv_bias, qk_norm=config.qk_layernorm)
     weights.check_used(names, model="Megatron's model", ignored=(r"rotary_emb\.inv_freq",))
 
 

@@ -99,7 +99,7 @@ def megatron_shards(name: str, local: Tensor, geometry: MegatronGeometry) -> lis
     return list(layout(_Parameter(name, local.detach(), geometry), prefix + target))
 
 
-def stored_names(geometry: MegatronGeometry, *, qkv_bias: bool, qk_norm: bool) -> dict[str, tuple[str, ...]]:
+def hf_weight_names(geometry: MegatronGeometry, *, qkv_bias: bool, qk_norm: bool) -> dict[str, tuple[str, ...]]:
     """Return Hugging Face's names of all weights of the whole model, each with its other names."""
     optional = {".bias": qkv_bias, "q_norm.weight": qk_norm, "k_norm.weight": qk_norm}
     targets = [
