@@ -1,6 +1,7 @@
 """Safetensors directories: several files, rows, errors."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,9 @@ def test_tensor_that_is_not_used_as_what_it_is_is_refused(
         weights = HfWeights(tmp_path, key="critic.path")
         if extra:
             with pytest.raises(ConfigError, match=message):
-                weights.check_used(names, model="Model", unused=["head"], ignored=["inv_freq"])
+                weights.check_used(names, model="Model", unused=["head"], ignored=re.compile("inv_freq"))
         else:
-            weights.check_used(names, model="Model", unused=["head"], ignored=["inv_freq"])
+            weights.check_used(names, model="Model", unused=["head"], ignored=re.compile("inv_freq"))
     with pytest.raises(ConfigError, match="holds head, old.inv_freq"):
         save_file(stored, tmp_path / "model.safetensors")
         HfWeights(tmp_path).check_used(names, model="Model")

@@ -4,6 +4,7 @@ Every engine calls `empty_causal_lm` and fills the parameters itself: the traine
 trainer. Reads config.json; never opens a weight file.
 """
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -145,16 +146,24 @@ def check_stored(
     Raises:
         ConfigError: names the tensor.
     """
-    known: Any = model
     buffers = dict(model.named_buffers())
     same = [name for name, buffer in buffers.items() if name in weights and _holds(weights, name, buffer)]
-    # Source: transformers 5.24, `PreTrainedModel._adjust_missing_and_unexpected_keys`.
-    ignored = {*(known._keys_to_ignore_on_load_unexpected or ())}
+    weights.check_used(aliases, model=type(model).__name__, unused=(*same, *unused), ignored=names_left_out(model))
+
+
+def names_left_out(model: nn.Module) -> re.Pattern[str] | None:
+    """Return what finds the names in files that transformers leaves out without a word.
+
+    Source: transformers 5.24, `PreTrainedModel._adjust_missing_and_unexpected_keys`.
+    """
+    known: Any = model
+    patterns = {*(known._keys_to_ignore_on_load_unexpected or ())}
+    buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        ignored.add(r"rotary_emb\.inv_freq")
+        patterns.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
-        ignored.add(r"(^|\.)position_ids$")
-    weights.check_used(aliases, model=type(model).__name__, unused=(*same, *unused), ignored=ignored)
+        patterns.add(r"(^|\.)position_ids$")
+    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns))) if patterns else None
 
 
 def _holds(weights: HfWeights, name: str, buffer: Tensor) -> bool:

@@ -52,6 +52,11 @@ class HfWeights:
         self._model_dir = model_dir
         self._key = key
 
+    @property
+    def names(self) -> Iterable[str]:
+        """Of all weights in the files."""
+        return self._stored.keys()
+
     def __contains__(self, name: str) -> bool:
         """Whether the files have this weight."""
         return name in self._stored
@@ -73,7 +78,7 @@ class HfWeights:
         *,
         model: str,
         unused: Iterable[str] = (),
-        ignored: Iterable[str] = (),
+        ignored: re.Pattern[str] | None = None,
     ) -> None:
         """Refuse tensors that would not be used as what they are; where a tied weight is stored twice, it is read.
 
@@ -81,7 +86,7 @@ class HfWeights:
             names: of all weights of the model, each with its other names.
             model: what it is called in a message.
             unused: names that may be there although no weight has them.
-            ignored: patterns of such names.
+            ignored: finds something in such names.
         Raises:
             ConfigError: a weight is quantized, one weight has two values, or no weight has a tensor's name.
         """
@@ -94,8 +99,7 @@ class HfWeights:
                 if not same_values(self._stored[first], self._stored[other]):
                     raise untied(self._model_dir, first, other, key=self._key)
         known = {*names, *unused, *(alias for aliases in names.values() for alias in aliases)}
-        pattern = re.compile("|".join(f"({each})" for each in ignored) or "$.")
-        left = [name for name in self._stored if name not in known and not pattern.search(name)]
+        left = [name for name in self.names if name not in known and not (ignored and ignored.search(name))]
         if left:
             raise ConfigError(
                 f"{self._key}: {self._model_dir} holds {few_of(left)}, for which {model} has no weight, so it would be "

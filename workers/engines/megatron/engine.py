@@ -14,6 +14,7 @@ replica.
 Legend of shapes: A drawn tokens of the micro-batch.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -277,7 +278,7 @@ def _check_stored(parts: MegatronParts, weights: HfWeights) -> None:
     """Refuse files with tensors that the model does not use as what they are; see `HfWeights.check_used`."""
     config = parts.network.config
     names = hf_weight_names(parts.geometry, qkv_bias=config.add_qkv_bias, qk_norm=config.qk_layernorm)
-    weights.check_used(names, model="Megatron's model", ignored=(r"rotary_emb\.inv_freq",))
+    weights.check_used(names, model="Megatron's model", ignored=re.compile(r"rotary_emb\.inv_freq"))
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
