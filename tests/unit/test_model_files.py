@@ -214,6 +214,72 @@ def test_tensor_in_two_files_must_be_the_same(model_dir: Path) -> None:
             check_model_dir(model_dir)
 
 
+def edit_weights(model_dir: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) remove tensors of model.safetensors; `__` stands for a dot."""
+    weights = load_file(model_dir / "model.safetensors")
+    for name, values in changes.items():
+        weights.pop(name.replace("__", "."), None)
+        if values is not None:
+            weights[name.replace("__", ".")] = values
+    save_file(weights, model_dir / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+    ],
+)
+def test_quantized_model_is_refused_by_its_settings(model_dir: Path, settings: dict[str, object]) -> None:
+    edit_config(model_dir, **settings)
+    with pytest.raises(ConfigError, match=r"^model.path: .* is quantized \(quantization_config fp8 in config.json\)"):
+        check_trainable(model_dir)
+    with pytest.raises(ConfigError, match=r"^critic.path: .* is quantized"):
+        check_other_model_dir(model_dir, BACKBONE, key="critic.path")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"lm_head__weight": torch.ones(16, 64).to(torch.float8_e4m3fn)},
+            "lm_head.weight has elements of type F8_E4M3",
+        ),
+        ({"lm_head__weight": torch.ones(16, 64, dtype=torch.int8)}, "lm_head.weight has elements of type I8"),
+        ({"lm_head__weight_scale_inv": torch.ones(1)}, "lm_head.weight_scale_inv belongs to quantized weights"),
+        ({"model__layers__0__mlp__up_proj__qweight": torch.ones(1).int()}, "qweight has elements of type I32"),
+        ({"model__layers__0__mlp__up_proj__scales": torch.ones(1).half()}, "scales belongs to quantized weights"),
+    ],
+)
+def test_quantized_weights_are_refused(model_dir: Path, values: dict[str, torch.Tensor], message: str) -> None:
+    edit_weights(model_dir, **values)
+    with pytest.raises(ConfigError, match=rf"^model.path: .* is quantized: .*{message}"):
+        check_model_dir(model_dir)
+
+
+def test_masks_and_other_float_types_are_no_quantized_weights(model_dir: Path) -> None:
+    edit_weights(
+        model_dir,
+        model__layers__0__attn__bias=torch.ones(1, 4, dtype=torch.bool),
+        model__embeddings__position_ids=torch.arange(4),
+        lm_head__weight=torch.ones(16, 64, dtype=torch.float16),
+    )
+    check_model_dir(model_dir)
+
+
+def test_head_of_its_own_beside_tied_embeddings_is_refused(model_dir: Path) -> None:
+    edit_config(model_dir, tie_word_embeddings=True)
+    message = "embed_tokens.weight and, with other values, lm_head.weight, which config.json ties"
+    with pytest.raises(ConfigError, match=message):
+        check_model_dir(model_dir)
+    check_other_model_dir(model_dir, BACKBONE, key="critic.path")  # it has no use for that head
+    edit_weights(model_dir, lm_head__weight=load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"])
+    check_model_dir(model_dir)
+    edit_weights(model_dir, lm_head__weight=None)
+    check_model_dir(model_dir)
+
+
 def test_end_of_a_response_is_generation_s_else_the_model_s(model_dir: Path) -> None:
     assert eos_token_ids(model_dir) == (1,)
     edit_config(model_dir, eos_token_id=2)

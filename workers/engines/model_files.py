@@ -7,7 +7,8 @@ parameters, the planner and the engines of all roles ask it. Torch-free: `--dry-
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,6 +48,16 @@ _WEIGHT_LIKE = (
     "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin", "consolidated*", "*.gguf",
 )  # fmt: skip
 """Files that a user may take for the model."""
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Element types of tensors that are values as they stand."""
+_NOT_WEIGHTS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|causal_mask|position_ids|num_batches_tracked)$")
+"""Masks and numbers that older files have among the weights, of any element type."""
+_OF_QUANTIZED = re.compile(
+    r"(weight_scale(_inv|_2)?|input_scale|activation_scale|\.(qweight|qzeros|scales|g_idx|SCB|absmax))$"
+)
+"""Tensors without which those beside them are raw numbers."""
+_INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 _MOST_NAMED = 5
 _COMPARED_BYTES = 16 * 2**20
 LFS_POINTER = b"version https://git-lfs"
@@ -79,6 +90,7 @@ def check_model_dir(path: Path) -> None:
         ConfigError: the first thing that is missing or broken.
     """
     _check_parts(path, GENERATES)
+    _check_tied(path)
     eos_token_ids(path)
 
 
@@ -107,12 +119,18 @@ def check_trainable(path: Path) -> None:
     sound are refused by their architecture already, which does not end in ForCausalLM.
 
     Raises:
-        ConfigError: config.json has a number of experts, or a part for images or sound.
+        ConfigError: config.json has a number of experts, a part for images or sound, or says how weights are quantized.
     """
     config = read_model_config(path)
     architecture = config["architectures"][0]
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, value in part.items():
+            if name in ("quantization_config", "compression_config") and value:
+                method = f" {value['quant_method']}" if isinstance(value, dict) and "quant_method" in value else ""
+                raise BadModelDir(
+                    f"{path} is quantized ({name}{method} in config.json), and AsyncFlow would read raw numbers; name "
+                    f"the model in bfloat16 or float32"
+                )
             if name.endswith("experts") and type(value) is int and value > 1:
                 raise BadModelDir(
                     f"{path} is a mixture of experts ({name} {value} in config.json), which AsyncFlow cannot use "
@@ -321,7 +339,7 @@ def ignored_weights(path: Path, *, key: str = POLICY_KEY) -> str:
     if not found:
         return ""
     source = INDEX_FILE if weight_map else files[0]
-    return f"{key}: {path} is read from {source}; not from {_few(found)}"
+    return f"{key}: {path} is read from {source}; not from {few_of(found)}"
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
@@ -345,7 +363,7 @@ def _check_parts(path: Path, kind: ModelKind) -> None:
         raise BadModelDir(f"{path} {state}; name a Hugging Face model directory{make}")
     _check_architecture(path, kind)
     _check_tokenizer(path)
-    stored_tensors(path)
+    _check_values(path)
 
 
 def _check_architecture(path: Path, kind: ModelKind) -> None:
@@ -377,6 +395,43 @@ def _check_tokenizer(path: Path) -> None:
     if (path / TOKENIZER_SETTINGS).is_file():
         read_object(path / TOKENIZER_SETTINGS, "the tokenizer's settings")
     load_raw_tokenizer(path)
+
+
+def _check_values(path: Path) -> None:
+    """Refuse weights that are not values as they stand: quantized ones, which would be read as raw numbers."""
+    for name, stored in stored_tensors(path).items():
+        if stored.dtype not in FLOATS and not _NOT_WEIGHTS.search(name):
+            raise quantized(path, name, f"has elements of type {stored.dtype}")
+        if _OF_QUANTIZED.search(name):
+            raise quantized(path, name, "belongs to quantized weights")
+
+
+def quantized(path: Path, name: str, why: str, *, key: str = POLICY_KEY) -> BadModelDir:
+    """Return the refusal of a tensor that is no value as it stands."""
+    return BadModelDir(
+        f"{path} is quantized: {name} {why}, and would be read as a raw number; name the model in bfloat16 or float32",
+        key=key,
+    )
+
+
+def untied(path: Path, one: str, other: str, *, key: str = POLICY_KEY) -> BadModelDir:
+    """Return the refusal of two names of one weight under which the files hold different values."""
+    return BadModelDir(
+        f"{path} holds {one} and, with other values, {other}, which config.json ties (tie_word_embeddings), so one "
+        f"would be dropped; set tie_word_embeddings to false there, or remove the tensor that is not the model's",
+        key=key,
+    )
+
+
+def _check_tied(path: Path) -> None:
+    """Refuse a head of its own beside `tie_word_embeddings`; where config.json leaves that out, loading does."""
+    if read_model_config(path).get("tie_word_embeddings") is not True:
+        return
+    tensors = stored_tensors(path)
+    inputs = [name for name in tensors if name.endswith(_INPUT_EMBEDDINGS)]
+    heads = [name for name in OUTPUT_HEADS if name in tensors]
+    if len(inputs) == 1 and heads and not same_values(tensors[inputs[0]], tensors[heads[0]]):
+        raise untied(path, inputs[0], heads[0])
 
 
 def _chosen_files(path: Path, *, key: str) -> tuple[list[str], dict[str, str]]:
@@ -428,8 +483,8 @@ def _without_weights(path: Path) -> str:
         )
     if candidates:
         return (
-            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, and nothing says which of {_few(candidates)} is the "
-            f"model; rename that one to {WEIGHTS_FILE}, or copy the index from the model"
+            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, and nothing says which of {few_of(candidates)} is "
+            f"the model; rename that one to {WEIGHTS_FILE}, or copy the index from the model"
         )
     if found:
         return f"{path} holds the adapter {found[0]}, but no model; merge it into the model that it was made for"
@@ -483,6 +538,7 @@ def _broken_weights(file: Path, reason: str, *, key: str) -> BadModelDir:
     return BadModelDir(f"{file} is not a complete safetensors file: {reason}; download it again", key=key)
 
 
-def _few(names: list[str]) -> str:
+def few_of(names: Collection[str]) -> str:
+    """Return the first of some names, and how many more there are."""
     more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(sorted(names)[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

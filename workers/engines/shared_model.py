@@ -46,9 +46,10 @@ class SharedModel(ABC):
         """Take the weights in files; each rank reads its own rows.
 
         Raises:
-            ConfigError: they are not all there.
+            ConfigError: they are not all there, or there is more.
         """
         files = HfWeights(weights_dir)
+        self._check_stored(files)
         for shard in self._held():
             rows = files.read_shard(shard, self._aliases.get(shard.name, ()))
             shard.values.copy_(rows[(slice(None), *shard.box.slices[1:])].reshape(shard.values.shape))
@@ -96,6 +97,10 @@ class SharedModel(ABC):
             finally:
                 for name in names:  # the other ranks; and the first, if it cannot write: the others send anyway
                     whole(name)
+
+    @abstractmethod
+    def _check_stored(self, weights: HfWeights) -> None:
+        """Refuse files with tensors that the model does not use as what they are."""
 
     def _held(self) -> list[LocalShard]:
         return [shard for shard in self.shards() if shard.box.numel]

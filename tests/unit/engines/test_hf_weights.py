@@ -1,6 +1,7 @@
 """Safetensors directories: several files, rows, errors."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,29 @@ def test_copy_of_a_directory_is_no_adapter(tmp_path: Path) -> None:
         (source / name).write_text("{}")
     copy_without_weights(source, tmp_path / "copy")
     assert [path.name for path in (tmp_path / "copy").iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"v": torch.ones(2)}, r"^critic.path: .* holds v, for which Model has no weight"),
+        ({"w": torch.ones(2, dtype=torch.int8)}, r"^critic.path: .* is quantized: w has elements of type I8"),
+        ({"tied": torch.zeros(2)}, r"^critic.path: .* holds w and, with other values, tied"),
+    ],
+)
+def test_tensor_that_is_not_used_as_what_it_is_is_refused(
+    tmp_path: Path, changed: dict[str, torch.Tensor], message: str
+) -> None:
+    stored = {"w": torch.ones(2), "tied": torch.ones(2), "old.inv_freq": torch.ones(1), "head": torch.ones(3)}
+    names = {"w": ("tied",), "not there": ()}
+    for extra in ({}, changed):
+        save_file({**stored, **extra}, tmp_path / "model.safetensors")
+        weights = HfWeights(tmp_path, key="critic.path")
+        if extra:
+            with pytest.raises(ConfigError, match=message):
+                weights.check_used(names, model="Model", unused=["head"], ignored=re.compile("inv_freq"))
+        else:
+            weights.check_used(names, model="Model", unused=["head"], ignored=re.compile("inv_freq"))
+    with pytest.raises(ConfigError, match="holds head, old.inv_freq"):
+        save_file(stored, tmp_path / "model.safetensors")
+        HfWeights(tmp_path).check_used(names, model="Model")

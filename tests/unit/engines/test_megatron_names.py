@@ -5,7 +5,9 @@ the mapping.
 """
 
 import itertools
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from asyncflow.errors import PlanError
 from weightsync.boxes import Box
 from weightsync.plan import ShardSpec, plan_transfer
 from workers.engines.base import LocalShard
-from workers.engines.megatron.names import MegatronGeometry, megatron_shards
+from workers.engines.hf.model import empty_causal_lm, parameter_aliases
+from workers.engines.megatron.config import DenseModel
+from workers.engines.megatron.names import MegatronGeometry, hf_weight_names, megatron_shards
 
 NUM_LAYERS, HIDDEN, HEAD_DIM, FFN, VOCAB, PADDED_VOCAB = 4, 12, 6, 20, 29, 40
 
@@ -41,6 +45,16 @@ def hf_weights(num_heads: int, num_kv_heads: int, *, bias: bool, qk_norm: bool, 
         shapes |= {layer + "mlp.up_proj.weight": (FFN, HIDDEN), layer + "mlp.down_proj.weight": (HIDDEN, FFN)}
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_in_files_are_those_of_transformers(make_model_dir: Callable[..., Path], family: str, tied: bool) -> None:
+    path = make_model_dir(family, tie_word_embeddings=tied)
+    expected = parameter_aliases(empty_causal_lm(path, dtype=torch.float32, attention="sdpa"))
+    model = DenseModel.of(json.loads((path / "config.json").read_text()))
+    geometry = MegatronGeometry(model.num_layers, 32, 4, 2, 8, 48, 13, tied=model.tied)
+    assert hf_weight_names(geometry, qkv_bias=model.qkv_bias, qk_norm=model.qk_norm) == expected
 
 
 def fused_qkv(hf: dict[str, Tensor], attention: str, kind: str, num_kv_heads: int) -> Tensor:

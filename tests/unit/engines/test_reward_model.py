@@ -66,6 +66,16 @@ def close(actual: Tensor, expected: Tensor, limit: float) -> bool:
     return float((actual.double() - expected).abs().max()) < limit
 
 
+def test_only_the_language_models_head_may_be_left_over(make_reward_dir: MakeDir) -> None:
+    path = make_reward_dir()
+    weights = load_file(path / "model.safetensors") | {"lm_head.weight": torch.ones(13, 32)}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    RewardModel(path, dtype=torch.float32, device=CPU)
+    save_file(weights | {"score.bias": torch.ones(1)}, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"^reward.model.path: .* holds score.bias, for which Qwen2ForSequence"):
+        RewardModel(path, dtype=torch.float32, device=CPU)
+
+
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("mixed", ["batch", "groups"])
 def test_packed_scores_are_those_of_each_sample_alone(

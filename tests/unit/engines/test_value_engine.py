@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from asyncflow.errors import ConfigError
 from workers.engines.base import Sequences
 from workers.engines.config import ActorConfig, CriticConfig
 from workers.engines.fsdp.engine import FsdpValueEngine
@@ -59,6 +60,14 @@ def test_values_are_a_head_on_the_state_before_each_response_token(
     with torch.no_grad():
         expected = (states(path, batch) @ head.T).squeeze(1)
     torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_part_of_a_head_that_the_critic_has_not_is_refused(model_dir: Path) -> None:
+    give_head(model_dir)
+    weights = load_file(model_dir / "model.safetensors")
+    save_file(weights | {"score.bias": torch.ones(1)}, model_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"^critic.path: .* holds score.bias, for which"):
+        make_engine(model_dir)
 
 
 def test_critic_begins_with_backbone_and_head_of_a_reward_model(

@@ -25,9 +25,9 @@ from workers.engines.base import LocalShard, LossFunction, Sequences, ValueLossF
 from workers.engines.config import ActorConfig, TrainingConfig
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import ShardedModel, over_ranks, reshard, shard
-from workers.engines.hf.model import DTYPES, empty_causal_lm, materialize, parameter_aliases, vocab_size
+from workers.engines.hf.model import DTYPES, check_stored, empty_causal_lm, materialize, parameter_aliases, vocab_size
 from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
-from workers.engines.model_files import SCORE_HEAD
+from workers.engines.model_files import OUTPUT_HEADS, SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs, response_logits
 from workers.engines.setup import EngineSetup
@@ -126,6 +126,9 @@ class _Scorer(SharedModel):
     def shards(self) -> Iterable[LocalShard]:
         return local_shards(self._model.named_parameters())
 
+    def _check_stored(self, weights: HfWeights) -> None:
+        check_stored(self._model, weights, self._aliases)
+
     @torch.no_grad()
     def _score(self, inputs: PackedInputs) -> Tensor:
         log_probs_A, _ = response_log_probs(self._model, inputs, self._temperature)
@@ -213,6 +216,9 @@ class FsdpValueEngine(ShardedModel):
     Its directory holds a causal language model, or a model with a head of one number; without such a head the critic
     begins with the value 0 everywhere.
     """
+
+    model_key = "critic.path"
+    unused_weights = (_STORED_HEAD, *OUTPUT_HEADS)
 
     @torch.no_grad()
     def values(self, batch: Sequences | None) -> Tensor:

@@ -21,8 +21,16 @@ from torch.distributed.tensor import DTensor
 from workers.engines.base import LocalShard, Sequences, StepStats
 from workers.engines.config import ActorConfig, TrainingConfig
 from workers.engines.fsdp.dtensor_shards import local_shards
-from workers.engines.hf.model import decoder_layers, empty_causal_lm, materialize, parameter_aliases, vocab_size
+from workers.engines.hf.model import (
+    check_stored,
+    decoder_layers,
+    empty_causal_lm,
+    materialize,
+    parameter_aliases,
+    vocab_size,
+)
 from workers.engines.hf.weights import HfWeights
+from workers.engines.model_files import POLICY_KEY
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, cut
 from workers.engines.updates import Updates
@@ -33,6 +41,11 @@ COMPILER = "inductor"
 
 class ShardedModel:
     """What the engines of policy and critic have in common; implements `TrainedEngine` but for `forward_backward`."""
+
+    model_key = POLICY_KEY
+    """The setting that names its directory."""
+    unused_weights: tuple[str, ...] = ()
+    """Names in files that it may leave out."""
 
     def __init__(self, model_dir: Path, training: ActorConfig, *, device: torch.device, seed: int) -> None:
         """Build, shard and load the model. The default process group exists and spans the ranks that train it.
@@ -54,6 +67,8 @@ class ShardedModel:
         self._model = self._empty_model(torch.float32)
         self._inputs = InputsOfBatch(device, vocab_size=vocab_size(self._model), shared_prompt=training.shared_prompt)
         self._aliases = parameter_aliases(self._model)
+        weights = HfWeights(model_dir, key=self.model_key)
+        check_stored(self._model, weights, self._aliases, unused=self.unused_weights)
         self._twin: Bfloat16Twin | None = None
         if training.autocast == "bfloat16" and self._mesh.size() == 1:
             materialize(self._model, device)
@@ -64,7 +79,7 @@ class ShardedModel:
         else:
             shard(self._model, self._mesh, training)
             materialize(self._model, device)
-        self._load_weights(HfWeights(model_dir))
+        self._load_weights(weights)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=training.lr,

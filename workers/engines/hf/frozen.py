@@ -22,16 +22,18 @@ from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import over_ranks, reshard, shard
 from workers.engines.hf.model import (
     DTYPES,
+    check_stored,
     empty_causal_lm,
     empty_reward_model,
     materialize,
+    parameter_aliases,
     read_weights,
     replace_weights,
     vocab_size,
     weight_needs,
 )
 from workers.engines.hf.weights import HfWeights, write_weights
-from workers.engines.model_files import SCORE_HEAD
+from workers.engines.model_files import OUTPUT_HEADS, SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
 from workers.engines.setup import EngineSetup
@@ -135,13 +137,16 @@ class RewardModel:
             ConfigError: the directory does not hold such a model on the backbone of a language model.
         """
         self._device = device
-        weights = HfWeights(model_dir)
+        weights = HfWeights(model_dir, key="reward.model.path")
         model: Any = empty_reward_model(model_dir, dtype=dtype, attention=PACKED_ATTENTION)
         if not isinstance(getattr(model, SCORE_HEAD, None), nn.Linear) or model.base_model is model:
             raise ConfigError(
                 f"reward.model.path: {model_dir} is of a {type(model).__name__}, which has no head {SCORE_HEAD!r} on a "
                 f"language model; use a reward model of the policy's family"
             )
+        check_stored(
+            model, weights, parameter_aliases(model), unused=OUTPUT_HEADS
+        )  # of the language model that it was made from
         self._shared = shared
         if shared:  # all but the head
             shard(model.base_model, init_device_mesh(device.type, (dist.get_world_size(),)), TrainingConfig())

@@ -4,8 +4,9 @@ Every engine calls `empty_causal_lm` and fills the parameters itself: the traine
 trainer. Reads config.json; never opens a weight file.
 """
 
+import re
 import threading
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,14 +130,56 @@ def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str
             parameter.copy_(weights[name])
 
 
+def check_stored(
+    model: nn.Module, weights: HfWeights, aliases: Mapping[str, tuple[str, ...]], *, unused: Iterable[str] = ()
+) -> None:
+    """Refuse files with tensors that the model does not use as what they are; see `HfWeights.check_used`.
+
+    What transformers itself leaves out may be there (old rotary frequencies, masks, layers for several tokens at a
+    time), and a buffer with the value that the model has anyway.
+
+    Args:
+        model: with its buffers.
+        weights: of it.
+        aliases: see `parameter_aliases`; of the model before it was sharded.
+        unused: further names that may be there: of another kind of head.
+    Raises:
+        ConfigError: names the tensor.
+    """
+    buffers = dict(model.named_buffers())
+    same = [name for name, buffer in buffers.items() if name in weights and _holds(weights, name, buffer)]
+    weights.check_used(aliases, model=type(model).__name__, unused=(*same, *unused), ignored=names_left_out(model))
+
+
+def names_left_out(model: nn.Module) -> re.Pattern[str] | None:
+    """Return what finds the names in files that transformers leaves out without a word.
+
+    Source: transformers 5.24, `PreTrainedModel._adjust_missing_and_unexpected_keys`.
+    """
+    known: Any = model
+    patterns = {*(known._keys_to_ignore_on_load_unexpected or ())}
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns))) if patterns else None
+
+
+def _holds(weights: HfWeights, name: str, buffer: Tensor) -> bool:
+    stored = weights.read_whole(name)
+    return stored.shape == buffer.shape and bool((stored.to(buffer.dtype) == buffer.cpu()).all())
+
+
 @torch.no_grad()
 def read_weights(model: nn.Module, weights: HfWeights) -> None:
     """Fill all parameters of a model from files.
 
     Raises:
-        ConfigError: they are not all there.
+        ConfigError: they are not all there, or there is more.
     """
     aliases = parameter_aliases(model)
+    check_stored(model, weights, aliases)
     for name, parameter in model.named_parameters():
         parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
 

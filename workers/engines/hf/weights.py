@@ -4,6 +4,7 @@ A trainer rank reads only the rows that it holds; an export never keeps more tha
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,7 +20,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from asyncflow.errors import ConfigError
 from workers.engines.base import LocalShard
-from workers.engines.model_files import INDEX_FILE, POLICY_KEY, WEIGHTS_FILE, stored_tensors
+from workers.engines.model_files import (
+    FLOATS,
+    INDEX_FILE,
+    POLICY_KEY,
+    WEIGHTS_FILE,
+    few_of,
+    quantized,
+    same_values,
+    stored_tensors,
+    untied,
+)
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx"})
 
@@ -41,6 +52,11 @@ class HfWeights:
         self._model_dir = model_dir
         self._key = key
 
+    @property
+    def names(self) -> Iterable[str]:
+        """Of all weights in the files."""
+        return self._stored.keys()
+
     def __contains__(self, name: str) -> bool:
         """Whether the files have this weight."""
         return name in self._stored
@@ -55,6 +71,40 @@ class HfWeights:
             if candidate in self._stored:
                 return candidate
         raise ConfigError(f"{self._key}: {self._model_dir} lacks the weight {name} that its config.json asks for")
+
+    def check_used(
+        self,
+        names: Mapping[str, Iterable[str]],
+        *,
+        model: str,
+        unused: Iterable[str] = (),
+        ignored: re.Pattern[str] | None = None,
+    ) -> None:
+        """Refuse tensors that would not be used as what they are; where a tied weight is stored twice, it is read.
+
+        Args:
+            names: of all weights of the model, each with its other names.
+            model: what it is called in a message.
+            unused: names that may be there although no weight has them.
+            ignored: finds something in such names.
+        Raises:
+            ConfigError: a weight is quantized, one weight has two values, or no weight has a tensor's name.
+        """
+        for name, aliases in names.items():
+            first, *others = [each for each in (name, *aliases) if each in self._stored] or [""]
+            if first and self._stored[first].dtype not in FLOATS:
+                why = f"has elements of type {self._stored[first].dtype}"
+                raise quantized(self._model_dir, first, why, key=self._key)
+            for other in others:
+                if not same_values(self._stored[first], self._stored[other]):
+                    raise untied(self._model_dir, first, other, key=self._key)
+        known = {*names, *unused, *(alias for aliases in names.values() for alias in aliases)}
+        left = [name for name in self.names if name not in known and not (ignored and ignored.search(name))]
+        if left:
+            raise ConfigError(
+                f"{self._key}: {self._model_dir} holds {few_of(left)}, for which {model} has no weight, so it would be "
+                f"dropped; use the config.json that belongs to the weights, or remove what is not the model's"
+            )
 
     def read_rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop` (of dimension 0) of a weight in the file's element type.
@@ -83,6 +133,11 @@ class HfWeights:
         """
         start = shard.box.offset[0]
         return self.read_rows(self.find(shard.name, aliases), shard.shape, start, start + shard.box.size[0])
+
+    def read_whole(self, name: str) -> Tensor:
+        """Return a tensor of whatever shape."""
+        values: Tensor = self._slice(name)[...]
+        return values
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the element type of a weight."""

@@ -14,6 +14,7 @@ replica.
 Legend of shapes: A drawn tokens of the micro-batch.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_wei
 from workers.engines.megatron.config import DenseModel
 from workers.engines.megatron.forward import MegatronForward
 from workers.engines.megatron.model import MegatronParts, build_megatron, build_network, join_groups, prepare_megatron
-from workers.engines.megatron.names import FlatBox, flat_boxes, megatron_shards
+from workers.engines.megatron.names import FlatBox, flat_boxes, hf_weight_names, megatron_shards
 from workers.engines.model_files import read_model_config
 from workers.engines.setup import EngineSetup
 from workers.engines.shared_model import SharedModel
@@ -76,7 +77,9 @@ class MegatronEngine:
         self._state = MegatronState(self._parts)
         self._forward = MegatronForward(self._parts, actor, temperature=temperature, device=device)
         self._updates = Updates(actor)
-        self._state.read_weights(HfWeights(model_dir))
+        weights = HfWeights(model_dir)
+        _check_stored(self._parts, weights)
+        self._state.read_weights(weights)
         self.zero_grad()
 
     @staticmethod
@@ -189,6 +192,9 @@ class _Scorer(SharedModel):
     def shards(self) -> Iterator[LocalShard]:
         return _shards(self._parts)
 
+    def _check_stored(self, weights: HfWeights) -> None:
+        _check_stored(self._parts, weights)
+
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
         """Return float32 [A] on every rank of the replica; [0] for a replica without rows. Raises BadRequest."""
@@ -266,6 +272,13 @@ class MegatronFrozenModel(_Scorer):
 def _shards(parts: MegatronParts) -> Iterator[LocalShard]:
     for name, parameter in parts.network.named_parameters():
         yield from megatron_shards(name, parameter, parts.geometry)
+
+
+def _check_stored(parts: MegatronParts, weights: HfWeights) -> None:
+    """Refuse files with tensors that the model does not use as what they are; see `HfWeights.check_used`."""
+    config = parts.network.config
+    names = hf_weight_names(parts.geometry, qkv_bias=config.add_qkv_bias, qk_norm=config.qk_layernorm)
+    weights.check_used(names, model="Megatron's model", ignored=re.compile(r"rotary_emb\.inv_freq"))
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

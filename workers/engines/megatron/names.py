@@ -99,6 +99,26 @@ def megatron_shards(name: str, local: Tensor, geometry: MegatronGeometry) -> lis
     return list(layout(_Parameter(name, local.detach(), geometry), prefix + target))
 
 
+def hf_weight_names(geometry: MegatronGeometry, *, qkv_bias: bool, qk_norm: bool) -> dict[str, tuple[str, ...]]:
+    """Return Hugging Face's names of all weights of the whole model, each with its other names."""
+    optional = {".bias": qkv_bias, "q_norm.weight": qk_norm, "k_norm.weight": qk_norm}
+    targets = [
+        target.format(which)
+        for _, target in _OF_LAYER.values()
+        for which in (("q", "k", "v") if "self_attn" in target else ("gate", "up"))
+        if all(there for ending, there in optional.items() if target.endswith(ending))
+    ]
+    names: dict[str, tuple[str, ...]] = {
+        f"model.layers.{layer}.{target}": () for layer in range(geometry.num_layers) for target in targets
+    }
+    head = _OUTSIDE_OF_LAYERS["output_layer.weight"][1]
+    outside: dict[str, tuple[str, ...]] = {target: () for _, target in _OUTSIDE_OF_LAYERS.values()}
+    if geometry.tied:
+        del outside[head]
+        outside[_EMBEDDING] = (head,)
+    return {**outside, **names}
+
+
 @dataclass(frozen=True)
 class FlatBox:
     """A box of a Hugging Face tensor, and where it lies in this rank's run.
