@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncflow.job import GangSpec
+from launcher.checks.algorithms import settings_without_effect
 from launcher.checks.batch_sizes import num_micro_batches
 from launcher.checks.device_memory import sum_text
 from launcher.checks.preflight import Preflight
@@ -96,6 +97,8 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
     updates = config.actor.num_mini_batches
     if config.actor.num_updates > 1:
         rows.insert(-1, ("updates", f"{updates} mini-batches x {config.actor.ppo_epochs} passes over each step"))
+    if idle := settings_without_effect(config).removeprefix("without effect: "):
+        rows.append(("without effect", idle))
     if checked.num_held_out:
         rows.insert(-1, ("held out", _evaluation(checked)))
     if resume_from:

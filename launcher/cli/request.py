@@ -19,6 +19,7 @@ import click
 
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
+from launcher.checks.algorithms import settings_without_effect
 from launcher.checks.engine_libraries import check_libraries
 from launcher.checks.preflight import Preflight, check_node, check_run
 from launcher.cli.dry_run import describe
@@ -122,12 +123,15 @@ class Accepted:
             started_at: unix time (s) of the user's command.
         """
         from launcher.run.job import run_job
+        from launcher.run.progress import print_line
 
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         with held_run_dir(run_dir):
             lineage = self._cut_back()
+            if idle := settings_without_effect(config):
+                print_line(idle)
             try:
                 if self.plan is not None:
                     write_plan(run_dir, self.plan.values())
