@@ -9,7 +9,8 @@
     staleness_SCHEDULE        mean staleness of the samples
     worst_points_vs_sync      the lowest of the differences
 
-With `--algorithms` each algorithm (all, or those named) under sync and async2, for the table in docs/algorithms.md:
+With `--algorithms` each algorithm (all, or those named) under sync and async2, for the table in docs/algorithms.md,
+with two updates a step (`--mini-batches`), since with one no clip ever acts and most of them make the same update:
 
     accuracy_ALGORITHM_SCHEDULE       mean over seeds, as above
     accuracy_std_ALGORITHM_SCHEDULE   its deviation over seeds
@@ -58,7 +59,9 @@ CURVES = {
 Metrics = list[dict[str, Any]]
 
 
-def train(directory: Path, schedule: str, *, seed: int, steps: int, algorithm: str = "grpo") -> Metrics:
+def train(
+    directory: Path, schedule: str, *, seed: int, steps: int, algorithm: str = "grpo", mini_batches: int = 1
+) -> Metrics:
     """Run the quickstart under a schedule, with one of `ALGORITHMS`; returns its metrics.
 
     Raises:
@@ -67,7 +70,7 @@ def train(directory: Path, schedule: str, *, seed: int, steps: int, algorithm: s
     mode, max_staleness = SCHEDULES[schedule]
     steps = min(steps, STEPS_AT_MOST.get(algorithm, steps))
     settings = [f"schedule.mode={mode}", f"schedule.max_staleness={max_staleness}", f"seed={seed}",
-                "rollout.samples_per_step=0", "checkpoint.interval=0",
+                "rollout.samples_per_step=0", "checkpoint.interval=0", f"actor.num_mini_batches={mini_batches}",
                 *(f"algorithm.{setting}" for setting in ALGORITHMS[algorithm])]  # fmt: skip
     options = [part for setting in settings for part in ("--set", setting)]
     command: list[str | Path] = [COMMAND, "quickstart", "--steps", str(steps), "--run-dir", str(directory), *options]
@@ -161,12 +164,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--schedules", nargs="*", choices=SCHEDULES, help="default: all; of algorithms sync async2")
     parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, help="the table of these; none named: of all")
+    parser.add_argument("--mini-batches", type=int, help="updates a step; default: 1, of algorithms 2")
     parser.add_argument("--plot", type=Path, help="draw the curves into this file")
     given = parser.parse_args()
     if given.seeds < 1 or given.steps < LAST_STEPS or given.schedules == []:
         parser.error(f"give a schedule, at least one seed and {LAST_STEPS} steps")
     is_table = given.algorithms is not None
     algorithms = given.algorithms or (list(ALGORITHMS) if is_table else ["grpo"])
+    mini_batches = given.mini_batches or (2 if is_table else 1)
     schedules = given.schedules or (["sync", "async2"] if is_table else list(SCHEDULES))
     runs: dict[tuple[str, str], list[Metrics]] = {(one, name): [] for one in algorithms for name in schedules}
     began = time.monotonic()
@@ -174,7 +179,8 @@ def main() -> int:
         for seed in range(given.seeds):
             for (algorithm, schedule), done in runs.items():
                 directory = Path(temporary) / f"{algorithm}-{schedule}-{seed}"
-                done.append(train(directory, schedule, seed=seed, steps=given.steps, algorithm=algorithm))
+                options = {"seed": seed, "steps": given.steps, "mini_batches": mini_batches}
+                done.append(train(directory, schedule, algorithm=algorithm, **options))
                 passed, accuracy = time.monotonic() - began, _final_accuracy(done[-1])
                 where = f"seed {seed} {algorithm} {schedule}"
                 print(f"[{passed:6.1f} s] {where}: accuracy {accuracy:.4f}", file=sys.stderr, flush=True)

@@ -14,6 +14,31 @@ def check_algorithm(config: RunConfig) -> None:
     config.algorithm.check(config)
 
 
+def settings_without_effect(config: RunConfig) -> str:
+    """Return one line that names the settings of section `algorithm` that change no gradient of this run; "": none.
+
+    Before a step's first update the policy is its own old one. With one update there is no other, so the ratio is 1,
+    and so are the critic's values their own old ones. Without weights (`off_policy.method: none`) the ratio is to the
+    policy that drew the tokens, which is itself with `actor.tri_model` alone, and on-policy.
+    """
+    algorithm, schedule = config.algorithm, config.schedule
+    found = []
+    own_old_policy = algorithm.off_policy.has_proximal_policy or (
+        config.actor.tri_model and not schedule.staleness_bound
+    )
+    bounds = [name for name in algorithm.ratio_bounds if getattr(algorithm, name) is not None]
+    if config.actor.num_updates == 1:
+        bounds = bounds if own_old_policy else [name for name in bounds if name == "value_clip"]
+        if bounds:
+            found.append(
+                f"{', '.join(f'algorithm.{name}' for name in bounds)} (with one update a step, "
+                f"actor.num_mini_batches x ppo_epochs, the ratio to the policy that the step found is 1)"
+            )
+    if not algorithm.kl_coef and algorithm.ref_update_interval:
+        found.append("algorithm.ref_update_interval (algorithm.kl_coef is 0)")
+    return f"without effect: {'; '.join(found)}" if found else ""
+
+
 def _check_critic(config: RunConfig) -> None:
     """Refuse engines and schedules that have no critic."""
     if not config.algorithm.has_critic:

@@ -7,6 +7,7 @@ by the other checks.
 from collections.abc import Iterator, Sequence
 
 from asyncflow.job import GangSpec
+from launcher.checks.algorithms import settings_without_effect
 from launcher.checks.devices import Devices
 from workers.config import RunConfig
 
@@ -27,6 +28,7 @@ def start_notes(config: RunConfig, gangs: Sequence[GangSpec], devices: Devices, 
         *_outside_roles(config),
         *_crowded_nodes(gangs, devices, num_cores),
         *_small_micro_batches(config),
+        *filter(None, [settings_without_effect(config)]),
     )
 
 

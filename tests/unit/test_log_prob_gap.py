@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe
+from tests.support.two_engines import ENGINES, RIGHT, SEEN, drawn
 from tq.columns import Column, PackedBatch
 from workers.records.step_totals import numbers
-from workers.trainer.log_prob_gap import Comparison, LogProbGap
+from workers.tasks.rollouts import sample_columns, samples_of
+from workers.trainer.log_prob_gap import Comparison, GapLimits, LogProbGap, MoveProbe
 
 
 def batch(versions: list[list[int]], log_probs: list[list[float]]) -> PackedBatch:
@@ -42,7 +46,8 @@ def test_tokens_of_older_weights_alone_give_no_figure() -> None:
     comparison.before(ignore_entropy)(torch.tensor([-1.5, -2.0]), torch.zeros(2))
     metrics = gap_of(comparison).metrics()
     assert metrics["rollout_log_prob_diff_mean"] is None and metrics["rollout_log_prob_diff_max"] is None
-    assert LogProbGap().metrics() == {"rollout_log_prob_diff_mean": None, "rollout_log_prob_diff_max": None}
+    names = ("rollout_log_prob_diff_mean", "rollout_log_prob_diff_max", "policy_move")
+    assert LogProbGap().metrics() == dict.fromkeys(names)
 
 
 def test_every_age_has_its_mismatch() -> None:
@@ -54,6 +59,8 @@ def test_every_age_has_its_mismatch() -> None:
     metrics = LogProbGap.merged(gap_of(comparison) for comparison in comparisons).metrics()
     ratios = [math.exp(1.0), math.exp(-0.5), 1.0]
     assert {name: value for name, value in metrics.items() if name.startswith("mismatch/")} == {
+        "mismatch/age_0_mean": pytest.approx(0.25),
+        "mismatch/age_2_mean": pytest.approx(0.5),
         "mismatch/age_0_k3": pytest.approx(math.exp(-0.25) - 1 + 0.25),
         "mismatch/age_0_max": pytest.approx(0.25),
         "mismatch/age_0_ess": pytest.approx(1.0),
@@ -67,3 +74,89 @@ def test_ranks_are_added_up() -> None:
     one, other = ({"0": {"tokens": 2, "total": total, "largest": total / 2}} for total in (0.2, 0.6))
     whole = LogProbGap.merged([LogProbGap(one), LogProbGap(), LogProbGap(other)])
     assert whole.mean == pytest.approx(0.2) and whole.ages["0"]["largest"] == 0.3
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def limits(*settings: str, dtype: str = "float32") -> GapLimits:
+    types = (f"model.dtype={dtype}", f"actor.autocast={dtype}")
+    found = GapLimits.of(load_config(find_recipe("quickstart"), overrides=(*types, *settings)))
+    assert found is not None
+    return found
+
+
+def complaint_of(wrong: str, dtype: str, sharp: float = 4.0, age: int = 0, moves: tuple[float | None, ...] = ()) -> str:
+    tokens = drawn(wrong, DTYPES[dtype], sharp)
+    rows = batch([[4 - age] * SEEN], [tokens.rollout.tolist()])
+    comparison = Comparison.of(rows, step=5)
+    comparison.before(ignore_entropy)(tokens.trained, tokens.entropy)
+    return gap_of(comparison).complaint(limits(dtype=dtype), moves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", [name for name in ENGINES if name != RIGHT])
+def test_an_engine_with_something_wrong_is_told_of(wrong: str, dtype: str) -> None:
+    found = complaint_of(wrong, dtype)
+    assert found.startswith("the generating engine") and "\n" not in found
+    assert ("draws from another distribution" in found) == wrong.endswith("whole log-probabilities")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sharp", [0.3, 1.0, 2.0, 4.0, 8.0, 16.0])
+def test_engines_that_only_round_differently_are_right_whatever_the_entropy(sharp: float, dtype: str) -> None:
+    assert complaint_of(RIGHT, dtype, sharp) == ""
+    assert complaint_of(RIGHT, dtype, sharp, age=1, moves=(0.0,)) == ""
+
+
+@pytest.mark.parametrize("wrong", ["temperature 0.7 for 1", "a zeroed layer", "top-p on one side"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_at_a_steady_staleness_they_are_told_of_by_the_trainer_s_own_moves(wrong: str, dtype: str) -> None:
+    assert complaint_of(wrong, dtype, age=1) == "", "how far the trainer moved is not known yet"
+    assert complaint_of(wrong, dtype, age=2, moves=(None, 0.002)) == ""
+    assert "tokens of weights 1 versions older" in complaint_of(wrong, dtype, age=1, moves=(0.5, 0.002))
+    assert "tokens of weights 2 versions older" in complaint_of(wrong, dtype, age=2, moves=(0.002, 0.002))
+    assert complaint_of(wrong, dtype, age=1, moves=(1.0,)) == "", "weights that far apart explain it"
+
+
+def test_the_least_precise_type_that_a_run_uses_decides() -> None:
+    exact = limits()
+    assert exact.mean(1.0) < 0.002 and limits(dtype="bfloat16").mean(1.0) == pytest.approx(0.102)
+    for rough in ("model.dtype=bfloat16", "actor.autocast=bfloat16", "weightsync.dtype=bfloat16"):
+        assert limits(rough) == limits(dtype="bfloat16")
+    assert exact.surprise and not limits("rollout.top_p=0.9").surprise and not limits("rollout.top_k=5").surprise
+    assert not limits("algorithm.name=dapo").surprise
+
+
+class Scores:
+    """An engine whose log-probabilities are those of the tokens' numbers, and what its updates made of them."""
+
+    moved = 0.0
+
+    def log_probs(self, sequences: object) -> torch.Tensor:
+        if sequences is None:
+            return torch.empty(0)
+        return -sequences.tokens_T[sequences.response_mask_T.bool()] / 10 - self.moved  # type: ignore[attr-defined]
+
+
+def test_a_move_is_measured_on_samples_that_were_trained_before_the_update() -> None:
+    lengths = (300, 300, 5)
+    prompts = [torch.tensor([1, 2])] * 3
+    samples = samples_of(PackedBatch((0, 1, 2), sample_columns(prompts, [torch.full((n,), 7) for n in lengths])))
+    engine = Scores()
+    probe = MoveProbe(engine)  # type: ignore[arg-type]
+    assert probe.move() == {}, "nothing was trained"
+    probe.keep(samples, torch.full((605,), -0.7))
+    probe.keep(samples, torch.full((605,), -9.0))  # of a later micro-batch
+    probe.updated()
+    engine.moved = 0.25
+    assert probe.move() == {"tokens": 600.0, "total": pytest.approx(150.0)}, "as many samples as have 512 tokens"
+    assert probe.move() == {}
+    probe.updated()
+    assert probe.move() == {}, "this rank had no rows, but took part"
+
+
+def test_moves_of_ranks_are_added_up() -> None:
+    whole = LogProbGap.merged([LogProbGap(move={"tokens": 2.0, "total": 1.0}), LogProbGap(), LogProbGap(move={})])
+    whole.add(LogProbGap(move={"tokens": 6.0, "total": 1.0}))
+    assert whole.mean_move == pytest.approx(0.25)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from launcher.config.load import load_config
+from launcher.config.paths import find_recipe
 from tq.refill import Refill, RemovalCause
 from workers.algorithms.parts import LossCounts
 from workers.engines.base import StepStats
@@ -76,7 +78,7 @@ def test_length_bias_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
 def recorder(run_dir: Path, *, lineage: int = 1, warn: Callable[[str], None] = print) -> StepRecorder:
     context: Any = SimpleNamespace(
         run_dir=run_dir,
-        config=SimpleNamespace(schedule=SimpleNamespace(staleness_bound=1), reward=SimpleNamespace(model=None)),
+        config=load_config(find_recipe("quickstart"), overrides=["schedule.mode=async", "schedule.max_staleness=1"]),
         elapsed_s=0.0,
         job=SimpleNamespace(lineage=lineage, gangs=[SimpleNamespace(role="actor", devices=("cpu",))]),
         waiting_seconds=dict,
@@ -110,16 +112,38 @@ def test_groups_among_dead_letters_are_named_once_in_the_step_that_is_finished_n
     assert named == {"lineage": 1, "admitted_step": 4, "dead_letter": True, "replaced_by": 6, "task": "judge"}
 
 
+def gap_of(total: float, age: int = 0, move: float | None = None) -> LogProbGap:
+    """The gap of 1,000 tokens whose entropy is a nat."""
+    sums = dict.fromkeys(("k3", "signed", "surprise"), 0.0) | {"tokens": 1000.0, "entropy": 1000.0, "total": total}
+    sums |= dict.fromkeys(("ratio", "ratio_squared", "surprise_squared"), 1000.0) | {"largest": 1.0}
+    return LogProbGap({str(age): sums}, {} if move is None else {"tokens": 10.0, "total": 10 * move})
+
+
 def test_user_is_told_once_when_the_engines_disagree(tmp_path: Path) -> None:
     told: list[str] = []
     records = recorder(tmp_path, warn=told.append)
-    for step, total in ((1, 0.3), (2, 39.0), (3, 39.0)):
+    for step, total in ((1, 0.3), (2, 390.0), (3, 390.0)):
         record = finished_step(step)
-        sums = {"tokens": 10, "total": total, "largest": 9.0, "k3": 1.0, "ratio": 10.0, "ratio_squared": 10.0}
-        record.gap = LogProbGap({"0": sums})
+        record.gap = gap_of(total)
         records.write(record)
     records.close()
-    assert len(told) == 1 and told[0].startswith("step 2: the generating engine's log-probabilities are 3.9 nats from")
+    assert len(told) == 1 and told[0].startswith("step 2: the generating engine's log-probabilities are 0.39 nats from")
+
+
+def test_tokens_of_older_weights_are_judged_by_how_far_the_trainer_moved_since(tmp_path: Path) -> None:
+    told: list[str] = []
+    records = recorder(tmp_path, warn=told.append)
+    for step, total, move in ((1, 100.0, None), (2, 100.0, 0.04), (3, 100.0, 0.03)):
+        assert not told
+        record = finished_step(step)
+        record.gap = gap_of(total, age=1, move=move)
+        records.write(record)
+    records.close()
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [one["policy_move"] for one in metrics] == [None, 0.04, 0.03]
+    assert [one["mismatch/age_1_mean"] for one in metrics] == [0.1, 0.1, 0.1]
+    assert told[0].startswith("step 3: the generating engine's log-probabilities are 0.1 nats from the trainer's on av")
+    assert "for tokens of weights 1 versions older, where 0.091 is the most" in told[0]
 
 
 def test_update_is_written_down_before_anybody_knows_whether_its_step_will_be_finished(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 class PPOClipConfig(Settings):
     """PPO's clip and the dual one: the parts `PPOClip` and `DualClip`."""
 
+    ratio_bounds: ClassVar[tuple[str, ...]] = ("eps_clip", "eps_clip_high", "dual_clip")
     eps_clip: float = Field(0.2, gt=0, lt=1)
     """Lower clip: the ratio counts down to 1 - eps_clip."""
     eps_clip_high: float | None = Field(None, gt=0)
@@ -53,6 +54,8 @@ class PolicyConfig(Settings):
 
     implementation: ClassVar[str] = ""
     """`module:Class` of the algorithm; here a name, so that reading the configuration imports no torch."""
+    ratio_bounds: ClassVar[tuple[str, ...]] = ()
+    """Settings that bound the ratio of the policy in training to its base, and so do nothing where that is 1."""
     name: str = ""
     """Which algorithm."""
     kl_coef: float = Field(0.0, ge=0)
@@ -179,6 +182,7 @@ class CISPOConfig(GroupConfig):
     """GRPO whose ratio is a clipped weight, so that no token loses its gradient: MiniMax 2025 (arXiv 2506.13585)."""
 
     implementation = "workers.algorithms.cispo:CISPO"
+    ratio_bounds = ("eps_clip", "eps_clip_high")
     name: Literal["cispo"] = "cispo"
     """Which algorithm."""
     eps_clip: float = Field(1.0, gt=0, le=1)
@@ -195,6 +199,7 @@ class DPPOConfig(GroupConfig):
     """
 
     implementation = "workers.algorithms.dppo:DPPO"
+    ratio_bounds = ("max_ratio",)
     name: Literal["dppo"] = "dppo"
     """Which algorithm."""
     divergence: Literal["tv", "kl"] = "tv"
@@ -325,6 +330,7 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
     """A critic, trained beside the policy, and generalized advantages of every token: arXiv 1707.06347, 1506.02438."""
 
     implementation = "workers.algorithms.ppo:PPO"
+    ratio_bounds = (*PPOClipConfig.ratio_bounds, "value_clip")
     name: Literal["ppo"] = "ppo"
     """Which algorithm."""
     gamma: float = Field(1.0, gt=0, le=1)

@@ -1,5 +1,6 @@
 """Section `algorithm.off_policy`, of every algorithm. Torch-free."""
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -27,8 +28,13 @@ class OffPolicyConfig(Settings):
     mask: Literal["sequence", "geometric"] | None = None
     """With any `method`: whole samples are left out whose weight is too far from 1: `sequence`: the product of their
     tokens' weights, `geometric`: the geometric mean of these; null: none is."""
-    mask_log_ratio: float = Field(0.5, gt=0)
-    """`mask`: how far, up and down (nats: the logarithm of product or mean)."""
+    sequence_log_ratio: float | None = Field(None, gt=0)
+    """`mask: sequence`: how far, up and down, the sum of a sample's log weights may be (nats); others use 0.7 to 2.3 (a
+    factor of 2 to 10). null: as far as rounding in bfloat16 takes it, which grows with its length; see
+    `workers.algorithms.parts.rounding_bound`."""
+    geometric_log_ratio: float | None = Field(None, gt=0)
+    """`mask: geometric`: how far, up and down, their mean may be (nats a token); others use 0.0002 to 0.001. null: as
+    far as rounding in bfloat16 takes it: the bound of `sequence_log_ratio` by the sample's length."""
 
     @field_validator("method", mode="before")
     @classmethod
@@ -36,6 +42,16 @@ class OffPolicyConfig(Settings):
         if method == "sequence_mask":
             raise ValueError("give algorithm.off_policy.mask: geometric, which it was, and leave method out")
         return method
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_bound(cls, section: object) -> object:
+        if isinstance(section, Mapping) and "mask_log_ratio" in section:
+            raise ValueError(
+                "mask_log_ratio was one bound of a sum and of a mean; give sequence_log_ratio or geometric_log_ratio, "
+                "or leave it out"
+            )
+        return section
 
     @model_validator(mode="after")
     def _has_no_idle_setting(self) -> Self:
@@ -45,7 +61,8 @@ class OffPolicyConfig(Settings):
             "cap": (self.method in ("icepop", "none"), "method truncated_is or decoupled"),
             "band_low": (self.method != "icepop", "method icepop"),
             "band_high": (self.method != "icepop", "method icepop"),
-            "mask_log_ratio": (self.mask is None, "mask"),
+            "sequence_log_ratio": (self.mask != "sequence", "mask sequence"),
+            "geometric_log_ratio": (self.mask != "geometric", "mask geometric"),
         }
         for name, (unread, reader) in idle.items():
             if unread and getattr(self, name) != type(self).model_fields[name].default:  # a run writes defaults down

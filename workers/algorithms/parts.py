@@ -28,6 +28,10 @@ MAX_LOG_RATIO = 20.0
 """Differences of log-probabilities are clamped to +-20 before `exp`: a ratio beyond e^20 would overflow float32, and
 infinity times an advantage of zero is not a number."""
 
+BFLOAT16_ERROR = 0.06
+"""Deviation (nats) of a token's log-probability between two engines that compute the same weights in bfloat16: measured
+with SmolLM2-135M, see docs/algorithms.md. It is mostly the rounding of the logits, to one part in 256."""
+
 Normalization = Literal["token", "sequence", "constant"]
 
 
@@ -133,7 +137,9 @@ def policy_parts(
     elif method != "none":
         cap = off_policy.cap
     if off_policy.mask is not None:
-        masks.append(SampleMask(off_policy.mask_log_ratio, geometric=off_policy.mask == "geometric"))
+        geometric = off_policy.mask == "geometric"
+        bound = off_policy.geometric_log_ratio if geometric else off_policy.sequence_log_ratio
+        masks.append(SampleMask(bound, geometric=geometric))
     base: Literal["old", "rollout"] = "old" if off_policy.has_proximal_policy else "rollout"
     return PolicyParts(clips, whole_samples, base, cap, tuple(masks), aggregate)
 
@@ -247,23 +253,37 @@ class Band:
         return (weight_A >= self.low) & (weight_A <= self.high)
 
 
+def rounding_bound(length_N: Tensor) -> Tensor:
+    """Return floating [N]: how far from 0 (nats) rounding takes the sum of a sample's log weights, at most, on-policy.
+
+    Weights of n tokens that the generating engine drew average to 1, so with independent errors of deviation s their
+    logarithms have the mean -s^2 / 2, and the sum has the mean -n s^2 / 2 and the deviation s sqrt(n). The bound is
+    three deviations beyond the mean: of samples of any length one of several hundred is outside.
+    """
+    return 3 * BFLOAT16_ERROR * length_N.sqrt() + length_N * BFLOAT16_ERROR**2 / 2
+
+
 @dataclass(frozen=True)
 class SampleMask:
     """Samples whose importance weight as a whole is within e to the +- `bound` (nats): the geometric mean of their
-    tokens' weights, or their product.
+    tokens' weights, or their product. Without a number the bound is `rounding_bound`, which makes both the same mask.
 
     Source: Liu, Li et al. 2025, https://richardli.xyz/rl-collapse-3; the names are those of verl's rollout correction.
     """
 
-    bound: float
+    bound: float | None
     geometric: bool
 
     def __call__(self, tokens: Tokens) -> Tensor:
         """See `Mask`."""
         log_weight_A = tokens.old_log_probs_A - tokens.rollout_log_probs_A
-        over_sample = response_means if self.geometric else response_sums
-        whole_N = over_sample(log_weight_A, tokens.length_N)
-        return _of_tokens((whole_N >= -self.bound) & (whole_N <= self.bound), tokens)
+        whole_N = response_sums(log_weight_A, tokens.length_N)
+        length_N = tokens.length_N.to(whole_N)
+        if self.bound is None:
+            bound_N = rounding_bound(length_N)
+        else:
+            bound_N = self.bound * (length_N if self.geometric else torch.ones_like(length_N))
+        return _of_tokens(whole_N.abs() <= bound_N, tokens)
 
 
 def _of_tokens(value_N: Tensor, tokens: Tokens) -> Tensor:

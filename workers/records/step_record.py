@@ -7,6 +7,7 @@ metrics.jsonl    a line per finished step, after its ledger lines
 
 import os
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -27,7 +28,7 @@ from workers.records.ledger import refill_lines
 from workers.records.outside_metrics import OutsideMetrics
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 from workers.tasks.dataflow import OBSERVERS, SERVICES, roles_on_device
-from workers.trainer.log_prob_gap import LogProbGap
+from workers.trainer.log_prob_gap import GapLimits, LogProbGap
 
 
 class Model(StrEnum):
@@ -242,6 +243,9 @@ class StepRecorder:
         self._outside = OutsideMetrics(context.sealed_store())
         self._unwritten_refills: list[Refill] = []
         self._complained: set[str] = set()
+        self._gap_limits = GapLimits.of(context.config)
+        self._moves: deque[float | None] = deque(maxlen=max(1, context.config.schedule.staleness_bound))
+        """How far each step moved the policy, the newest last; None: not known."""
         self.num_refills = 0
         """Replaced groups that this recorder was told of."""
         self._last_at = time.monotonic()
@@ -305,7 +309,9 @@ class StepRecorder:
         replaced = refill_lines(refills, step=record.step, lineage=lineage, time_s=self._time_s())
         self._ledger.write(replaced + record.ledger)
         self._metrics.write([metrics])
-        complaints = {"responses": record.totals.complaint(), "gap": record.gap.complaint}
+        self._moves.append(record.gap.mean_move)
+        gap = "" if self._gap_limits is None else record.gap.complaint(self._gap_limits, self._moves)
+        complaints = {"responses": record.totals.complaint(), "gap": gap}
         new = {kind: text for kind, text in complaints.items() if text and kind not in self._complained}
         if new:
             self._complained |= new.keys()

@@ -4,10 +4,17 @@ Before its first update, step s computes with the weights of step s - 1. For the
 the two must agree but for rounding; a larger difference is an error in one of the engines. A token of version v has the
 age s - 1 - v, and its weights differ, too: how much off-policy data of each age is, is what the mismatch says.
 
+A run whose tokens are all older is judged as well. The trainer scores a few samples of a step again when it has the
+next weights (`MoveProbe`), so it knows how far one version moves a token; older tokens may be that much further apart.
+
+    step 7   trains with version 6; keeps some tokens' log-probabilities; update: version 7
+    step 8   scores these tokens with version 7: the move of 6 -> 7       tokens of version 6 have age 1
+
 Legend of shapes: A drawn tokens, packed.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,11 +24,71 @@ from asyncflow.device import to_device
 from tq.columns import PackedBatch
 from workers.algorithms.losses import kl_divergence
 from workers.algorithms.parts import bounded_ratio
-from workers.engines.base import LossFunction
+from workers.config import RunConfig
+from workers.engines.base import LossFunction, TrainEngine
 from workers.records.step_totals import effective_sample_size
+from workers.tasks.column_tasks import sequences_of
+from workers.tasks.rollouts import SAMPLE_DRAWN
 
-WRONG_MEAN = 0.5
-"""Mean difference (nats) that no rounding explains: bfloat16 kernels of two engines are some hundredths apart."""
+_FLOAT32_ERROR, _BFLOAT16_ERROR = 5e-4, 0.05
+"""Mean difference (nats) of a token's log-probability between two engines that compute the same weights, of an entropy
+of a nat and more, at the most; measured are 2e-5 and 0.037 (docs/algorithms.md)."""
+_TIMES = 2.0
+"""A difference beyond so many errors is a fault."""
+_MOVES = 3.0
+"""An older version may be so many times as far away as the trainer's own moves since: these are of few samples."""
+_PROBE_TOKENS, _PROBE_SAMPLES = 512, 64
+"""Tokens of a rank from which a move is measured, if so many samples have them."""
+_DEVIATIONS = 6.0
+"""Of the mean of many tokens' surprise: beyond that it is no chance."""
+_SURPRISE = 0.05
+"""Share of the entropy by which the surprise may differ, too."""
+
+
+@dataclass(frozen=True)
+class GapLimits:
+    """What a run may differ by.
+
+    Attributes:
+        error: mean difference that rounding makes (nats), of an entropy of a nat and more.
+        surprise: responses are drawn from the whole distribution, and none is chosen by what became of it, so their
+            tokens' mean -log p is the entropy.
+    """
+
+    error: float
+    surprise: bool = True
+
+    @staticmethod
+    def of(config: RunConfig) -> "GapLimits | None":
+        """Return those of a run, of the least precise type that the policy is computed in or sent in; None: an engine
+        is simulated."""
+        rollout = config.rollout
+        if "sim" in (rollout.engine, config.actor.engine):
+            return None
+        types: set[str | None] = {config.model.dtype, config.actor.autocast, config.weightsync.dtype}
+        if rollout.engine == "vllm":
+            types = {config.vllm.dtype or config.model.dtype, config.actor.autocast, config.weightsync.dtype}
+        rough = bool(types - {"float32", None}) or rollout.engine == "openai" or "rollout" in config.outside_roles
+        error = _BFLOAT16_ERROR if rough else _FLOAT32_ERROR
+        chosen = config.algorithm.filters_groups or bool(config.schedule.lateness)
+        return GapLimits(error, surprise=rollout.top_p == 1 and not rollout.top_k and not chosen)
+
+    def mean(self, entropy: float) -> float:
+        """Return how large the mean absolute difference may be (nats), at a mean entropy of the tokens."""
+        return _TIMES * self.error * _spread(entropy)
+
+    def signed(self, entropy: float) -> float:
+        """Return how far from 0 the mean difference may be (nats).
+
+        Over tokens that the generating engine drew it is KL(generating || trainer): half a square of the errors, so
+        that what is wrong in one direction shows long before the absolute difference does.
+        """
+        return (_TIMES * self.error) ** 2 * _spread(entropy) + self.error / 8
+
+
+def _spread(entropy: float) -> float:
+    """Return the share of an error that a token's log-probability shows: none where it is certain."""
+    return min(1.0, entropy) + 0.02
 
 
 @dataclass
@@ -29,11 +96,14 @@ class LogProbGap:
     """The difference over some tokens; plain numbers, so that they travel as JSON.
 
     Attributes:
-        ages: of tokens -> sums over these: `tokens`, `total` (of the absolute differences), `k3`, `ratio` and
-            `ratio_squared` (of the trainer's policy to the generating one), and `largest`, the largest difference.
+        ages: of tokens -> sums over these: `tokens`, `total` (of the absolute differences), `signed` (generating engine
+            - trainer), `entropy`, `surprise` (-log p - entropy, p the trainer's) and `surprise_squared`, `k3`, `ratio`
+            and `ratio_squared` (of the trainer's policy to the generating one), and `largest`, the largest difference.
+        move: of the trainer, by the update before: `tokens`, and `total` of their absolute differences; {}: not known.
     """
 
     ages: dict[str, dict[str, float]] = field(default_factory=dict)
+    move: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(stats: Mapping[str, float]) -> "LogProbGap":
@@ -51,6 +121,8 @@ class LogProbGap:
             for name, value in sums.items():
                 before = own.get(name, 0.0)
                 own[name] = max(before, value) if name == "largest" else before + value
+        for name, value in other.move.items():
+            self.move[name] = self.move.get(name, 0.0) + value
 
     @staticmethod
     def merged(parts: Iterable["LogProbGap"]) -> "LogProbGap":
@@ -67,24 +139,67 @@ class LogProbGap:
         return newest["total"] / newest["tokens"] if newest else None
 
     @property
-    def complaint(self) -> str:
-        """What to tell the user; "": nothing is wrong."""
-        mean = self.mean
-        if mean is None or mean <= WRONG_MEAN:
+    def mean_move(self) -> float | None:
+        """Mean difference (nats) that the update before made; None: it is not known."""
+        return self.move["total"] / self.move["tokens"] if self.move.get("tokens") else None
+
+    def complaint(self, limits: GapLimits, moves: Sequence[float | None]) -> str:
+        """Return what to tell the user; "": nothing is wrong.
+
+        Args:
+            limits: of the run.
+            moves: `mean_move` of the steps so far, this one's last; None where it is not known.
+        """
+        for age in sorted(map(int, self.ages)):
+            since = [moves[-1 - k] if k < len(moves) else None for k in range(age)]
+            if age >= 0 and None not in since:
+                return self._complaint(age, limits, sum(move for move in since if move is not None))
+        return ""
+
+    def _complaint(self, age: int, limits: GapLimits, moved: float) -> str:
+        sums = self.ages[str(age)]
+        tokens = sums["tokens"]
+        entropy = sums["entropy"] / tokens
+        of = "tokens of the same weights" if age == 0 else f"tokens of weights {age} versions older"
+        wrong = "one of the two computes wrongly: temperature, weights, or which log-probabilities it reports"
+        mean, limit = sums["total"] / tokens, limits.mean(entropy) + _MOVES * moved
+        if mean > limit:
+            return (
+                f"the generating engine's log-probabilities are {mean:.2g} nats from the trainer's on average, for "
+                f"{of}, where {limit:.2g} is the most that is right; {wrong} (rollout_log_prob_diff_mean)"
+            )
+        signed, limit = sums["signed"] / tokens, limits.signed(entropy) + _MOVES * moved
+        if abs(signed) > limit + _DEVIATIONS * mean / math.sqrt(tokens):
+            return (
+                f"the generating engine's log-probabilities are {abs(signed):.2g} nats "
+                f"{'above' if signed > 0 else 'below'} the trainer's on average, for {of}, where {limit:.2g} is the "
+                f"most that is right; {wrong} (rollout_log_prob_diff_mean)"
+            )
+        return self._surprise(tokens, sums, entropy) if age == 0 and limits.surprise and entropy else ""
+
+    @staticmethod
+    def _surprise(tokens: float, sums: Mapping[str, float], entropy: float) -> str:
+        """Tokens that the policy drew are as likely as its entropy says; those of a sharper one are likelier."""
+        surprise = sums["surprise"] / tokens
+        variance = max(0.0, sums["surprise_squared"] / tokens - surprise**2)
+        if abs(surprise) <= _SURPRISE * entropy + _DEVIATIONS * math.sqrt(variance / tokens):
             return ""
         return (
-            f"the generating engine's log-probabilities are {mean:.2g} nats from the trainer's on "
-            "average, for tokens of the same weights: one of the two computes wrongly (rollout_log_prob_diff_mean)"
+            f"the generating engine draws tokens that are {'less' if surprise > 0 else 'more'} likely than the "
+            f"policy's entropy says, {abs(surprise):.2g} of {entropy:.2g} nats on average: it draws from another "
+            f"distribution (temperature, top-p, top-k), though the log-probabilities agree"
         )
 
     def metrics(self) -> dict[str, float | None]:
-        """Return mean and largest difference under their public names (null: no token of the newest weights), and what
-        each age has of mismatch."""
+        """Return mean and largest difference under their public names (null: no token of the newest weights), what each
+        age has of mismatch, and how far the update before moved the policy (null: not measured)."""
         found: dict[str, float | None] = {
             "rollout_log_prob_diff_mean": self.mean,
             "rollout_log_prob_diff_max": self.ages["0"]["largest"] if "0" in self.ages else None,
+            "policy_move": self.mean_move,
         }
         for age, sums in sorted(self.ages.items(), key=lambda item: int(item[0])):
+            found[f"mismatch/age_{age}_mean"] = sums["total"] / sums["tokens"]
             found[f"mismatch/age_{age}_k3"] = sums["k3"] / sums["tokens"]
             found[f"mismatch/age_{age}_max"] = sums["largest"]
             share = effective_sample_size(sums["ratio"], sums["ratio_squared"], sums["tokens"])
@@ -100,11 +215,13 @@ class Comparison:
         rollout_A: float32 [A], of the generating engine.
         age_A: integer [A]: versions between the weights that drew the token and those that the trainer has.
         stats: set by the loss: `AGE/NAME` of `LogProbGap.ages`, scalars on the device.
+        log_probs_A: set by the loss: float32 [A], the trainer's.
     """
 
     rollout_A: Tensor
     age_A: Tensor
     stats: dict[str, Tensor] = field(default_factory=dict)
+    log_probs_A: Tensor | None = None
 
     @staticmethod
     def of(batch: PackedBatch, *, step: int) -> "Comparison":
@@ -120,20 +237,25 @@ class Comparison:
         """Return a loss that compares, and is `loss`."""
 
         def compare_and_lose(log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
-            self._compare(log_probs_A)
+            self._compare(log_probs_A, entropy_A)
             return loss(log_probs_A, entropy_A)
 
         return compare_and_lose
 
     @torch.no_grad()
-    def _compare(self, log_probs_A: Tensor) -> None:
-        log_probs_A = log_probs_A.float()
+    def _compare(self, log_probs_A: Tensor, entropy_A: Tensor) -> None:
+        log_probs_A = self.log_probs_A = log_probs_A.detach().float()
         rollout_A, age_A = to_device([self.rollout_A, self.age_A], log_probs_A.device)
         gap_A = (log_probs_A - rollout_A).abs()
         ratio_A = bounded_ratio(log_probs_A - rollout_A)
+        surprise_A = -log_probs_A - entropy_A
         sums = {
             "tokens": torch.ones_like(gap_A),
             "total": gap_A,
+            "signed": rollout_A - log_probs_A,
+            "entropy": entropy_A.to(gap_A),
+            "surprise": surprise_A,
+            "surprise_squared": surprise_A.square(),
             "k3": kl_divergence(rollout_A, log_probs_A, "k3"),
             "ratio": ratio_A,
             "ratio_squared": ratio_A.square(),
@@ -143,3 +265,44 @@ class Comparison:
             # Masked, not selected: how many there are is known to the device alone, and asking would wait for it.
             self.stats |= {f"{age}/{name}": torch.where(here_A, value_A, 0.0).sum() for name, value_A in sums.items()}
             self.stats[f"{age}/largest"] = torch.where(here_A, gap_A, 0.0).amax()
+
+
+class MoveProbe:
+    """Measures how far an update moves the policy, on a few samples that the step before it trained."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        """Args:
+        engine: of the policy.
+        """
+        self._engine = engine
+        self._kept: tuple[PackedBatch, Tensor] | None = None
+        self._updated = False
+
+    def keep(self, batch: PackedBatch, log_probs_A: Tensor) -> None:
+        """Keep samples of a step's first micro-batch; those of a later one change nothing.
+
+        Args:
+            batch: samples.
+            log_probs_A: of their drawn tokens, before the step's first update.
+        """
+        if self._kept is not None:
+            return
+        drawn_N = batch[SAMPLE_DRAWN].values.long()
+        enough = int((drawn_N.cumsum(0) < _PROBE_TOKENS).sum()) + 1
+        first = range(min(enough, _PROBE_SAMPLES, len(batch)))
+        self._kept = batch.select(first), log_probs_A[: int(drawn_N[: len(first)].sum())].clone()
+
+    def updated(self) -> None:
+        """Note, alike on all ranks, that the policy was updated."""
+        self._updated = True
+
+    def move(self) -> dict[str, float]:
+        """Score what was kept, and forget it; collective, and {} until the policy was updated."""
+        kept, self._kept = self._kept, None
+        if not self._updated:
+            return {}
+        self._updated = False
+        now_A = self._engine.log_probs(None if kept is None else sequences_of(kept[0]))
+        if kept is None or not len(now_A):
+            return {}
+        return {"tokens": float(len(now_A)), "total": float((now_A - kept[1]).abs().sum())}

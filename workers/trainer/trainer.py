@@ -12,7 +12,7 @@ a critic in a role of its own both train by this; `TrainingRole` is what they do
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from workers.tasks.dataflow import PlacedTask
 from workers.tasks.rollouts import samples_of
 from workers.trainer.batching import Round, StepRounds, micro_batches
 from workers.trainer.gang_peers import gather, max_over_ranks, sum_over_ranks
-from workers.trainer.log_prob_gap import Comparison
+from workers.trainer.log_prob_gap import Comparison, MoveProbe
 from workers.trainer.tri_model import LossOfMicroStep, MicroStep, TriModel
 
 
@@ -104,6 +104,7 @@ class Trainer:
         self._tri_model = tri_model
         self._counts = counts
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
+        self._move_probe = self._open_move_probe()
         self._whole_step = self._algorithm.whole_step and any(one.model is Model.POLICY for one in learners)
 
     def train(self, step: int) -> StepRecord | None:
@@ -113,6 +114,9 @@ class Trainer:
             TrainingDiverged: a loss or a gradient is not finite, on all ranks; the weights are those before the update.
         """
         record, rounds = StepRecord(step), self._step_rounds(step)
+        if self._move_probe is not None:
+            move = self._move_probe.move()
+            record.gap.move = move if self._counts else {}
         for batch in self._arriving(record):
             arrived = self._with_columns(batch, record)
             if rounds.add(arrived):
@@ -128,6 +132,14 @@ class Trainer:
         self._role.publish(record)
         self._role.record(record)
         return record
+
+    def _open_move_probe(self) -> MoveProbe | None:
+        """Return what judges log-probabilities of older weights, where there are any; simulated engines have none."""
+        schedule, engine = self._config.schedule, self._config.actor.engine
+        policies = [one.engine for one in self._learners if one.model is Model.POLICY]
+        if not policies or not schedule.staleness_bound or engine == "sim":
+            return None
+        return MoveProbe(cast(TrainEngine, policies[0]))
 
     def _step_rounds(self, step: int) -> StepRounds:
         return StepRounds(
@@ -206,6 +218,9 @@ class Trainer:
                 if batch is not None and not updated:
                     comparison = Comparison.of(batch, step=record.step)
             stats = learner.train(batch, self._context.device, scored, comparison)
+            if self._move_probe is not None and batch is not None and comparison is not None:
+                assert comparison.log_probs_A is not None, "the loss was called"
+                self._move_probe.keep(batch, comparison.log_probs_A)
             if batch is not None and self._counts:
                 gap = {} if comparison is None else comparison.stats
                 record.add_loss(learner.model, self._algorithm.counts(batch), stats, gap)
@@ -229,6 +244,8 @@ class Trainer:
             self._check_finite("gradient norm", stats.grad_norm, learner, record)
             if learner.model is Model.POLICY:
                 self._role.after_update(record.step, len(log.made) + 1, learner.engine.optimizer_updates)
+                if self._move_probe is not None:
+                    self._move_probe.updated()
             log.add(totals, scale=scale, stats=stats)
 
     def _learning(self, record: StepRecord) -> list["Learner"]:

@@ -10,6 +10,7 @@ import torch
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from tests.support.two_engines import RIGHT, drawn
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import PolicyLoss
@@ -42,12 +43,14 @@ TRUNCATED = [min(ratio, 2.0) for ratio in RATIOS]
         ({"method": "icepop", "band_low": 0.95}, [ratio if 0.95 <= ratio <= 5 else 0.0 for ratio in RATIOS]),
         ({"method": "icepop", "band_high": 1.7}, [ratio if 0.5 <= ratio <= 1.7 else 0.0 for ratio in RATIOS]),
         # The samples' weights have the logarithms 0.5 - 0.1 = 0.4 and 3.5; their means are 0.2 and 1.167.
-        ({"method": "truncated_is", "mask": "geometric"}, [*TRUNCATED[:2], 0.0, 0.0, 0.0]),
-        ({"method": "truncated_is", "mask": "geometric", "mask_log_ratio": 0.19}, [0.0] * 5),
-        ({"method": "truncated_is", "mask": "geometric", "mask_log_ratio": 1.2}, TRUNCATED),
-        ({"method": "truncated_is", "mask": "sequence", "mask_log_ratio": 0.41}, [*TRUNCATED[:2], 0.0, 0.0, 0.0]),
-        ({"method": "truncated_is", "mask": "sequence", "mask_log_ratio": 0.39}, [0.0] * 5),
-        ({"method": "truncated_is", "mask": "sequence", "mask_log_ratio": 3.51}, TRUNCATED),
+        # By default the sums may be 3 x 0.06 x sqrt(tokens) + 0.0018 x tokens: 0.258 and 0.317.
+        ({"method": "truncated_is", "mask": "geometric"}, [0.0] * 5),
+        ({"method": "truncated_is", "mask": "sequence"}, [0.0] * 5),
+        ({"method": "truncated_is", "mask": "geometric", "geometric_log_ratio": 0.19}, [0.0] * 5),
+        ({"method": "truncated_is", "mask": "geometric", "geometric_log_ratio": 1.2}, TRUNCATED),
+        ({"method": "truncated_is", "mask": "sequence", "sequence_log_ratio": 0.41}, [*TRUNCATED[:2], 0.0, 0.0, 0.0]),
+        ({"method": "truncated_is", "mask": "sequence", "sequence_log_ratio": 0.39}, [0.0] * 5),
+        ({"method": "truncated_is", "mask": "sequence", "sequence_log_ratio": 3.51}, TRUNCATED),
     ],
 )
 def test_gradient_is_the_policy_gradient_times_the_weights(settings: dict[str, Any], weights: list[float]) -> None:
@@ -124,6 +127,48 @@ def test_means_of_responses_skip_none() -> None:
     assert response_means(NEW, LENGTHS).tolist() == pytest.approx([-1.5, 0.0, -5 / 3])
 
 
+def share_left_out(wrong: str, mask: str, length: int, *, deviation: float | None = None, **bound: float) -> float:
+    """Return the share of responses that a mask leaves out, of tokens that one of two engines in bfloat16 drew.
+
+    Args:
+        deviation: to which the differences of right engines are scaled: SmolLM2's is 0.06; None: as they are.
+    """
+    tokens = drawn(wrong, torch.bfloat16)
+    error = (tokens.trained - tokens.rollout).double()
+    if deviation is not None:
+        error = error * deviation / error.std()
+        error = error - error.exp().mean().log()  # weights average to 1
+    responses, chance = 400, torch.Generator().manual_seed(0)
+    log_weight_A = error[torch.randint(len(error), (responses * length,), generator=chance)]
+    settings: dict[str, Any] = {"mask": mask} | bound
+    parts = policy_parts((), OffPolicyConfig.model_validate(settings), "token")
+    zeros_A = torch.zeros_like(log_weight_A)
+    lengths_N = torch.full((responses,), length)
+    kept_A = parts.masks[0](Tokens(zeros_A, log_weight_A, zeros_A, zeros_A, lengths_N))
+    return 1 - float(kept_A.double().mean())
+
+
+@pytest.mark.parametrize("deviation", [None, 0.06])
+@pytest.mark.parametrize("length", [10, 100, 1000, 8000])
+@pytest.mark.parametrize("mask", ["sequence", "geometric"])
+def test_a_mask_leaves_out_at_most_one_in_a_hundred_responses_that_are_on_policy(
+    mask: str, length: int, deviation: float | None
+) -> None:
+    assert share_left_out(RIGHT, mask, length, deviation=deviation) <= 0.01
+
+
+@pytest.mark.parametrize("mask", ["sequence", "geometric"])
+@pytest.mark.parametrize("wrong", ["temperature 0.7 for 1", "a zeroed layer", "top-p on one side"])
+def test_a_mask_leaves_out_all_responses_of_an_engine_with_something_wrong(wrong: str, mask: str) -> None:
+    assert share_left_out(wrong, mask, 1000) == share_left_out(wrong, mask, 8000) == 1.0
+
+
+def test_no_constant_bound_of_the_sum_is_right_for_short_and_for_long_responses() -> None:
+    """The field's largest, a factor of 10; of the mean its largest, 0.001."""
+    assert share_left_out(RIGHT, "sequence", 8000, deviation=0.06, sequence_log_ratio=math.log(10)) > 0.9
+    assert share_left_out(RIGHT, "geometric", 100, deviation=0.06, geometric_log_ratio=0.001) > 0.7
+
+
 def test_weights_carry_no_gradient() -> None:
     new = NEW.clone().requires_grad_()
     parts = policy_parts((), OffPolicyConfig(method="decoupled", mask="sequence"), "token")
@@ -133,7 +178,7 @@ def test_weights_carry_no_gradient() -> None:
 
 @pytest.mark.parametrize("mask", ["sequence", "geometric"])
 def test_without_a_correction_samples_are_masked_by_the_policy_in_training(mask: str) -> None:
-    loss = policy_loss("none", mask=mask)
+    loss = policy_loss("none", mask=mask, **{f"{mask}_log_ratio": 0.5})
     loss(NEW, torch.zeros(5, dtype=torch.float64))
     assert float(loss.stats["corrected"]) == 3.0 and float(loss.stats["old_drift"]) == 0.0
 
@@ -185,7 +230,18 @@ def test_the_mask_by_its_old_name_is_refused_by_the_new_one() -> None:
         (("off_policy.method=icepop", "off_policy.cap=3"), "cap is for method truncated_is or decoupled"),
         (("off_policy.band_low=0.4",), "band_low is for method icepop"),
         (("off_policy.band_high=4",), "band_high is for method icepop"),
-        (("off_policy.mask_log_ratio=0.3",), "mask_log_ratio is for mask; set that, or leave mask_log_ratio out"),
+        (
+            ("off_policy.sequence_log_ratio=0.3",),
+            "sequence_log_ratio is for mask sequence; set that, or leave sequence_lo",
+        ),
+        (
+            ("off_policy.mask=sequence", "off_policy.geometric_log_ratio=0.3"),
+            "geometric_log_ratio is for mask geometric; set that, or leave",
+        ),
+        (
+            ("off_policy.mask_log_ratio=0.3",),
+            "mask_log_ratio was one bound of a sum and of a mean; give sequence_log_r",
+        ),
         (
             ("off_policy.method=icepop", "off_policy.band_low=1", "off_policy.band_high=1"),
             "icepop leaves out all tokens but those of weight 1",

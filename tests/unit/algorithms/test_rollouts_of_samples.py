@@ -112,7 +112,7 @@ def test_a_rollout_counts_once_however_its_samples_are_cut(
 
 def test_a_mask_of_samples_leaves_out_single_ones() -> None:
     limit = 0.3
-    algorithm = make(name="grpo", off_policy={"mask": "geometric", "mask_log_ratio": limit})
+    algorithm = make(name="grpo", off_policy={"mask": "geometric", "geometric_log_ratio": limit})
     rows = make_rows()
     shifted = torch.cat([torch.full((count,), -1.0 if k == 2 else 0.0) for k, count in enumerate(SAMPLES)])
     recorded = Column(OLD + shifted, rows["old_log_probs"].lengths)

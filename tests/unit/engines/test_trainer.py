@@ -251,3 +251,28 @@ def test_a_trainer_waits_for_producers_as_long_as_a_start_may_take(
     settings: Any = open_loader(context, cast(Any, None), task, getattr(config, section), rank=0, num_ranks=1)
     assert settings["producers_timeout_s"] == 123
     assert (settings["first_partition"], settings["last_partition"]) == (STEP, 9)
+
+
+def test_the_move_of_an_update_is_measured_on_samples_of_its_step_with_the_weights_of_the_next() -> None:
+    config = configure("schedule.mode=async", "schedule.max_staleness=1")
+    engine = load_train_engine(config, device=CPU)
+    first, *_ = rounds = make_rounds()
+    before = engine.log_probs(sequences_of(first))
+    loader = Loader(rounds)
+    trainer = make_trainer(config, engine, loader)
+    records = []
+    for step in (STEP, STEP + 1):
+        loader._batches, loader.round_partition = rounds, step
+        records.append(trainer.train(step))
+        if step == STEP:
+            moved = (engine.log_probs(sequences_of(first)) - before).abs()
+    assert records[0] is not None and records[1] is not None
+    assert records[0].gap.mean_move is None and set(records[0].gap.ages) == {"0"} and set(records[1].gap.ages) == {"1"}
+    assert records[1].gap.mean_move == pytest.approx(float(moved.mean()), rel=1e-4)
+    assert float(moved.mean()) > 0.01
+
+
+def test_where_no_older_tokens_are_trained_no_move_is_measured() -> None:
+    config = configure("schedule.mode=sync")
+    trainer = make_trainer(config, load_train_engine(config, device=CPU), Loader(make_rounds()))
+    assert trainer._move_probe is None
