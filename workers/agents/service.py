@@ -48,6 +48,7 @@ from workers.agents.wire import (
     Pong,
     Raised,
     Ready,
+    Retried,
     Setup,
     Start,
     Told,
@@ -128,6 +129,18 @@ class Service:
                     self._settle(message.call, message)
                 case NotDrawn():
                     self._settle(message.call, BadAgentRequest("messages", message.text))
+
+    async def close(self) -> None:
+        """End what it started; once `serve` has returned."""
+        for run in list(self._runs.values()):
+            self._end(run)
+        if self._replacing:
+            await asyncio.wait(self._replacing)
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            await worker.gone()
+        if self._gateway is not None:
+            await self._gateway.stop()
 
     # What the gateway asks for.
 
@@ -237,6 +250,8 @@ class Service:
 
     def died(self, worker: UserWorker, death: WorkerDeath) -> None:
         """A worker is gone: begin its rollouts again in another one."""
+        if worker not in self._workers:  # it was ended
+            return
         self._workers.remove(worker)
         held = [run for run, its in self._in.items() if its is worker]
         logger.warning("a process of rollout functions %s; its %d rollouts begin again", death.how, len(held))
@@ -314,7 +329,7 @@ class Service:
     def _fail(self, run: Run, text: str) -> None:
         text = printable(text)
         if run.attempt + 1 < self._setup.max_attempts:
-            logger.warning("rollout of row %d: %s; it begins again", run.begin.index, text)
+            self._engine.send(Retried(run.begin.ticket, text))
             self._again(run, pays=True)
         else:
             self._end(run)
@@ -366,13 +381,19 @@ async def serve(connection: socket.socket) -> None:
     setup = await engine.receive()
     assert isinstance(setup, Setup)
     sys.path[:] = map(os.fsdecode, setup.path)
+    service = None
     try:
-        await Service(engine, setup).serve()
+        service = Service(engine, setup)
+        await service.serve()
     except ConfigError as error:
         engine.send(Broken(str(error)))
         await engine.drain()
     except UserCodeNotStarted as error:
         logger.warning("%s", error)
+    finally:
+        if service is not None:
+            await service.close()
+        engine.close()
 
 
 def main() -> None:

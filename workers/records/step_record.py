@@ -29,6 +29,19 @@ from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 from workers.tasks.dataflow import OBSERVERS, SERVICES, roles_on_device
 from workers.trainer.log_prob_gap import LogProbGap
 
+FAR_KL = 1.0
+"""The policy is far from its reference beyond this (nats per token)."""
+
+
+def far_from_reference(kl: float) -> str:
+    """Return what to say of a policy that is far from its reference; "" if it is not."""
+    if kl <= FAR_KL:
+        return ""
+    return (
+        f"kl {kl:.3g}: so many nats per token away from the reference, beyond {FAR_KL:g}, the policy may be of no use "
+        f"any more; look at samples/, and try a smaller actor.lr or a larger algorithm.kl_coef"
+    )
+
 
 class Model(StrEnum):
     """Which model a step trains."""
@@ -163,6 +176,12 @@ class StepRecord:
         return int(self.totals.sums.get("scored", 0))
 
     @property
+    def num_failed(self) -> tuple[int, int]:
+        """Rollouts that failed, and responses that could not be scored, among this rank's rows."""
+        sums = self.totals.sums
+        return int(sums.get("failed_rollouts", 0)), int(sums.get("failed_rewards", 0))
+
+    @property
     def num_updates(self) -> int:
         """Updates that were made of whichever model is trained here."""
         return max(len(self.policy.made), len(self.critic.made))
@@ -241,7 +260,7 @@ class StepRecorder:
         self._updates = JsonLines(context.run_dir / UPDATES_FILE)
         self._outside = OutsideMetrics(context.sealed_store())
         self._unwritten_refills: list[Refill] = []
-        self._complained = False
+        self._complained: set[str] = set()
         self.num_refills = 0
         """Replaced groups that this recorder was told of."""
         self._last_at = time.monotonic()
@@ -301,13 +320,20 @@ class StepRecorder:
         }
         lineage = self._context.job.lineage
         refills, self._unwritten_refills = self._unwritten_refills, []
-        metrics["filtered_groups"] = sum(refill.cause.filtered for refill in refills)
+        filtered = sum(refill.cause.filtered for refill in refills)
+        metrics |= {"filtered_groups": filtered, "dead_letter_groups": len(refills) - filtered}
         replaced = refill_lines(refills, step=record.step, lineage=lineage, time_s=self._time_s())
         self._ledger.write(replaced + record.ledger)
         self._metrics.write([metrics])
-        if record.gap.complaint and not self._complained:
-            self._complained = True
-            self._context.warn(f"step {record.step}: {record.gap.complaint}")
+        complaints = [record.gap.complaint, far_from_reference(record.totals.kl)]
+        self._complain(record.step, [complaint for complaint in complaints if complaint])
+
+    def _complain(self, step: int, complaints: Sequence[str]) -> None:
+        """Tell of each kind of trouble once; what is told last stays on the terminal."""
+        new = [complaint for complaint in complaints if complaint.split()[0] not in self._complained]
+        self._complained.update(complaint.split()[0] for complaint in new)
+        if new:
+            self._context.warn(f"step {step}: {'; '.join(new)}")
 
     def sync(self) -> None:
         """Make everything written durable."""
