@@ -170,15 +170,12 @@ def _pace(metrics: Metrics) -> list[str]:
 
 def evaluation_line(evaluation: Metrics, last_step: int) -> str:
     """Return the plain line of one evaluation on held-out prompts."""
+    failed = evaluation.get("reward_failures")
     parts = [
         f"held out, step {evaluation['step']}/{last_step}",
         f"reward {evaluation['reward_mean']:.3f}",
         f"accuracy {accuracy_text(evaluation)}",
-        *(
-            [f"{failed} rewards failed of {evaluation['num_samples']}"]
-            if (failed := evaluation["reward_failures"])
-            else []
-        ),
+        *([f"{failed} rewards failed of {evaluation['num_samples']}"] if failed else []),
         f"{evaluation['num_prompts']} prompts",
         f"{evaluation['seconds']:.2f} s",
     ]

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from asyncflow.errors import TrainingDiverged
 from asyncflow.json_lines import JsonLines, LineTail
 from asyncflow.run_files import LEDGER_FILE, METRICS_FILE, UPDATES_FILE
 from tq.columns import PackedBatch
@@ -41,6 +42,25 @@ def far_from_reference(kl: float) -> str:
         f"kl {kl:.3g}: so many nats per token away from the reference, beyond {FAR_KL:g}, the policy may be of no use "
         f"any more; look at samples/, and try a smaller actor.lr or a larger algorithm.kl_coef"
     )
+
+
+def check_reference(step: int, kl: float, most: float | None) -> None:
+    """Refuse a policy that has left its reference.
+
+    Args:
+        step: that was trained.
+        kl: of its tokens (nats per token).
+        most: `algorithm.max_kl`.
+
+    Raises:
+        TrainingDiverged: it is further away than that.
+    """
+    if most is not None and not kl <= most:
+        raise TrainingDiverged(
+            f"step {step}: kl {kl:.3g}, more nats per token away from the reference than algorithm.max_kl {most:g}, so "
+            f"the policy is of no use any more; resume from a checkpoint before that with a smaller actor.lr or a "
+            f"larger algorithm.kl_coef, or raise algorithm.max_kl"
+        )
 
 
 class Model(StrEnum):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from asyncflow.errors import LastSaveFailed, TrainingDiverged, UserCodeFailed, WeightSyncError
+from asyncflow.errors import LastSaveFailed, UserCodeFailed, WeightSyncError
 from asyncflow.run_files import CONFIG_FILE
 from tq.columns import PackedBatch
 from weightsync.version import Version
@@ -20,7 +20,7 @@ from workers.context import REWARD, ROLLOUT, WorkerContext
 from workers.engines.load import load_train_engine, load_value_engine
 from workers.engines.model_files import model_fingerprint
 from workers.records.ledger import check_staleness, ledger_lines
-from workers.records.step_record import StepRecord, StepRecorder
+from workers.records.step_record import StepRecord, StepRecorder, check_reference
 from workers.rewards.base import FailedShare
 from workers.rewards.scorer import no_rewards
 from workers.tasks.chain import TaskChain
@@ -196,7 +196,7 @@ class Actor:
         record.sync_exposed_s += held_up_s or 0.0
 
     def record(self, record: StepRecord) -> None:
-        """Acknowledge the step's rows, join the figures of all ranks and write them down."""
+        """Acknowledge the step's rows, join the figures of all ranks and write them down; raises `check_reference`'s."""
         self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
         record.checkpoint_stall_s = self._checkpointer.take_stalled_s()
@@ -209,21 +209,7 @@ class Actor:
             record.critic_report = self._channel.recv_report(record.step)
         if self._recorder is not None:
             self._recorder.write(record)
-        self._check_kl(record)
-
-    def _check_kl(self, record: StepRecord) -> None:
-        """Raise, on all ranks, where the policy has left its reference.
-
-        Raises:
-            TrainingDiverged: it has.
-        """
-        kl, most = record.totals.kl, self._config.algorithm.max_kl
-        if most is not None and not kl <= most:
-            raise TrainingDiverged(
-                f"step {record.step}: kl {kl:.3g}, more nats per token away from the reference than algorithm.max_kl "
-                f"{most:g}, so the policy is of no use any more; resume from a checkpoint before that with a smaller "
-                f"actor.lr or a larger algorithm.kl_coef, or raise algorithm.max_kl"
-            )
+        check_reference(record.step, record.totals.kl, self._config.algorithm.max_kl)
 
     def _publish(self, step: int) -> float | None:
         """Send weights of `step` and announce them; returns the seconds held up, or None when a stop came instead."""

@@ -51,6 +51,7 @@ def batch_of(config: RunConfig) -> PackedBatch:
         "prompts": Column.of_rows(prompts),
         **sample_columns(prompts, responses),
         "ground_truth": Column.of_texts([row[2] for row in ROWS]),
+        "truncated": Column.of_scalars(torch.zeros(len(ROWS), dtype=torch.bool)),
     }
     return PackedBatch(tuple(range(len(ROWS))), columns)
 
