@@ -70,3 +70,16 @@ def test_missing_module_is_told_where_it_may_be(beside: Path) -> None:
     assert refusal("searched_missing:score").endswith(
         f"no module 'searched_missing'; install it, or put searched_missing.py into {beside} or {Path.cwd()}"
     )
+
+
+def test_arguments_in_another_order_are_refused_and_other_names_are_not(beside: Path) -> None:
+    (beside / "searched_order.py").write_text(
+        "def swapped(base_url, task, api_key): ...\ndef renamed(row, url, key): ...\ndef right(task, *rest): ...\n"
+    )
+    arguments = ("task", "base_url", "api_key")
+    with pytest.raises(
+        ConfigError, match="^rollout.agent: searched_order:swapped has parameter 'base_url' where 'task' is"
+    ):
+        load_function("searched_order:swapped", field="rollout.agent", arguments=arguments)
+    for name in ("renamed", "right"):
+        load_function(f"searched_order:{name}", field="rollout.agent", arguments=arguments)

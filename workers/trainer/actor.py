@@ -196,7 +196,7 @@ class Actor:
         record.sync_exposed_s += held_up_s or 0.0
 
     def record(self, record: StepRecord) -> None:
-        """Acknowledge the step's rows, join the figures of all ranks and write them down; raises `check_reference`'s."""
+        """Acknowledge the step's rows, join the figures of all ranks, write them down, and `check_reference`."""
         self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
         record.checkpoint_stall_s = self._checkpointer.take_stalled_s()
