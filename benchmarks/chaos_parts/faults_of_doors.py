@@ -112,7 +112,7 @@ class Door:
 _SURVIVES_ROLLOUT = frozenset({"floods", "raises_for_half"})
 _ROLLOUTS = {
     "rollout.tools": [],
-    "rollout.timeout_s": 3,
+    "rollout.timeout_s": 6,
     "rollout.max_attempts": 2,
     "rollout.max_failures_in_a_row": 24,
     "actor.max_tokens_per_micro_batch": 0,
@@ -187,9 +187,10 @@ DOORS: tuple[Door, ...] = (
         "    url, key = os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY']\n" + _CALL
         + "    urllib.request.urlopen(request).read()\n    return result\n\n"
         "pathlib.Path(os.environ['ASYNCFLOW_RESULT']).write_text(json.dumps(main()))",
-        {**_ROLLOUTS, "rollout.function": None, "rollout.agent_command": ["python", "door.py"]},
+        {**_ROLLOUTS, "rollout.function": None, "rollout.agent_command": ["python", "door.py"],
+         "rollout.timeout_s": 30, "rollout.max_failures_in_a_row": 8},
         wrong="[1]", survives=_SURVIVES_ROLLOUT, says="rollout.agent_command", code=2, recipe="quickstart-tools",
-        ways=_OF_ROLLOUTS | {"blocks": {}, "exits": {}},
+        ways={"raises_for_half": _OF_ROLLOUTS["raises_for_half"]},
     ),
     Door(
         "tool",

@@ -290,7 +290,9 @@ class Service:
         if self._gateway is not None:
             self._keys[key] = run
         self._work[run] = set()
-        self._deadlines[run] = asyncio.get_running_loop().call_later(self._setup.timeout_s, self._cut, run)
+        self._deadlines[run] = asyncio.get_running_loop().call_later(
+            self._setup.timeout_s, self._cut, run, "its time (rollout.timeout_s)"
+        )
         scratch = str(Path(self._setup.scratch) / f"{begin.index}-{run.number}")
         start = Start(run.number, begin, attempt, self._base_url, key, self._setup.timeout_s, scratch)
         _keep(self._work[run], self._call_program(run, start) if self._setup.command else self._give(run, start))
@@ -314,15 +316,15 @@ class Service:
         else:
             self._finish(run, Done(run.number, [], reward, metrics), spent=run.spent)
 
-    def _cut(self, run: Run) -> None:
+    def _cut(self, run: Run, what: str = "its budget") -> None:
         """A budget is spent: what was drawn is the rollout, and it is not made again."""
-        self._finish(run, Done(run.number, [], None, {}), spent=True)
+        self._finish(run, Done(run.number, [], None, {}), spent=True, what=what)
 
-    def _finish(self, run: Run, done: Done, *, spent: bool = False) -> None:
+    def _finish(self, run: Run, done: Done, *, spent: bool = False, what: str = "") -> None:
         try:
             self._engine.send(replace(run.result(done, spent=spent), cpu_s=done.cpu_s + self._cpu.since_last()))
         except (AsyncFlowError, TypeError, ValueError) as error:  # also what cannot travel: text that is no Unicode
-            self._fail(run, f"its budget was spent, and {error}" if spent else str(error))
+            self._fail(run, f"{what or 'its budget'} was spent, and {error}" if spent else str(error))
             return
         self._end(run)
 

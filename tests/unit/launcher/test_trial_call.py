@@ -234,7 +234,8 @@ def test_a_rollout_that_fails_is_refused_with_its_reason(name: str, message: str
 
 def test_a_rollout_that_hangs_has_the_runs_deadline() -> None:
     with pytest.raises(
-        ConfigError, match="tried_rollouts:hangs: its budget was spent, and rollout: the policy was ask"
+        ConfigError,
+        match=r"tried_rollouts:hangs: its time \(rollout.timeout_s\) was spent, and rollout: the",
     ):
         tried("rollout.function=tried_rollouts:hangs", "rollout.timeout_s=0.2")
 
