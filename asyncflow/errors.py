@@ -122,6 +122,12 @@ class NothingToLearn(AsyncFlowError):
     final = True
 
 
+class TooManyFailures(AsyncFlowError):
+    """Too much of what a step is made of failed. Says how much, the last reason, and the setting."""
+
+    final = True
+
+
 class RoleFailed(AsyncFlowError):
     """A worker died. Names role, rank and the last error."""
 

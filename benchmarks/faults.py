@@ -17,21 +17,24 @@ from package_path import find_packages, need
 need("psutil")
 find_packages()
 
-from chaos_parts.faults import FAULTS, inject_faults  # noqa: E402
+from chaos_parts.faults import chosen_faults, inject_faults  # noqa: E402
 
 
 def main() -> int:
     """Inject and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], choices=[fault.name for fault in FAULTS])
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="names, or patterns: 'reward_*'")
     add_json_option(parser)
     parser.add_argument("--keep", type=Path, help="copy runs that did not end as they should into this directory")
     parser.add_argument("--list", action="store_true", help="say what there is")
     options = parser.parse_args()
     if options.list:
-        print("\n".join(f"{fault.name:42} {fault.expected:10} {fault.what}" for fault in FAULTS))
+        print("\n".join(f"{fault.name:42} {fault.expected:10} {fault.what}" for fault in chosen_faults(options.only)))
         return 0
+    for name in options.only:
+        if not chosen_faults([name]):
+            parser.error(f"--only: there is no fault {name!r}; see --list")
     found = inject_faults(options.seed, only=options.only, keep=options.keep, say=_say)
     report(options.json, found, str({name: value for name, value in found.items() if name != "each"}))
     return 0 if found["faults_recovered"] + found["faults_named"] == found["faults"] else 1

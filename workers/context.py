@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 STARTING = "starting"
+REWARD, ROLLOUT = "reward", "rollout"
+"""Kinds of failures of users' code that a run survives."""
 STORE_TIMEOUT_S = 30.0
 """How long the job store may take to answer or to let a thread connect, whatever is waited for in it (s)."""
 
@@ -98,7 +100,7 @@ class WorkerContext:
         if self.config.deterministic:
             make_deterministic(self.device)
         self._status = _Status()
-        self._reward_has_failed = False
+        self._told_failures: set[str] = set()
         self._progress_at = time.monotonic()
         self._store = self.sealed_store()
         self._closed = threading.Event()
@@ -233,16 +235,26 @@ class WorkerContext:
         self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
 
     def reward_failed(self, why: str) -> None:
-        """Say why a response could not be scored: the launcher shows the first time, the trainer the last. Any thread
-        may call this."""
-        if not self._reward_has_failed:
-            self.said_first("reward_failure", why)
-            self._reward_has_failed = True
-        self._store.put("reward_failure", why)  # before the trainer gets the response
+        """Say why a response could not be scored; see `_failed`."""
+        self._failed(REWARD, why)
 
-    def last_reward_failure(self) -> str:
-        """Return why, so far, a response could not be scored last; "" if no rank said so."""
-        return bytes(self._store.get("reward_failure")).decode() if self._store.check(["reward_failure"]) else ""
+    def rollout_failed(self, why: str) -> None:
+        """Say why an attempt at a rollout failed; see `_failed`."""
+        self._failed(ROLLOUT, why)
+
+    def last_failure(self, kind: str) -> str:
+        """Return why, so far, a response could not be scored last (`REWARD`), or a rollout failed (`ROLLOUT`); "" if no
+        rank said so."""
+        key = f"{kind}_failure"
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+
+    def _failed(self, kind: str, why: str) -> None:
+        """Have the launcher show the first failure of this kind; `asyncflow status`, and the error that ends the run,
+        show the last. Any thread may call this."""
+        if kind not in self._told_failures:
+            self.said_first(f"{kind}_failure", why)
+            self._told_failures.add(kind)
+        self._store.put(f"{kind}_failure", why)  # before the trainer gets the response
 
     def said_first(self, key: str, value: str) -> str:
         """Return the value that any rank set first for `key` since the user's command started; sets it if none did."""

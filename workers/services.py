@@ -24,7 +24,7 @@ from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.admission.task_sampler import TaskSampler, UserSampler
 from workers.checkpoint.files import QUEUE
 from workers.config import RunConfig
-from workers.context import WorkerContext
+from workers.context import ROLLOUT, WorkerContext
 from workers.data.feed_file import FeedFile
 from workers.data.prompt_dataset import FedPrompts, Prompt, Prompts, PromptTokens, open_prompts
 from workers.data.task_source import changed_data, data_identity
@@ -146,6 +146,7 @@ def run_controller(context: WorkerContext) -> None:
     Raises:
         ConfigError: the data are not those that the run began with.
         UserCodeFailed: the source, or the sampler, of the data failed.
+        TooManyFailures: too many groups of a step are dead letters.
         NothingToLearn: dynamic sampling finds too few prompts that teach something.
         RoleFailed: a thread of it died.
     """
@@ -167,6 +168,7 @@ def run_controller(context: WorkerContext) -> None:
             draw=prompts.draw,
             feed=None if fed is None else fed.rows,
             feed_ended=functools.partial(_end_with_feed, context),
+            last_failure=functools.partial(context.last_failure, ROLLOUT),
         )
     service = ControllerService(
         context.credentials(),
@@ -246,6 +248,7 @@ def _first_state(context: WorkerContext) -> AdmissionState:
         trained=trained_groups(context.run_dir, schedule, completed=start) if start else (),
         filtered=filtered_groups(context.run_dir, completed=start) if start else (),
         max_filtered=context.config.algorithm.max_filtered(schedule.rollout_batch_size),
+        max_dead_letters=context.config.rollout.max_dead_letters(schedule.rollout_batch_size),
         num_fed=0 if context.config.data.is_feed else None,
     )
 

@@ -5,16 +5,18 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
 
-from chaos_parts import faults_of_disks, faults_of_hosts, faults_of_processes, faults_of_users_code
+from chaos_parts import faults_of_disks, faults_of_doors, faults_of_hosts, faults_of_processes, faults_of_users_code
 from chaos_parts.fault import Fault, Lab, Outcome, Seen
 
 FAULTS: tuple[Fault, ...] = (
     *faults_of_users_code.FAULTS,
+    *faults_of_doors.FAULTS,
     *faults_of_processes.FAULTS,
     *faults_of_disks.FAULTS,
     *faults_of_hosts.FAULTS,
@@ -32,7 +34,7 @@ def inject_faults(
 
     Args:
         seed: of what a fault leaves to chance.
-        only: names; none: all.
+        only: names, or patterns such as `reward_*`; none: all.
         keep: where runs go that did not end as they should; None: nowhere.
         say: gets a line per fault.
     Returns:
@@ -40,7 +42,7 @@ def inject_faults(
         by a named exit; `hangs`: which did not end; `each`: what was expected and seen.
     """
     each: list[dict[str, Any]] = []
-    chosen = [fault for fault in FAULTS if not only or fault.name in only]
+    chosen = chosen_faults(only)
     for fault in chosen:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as directory:
@@ -59,6 +61,11 @@ def inject_faults(
         "hangs": sum(one["seen"] == Outcome.HUNG for one in each),
         "each": each,
     }
+
+
+def chosen_faults(only: Collection[str]) -> list[Fault]:
+    """Return the faults that a name or pattern says; all if there is none."""
+    return [fault for fault in FAULTS if not only or any(fnmatchcase(fault.name, each) for each in only)]
 
 
 def _inject(fault: Fault, lab: Lab) -> Seen:

@@ -52,6 +52,7 @@ class Setup:
 
     Attributes:
         steps: number of the last one.
+        recipe: that it begins with.
         roles: ranks per role.
         settings: beyond `SETTINGS`.
         resume: continue the run in the same directory.
@@ -62,6 +63,7 @@ class Setup:
     """
 
     steps: int = 40
+    recipe: str = "quickstart"
     roles: str = "rollout:2,actor:1"
     settings: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = False
@@ -116,7 +118,7 @@ class FaultyRun:
 
     def __enter__(self) -> "FaultyRun":
         setup = self._setup
-        source = ["--resume", str(self._given)] if setup.resume else ["quickstart", "--run-dir", str(self._given)]
+        source = ["--resume", str(self._given)] if setup.resume else [setup.recipe, "--run-dir", str(self._given)]
         settings = {**SETTINGS, **setup.settings}
         overrides = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
         roles = ["--roles", setup.roles]

@@ -2,16 +2,22 @@
 
 import logging
 import shutil
+import time
 from pathlib import Path
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import check_function
 from workers.config import RunConfig
-from workers.rollout.config import FUNCTIONS
+from workers.data.prompt_rows import PromptRow
+from workers.rollout.config import FUNCTIONS, of_rollout
 from workers.tasks.dataflow import TRAINERS
 
 logger = logging.getLogger(__name__)
+
+_TRIAL_S = 60.0
+"""Longest time of the trial rollout (s); one that takes longer is not judged, unless a run gives it no more."""
+_TRIAL_TURNS = 16
 
 
 def check_own_rollouts(config: RunConfig) -> None:
@@ -77,3 +83,64 @@ def check_rollout_code(config: RunConfig) -> None:
             logger.warning("model.renderer: %s cannot %s: %s", config.model.renderer or "the template", what, then)
     finally:
         pool.close()
+
+
+def try_rollout(config: RunConfig, row: PromptRow) -> None:
+    """Make one rollout of the user's, with its processes and all, whose every reply is the row's ground truth.
+
+    Args:
+        config: of the run.
+        row: the first of the data.
+
+    Raises:
+        ConfigError: it failed, or there is nothing to score it with.
+    """
+    own, what = config.rollout, config.rollout.own_name
+    if not (own.is_own and own.trial):
+        return
+    limit_s = min(own.timeout_s, _TRIAL_S)
+    setup = {
+        "model_dir": str(Path(config.model.path)),
+        "renderer": config.model.renderer,
+        "function": own.function,
+        "agent": own.agent,
+        "command": list(own.agent_command),
+        "tools": list(own.tools),
+        "timeout_s": limit_s,
+        "max_turns": min(own.max_turns or _TRIAL_TURNS, _TRIAL_TURNS),
+        "max_tokens": own.max_drawn_tokens,
+        "max_context": 0,
+        "max_response_tokens": own.max_response_tokens,
+        "max_attempts": 1,
+        "num_workers": 1,
+        "models": {name: served.model_dump() for name, served in own.models.items()},
+        "max_memory_bytes": int(own.max_memory_gb * 2**30),
+        "max_file_bytes": int(own.max_file_gb * 2**30),
+    }
+    about = f"(a trial rollout of {row.where(config.data)}, whose every reply is its ground truth)"
+    entry = Entry("workers.agents.preflight:trial", {"setup": setup})
+    pool = CallPool(entry, what=what, limit="the deadline", timeout_s=limit_s + _TRIAL_S, concurrency=1)
+    try:
+        pool.until_ready()
+        began = time.monotonic()
+        found = pool.call(row.task, row.ground_truth, on=row.where(config.data))
+        late = time.monotonic() - began >= limit_s
+    except UserCodeFailed as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        pool.close()
+    if late and own.timeout_s > limit_s:
+        logger.warning("%s: a trial rollout did not end within %g s; the run goes on without", what, limit_s)
+    elif failed := found["failed"]:
+        raise ConfigError(
+            f"{of_rollout(what, failed)} {about}; correct it: it must bear any reply; or set rollout.trial to false"
+        )
+    elif not (found["has_reward"] or found["truncated"] or row.ground_truth.strip() or _is_scored_otherwise(config)):
+        raise ConfigError(
+            f"{what}: gave no reward, and the row has no ground truth for reward.function {config.reward.function} to "
+            f"compare with {about}; return a reward, or name data.ground_truth_field"
+        )
+
+
+def _is_scored_otherwise(config: RunConfig) -> bool:
+    return config.reward.is_users or config.reward.group_function is not None

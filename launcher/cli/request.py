@@ -4,9 +4,10 @@ Request --accept()--> Accepted --describe()--> text of --dry-run
         |                      '-start()-----> run directory, processes, exit code
         '-follow()--> NodeRun, on any node but node 0
 
-Users' functions are tried before a start: each is imported as in the run, in a child process, and the reward is called
+Users' functions are tried before a start: each is imported as in the run, in a child process, and rewards are called
 once, with the first prompt and its own ground truth as the response. A reward that cannot score that would fail on
-every response of the run. It has the configured deadline; a scorer behind a URL is not called.
+every response of the run. It has the configured deadline; a scorer behind a URL is not called. Of rollouts of the
+user's one is made, with a policy that replies with the ground truth.
 """
 
 from array import array
@@ -22,6 +23,7 @@ from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
 from launcher.checks.engine_libraries import check_libraries
 from launcher.checks.preflight import Preflight, check_node, check_run
+from launcher.checks.rollouts import try_rollout
 from launcher.cli.dry_run import describe
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe, user_path
@@ -98,6 +100,8 @@ class Accepted:
         try_functions(self.checked.config)
         if self.checked.first_row is not None and self.checked.first_prompt is not None:
             try_rewards(self.checked.config, self.checked.first_row, self.checked.first_prompt)
+        if self.checked.first_row is not None:
+            try_rollout(self.checked.config, self.checked.first_row)
 
     def __str__(self) -> str:
         return self.describe()

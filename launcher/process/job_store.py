@@ -4,7 +4,8 @@
     status/GANG/RANK   JSON of `launcher.run.progress.Status`, about twice a second  worker -> launcher
     warning/GANG/RANK  JSON: trouble that the run survives, or text ""           worker -> launcher
     first/reward_failure   why a response could not be scored, the first time     worker -> launcher
-    reward_failure         the same, the last time                               worker -> actor
+    reward_failure         the same, the last time                               worker -> actor, launcher
+    first/rollout_failure, rollout_failure   the same of rollouts                 worker -> actor, controller, launcher
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
@@ -33,6 +34,8 @@ from launcher.run.progress import STARTING, Status, Statuses
 from tq.unit.row_journal import JournalMemory
 
 TIMEOUT = timedelta(seconds=60)
+_FAILURES = ("rollout", "reward")
+"""Kinds of failures that a run survives; see `workers.context`."""
 
 
 class JobStoreClient:
@@ -78,7 +81,7 @@ class JobStore(JobStoreClient):
         """
         server, port = serve_store(host, TIMEOUT, port)
         super().__init__(host, port, secret, server)
-        self._told_reward_failure = False
+        self._told_failures: set[str] = set()
 
     def set_phase(self, phase: Phase) -> None:
         """Publish the phase."""
@@ -101,13 +104,17 @@ class JobStore(JobStoreClient):
         said = self._store.look([key]).get(key)
         return "" if said is None else str(json.loads(said)["text"])
 
-    def first_reward_failure(self) -> str:
-        """Return, once, why a response could not be scored the first time; "" before and after."""
-        key = "first/reward_failure"
-        if self._told_reward_failure or (said := self._store.look([key]).get(key)) is None:
-            return ""
-        self._told_reward_failure = True
-        return said.decode()
+    def first_failures(self) -> dict[str, str]:
+        """Return why something of each kind (`reward`, `rollout`) failed the first time, each once."""
+        keys = {f"first/{kind}_failure": kind for kind in _FAILURES if kind not in self._told_failures}
+        new = {keys[key]: said.decode() for key, said in self._store.look(list(keys)).items()} if keys else {}
+        self._told_failures.update(new)
+        return new
+
+    def last_failures(self) -> dict[str, str]:
+        """Return why something of each kind failed the last time."""
+        keys = {f"{kind}_failure": kind for kind in _FAILURES if kind in self._told_failures}
+        return {keys[key]: said.decode() for key, said in self._store.look(list(keys)).items()} if keys else {}
 
     def statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
         """Return the newest status of those (gang, rank) that have one; two round trips once all of them have."""

@@ -68,6 +68,12 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 JOIN_TIMEOUT_S = 5.0
 
+_FAILED = {
+    "reward": "such responses have no weight (reward_failures in metrics.jsonl counts them)",
+    "rollout": "it is tried rollout.max_attempts times, then rollout.on_failure says what becomes of its group",
+}
+"""Kind of failures that a run survives -> what happens then."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -350,7 +356,7 @@ class _Run:
         for warning in self._new_warnings():
             self._progress.event(f"warning: {warning}")
         self._progress.update(self._statuses)
-        self._status.tell(self._statuses, self._restarts, finished_steps)
+        self._status.tell(self._statuses, self._restarts, finished_steps, self._store.last_failures())
 
     def _read_statuses(self) -> None:
         self._statuses = self._store.statuses(self._ranks)
@@ -364,10 +370,10 @@ class _Run:
         return status is not None and status.at_work
 
     def _new_warnings(self) -> list[str]:
-        """Return what trainers and controllers complain about since the last look, and the first reward that failed."""
-        new = []
-        if text := self._store.first_reward_failure():
-            new.append(f"{text}; such responses have no weight (reward_failures in metrics.jsonl counts them)")
+        """Return what trainers and controllers complain about since the last look, and the first reward, and rollout,
+        that failed."""
+        new: list[str] = []
+        new += [f"{text}; {_FAILED[kind]}" for kind, text in self._store.first_failures().items()]
         for name in [gang.name for gang in self._specs.values() if gang.role in TRAINERS | {CONTROLLER}]:
             text = self._store.warning(name, 0)
             if text != self._warnings.get(name, ""):

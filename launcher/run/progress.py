@@ -146,7 +146,19 @@ def _learned(metrics: Metrics) -> list[str]:
         ("reward_mean", "reward", ".3f"), ("accuracy", "accuracy", ".3f"), ("loss", "loss", ".3f"),
         ("kl", "kl", ".4f"), ("response_tokens_mean", "length", ".1f"),
     )  # fmt: skip
-    return [f"{label} {metrics[key]:{form}}" for key, label, form in figures if metrics.get(key) is not None]
+    learned = [f"{label} {metrics[key]:{form}}" for key, label, form in figures if metrics.get(key) is not None]
+    return learned + _failures(metrics)
+
+
+def _failures(metrics: Metrics) -> list[str]:
+    """Return what failed in a step: the figures before leave it out, and may look perfect for that."""
+    counts = (
+        ("reward_failures", "rewards failed of", metrics.get("samples")),
+        ("rollout_failures", "rollouts failed of", metrics.get("samples")),
+        ("dead_letter_groups", "groups failed and were replaced", None),
+    )
+    texts = [(metrics.get(key), label, of) for key, label, of in counts]
+    return [f"{number} {label}{'' if of is None else f' {of}'}" for number, label, of in texts if number]
 
 
 def _pace(metrics: Metrics) -> list[str]:
@@ -158,10 +170,12 @@ def _pace(metrics: Metrics) -> list[str]:
 
 def evaluation_line(evaluation: Metrics, last_step: int) -> str:
     """Return the plain line of one evaluation on held-out prompts."""
+    failed = evaluation.get("reward_failures")
     parts = [
         f"held out, step {evaluation['step']}/{last_step}",
         f"reward {evaluation['reward_mean']:.3f}",
         f"accuracy {accuracy_text(evaluation)}",
+        *([f"{failed} rewards failed of {evaluation['num_samples']}"] if failed else []),
         f"{evaluation['num_prompts']} prompts",
         f"{evaluation['seconds']:.2f} s",
     ]

@@ -52,9 +52,18 @@ _LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE
 _LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
 OWN_NAMES = frozenset(
     {
-        CONFIG_FILE, PLAN_FILE, *_LINES, *_LIVE, END_FILE, *DIRECTORIES, INPUTS, LOGGERS, REPORT_FILE, "reference",
+        CONFIG_FILE,
+        PLAN_FILE,
+        *_LINES,
+        *_LIVE,
+        END_FILE,
+        *DIRECTORIES,
+        INPUTS,
+        LOGGERS,
+        REPORT_FILE,
+        "reference",
         "export-id",
-    }  # fmt: skip
+    }
 )
 """What a run may create in its directory."""
 _LONGEST_NAME = 200

@@ -52,6 +52,7 @@ class RunStatus:
         evaluation: on held-out prompts, of the newest version that was evaluated; None: there is none yet.
         restarts: what failed and was started again; see `launcher.run.restarts`.
         advice: `launcher.run.advice.Advice` as JSON has it; None: there is none yet.
+        failures: why a rollout, and a reward, failed last, by kind.
     """
 
     run_dir: Path
@@ -64,6 +65,7 @@ class RunStatus:
     evaluation: Fields | None = None
     restarts: RestartLog = field(default_factory=RestartLog)
     advice: Fields | None = None
+    failures: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def read(run_dir: Path) -> "RunStatus":
@@ -100,6 +102,7 @@ class RunStatus:
             _newest_evaluation(run_dir),
             RestartLog.from_summary(fields["restarts"]),
             fields["advice"],
+            fields.get("failures", {}),
         )
 
     def as_json(self) -> str:
@@ -114,6 +117,7 @@ class RunStatus:
             "evaluation": self.evaluation,
             "restarts": self.restarts.summary(),
             "advice": self.advice,
+            "failures": dict(self.failures),
         }
         return json.dumps(fields, indent=2)
 
@@ -125,11 +129,23 @@ class RunStatus:
         age = now - self.at
         late = f": the launcher said nothing for {age:.0f} s" if age > LATE_S else ""
         advice = [] if self.advice is None else [f"advice: {self.advice['text']}"]
-        parts = [f"{self.run_dir}{late}", table(roles), *self._restarts(now), *self._held_out(), *advice, self._queue()]
+        parts = [
+            f"{self.run_dir}{late}",
+            table(roles),
+            *self._restarts(now),
+            *self._failed(),
+            *self._held_out(),
+            *advice,
+        ]
+        parts.append(self._queue())
         return "\n\n".join([*parts, *tables])
 
     def _restarts(self, now: float) -> list[str]:
         return _restart_lines(self.restarts, now)
+
+    def _failed(self) -> list[str]:
+        lines = [f"last {kind} that failed: {why}" for kind, why in sorted(self.failures.items())]
+        return ["\n".join(lines)] if lines else []
 
     def _held_out(self) -> list[str]:
         if self.evaluation is None:

@@ -7,11 +7,12 @@ channels of its own, which stay open, and makes advice of the steps. Nothing wai
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -73,15 +74,22 @@ class StatusWriter:
         with self._writing:  # a thread that is late finds the stop, and does not make the file again
             self._path.unlink(missing_ok=True)
 
-    def tell(self, ranks: Statuses, restarts: RestartLog, finished_steps: Sequence[Metrics]) -> None:
+    def tell(
+        self,
+        ranks: Statuses,
+        restarts: RestartLog,
+        finished_steps: Sequence[Metrics],
+        failures: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Take in what the launcher knows; from its main thread.
 
         Args:
             finished_steps: since the last call.
+            failures: why something of each kind failed last.
         """
         for metrics in finished_steps:
             self._finished_steps.put(metrics)
-        self._known = replace(self._known, ranks=ranks, restarts=restarts)
+        self._known = replace(self._known, ranks=ranks, restarts=restarts, failures=failures)
 
     def _run(self) -> None:
         while not self._stop.is_set():

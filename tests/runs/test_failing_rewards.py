@@ -28,10 +28,19 @@ def score(prompt, response, ground_truth):
 """
 
 
+ONLY_RIGHT = """
+def score(response, ground_truth):
+    if response != ground_truth:
+        raise ValueError("wrong")
+    return 1.0
+"""
+
+
 @pytest.mark.parametrize("roles", ["rollout:2,actor:1", "rollout:1,actor:1,reward:1,advantages:1"])
 def test_responses_without_a_reward_are_counted_told_once_and_left_out(tmp_path: Path, roles: str) -> None:
     (tmp_path / "sometimes.py").write_text(SOMETIMES)
     function = ("--set", "reward.function=sometimes:score", "--set", "rollout.samples_per_step=8")
+    function += ("--set", "reward.max_failed_share=1")
     finished = command.run("--run-dir", "run", "--roles", roles, *SMALL, *function, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     told = [line for line in finished.stdout.splitlines() if "warning: reward.function: sometimes:score raised" in line]
@@ -55,3 +64,15 @@ def test_a_step_in_which_every_reward_fails_ends_the_run_by_name(tmp_path: Path)
     )
     assert command.lines(tmp_path / "run" / "metrics.jsonl") == []
     assert (tmp_path / "run" / "updates.jsonl").read_text() == ""
+
+
+def test_a_reward_that_raises_for_what_is_wrong_ends_the_run_and_what_was_trained_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "only_right.py").write_text(ONLY_RIGHT)
+    failed = command.run("--run-dir", "run", *SMALL, "--set", "reward.function=only_right:score", cwd=tmp_path)
+    assert failed.returncode == 1
+    last = failed.stderr.splitlines()[-1]
+    assert "responses could not be scored (reward.max_failed_share 0.1), so that what is left is no fair sample" in last
+    assert "the last one: reward.function: only_right:score raised ValueError: wrong" in last
+    steps = [line["step"] for line in command.lines(tmp_path / "run" / "metrics.jsonl")]
+    saved = {path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")}
+    assert saved == ({f"step_{steps[-1]:06d}"} if steps else set())

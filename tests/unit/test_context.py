@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from asyncflow.sealed_store import SealedStore
-from workers.context import WorkerContext
+from workers.context import REWARD, ROLLOUT, WorkerContext
 
 
 @pytest.mark.parametrize(("phase", "woken"), [("run", False), ("stop", True), ("exit", True)])
@@ -82,13 +82,16 @@ class LateStore:
         return self._server.compare_set(key, old, new)
 
 
-def test_reward_s_failure_is_there_for_the_trainer_when_its_rows_are() -> None:
+@pytest.mark.parametrize("kind", [REWARD, ROLLOUT])
+def test_a_failure_is_there_for_the_trainer_when_its_rows_are(kind: str) -> None:
     server = HashStore()
     scoring, training = LateStore(server), object.__new__(WorkerContext)
     context: Any = object.__new__(WorkerContext)
-    context._store, context._reward_has_failed = SealedStore(cast(Any, scoring), b"secret"), False
+    context._store, context._told_failures = SealedStore(cast(Any, scoring), b"secret"), set()
     training._store = SealedStore(server, b"secret")
+    failed = context.reward_failed if kind == REWARD else context.rollout_failed
     for why in ("first", "second"):
-        context.reward_failed(why)
-        assert training.last_reward_failure() == why
+        failed(why)
+        assert training.last_failure(kind) == why
     assert scoring.num_swaps == 1, "the first failure is said once"
+    assert training.last_failure(ROLLOUT if kind == REWARD else REWARD) == ""

@@ -93,3 +93,16 @@ def test_a_folder_named_as_our_recipes_hides_neither_them_nor_its_own_modules(tm
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(tmp_path / "configs/__init__.py"), "quickstart.yaml", "True", "5", "multiply"]
+
+
+def test_arguments_in_another_order_are_refused_and_other_names_are_not(beside: Path) -> None:
+    (beside / "searched_order.py").write_text(
+        "def swapped(base_url, task, api_key): ...\ndef renamed(row, url, key): ...\ndef right(task, *rest): ...\n"
+    )
+    arguments = ("task", "base_url", "api_key")
+    with pytest.raises(
+        ConfigError, match="^rollout.agent: searched_order:swapped has parameter 'base_url' where 'task' is"
+    ):
+        load_function("searched_order:swapped", field="rollout.agent", arguments=arguments)
+    for name in ("renamed", "right"):
+        load_function(f"searched_order:{name}", field="rollout.agent", arguments=arguments)

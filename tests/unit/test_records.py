@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from asyncflow.errors import TrainingDiverged
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.refill import Refill, RemovalCause
 from workers.algorithms.parts import LossCounts
 from workers.engines.base import StepStats
-from workers.records.step_record import LengthMean, StepRecord, StepRecorder
+from workers.records.step_record import LengthMean, StepRecord, StepRecorder, check_reference
 from workers.records.step_totals import StepTotals
 from workers.trainer.log_prob_gap import LogProbGap
 
@@ -144,6 +145,24 @@ def test_tokens_of_older_weights_are_judged_by_how_far_the_trainer_moved_since(t
     assert [one["mismatch/age_1_mean"] for one in metrics] == [0.1, 0.1, 0.1]
     assert told[0].startswith("step 3: the generating engine's log-probabilities are 0.1 nats from the trainer's on av")
     assert "for tokens of weights 1 versions older, where 0.091 is the most" in told[0]
+
+
+def test_a_policy_far_from_its_reference_is_told_once_and_ends_the_run_beyond_the_limit(tmp_path: Path) -> None:
+    told: list[str] = []
+    records = recorder(tmp_path, warn=told.append)
+    for step, kl in ((1, 0.9), (2, 1.5), (3, 2.0)):
+        record = finished_step(step)
+        record.totals.sums |= {"loss/kl": 10 * kl, "loss/tokens": 10.0}
+        records.write(record)
+        check_reference(step, record.totals.kl, 5.0)
+    records.close()
+    assert len(told) == 1 and told[0].startswith("step 2: kl 1.5: so many nats per token away from the reference")
+    for kl in (4.6e8, math.nan):
+        with pytest.raises(
+            TrainingDiverged, match=r"^step 4: kl .*, more nats .* than algorithm.max_kl 5, so the polic"
+        ):
+            check_reference(4, kl, 5.0)
+        check_reference(4, kl, None)
 
 
 def test_update_is_written_down_before_anybody_knows_whether_its_step_will_be_finished(tmp_path: Path) -> None:

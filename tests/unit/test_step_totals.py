@@ -125,6 +125,17 @@ def test_responses_without_a_reward_are_counted_and_left_out_of_rewards() -> Non
     assert not [name for name in metrics if name.startswith("source/")]
 
 
+def test_rollouts_without_a_drawn_token_failed_and_are_no_failures_of_the_reward() -> None:
+    totals = StepTotals()
+    columns = {
+        "rewards": Column.of_scalars(torch.tensor([math.nan, math.nan, 0.0])),
+        "correct": Column.of_scalars(torch.zeros(3, dtype=torch.bool)),
+        "versions": Column.of_rows([torch.tensor([4] * number, dtype=torch.int32) for number in (2, 0, 0)]),
+    }
+    totals.add_batch(make_batch([0, 1, 2]).with_columns(columns), step=5, admitted_step=5)
+    assert (totals.metrics()["reward_failures"], totals.metrics()["rollout_failures"]) == (1, 2)
+
+
 def test_each_source_of_a_mixture_has_means_of_its_own_over_all_ranks() -> None:
     ranks = [StepTotals(), StepTotals()]
     for rank, (rewards, sources) in enumerate([([1.0, math.nan], ["math", "code"]), ([0.0, 0.5], ["math", "code"])]):

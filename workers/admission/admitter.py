@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from asyncflow.errors import RowsExist
+from asyncflow.errors import RowsExist, TooManyFailures
+from asyncflow.repeated import RepeatedWarnings
 from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.handshake import Credentials
 from tq.client.queue_client import QueueClient
@@ -58,6 +59,7 @@ class PromptAdmitter:
         saved: SavedRows | None = None,
         draw: Draw = lambda groups, version: None,
         feed_ended: FeedEnded = lambda last_step, num_left: None,
+        last_failure: Callable[[], str] = lambda: "",
     ) -> None:
         """Args:
         state: where admission stands.
@@ -70,8 +72,11 @@ class PromptAdmitter:
         draw: says durably which tasks new groups have, before anything else is.
         feed_ended: is told when the weights of the last step that a feed has rows for are published; then the queue is
             stopped.
+        last_failure: returns why a rollout failed last; "" if none did.
         """
         self._draw = draw
+        self._last_failure = last_failure
+        self._warnings = RepeatedWarnings(logger)
         self._feed_ended = feed_ended
         self._state = state
         self._client = client
@@ -152,18 +157,25 @@ class PromptAdmitter:
             case GroupRemoved() if not self._state.can_refill:
                 self._unreplaced.append(event)
             case GroupRemoved():
-                group = self._state.refill(event.partition, event.group, event.cause)
+                group = self._refill(event)
                 if group is None:
                     return  # two controllers reported it
                 self._draw([group.group], self._state.version)
                 self._save(self._state.mark())
                 self._refills = tuple(self._state.refills())
                 if not event.cause.filtered:
-                    logger.warning(
-                        "group %d became a dead letter after %d deliveries to %s; group %d takes its place in step %d",
-                        event.group, event.cause.deliveries, event.cause.task, group.group, event.partition,
-                    )  # fmt: skip
+                    cause = f"after {event.cause.deliveries} deliveries to {event.cause.task}"
+                    then = f"group {group.group} takes its place in step {event.partition}"
+                    self._warnings.warn(f"group {event.group} became a dead letter {cause}; {then}")
                 self._put_new([group])
+
+    def _refill(self, event: GroupRemoved) -> AdmittedGroup | None:
+        """Replace a group; raises as `AdmissionState.refill` does, with why it failed."""
+        try:
+            return self._state.refill(event.partition, event.group, event.cause)
+        except TooManyFailures as error:
+            why = self._last_failure() or "see `last error` of `asyncflow status`, and the logs of that task's role"
+            raise TooManyFailures(f"{error}; the last reason: {why}; correct that and resume") from error
 
     def _admit(self) -> None:
         for step in self._state.admissible():
@@ -245,6 +257,7 @@ def prompt_admission(
     draw: Draw = lambda groups, version: None,
     feed: FeedFile | None = None,
     feed_ended: FeedEnded = lambda last_step, num_left: None,
+    last_failure: Callable[[], str] = lambda: "",
 ) -> MakeAdmission:
     """Return what a controller makes its admission with, once.
 
@@ -255,7 +268,7 @@ def prompt_admission(
         state: as it is at a first start.
         config: of the queue.
         saved: finished samples of the checkpoint that the run goes on from.
-        draw, feed_ended: see `PromptAdmitter`.
+        draw, feed_ended, last_failure: see `PromptAdmitter`.
         feed: where prompts are fed: it tells admission of rows.
     """
 
@@ -272,6 +285,7 @@ def prompt_admission(
             saved=saved,
             draw=draw,
             feed_ended=feed_ended,
+            last_failure=last_failure,
         )
         if feed is not None:
             feed.watch(admitter.add)

@@ -31,7 +31,7 @@ from typing import Self
 
 import msgspec
 
-from asyncflow.errors import NothingToLearn
+from asyncflow.errors import NothingToLearn, TooManyFailures
 from tq.config import ScheduleConfig
 from tq.refill import UNKNOWN, AdmissionMark, Refill, RemovalCause
 
@@ -62,6 +62,7 @@ class AdmissionState:
         trained: Collection[int] = (),
         filtered: Collection[int] = (),
         max_filtered: int | None = None,
+        max_dead_letters: int | None = None,
         num_fed: int | None = None,
     ) -> None:
         """Args:
@@ -72,6 +73,7 @@ class AdmissionState:
             have; none: they are a prefix.
         filtered: groups that were filtered out before the run was resumed.
         max_filtered: at most so many groups of a step may be filtered out; None: any number.
+        max_dead_letters: so many may be dead letters; None: any number.
         num_fed: rows of the feed so far; None: there is no feed, and each group has a prompt.
         """
         self._schedule = schedule
@@ -89,6 +91,7 @@ class AdmissionState:
         self._taken = list(self._beyond)
         """Sorted ids above the first that are no step's in data order: those that are over, and refills."""
         self._max_filtered = max_filtered
+        self._max_dead_letters = max_dead_letters
         self._num_fed, self._feed_ended = num_fed, False
 
     def restored(self, mark: AdmissionMark) -> Self:
@@ -179,11 +182,14 @@ class AdmissionState:
 
         Raises:
             NothingToLearn: too many groups of this step were filtered out.
+            TooManyFailures: too many are dead letters.
         """
         if group in self._replaced or not self._admitted(group) or self.step_of(group) != step:
             return None
         if cause.filtered:
             self._check_filtered(step)
+        else:
+            self._check_dead_letters(step, cause)
         self._add(Refill(self.admitted_groups, step, group, cause))
         return self._group(self._refills[-1].group, step)
 
@@ -231,6 +237,15 @@ class AdmissionState:
                 f"were refused by algorithm.group_filter or skipped by the rollout function; look at samples/ whether "
                 f"the reward function is right, give prompts that are sometimes answered right, or raise "
                 f"algorithm.max_filtered_share"
+            )
+
+    def _check_dead_letters(self, step: int, cause: RemovalCause) -> None:
+        number = sum(not refill.cause.filtered for refill in self._by_step.get(step, ())) + 1
+        if self._max_dead_letters is not None and number > self._max_dead_letters:
+            raise TooManyFailures(
+                f"step {step}: {number} of its {number + self._schedule.rollout_batch_size} groups so far became dead "
+                f"letters (rollout.max_failed_share), this one after {cause.deliveries} deliveries to "
+                f"{cause.task or 'a task'}"
             )
 
     def _admitted(self, group: int) -> bool:

@@ -65,7 +65,10 @@ class Task(Mapping[str, Any]):
         self.seed = seed
 
     def __getitem__(self, name: str) -> Any:
-        return self._row[name]
+        try:
+            return self._row[name]
+        except KeyError:
+            raise KeyError(f"{name} (the row has {', '.join(self._row) or 'no fields'})") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._row)

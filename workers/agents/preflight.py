@@ -1,15 +1,39 @@
-"""Whether a run's rollouts can be made, found out in a child before anything starts: an entry of `workers.calls`."""
+"""Whether a run's rollouts can be made, found out in a child before anything starts: entries of `workers.calls`."""
 
+import asyncio
+import os
+import secrets
+import socket
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncflow.errors import ConfigError, UserCodeFailed
+from workers.agents.channel import Channel
 from workers.agents.other_model import OtherModel
 from workers.agents.rendering import load_renderer, prove
+from workers.agents.service import serve
 from workers.agents.tools import load_tools
+from workers.agents.wire import (
+    Begin,
+    Broken,
+    Draw,
+    Drawn,
+    Failed,
+    Finished,
+    FromService,
+    Ready,
+    Setup,
+    ToService,
+)
 from workers.agents.worker import load_rollout
 from workers.calls.user_function import Callee
 from workers.data.tokenizer import load_tokenizer
+
+_END_S = 5.0
+"""How long what a trial started may take to end; then it dies with this process (s)."""
 
 
 def usable(
@@ -41,3 +65,48 @@ def usable(
     if renderer is None or ":" not in renderer:  # a class of the user's may know few words
         missing = prove(rendering, load_tokenizer(Path(model_dir)), described or None)
     return Callee(lambda: missing)
+
+
+def trial(setup: Mapping[str, Any]) -> Callee:
+    """Return what makes one rollout: (data row as JSON, ground truth) -> why it failed, whether it has a reward.
+
+    Session service, workers, gateway and programs are those of a run; the engine replies with the ground truth.
+
+    Args:
+        setup: fields of `workers.agents.wire.Setup`, but for paths and secrets.
+    """
+    tokenizer = load_tokenizer(Path(setup["model_dir"]))
+
+    def make(task: str, ground_truth: str) -> dict[str, Any]:
+        words = tokenizer.encode(ground_truth, add_special_tokens=False) if ground_truth else []
+        with tempfile.TemporaryDirectory(prefix="trial-", ignore_cleanup_errors=True) as scratch:
+            path = [os.fsencode(place) for place in sys.path]
+            whole = Setup(**setup, path=path, scratch=scratch, seal=secrets.token_bytes(32))
+            return asyncio.run(_one_rollout(whole, task, words))
+
+    return Callee(make)
+
+
+async def _one_rollout(setup: Setup, task: str, words: Sequence[int]) -> dict[str, Any]:
+    ours, theirs = socket.socketpair()
+    engine: Channel[ToService, FromService] = await Channel.open(ours, FromService)
+    serving = asyncio.create_task(serve(theirs))
+    engine.send(setup)
+    try:
+        while (message := await engine.receive()) is not None:
+            match message:
+                case Ready():
+                    engine.send(Begin(ticket=0, task=task, index=0, group=0, member=0, seed=0))
+                case Draw():
+                    tokens = [*words[: message.max_tokens - 1], *message.stop_ids[:1]]
+                    engine.send(Drawn(message.call, tokens, [0.0] * len(tokens), [0] * len(tokens), truncated=False))
+                case Finished():
+                    return {"failed": "", "has_reward": message.reward is not None, "truncated": message.truncated}
+                case Failed():
+                    return {"failed": "" if message.skipped else message.text, "has_reward": False, "truncated": True}
+                case Broken(text=text):
+                    raise ConfigError(text)
+        raise UserCodeFailed("its session service ended; see above")
+    finally:
+        engine.close()  # which ends the service, and all that it started
+        await asyncio.wait({serving}, timeout=_END_S)

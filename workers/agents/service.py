@@ -49,6 +49,7 @@ from workers.agents.wire import (
     Pong,
     Raised,
     Ready,
+    Retried,
     Setup,
     Start,
     Told,
@@ -129,6 +130,18 @@ class Service:
                     self._settle(message.call, message)
                 case NotDrawn():
                     self._settle(message.call, BadAgentRequest("messages", message.text))
+
+    async def close(self) -> None:
+        """End what it started; once `serve` has returned."""
+        for run in list(self._runs.values()):
+            self._end(run)
+        if self._replacing:
+            await asyncio.wait(self._replacing)
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            await worker.gone()
+        if self._gateway is not None:
+            await self._gateway.stop()
 
     # What the gateway asks for.
 
@@ -239,6 +252,8 @@ class Service:
 
     def died(self, worker: UserWorker, death: WorkerDeath) -> None:
         """A worker is gone: begin its rollouts again in another one."""
+        if worker not in self._workers:  # it was ended
+            return
         self._workers.remove(worker)
         held = [run for run, its in self._in.items() if its is worker]
         logger.warning("a process of rollout functions %s; its %d rollouts begin again", death.how, len(held))
@@ -277,7 +292,9 @@ class Service:
         if self._gateway is not None:
             self._keys[key] = run
         self._work[run] = set()
-        self._deadlines[run] = asyncio.get_running_loop().call_later(self._setup.timeout_s, self._cut, run)
+        self._deadlines[run] = asyncio.get_running_loop().call_later(
+            self._setup.timeout_s, self._cut, run, "its time (rollout.timeout_s)"
+        )
         scratch = str(Path(self._setup.scratch) / f"{begin.index}-{run.number}")
         start = Start(run.number, begin, attempt, self._base_url, key, self._setup.timeout_s, scratch)
         _keep(self._work[run], self._call_program(run, start) if self._setup.command else self._give(run, start))
@@ -301,22 +318,22 @@ class Service:
         else:
             self._finish(run, Done(run.number, [], reward, metrics), spent=run.spent)
 
-    def _cut(self, run: Run) -> None:
+    def _cut(self, run: Run, what: str = "its budget") -> None:
         """A budget is spent: what was drawn is the rollout, and it is not made again."""
-        self._finish(run, Done(run.number, [], None, {}), spent=True)
+        self._finish(run, Done(run.number, [], None, {}), spent=True, what=what)
 
-    def _finish(self, run: Run, done: Done, *, spent: bool = False) -> None:
+    def _finish(self, run: Run, done: Done, *, spent: bool = False, what: str = "") -> None:
         try:
             self._engine.send(replace(run.result(done, spent=spent), cpu_s=done.cpu_s + self._cpu.since_last()))
         except (AsyncFlowError, TypeError, ValueError) as error:  # also what cannot travel: text that is no Unicode
-            self._fail(run, f"its budget was spent, and {error}" if spent else str(error))
+            self._fail(run, f"{what or 'its budget'} was spent, and {error}" if spent else str(error))
             return
         self._end(run)
 
     def _fail(self, run: Run, text: str) -> None:
         text = printable(text)
         if run.attempt + 1 < self._setup.max_attempts:
-            logger.warning("rollout of row %d: %s; it begins again", run.begin.index, text)
+            self._engine.send(Retried(run.begin.ticket, text))
             self._again(run, pays=True)
         else:
             self._end(run)
@@ -368,8 +385,10 @@ async def serve(connection: socket.socket) -> None:
     setup = await engine.receive()
     assert isinstance(setup, Setup)
     sys.path[:] = map(os.fsdecode, setup.path)
+    service = None
     try:
-        await Service(engine, setup).serve()
+        service = Service(engine, setup)
+        await service.serve()
     except ConfigError as error:
         engine.send(Broken(str(error)))
         await engine.drain()
@@ -377,6 +396,10 @@ async def serve(connection: socket.socket) -> None:
         logger.warning("%s", error)
         engine.send(NotStarted(str(error)))
         await engine.drain()
+    finally:
+        if service is not None:
+            await service.close()
+        engine.close()
 
 
 def main() -> None:

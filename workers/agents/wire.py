@@ -184,6 +184,13 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     cpu_s: float = 0.0
 
 
+class Retried(msgspec.Struct, frozen=True, tag=True):
+    """An attempt at a rollout failed, and it begins again; says why."""
+
+    ticket: int
+    text: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A rollout failed `max_attempts` times, or its function skips the task (then `skipped`); the last reason."""
 
@@ -304,6 +311,6 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
 
 
 ToService = Setup | Begin | Abandon | Ping | Drawn | NotDrawn
-FromService = Ready | Broken | NotStarted | Pong | Draw | Undraw | Finished | Failed
+FromService = Ready | Broken | NotStarted | Pong | Draw | Undraw | Finished | Retried | Failed
 ToWorker = Setup | Start | Stop | Ping | Told | NotTold
 FromWorker = Loaded | Broken | Pong | Ask | Done | Raised

@@ -61,6 +61,8 @@ OUT_OF_MEMORY = 77
 """Exit code."""
 """Rollout functions of ours, by name."""
 
+_NOT_USERS = (str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parents[1]))
+"""Beginnings of the files of AsyncFlow's workers, and of Python's."""
 _run: contextvars.ContextVar[int] = contextvars.ContextVar("run", default=NOBODY)
 
 
@@ -195,7 +197,7 @@ class Worker:
         if isinstance(error, MemoryError):  # what is held here would make the next one fail, too
             os._exit(OUT_OF_MEMORY)
         why = " (rollout.max_file_gb)" if isinstance(error, OSError) and error.errno == errno.EFBIG else ""
-        return Raised(run, one_line(error) + why)
+        return Raised(run, one_line(error) + why + _where(error))
 
     async def _call_function(self, start: Start) -> Done:
         deadline, scratch = time.monotonic() + start.timeout_s, Path(start.scratch)
@@ -206,6 +208,15 @@ class Worker:
     async def _call_agent(self, start: Start) -> Done:
         returned = await self._rollout(task_of(start.rollout), f"{start.base_url}/v1", start.key)
         return Done(start.run, [], *reward_of(returned))
+
+
+def _where(error: BaseException) -> str:
+    """Return at which line of the user's an error was raised; "": in none, or it is one of ours that says all."""
+    if isinstance(error, UserCodeFailed):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
+    return f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
 
 
 class _Marked(Coroutine[Any, Any, Any]):

@@ -60,6 +60,10 @@ class PolicyConfig(Settings):
     """Which algorithm."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the reference policy; 0 drops the reference task."""
+    max_kl: float | None = Field(5.0, gt=0)
+    """The run ends with an error when the metric `kl` of a step is beyond this (nats per token); beyond 1 there is a
+    warning. A policy that is still of use is within a nat of its reference; e^5 is 150 times as likely, or unlikely, a
+    token. null: never."""
     ref_update_interval: int = Field(0, ge=0)
     """After every so many steps the reference becomes a copy of the policy; 0: it stays the initial model."""
     off_policy: OffPolicyConfig = OffPolicyConfig()

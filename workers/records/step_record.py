@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from asyncflow.errors import TrainingDiverged
 from asyncflow.json_lines import JsonLines, LineTail
 from asyncflow.run_files import LEDGER_FILE, METRICS_FILE, UPDATES_FILE
 from tq.columns import PackedBatch
@@ -29,6 +30,38 @@ from workers.records.outside_metrics import OutsideMetrics
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 from workers.tasks.dataflow import OBSERVERS, SERVICES, roles_on_device
 from workers.trainer.log_prob_gap import GapLimits, LogProbGap
+
+FAR_KL = 1.0
+"""The policy is far from its reference beyond this (nats per token)."""
+
+
+def far_from_reference(kl: float) -> str:
+    """Return what to say of a policy that is far from its reference; "" if it is not."""
+    if kl <= FAR_KL:
+        return ""
+    return (
+        f"kl {kl:.3g}: so many nats per token away from the reference, beyond {FAR_KL:g}, the policy may be of no use "
+        f"any more; look at samples/, and try a smaller actor.lr or a larger algorithm.kl_coef"
+    )
+
+
+def check_reference(step: int, kl: float, most: float | None) -> None:
+    """Refuse a policy that has left its reference.
+
+    Args:
+        step: that was trained.
+        kl: of its tokens (nats per token).
+        most: `algorithm.max_kl`.
+
+    Raises:
+        TrainingDiverged: it is further away than that.
+    """
+    if most is not None and not kl <= most:
+        raise TrainingDiverged(
+            f"step {step}: kl {kl:.3g}, more nats per token away from the reference than algorithm.max_kl {most:g}, so "
+            f"the policy is of no use any more; resume from a checkpoint before that with a smaller actor.lr or a "
+            f"larger algorithm.kl_coef, or raise algorithm.max_kl"
+        )
 
 
 class Model(StrEnum):
@@ -162,6 +195,12 @@ class StepRecord:
     def num_scored(self) -> int:
         """Rows that this rank got and that have a reward."""
         return int(self.totals.sums.get("scored", 0))
+
+    @property
+    def num_failed(self) -> tuple[int, int]:
+        """Rollouts that failed, and responses that could not be scored, among this rank's rows."""
+        sums = self.totals.sums
+        return int(sums.get("failed_rollouts", 0)), int(sums.get("failed_rewards", 0))
 
     @property
     def num_updates(self) -> int:
@@ -305,15 +344,16 @@ class StepRecorder:
         }
         lineage = self._context.job.lineage
         refills, self._unwritten_refills = self._unwritten_refills, []
-        metrics["filtered_groups"] = sum(refill.cause.filtered for refill in refills)
+        filtered = sum(refill.cause.filtered for refill in refills)
+        metrics |= {"filtered_groups": filtered, "dead_letter_groups": len(refills) - filtered}
         replaced = refill_lines(refills, step=record.step, lineage=lineage, time_s=self._time_s())
         self._ledger.write(replaced + record.ledger)
         self._metrics.write([metrics])
         self._moves.append(record.gap.mean_move)
         gap = "" if self._gap_limits is None else record.gap.complaint(self._gap_limits, self._moves)
-        complaints = {"responses": record.totals.complaint(), "gap": gap}
+        complaints = {"responses": record.totals.complaint(), "gap": gap, "kl": far_from_reference(record.totals.kl)}
         new = {kind: text for kind, text in complaints.items() if text and kind not in self._complained}
-        if new:
+        if new:  # each kind of trouble once
             self._complained |= new.keys()
             self._context.warn(f"step {record.step}: {'; '.join(new.values())}")
 

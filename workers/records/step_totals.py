@@ -93,6 +93,8 @@ class StepTotals:
         self.add("reward", float(rewards.sum()))
         self.add("reward_squared", float((rewards**2).sum()))
         self.add("correct", float(batch["correct"].values[has_reward].sum()))
+        self.add("failed_rollouts", int((lengths == 0).sum()))
+        self.add("failed_rewards", int((~has_reward & (lengths > 0)).sum()))
         self.add("truncated", float(batch["truncated"].values.sum()))
         self.add("response_tokens", float(lengths.sum()))
         self.add("response_tokens_squared", float((lengths**2).sum()))
@@ -191,13 +193,14 @@ class StepTotals:
             "reward_mean": reward_mean,
             "reward_std": reward_std,
             "accuracy": sums["correct"] / scored,
-            "reward_failures": int(samples - sums["scored"]),
+            "reward_failures": int(sums["failed_rewards"]),
+            "rollout_failures": int(sums["failed_rollouts"]),
             "response_tokens_mean": tokens_mean,
             "response_tokens_std": tokens_std,
             "samples": int(samples),
             "truncated_fraction": sums["truncated"] / samples,
             "train_tokens": int(sums["tokens"]),
-            "kl": sums["loss/kl"] / tokens,
+            "kl": self.kl,
             "kl_clamped_fraction": sums["loss/kl_clamped"] / tokens,
             "behaviour_kl": sums["loss/drift"] / tokens,
             "old_policy_kl": sums["loss/old_drift"] / tokens,
@@ -213,6 +216,11 @@ class StepTotals:
             **self._means(),
             **{name: int(value) for name, value in self.sums.items() if name.startswith("source/")},
         }
+
+    @property
+    def kl(self) -> float:
+        """KL divergence from the reference, a mean over the tokens whose loss counts (nats); 0 without a reference."""
+        return self.sums.get("loss/kl", 0.0) / max(1.0, self.sums.get("loss/tokens", 0.0))
 
     def histograms(self) -> dict[str, dict[str, int]]:
         """Return, by name, how many responses have each value, to two digits: so those of several ranks add up."""

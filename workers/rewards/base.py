@@ -2,6 +2,7 @@
 
 import math
 import reprlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ from workers.calls.user_function import excerpt
 
 RUNS_OWN_METRICS = ("turns", "tool_s", "cpu_s", "bridge_failures")
 """Of each rollout with several turns."""
+_WINDOW = 1000
+_FEW = 100
 LARGEST_REWARD = 3.4028234e38
 """Of float32, rounded down."""
 
@@ -46,6 +49,30 @@ class DrawnResponse:
 
 
 NOTHING_DRAWN = DrawnResponse()
+
+
+class FailedShare:
+    """Whether too much failed lately: of the last 1,000, or of one step where that has more.
+
+    Of fewer than a hundred, as many may fail as of a hundred: one bad prompt is a quarter of a step with four.
+    """
+
+    def __init__(self, most: float) -> None:
+        """Args:
+        most: share that may fail, from 0 to 1.
+        """
+        self._most = most
+        self._steps: deque[tuple[int, int]] = deque()
+
+    def add(self, failed: int, number: int) -> str:
+        """Count a step; return how much failed lately, in words, if that is too much, else ""."""
+        self._steps.append((failed, number))
+        while sum(number for _, number in self._steps) - self._steps[0][1] >= _WINDOW:
+            self._steps.popleft()
+        failed, number = (sum(each) for each in zip(*self._steps, strict=True))
+        if failed <= self._most * max(number, _FEW):
+            return ""
+        return f"{failed:,} of the last {number:,}"
 
 
 def as_score(value: object, *, what: str, response: str) -> Score:

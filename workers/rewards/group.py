@@ -15,6 +15,7 @@ from math import nan
 from typing import Any
 
 from asyncflow.errors import UserCodeFailed
+from asyncflow.repeated import RepeatedWarnings
 from workers.rewards.config import RewardConfig
 from workers.rewards.pooled import GroupPool
 from workers.rewards.scorer import ScoredResponse
@@ -38,6 +39,7 @@ class GroupReward:
         """
         self._group_size = group_size
         self._failed = failed
+        self._warnings = RepeatedWarnings(logger)
         self._pool = GroupPool(config)
         self._pool.until_ready()
 
@@ -68,7 +70,7 @@ class GroupReward:
             try:
                 rewarded.set_result(_changed(scores, seen, done.result()))
             except UserCodeFailed as error:  # costs one group, not the run
-                logger.warning("%s; its responses have no weight", error)
+                self._warnings.warn(f"{error}; its responses have no weight")
                 self._failed(str(error))
                 rewarded.set_result(_changed(scores, seen, str(error)))
             except Exception as error:  # noqa: BLE001  the boundary of a thread: the caller of `result` raises it

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from asyncflow.errors import UserCodeFailed
+from asyncflow.repeated import RepeatedWarnings
 from tq.columns import Column
 from workers.data.tokenizer import TextDecoder
 from workers.rewards.base import NO_FIELDS, DrawnResponse, Score
@@ -98,6 +99,7 @@ class Scorer:
         self._failed = failed
         self._most_failures = config.max_failures_in_a_row
         self._failures = 0
+        self._warnings = RepeatedWarnings(logger)
         self._counting = threading.Lock()
         self._decoder = TextDecoder(tokenizer)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
@@ -241,7 +243,7 @@ class Scorer:
         try:
             score = done.result()
         except UserCodeFailed as error:  # costs one sample, not the run
-            logger.warning("%s; the response has no weight", error)
+            self._warnings.warn(f"{error}; the response has no weight")
             self._failed(str(error))
             self._count_failure(error)
             return ScoredResponse(prompt, response, ground_truth, math.nan, correct=False, failure=str(error))

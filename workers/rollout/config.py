@@ -10,6 +10,8 @@ from workers.engines.openai.config import check_address
 from workers.engines.stop_strings import unusable_stop
 
 _COLDEST = 0.01
+_BORNE_DEAD_LETTERS = 8
+"""So many prompts of a step may kill their processes, or fail, in however small a step."""
 
 
 def _is_drawable(temperature: float) -> float:
@@ -32,6 +34,12 @@ ENGINES = Registry(
 """What `rollout.engine` and `evaluate.engine` may say."""
 FUNCTIONS = Registry("asyncflow.rollouts", {"tools": "workers.agents.api:call_tools"}, "module:function")
 """What `rollout.function` may say."""
+
+
+def of_rollout(what: str, failed: str) -> str:
+    """Return why an attempt failed, with what makes rollouts (`RolloutConfig.own_name`)."""
+    failed = failed.removeprefix("UserCodeFailed: ")
+    return failed if failed.startswith("rollout.") else f"{what}: {failed}"
 
 
 class SamplingConfig(Settings):
@@ -117,6 +125,15 @@ class RolloutConfig(SamplingConfig):
     on_failure: Literal["dead_letter", "zero", "absent"] = "dead_letter"
     """What then: its group leaves, and the next prompt takes its place; it has reward 0; or the group does without
     it."""
+    max_failures_in_a_row: int = Field(100, ge=0)
+    """The run ends with an error when so many attempts in a row failed in one instance, and no rollout came to its end
+    meanwhile. 0: never."""
+    max_failed_share: float = Field(0.5, ge=0, le=1)
+    """So does it when more than this share of the groups that were made for a step became dead letters, whatever the
+    reason (8 are always borne), or of the last 1,000 rollouts that it trains on failed (`zero`, `absent`). 1: never."""
+    trial: bool = True
+    """One rollout is made before the start, with the first row of the data and its ground truth as every reply, so that
+    code which always fails is told at once."""
     num_workers: int = Field(1, ge=1, le=256)
     """Processes of an instance that run functions of yours, many rollouts in each."""
     models: dict[str, ServedModelConfig] = Field({})
@@ -130,6 +147,19 @@ class RolloutConfig(SamplingConfig):
     def is_own(self) -> bool:
         """Whether rollouts are functions or agents of the user's, not one response to each prompt."""
         return self.function is not None or self.agent is not None or bool(self.agent_command)
+
+    @property
+    def own_name(self) -> str:
+        """What makes rollouts, for messages: the setting and what it names."""
+        given = next((name for name in ("function", "agent", "agent_command") if getattr(self, name)), "engine")
+        named = getattr(self, given)
+        return f"rollout.{given}: {named if isinstance(named, str) else ' '.join(named)}"
+
+    def max_dead_letters(self, batch: int) -> int | None:
+        """Return how many groups of a step with so many may be dead letters: with the step's own, they make up the
+        largest share; None: any number."""
+        share = self.max_failed_share
+        return None if share == 1 else max(_BORNE_DEAD_LETTERS, int(batch * share / (1 - share) + 1e-6))
 
     @property
     def longest_rollout(self) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow.errors import UserCodeFailed
 from asyncflow.json_lines import JsonLines, LineTail
 from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
@@ -31,7 +32,7 @@ from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.task_source import held_out_rows
 from workers.engines.load import load_generate_engine
 from workers.records.samples import SampleLog
-from workers.rewards.base import NO_FIELDS
+from workers.rewards.base import NO_FIELDS, FailedShare
 from workers.rewards.scorer import ScoredResponse, Scorer, no_rewards
 from workers.rollout.functions import open_rollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest
@@ -136,6 +137,7 @@ class Evaluator:
         scores = [score.result() for _, score in scored]
         if all(score.failure for score in scores):
             raise no_rewards(f"evaluation of step {version.step}", scores[-1].failure)
+        self._check_failures(version, [score.failure for score in scores if score.failure], len(scores))
         line = evaluation_line(
             [rollout for rollout, _ in scored],
             scores,
@@ -156,6 +158,20 @@ class Evaluator:
         self._scorer.close()
         self._samples.close()
         self._lines.close()
+
+    def _check_failures(self, version: Version, failures: Sequence[str], number: int) -> None:
+        """Refuse an accuracy of what is left when too much failed.
+
+        Raises:
+            UserCodeFailed: it did.
+        """
+        most = self._context.config.reward.max_failed_share
+        if too_many := FailedShare(most).add(len(failures), number):
+            raise UserCodeFailed(
+                f"evaluation of step {version.step}: {too_many} responses could not be scored (reward.max_failed_share "
+                f"{most:g}), so that what is left is no fair sample; the last one: {failures[-1]}; correct that and "
+                f"resume, or raise the setting"
+            )
 
     def _request(self, index: int, prompt: Prompt, seed: int) -> RolloutRequest:
         group, member = divmod(index, self._size)

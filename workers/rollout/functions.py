@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ import torch
 from msgspec.structs import replace as replace_fields
 
 from asyncflow.errors import BadRequest, UserCodeFailed
+from asyncflow.repeated import RepeatedWarnings
 from asyncflow.timeline import NoTimeline, Spans
 from workers.agents.wire import (
     Abandon,
@@ -36,6 +37,7 @@ from workers.agents.wire import (
     Failed,
     Finished,
     NotDrawn,
+    Retried,
     Setup,
     Undraw,
 )
@@ -44,7 +46,7 @@ from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 from workers.engines.setup import longest_call
 from workers.engines.stop_strings import StopStrings, StopTokenizer
-from workers.rollout.config import SamplingConfig
+from workers.rollout.config import SamplingConfig, of_rollout
 from workers.rollout.live_rollouts import LiveRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
 from workers.rollout.room import room
@@ -71,6 +73,9 @@ class FunctionRollouts:
         on_failure: str,
         wake: threading.Event,
         spans: Spans | None = None,
+        what: str = "the rollout",
+        max_failures: int = 0,
+        failed: Callable[[str], None] = lambda why: None,
     ) -> None:
         """Start the service.
 
@@ -81,6 +86,9 @@ class FunctionRollouts:
             on_failure: `rollout.on_failure`.
             wake: is set when there is something to do for `step`.
             spans: see `LiveRollouts`.
+            what: makes rollouts, for messages.
+            max_failures: `rollout.max_failures_in_a_row`.
+            failed: is told of every attempt that failed, in one line.
 
         Raises:
             ConfigError: the user's function cannot be used.
@@ -91,6 +99,12 @@ class FunctionRollouts:
         self._max_running = max_running
         self._on_failure = on_failure
         self._wake = wake
+        self._what = what
+        self._max_failures = max_failures
+        self._failed = failed
+        self._failures = 0
+        """Attempts that failed since a rollout came to its end."""
+        self._warnings = RepeatedWarnings(logger)
         self._running: dict[int, RolloutRequest] = {}
         self._waiting: list[tuple[int, int, Draw]] = []
         self._wanted: set[int] = set()
@@ -186,6 +200,9 @@ class FunctionRollouts:
                         self._live.called(message.ticket)
                 case Undraw(call=call):
                     self._undraw(call)
+                case Retried():
+                    if (request := self._running.get(message.ticket)) is not None:
+                        self._count_failure(request, message.text, "; it begins again")
                 case Finished() | Failed():
                     request = self._running.pop(message.ticket, None)
                     if request is not None:
@@ -246,16 +263,34 @@ class FunctionRollouts:
 
     def _result(self, request: RolloutRequest, message: Finished | Failed) -> FinishedRollout:
         if isinstance(message, Finished):
+            self._failures = 0
             return FinishedRollout.told(request, message, beside_s=self._beside_engine_s())
         nothing = FinishedRollout.without_tokens(request, why=message.text)
         if message.skipped:
+            self._failures = 0
             return replace(nothing, leaves=True)
-        logger.warning("rollout of row %d failed: %s", request.index, message.text)
+        self._count_failure(request, message.text)
         if self._on_failure == "zero":
             return FinishedRollout.without_tokens(request, reward=0.0)
         if self._on_failure == "dead_letter":
             return replace(nothing, leaves=True, failures=self._setup.max_attempts)
         return nothing
+
+    def _count_failure(self, request: RolloutRequest, text: str, then: str = "") -> None:
+        """Tell of a failed attempt.
+
+        Raises:
+            UserCodeFailed: nothing but failures for too long.
+        """
+        why = of_rollout(self._what, text)
+        self._warnings.warn(f"rollout of row {request.index} failed: {why}{then}")
+        self._failed(why)
+        self._failures += 1
+        if 0 < self._max_failures <= self._failures:
+            raise UserCodeFailed(
+                f"{self._failures} attempts at rollouts failed in a row (rollout.max_failures_in_a_row), and none came "
+                f"to its end meanwhile; the last one: {why}; correct that and resume"
+            )
 
     def _beside_engine_s(self) -> float:
         """Return this process's time beside the engine since this was asked for the last time (s)."""
@@ -332,5 +367,6 @@ def open_rollouts(
     )
     admitted = schedule.rollout_batch_size * schedule.n_samples_per_prompt * (schedule.staleness_bound + 1)
     return FunctionRollouts(
-        engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake, spans=context.timeline
-    )
+        engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake, spans=context.timeline,
+        what=own.own_name, max_failures=own.max_failures_in_a_row, failed=context.rollout_failed,
+    )  # fmt: skip

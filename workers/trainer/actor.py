@@ -4,22 +4,24 @@ next step -> train, publish weights, record (`workers.trainer.trainer`) -> check
                                                                    '-- written beside it
 """
 
+import contextlib
 import logging
 from pathlib import Path
 
 import torch.distributed as dist
 
-from asyncflow.errors import LastSaveFailed, WeightSyncError
+from asyncflow.errors import LastSaveFailed, UserCodeFailed, WeightSyncError
 from asyncflow.run_files import CONFIG_FILE
 from tq.columns import PackedBatch
 from weightsync.version import Version
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.writer import Contents, RunFacts
-from workers.context import WorkerContext
+from workers.context import REWARD, ROLLOUT, WorkerContext
 from workers.engines.load import load_train_engine, load_value_engine
 from workers.engines.model_files import model_fingerprint
 from workers.records.ledger import check_staleness, ledger_lines
-from workers.records.step_record import StepRecord, StepRecorder
+from workers.records.step_record import StepRecord, StepRecorder, check_reference
+from workers.rewards.base import FailedShare
 from workers.rewards.scorer import no_rewards
 from workers.tasks.chain import TaskChain
 from workers.tasks.dataflow import CRITIC_TRAIN
@@ -65,6 +67,8 @@ class Actor:
             context.warn("")  # what an earlier start of this gang could not save is past
         self._completed = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
+        self._failed_rollouts = FailedShare(config.rollout.max_failed_share)
+        self._failed_rewards = FailedShare(config.reward.max_failed_share)
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
         self._channel = self._open_channel() if context.rank == 0 and context.job.of_role("critic") else None
         self._save_channel = None if self._channel is None else self._open_channel()
@@ -140,16 +144,39 @@ class Actor:
         """Finish every step whose rows are all there; a critic in a role of its own is told.
 
         Raises:
-            UserCodeFailed: no response of the step has a reward, on all ranks, before anything was updated.
+            UserCodeFailed: no response of the step has a reward, or too many have none, on all ranks, before anything
+                was updated. What was trained before is saved.
         """
         if stopped:
             return False
-        if not sum_over_ranks(record.num_scored):
-            why = self._context.last_reward_failure() or "see the logs of the ranks that score"
-            raise no_rewards(f"step {record.step}", why)
+        if (error := self._too_many_failures(record)) is not None:
+            if not self._context.job.of_role("critic"):  # else that one waits for the step
+                with contextlib.suppress(LastSaveFailed):  # the log has it
+                    self._save_last()
+            raise error
         if self._context.job.of_role("critic"):
             self._send(Message(Kind.COMMIT, record.step))
         return True
+
+    def _too_many_failures(self, record: StepRecord) -> UserCodeFailed | None:
+        """Return why the step is not trained, the same on all ranks; collective."""
+        rows, scored = sum_over_ranks(record.num_rows), sum_over_ranks(record.num_scored)
+        rollouts, rewards = (sum_over_ranks(number) for number in record.num_failed)
+        where, advice = f"step {record.step}", "correct that and resume"
+        if too_many := self._failed_rollouts.add(rollouts, rows):
+            why = self._context.last_failure(ROLLOUT) or "see the logs of the rollouts"
+            setting = f"rollout.max_failed_share {self._config.rollout.max_failed_share:g}"
+            return UserCodeFailed(f"{where}: {too_many} rollouts failed ({setting}), the last one: {why}; {advice}")
+        why = self._context.last_failure(REWARD) or "see the logs of the ranks that score"
+        if not scored:
+            return no_rewards(where, why if rewards else self._context.last_failure(ROLLOUT) or why)
+        if too_many := self._failed_rewards.add(rewards, rows - rollouts):
+            setting = f"reward.max_failed_share {self._config.reward.max_failed_share:g}"
+            return UserCodeFailed(
+                f"{where}: {too_many} responses could not be scored ({setting}), so that what is left is no fair "
+                f"sample; the last one: {why}; {advice}, or raise the setting"
+            )
+        return None
 
     def before_update(self) -> float:
         """Wait until neither a save nor the sender reads the weights."""
@@ -169,7 +196,7 @@ class Actor:
         record.sync_exposed_s += held_up_s or 0.0
 
     def record(self, record: StepRecord) -> None:
-        """Acknowledge the step's rows, join the figures of all ranks and write them down."""
+        """Acknowledge the step's rows, join the figures of all ranks, write them down, and `check_reference`."""
         self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
         record.checkpoint_stall_s = self._checkpointer.take_stalled_s()
@@ -182,6 +209,7 @@ class Actor:
             record.critic_report = self._channel.recv_report(record.step)
         if self._recorder is not None:
             self._recorder.write(record)
+        check_reference(record.step, record.totals.kl, self._config.algorithm.max_kl)
 
     def _publish(self, step: int) -> float | None:
         """Send weights of `step` and announce them; returns the seconds held up, or None when a stop came instead."""

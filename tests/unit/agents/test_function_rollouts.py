@@ -226,7 +226,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engi
     opened: list[FunctionRollouts] = []
 
     def open_them(
-        on_failure: str = "dead_letter", spans: Any = None, **changed: Any
+        on_failure: str = "dead_letter", spans: Any = None, told: dict[str, Any] | None = None, **changed: Any
     ) -> tuple[FunctionRollouts, Engine]:
         settings: dict[str, Any] = {
             "model_dir": str(MODEL), "renderer": "configs.quickstart_tools.renderer:CalculatorRenderer",
@@ -244,6 +244,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engi
             on_failure=on_failure,
             wake=threading.Event(),
             spans=spans,
+            **told or {},
         )
         opened.append(made)
         return made, engine
@@ -398,16 +399,36 @@ def test_no_files_are_left_of_a_rollout_whose_process_or_service_was_killed(star
 def test_a_rollout_that_fails_each_time_is_what_on_failure_says(
     start: Any, on_failure: str, reward: float | None, leaves: bool
 ) -> None:
-    rollouts, _ = start(function="my_rollouts:fails", on_failure=on_failure)
+    why: list[str] = []
+    told = {"what": "rollout.function: my_rollouts:fails", "failed": why.append}
+    rollouts, _ = start(function="my_rollouts:fails", on_failure=on_failure, told=told)
     rollouts.begin([request(0), request(1)])
     good, bad = sorted(finished(rollouts, lambda done: len(done) == 2), key=lambda one: one.index)
     assert good.reward == 0.5
     assert (bad.leaves, bad.failures) == (leaves, 3 if leaves else 0)
+    (one,) = set(why)
+    assert re.fullmatch(r"rollout.function: my_rollouts:fails: RuntimeError: it broke \(my_rollouts.py:\d+\)", one)
+    assert len(why) == 3, "each attempt is told of"
     assert len(bad.log_probs_A) == 0
     if reward is not None:
         assert bad.reward == reward
     else:
         assert "it broke" in bad.failure
+
+
+def test_failures_in_a_row_end_the_run_with_the_last_reason_and_a_rollout_between_them_begins_the_count_anew(
+    start: Any,
+) -> None:
+    told = {"what": "rollout.function: my_rollouts:fails", "max_failures": 4}
+    rollouts, _ = start(function="my_rollouts:fails", max_attempts=3, told=told)
+    for index in (1, 0, 3):
+        rollouts.begin([request(index)])
+        finished(rollouts, lambda done: len(done) == 1)
+    rollouts.begin([request(5)])
+    with pytest.raises(
+        UserCodeFailed, match=r"^4 attempts at rollouts failed in a row .*my_rollouts:fails: RuntimeErr"
+    ):
+        finished(rollouts, lambda done: len(done) == 1)
 
 
 def test_a_rollout_that_has_had_its_turns_is_truncated_and_not_made_again(start: Any) -> None:

@@ -54,6 +54,7 @@ def batch_of(config: RunConfig) -> PackedBatch:
         "prompts": Column.of_rows(prompts),
         **sample_columns(prompts, responses),
         "ground_truth": Column.of_texts([row[2] for row in ROWS]),
+        "truncated": Column.of_scalars(torch.zeros(len(ROWS), dtype=torch.bool)),
     }
     return PackedBatch(tuple(range(len(ROWS))), columns)
 
@@ -103,6 +104,7 @@ def test_committed_model_prefers_right_sums_of_the_training_data() -> None:
             "prompts": Column.of_rows(prompts),
             **sample_columns(prompts, responses),
             "ground_truth": Column.of_texts([row["answer"]] * len(texts)),
+            "truncated": Column.of_scalars(torch.zeros(len(texts), dtype=torch.bool)),
         }
         batch = PackedBatch(tuple(range(len(texts))), columns)
         rewards = task.compute(batch, 1)["rewards"].values

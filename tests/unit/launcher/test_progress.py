@@ -13,6 +13,7 @@ from asyncflow.json_lines import VersionTail
 from launcher.run.progress import (
     Progress,
     Status,
+    evaluation_line,
     final_lines,
     headline,
     print_line,
@@ -99,6 +100,21 @@ def test_block_keeps_its_height_in_a_narrow_terminal(capsys: pytest.CaptureFixtu
 def test_step_line() -> None:
     expected = "step 7/60  reward 0.712  accuracy 0.500  staleness 0.88 (max 1)  12,346 tokens/s  0.42 s"
     assert step_line(STEP, 60) == expected
+
+
+@pytest.mark.parametrize(
+    ("failed", "words"),
+    [
+        ({"reward_failures": 356, "samples": 512}, "accuracy 0.500  356 rewards failed of 512  staleness"),
+        ({"rollout_failures": 3, "samples": 512}, "accuracy 0.500  3 rollouts failed of 512  staleness"),
+        ({"dead_letter_groups": 2}, "accuracy 0.500  2 groups failed and were replaced  staleness"),
+        ({"reward_failures": 0, "rollout_failures": 0, "dead_letter_groups": 0, "samples": 8}, "0.500  staleness"),
+    ],
+)
+def test_what_failed_stands_beside_the_figures_that_leave_it_out(failed: dict[str, int], words: str) -> None:
+    assert words in step_line({**STEP, **failed}, 60)
+    held_out = evaluation_line({**EVALUATION, "num_samples": 512, **failed}, 60)
+    assert ("356 rewards failed of 512" in held_out) == ("356" in words)
 
 
 EVALUATION = {

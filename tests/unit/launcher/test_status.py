@@ -99,6 +99,15 @@ def test_restarts_and_the_last_error_are_shown() -> None:
     assert RestartLog.from_summary(json.loads(json.dumps(log.summary()))) == log
 
 
+def test_the_last_rollout_and_the_last_reward_that_failed_are_shown_with_the_reason() -> None:
+    failures = {"rollout": "rollout.function: a:b: KeyError: 'x'", "reward": "reward.function: c:d raised"}
+    shown = replace(status(), failures=failures)
+    assert "last rollout that failed: rollout.function: a:b: KeyError: 'x'" in shown.as_text(now=101.0).splitlines()
+    assert "last reward that failed: reward.function: c:d raised" in shown.as_text(now=101.0).splitlines()
+    assert json.loads(shown.as_json())["failures"] == failures
+    assert "that failed" not in status().as_text(now=101.0)
+
+
 def test_queue_that_does_not_answer_is_said_so() -> None:
     assert "queue: it does not answer" in replace(status(), controllers=[], units={}).as_text(now=101.0)
 

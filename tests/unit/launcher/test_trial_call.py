@@ -6,9 +6,13 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_run
+from launcher.checks.rollouts import try_rollout
 from launcher.cli.request import try_functions, try_rewards
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from workers.agents.preflight import trial
+from workers.calls.pool import Entry
+from workers.data.prompt_rows import PromptRow
 
 SOURCE = """
 import time, pathlib
@@ -99,3 +103,153 @@ def test_functions_of_tasks_are_imported(function: str, message: str) -> None:
     try_task("keep")
     with pytest.raises(ConfigError, match=rf"^tasks.0.function: .*{message}"):
         try_task(function)
+
+
+ROLLOUTS = """
+import asyncio, os, sys, time
+from workers.agents import Environment
+
+class Counts(Environment):
+    def reset(self, task):
+        return task["prompt"]
+    def step(self, reply):
+        return "more", float(reply.text == "110"), False
+
+class Lacks(Environment):
+    def reset(self, task):
+        return task["question"]
+
+class FiveValues(Environment):
+    def reset(self, task):
+        return "go"
+    def step(self, reply):
+        return "", 0.0, True, False, {}
+
+class NoReset(Environment):
+    pass
+
+async def raises(task, model, context):
+    raise ValueError("no sandbox")
+
+async def leaves(task, model, context):
+    sys.exit(3)
+
+async def dies(task, model, context):
+    os._exit(3)
+
+async def blocks(task, model, context):
+    time.sleep(3600)
+
+async def hangs(task, model, context):
+    await asyncio.Event().wait()
+
+async def says_nothing(task, model, context):
+    return None
+
+async def floods(task, model, context):
+    print("x" * 2**22)
+    return (await skipped(task, model, context))
+
+async def skipped(task, model, context):
+    context.skip("too hard")
+
+async def agent(task, base_url, api_key):
+    import json, urllib.request
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": task["prompt"]}]}).encode()
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+    answer = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request)))
+    return float(answer["choices"][0]["message"]["content"] == task["answer"])
+
+async def bad_agent(task, base_url, api_key):
+    raise KeyError("tools")
+"""
+
+
+def tried(*settings: str) -> None:
+    Path("tried_rollouts.py").write_text(ROLLOUTS)
+    overrides = ("launcher.device=cpu", "rollout.tools=[]", *settings)
+    config = load_config(find_recipe("quickstart-tools"), overrides=overrides)
+    row = PromptRow("10*11", "110", 1, {"prompt": "10*11", "answer": "110"})
+    try_rollout(config, row)
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the child of a trial calls is called here, since each would import the tokenizer's library again."""
+
+    class Here:
+        def __init__(self, entry: Entry, **_: object) -> None:
+            self._function = trial(**entry.settings).function
+
+        def until_ready(self) -> None: ...
+
+        def call(self, *arguments: object, on: str) -> object:
+            return self._function(*arguments)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("launcher.checks.rollouts.CallPool", Here)
+
+
+@pytest.mark.parametrize(
+    "name", ["Counts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("skipped", "floods"))]
+)
+def test_a_rollout_that_can_be_made_is_accepted(name: str) -> None:
+    tried(f"rollout.function=tried_rollouts:{name}")
+
+
+@pytest.mark.slow
+def test_an_agent_and_a_program_are_tried_behind_the_gateway() -> None:
+    pytest.importorskip("aiohttp")
+    own = ("rollout.function=null",)
+    tried(*own, "rollout.agent=tried_rollouts:agent")
+    with pytest.raises(
+        ConfigError, match=r"^rollout.agent: tried_rollouts:bad_agent: KeyError: .tools. \(tried_rollou"
+    ):
+        tried(*own, "rollout.agent=tried_rollouts:bad_agent")
+    with pytest.raises(ConfigError, match=r"^rollout.agent_command ended with code 1 \(a trial rollout of .*:1, whose"):
+        tried(*own, 'rollout.agent_command=["false"]')
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Lacks", r"KeyError: .question \(the row has prompt, answer\). \(tried_rollouts.py:13\)"),
+        ("FiveValues", r"step returned \(.., 0.0, True, False, \{\}\); return \(observation"),
+        pytest.param("NoReset", "NotImplementedError", marks=pytest.mark.slow),
+        pytest.param("raises", r"ValueError: no sandbox \(tried_rollouts.py:25\)", marks=pytest.mark.slow),
+        pytest.param("leaves", r"SystemExit: 3 \(tried_rollouts.py:28\)", marks=pytest.mark.slow),
+        pytest.param("dies", "its process ended with code 3", marks=pytest.mark.slow),
+        pytest.param("says_nothing", "the rollout function returned NoneType", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rollout_that_fails_is_refused_with_its_reason(name: str, message: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^rollout.function: tried_rollouts:{name}: {message}.*or set rollout.trial"
+    ):
+        tried(f"rollout.function=tried_rollouts:{name}")
+    tried(f"rollout.function=tried_rollouts:{name}", "rollout.trial=false")
+
+
+def test_a_rollout_that_hangs_has_the_runs_deadline() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"tried_rollouts:hangs: its time \(rollout.timeout_s\) was spent, and rollout: the",
+    ):
+        tried("rollout.function=tried_rollouts:hangs", "rollout.timeout_s=0.2")
+
+
+def test_a_trial_that_takes_too_long_is_no_judgement(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("launcher.checks.rollouts._TRIAL_S", 0.2)
+    tried("rollout.function=tried_rollouts:hangs")
+    assert "a trial rollout did not end within 0.2 s; the run goes on without" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_rollout_that_blocks_its_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.agents.user_workers.STALL_S", 1.0)
+    with pytest.raises(ConfigError, match=r"tried_rollouts:blocks: its process held its event loop up for 1 s"):
+        tried("rollout.function=tried_rollouts:blocks")

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.errors import NothingToLearn
+from asyncflow.errors import NothingToLearn, TooManyFailures
 from tq.config import Fill, ScheduleConfig, ScheduleMode
 from tq.refill import RemovalCause
 from workers.admission.state import AdmissionState, AdmittedGroup
+from workers.rollout.config import RolloutConfig
 
 
 def schedule(max_staleness: int = 1, batch: int = 3, size: int = 2) -> ScheduleConfig:
@@ -226,6 +227,27 @@ def test_a_step_for_which_too_many_groups_are_filtered_out_is_an_error() -> None
     for one in (state, again):
         with pytest.raises(NothingToLearn, match="step 1: 3 groups, 60% of those .* refused by .* or skipped"):
             one.refill(1, 5, FILTERED)
+
+
+def test_a_step_of_which_too_many_groups_are_dead_letters_is_an_error() -> None:
+    state = AdmissionState(IN_ORDER, version=0, last_step=9, max_dead_letters=2)
+    state.admissible()
+    cause = RemovalCause("actor_rollout", 3)
+    assert state.refill(1, 0, cause) is not None
+    assert state.refill(1, 1, FILTERED) is not None, "those that are filtered out do not count"
+    assert state.refill(2, 2, cause) is not None, "other steps have their own count"
+    assert state.refill(1, 4, cause) is not None
+    again = AdmissionState(IN_ORDER, version=0, last_step=9, max_dead_letters=2).restored(state.mark())
+    for one in (state, again):
+        with pytest.raises(TooManyFailures, match="step 1: 3 of its 5 groups .* after 3 deliveries to actor_rollout"):
+            one.refill(1, 5, cause)
+
+
+@pytest.mark.parametrize(("batch", "share", "most"), [(4, 0.5, 8), (32, 0.5, 32), (32, 0.75, 96), (32, 0.0, 8)])
+def test_as_many_may_be_dead_letters_as_make_up_the_largest_share(batch: int, share: float, most: int) -> None:
+    config = RolloutConfig(max_response_tokens=8, max_failed_share=share)
+    assert config.max_dead_letters(batch) == most
+    assert config.model_copy(update={"max_failed_share": 1.0}).max_dead_letters(batch) is None
 
 
 @given(events=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=40), batch=st.integers(1, 3))
