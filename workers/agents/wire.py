@@ -4,7 +4,7 @@ engine process                session service                       user worker
 Begin 7       ------------->  chooses a worker   ---- Start 1 ---->  calls the function
               <--- Draw 31 -  renders, records  <---- Ask 2 of 1 --  chat.reply(...)
 Drawn 31      ------------->  parses             ---- Told 2 ----->  the reply
-              <- Finished 7 -  checks, cuts      <---- Done 1 -----  returned samples
+              <- Finished 7 -  checks            <---- Done 1 -----  returned samples
 
 A ticket names a rollout, a run one attempt at it; numbers of calls are the asking side's own.
 """
@@ -32,6 +32,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
         scratch: directory for the rollouts' own files.
         models: `rollout.models`.
         max_memory_bytes, max_file_bytes: limits of each process that runs users' code; 0: none.
+        stall_timeout_s: how long one step of a rollout may hold the event loop of its process.
         seal, port: of the gateway of a service before this one; see `workers.agents.gateway`.
     """
 
@@ -55,6 +56,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     max_file_bytes: int = 0
     seal: bytes = b""
     port: int = 0
+    stall_timeout_s: float = 10.0
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -113,6 +115,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
     """The user's function cannot be used; says why."""
+
+    text: str
+
+
+class Warned(msgspec.Struct, frozen=True, tag=True):
+    """What the user must know of, though the rollouts go on."""
 
     text: str
 
@@ -203,6 +211,12 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     key: str
     timeout_s: float
     scratch: str
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """A rollout's function is called: its time begins."""
+
+    run: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -296,6 +310,6 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
 
 
 ToService = Setup | Begin | Abandon | Ping | Drawn | NotDrawn
-FromService = Ready | Broken | Pong | Draw | Undraw | Finished | Failed
+FromService = Ready | Broken | Warned | Pong | Draw | Undraw | Finished | Failed
 ToWorker = Setup | Start | Stop | Ping | Told | NotTold
-FromWorker = Loaded | Broken | Pong | Ask | Done | Raised
+FromWorker = Loaded | Broken | Pong | Begun | Ask | Done | Raised

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from workers.agents.wire import (
     NotDrawn,
     Setup,
     Undraw,
+    Warned,
 )
 from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
@@ -71,6 +72,7 @@ class FunctionRollouts:
         on_failure: str,
         wake: threading.Event,
         spans: Spans | None = None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Start the service.
 
@@ -81,6 +83,7 @@ class FunctionRollouts:
             on_failure: `rollout.on_failure`.
             wake: is set when there is something to do for `step`.
             spans: see `LiveRollouts`.
+            warn: gets what the user must know of, in one line.
 
         Raises:
             ConfigError: the user's function cannot be used.
@@ -91,6 +94,7 @@ class FunctionRollouts:
         self._max_running = max_running
         self._on_failure = on_failure
         self._wake = wake
+        self._warn = warn
         self._running: dict[int, RolloutRequest] = {}
         self._waiting: list[tuple[int, int, Draw]] = []
         self._wanted: set[int] = set()
@@ -179,6 +183,8 @@ class FunctionRollouts:
                     self._restart()
                 case Broken(text=text):
                     raise UserCodeFailed(text)
+                case Warned(text=text):
+                    self._warn(text)
                 case Draw():
                     if message.ticket in self._running:
                         heapq.heappush(self._waiting, (message.ticket, message.call, message))
@@ -328,8 +334,15 @@ def open_rollouts(
         max_memory_bytes=int(own.max_memory_gb * 2**30),
         max_file_bytes=int(own.max_file_gb * 2**30),
         seal=secrets.token_bytes(32),
+        stall_timeout_s=own.stall_timeout_s,
     )
     admitted = schedule.rollout_batch_size * schedule.n_samples_per_prompt * (schedule.staleness_bound + 1)
     return FunctionRollouts(
-        engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake, spans=context.timeline
+        engine,
+        setup,
+        max_running=admitted,
+        on_failure=own.on_failure,
+        wake=wake,
+        spans=context.timeline,
+        warn=context.warn,
     )
