@@ -7,12 +7,15 @@ OPENAI_API_KEY=... python examples/openai_agent.py MODEL    deployment: any serv
 import asyncio
 import json
 import os
+import ssl
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+CERTIFICATES = ssl.create_default_context()
+"""Read once: that takes 40 ms, and hundreds of rollouts begin in one process."""
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
 MULTIPLY: Any = {"type": "function", "function": {"name": "multiply", "description": "a * b", "parameters": NUMBERS}}
 
@@ -20,7 +23,8 @@ MULTIPLY: Any = {"type": "function", "function": {"name": "multiply", "descripti
 async def agent(task: Mapping[str, Any], base_url: str | None, api_key: str, model: str = "policy") -> float:
     """Return the reward: 1 if the last message ends with the task's answer."""
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+    connections = DefaultAsyncHttpxClient(verify=CERTIFICATES)
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=connections) as client:
         for _ in range(4):
             completion = await client.chat.completions.create(model=model, messages=messages, tools=[MULTIPLY])
             message = completion.choices[0].message

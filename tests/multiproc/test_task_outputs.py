@@ -79,6 +79,28 @@ def test_a_column_that_died_with_its_unit_is_written_again(num_controllers: int,
         assert client.stats()[0].live_rows == 0
 
 
+def producers_become(client: tq.QueueClient, *, alive: bool) -> bool:
+    """Fetch until the task's controller says so; False: not within the deadline."""
+    for _ in range(int(DEADLINE_S / 0.5)):
+        answer = client.fetch("second", num_rows=1, timeout_s=0.5)
+        assert isinstance(answer, NoRows)
+        if answer.producers_alive == alive:
+            return True
+    return False
+
+
+def test_a_client_that_has_written_nothing_yet_but_will_is_known_to_all_controllers() -> None:
+    """`first` and `second` have a controller each; the writer asks for nothing of `second`."""
+    with tq.start(SHORT_FORM, num_units=1, num_controllers=2, config=FAST) as queue:
+        reader, writer = queue.client("reader"), queue.client("writer")
+        reader.put_rows({"x": values(0)}, rows=[0])
+        assert producers_become(reader, alive=False)
+        writer.declare_outputs(["h"])
+        assert producers_become(reader, alive=True)
+        writer.close()
+        assert producers_become(reader, alive=False)
+
+
 def test_a_task_that_acked_a_row_without_writing_stays_done_with_it() -> None:
     """`first` writes `h` for one row and skips the other; `look` never writes anything."""
     with tq.start({"first": ["x"], "look": ["x"], "last": ["x"]}, num_units=1, config=FAST) as queue:

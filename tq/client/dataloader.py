@@ -73,6 +73,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         prefetch: int = 1,
         timeout_s: float = 60.0,
         producers_timeout_s: float = 60.0,
+        producers_setting: str = "producers_timeout_s",
     ) -> None:
         """Reading ahead starts with the first `next_partition` or iteration.
 
@@ -90,6 +91,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             timeout_s: a fetch is asked again after so long at the latest; it does not end the iteration.
             producers_timeout_s: error when no producer of the missing rows has been connected for so long (s); longer
                 than producers take to start. 0: wait for ever.
+            producers_setting: what the user calls that, for the error.
 
         Raises:
             ConfigError: a round has no size, or it is not known which ranks of the replica fetch.
@@ -123,7 +125,9 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         )
         self._replica = replica
         self._prefetch = max(1, prefetch)
-        self._monitor = StallMonitor(producers_timeout_s=producers_timeout_s, narrates=rank == 0)
+        self._monitor = StallMonitor(
+            producers_timeout_s=producers_timeout_s, setting=producers_setting, narrates=rank == 0
+        )
         self._read_to_end = True
         self._tokens: dict[int, int] = {}
         self._held: list[LeaseGrant] = []

@@ -8,7 +8,7 @@ Calls wait for a controller that restarts. A unit that is gone is an error, but 
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -108,6 +108,11 @@ class QueueClient:
         self._session.close()
 
     # Producing
+
+    def declare_outputs(self, columns: Iterable[str]) -> None:
+        """Tell all controllers that this client is there and will put such columns. Without this they learn it with its
+        first put, and a consumer that waits for longer believes that there is no producer (`ProducersGone`)."""
+        self._session.declare_outputs(columns)
 
     def put_rows(
         self,

@@ -92,6 +92,12 @@ class QueueSession:
         with self._credentials.borrowed_store() as store:
             return Directory.read(store)
 
+    def declare_outputs(self, columns: Iterable[str]) -> None:
+        """See `QueueClient`."""
+        self.beats.writes(columns)
+        for controller in self.directory.controllers:
+            self.beats.watch(controller)
+
     def units(self) -> dict[str, int]:
         """Return the units that are up, with the bytes that they hold, as the lead controller said last."""
         return self.beats.units(self.directory.lead)

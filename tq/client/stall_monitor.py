@@ -20,14 +20,21 @@ class StallMonitor:
     """The waiting of one consumer: `ask`, then `served` or `waited` or `unreadable`, over and over."""
 
     def __init__(
-        self, *, producers_timeout_s: float, narrates: bool = True, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        producers_timeout_s: float,
+        setting: str = "producers_timeout_s",
+        narrates: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         producers_timeout_s: no producer for so long without a break is an error (s); 0: wait for ever.
+        setting: what the user calls that.
         narrates: whether this consumer logs warnings (one rank of a gang does).
         clock: seconds.
         """
         self._producers_timeout_s = producers_timeout_s
+        self._setting = setting
         self._level = logging.WARNING if narrates else logging.DEBUG
         self._clock = clock
         self._what = ""
@@ -62,8 +69,9 @@ class StallMonitor:
         missing = answer.waiting_for or "rows"
         if self._alone_since is not None and 0 < self._producers_timeout_s <= alone_s:
             raise ProducersGone(
-                f"{self._what}: waits for {missing}, but for {alone_s:.0f} s nobody who writes them was connected; "
-                f"see why the producers ended, or raise producers_timeout_s if they only start slowly"
+                f"{self._what}: waits for {missing}, but for {alone_s:.0f} s no process was connected that writes them "
+                f"or said that it will; see in the logs why the producers ended or have not begun, or raise "
+                f"{self._setting} if they only start slowly"
             )
         self._say(now, f"still waits for {missing}" + (" (no producer is connected)" if self._alone_since else ""))
 

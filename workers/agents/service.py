@@ -36,6 +36,7 @@ from workers.agents.wire import (
     Abandon,
     Ask,
     Begin,
+    Begun,
     Broken,
     Done,
     Draw,
@@ -55,6 +56,7 @@ from workers.agents.wire import (
     Told,
     ToService,
     Undraw,
+    Warned,
 )
 from workers.agents.worker import NOBODY
 from workers.calls.child import outlive_stop_signals
@@ -99,6 +101,7 @@ class Service:
         self._num_calls = 0
         self._cpu = ProcessorTime()
         self._replacing: set[asyncio.Task[None]] = set()
+        self._num_deaths = 0
 
     async def serve(self) -> None:
         """Serve until the engine process is gone.
@@ -231,6 +234,11 @@ class Service:
             text = str(error) if known else f"model.renderer cannot write these messages and tools: {one_line(error)}"
             worker.send(NotTold(ask.number, printable(text), budget=False))
 
+    def begun(self, worker: UserWorker, message: Begun) -> None:
+        """A function is called: its time begins."""
+        if (run := self._runs.get(message.run)) is not None:
+            self._set_deadline(run)
+
     def done(self, worker: UserWorker, message: Done) -> None:
         """A function returned."""
         run = self._runs.get(message.run)
@@ -256,7 +264,11 @@ class Service:
             return
         self._workers.remove(worker)
         held = [run for run, its in self._in.items() if its is worker]
-        logger.warning("a process of rollout functions %s; its %d rollouts begin again", death.how, len(held))
+        text = f"a process of rollout functions {printable(death.how)}; its {len(held)} rollouts begin again"
+        logger.warning("%s", text)
+        self._num_deaths += 1
+        if self._num_deaths > 1 and self._num_deaths.bit_count() == 1:  # the 2nd, 4th, 8th ... time
+            self._engine.send(Warned(f"{text} (time {self._num_deaths})"))
         _keep(self._replacing, self._replace())
         for run in held:
             del self._in[run]
@@ -292,12 +304,16 @@ class Service:
         if self._gateway is not None:
             self._keys[key] = run
         self._work[run] = set()
-        self._deadlines[run] = asyncio.get_running_loop().call_later(
-            self._setup.timeout_s, self._cut, run, "its time (rollout.timeout_s)"
-        )
+        if self._setup.command:
+            self._set_deadline(run)  # a function's begins with `Begun`: it may stand in line
         scratch = str(Path(self._setup.scratch) / f"{begin.index}-{run.number}")
         start = Start(run.number, begin, attempt, self._base_url, key, self._setup.timeout_s, scratch)
         _keep(self._work[run], self._call_program(run, start) if self._setup.command else self._give(run, start))
+
+    def _set_deadline(self, run: Run) -> None:
+        self._deadlines[run] = asyncio.get_running_loop().call_later(
+            self._setup.timeout_s, self._cut, run, "its time (rollout.timeout_s)"
+        )
 
     async def _give(self, run: Run, start: Start) -> None:
         """Have the worker with the fewest rollouts call the function."""
@@ -351,7 +367,8 @@ class Service:
         if self._gateway is not None:
             del self._keys[run.key]
             self._gateway.close(run.key)
-        self._deadlines.pop(run).cancel()
+        if (deadline := self._deadlines.pop(run, None)) is not None:
+            deadline.cancel()
         for task in self._work.pop(run):
             if task is not asyncio.current_task():
                 task.cancel()

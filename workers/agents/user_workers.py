@@ -2,20 +2,25 @@
 
 import asyncio
 import contextlib
+import logging
 import mmap
 import os
+import re
 import shutil
 import signal
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from asyncflow.errors import ConfigError, UserCodeNotStarted
+from workers.agents import worker as worker_module
 from workers.agents.channel import Channel
 from workers.agents.command import ended_how
 from workers.agents.wire import (
     Ask,
+    Begun,
     Broken,
     Done,
     FromWorker,
@@ -30,13 +35,20 @@ from workers.agents.wire import (
     Told,
     ToWorker,
 )
-from workers.agents.worker import MARK, NOBODY, OUT_OF_MEMORY
+from workers.agents.worker import MARK, NOBODY, OUT_OF_MEMORY, STACK_SIGNAL
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """How long a worker may take to import what it needs (s)."""
-STALL_S = 10.0
-"""How long its event loop may stand still (s)."""
+_GOODBYE_S = 10.0
+"""How long one that has said its last word may take to end (s)."""
 _PING_S = 1.0
+_STACK_S = 2.0
+"""How long a process may take to write its stack (s)."""
+_LOOK_S = 0.05
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_LONGEST_STACK = 2**16
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,9 @@ class Owner(Protocol):
 
     def asked(self, worker: "UserWorker", ask: Ask) -> None:
         """A rollout wants a reply."""
+
+    def begun(self, worker: "UserWorker", message: Begun) -> None:
+        """A rollout is called."""
 
     def done(self, worker: "UserWorker", message: Done) -> None:
         """A rollout returned."""
@@ -71,17 +86,28 @@ class UserWorker:
     """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, channel: Channel[ToWorker, FromWorker], mark: mmap.mmap, owner: Owner
+        self,
+        process: asyncio.subprocess.Process,
+        channel: Channel[ToWorker, FromWorker],
+        page: int,
+        owner: Owner,
+        *,
+        stall_timeout_s: float,
     ) -> None:
-        """See `start`."""
+        """See `start`; `page` is the shared file of `workers.agents.worker`."""
         self._process = process
         self._channel = channel
-        self._mark = mark
+        self._page = page
+        self._mark = mmap.mmap(page, MARK.size)
         self._owner = owner
+        self._stall_timeout_s = stall_timeout_s
         self._rollouts: dict[int, str] = {}
         """With their scratch directories."""
         self._ending: dict[int, asyncio.TimerHandle] = {}
         self._last_pong = 0.0
+        self._last_turn = 0.0
+        """When its loop was last seen to run: it answered, or a rollout took a step."""
+        self._steps = 0
         self._how = ""
         self._culprit: int | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -99,8 +125,7 @@ class UserWorker:
         """
         page = os.memfd_create("rollout", os.MFD_CLOEXEC)
         os.ftruncate(page, MARK.size)
-        mark = mmap.mmap(page, MARK.size)
-        MARK.pack_into(mark, 0, NOBODY)
+        os.pwrite(page, MARK.pack(NOBODY, 0), 0)
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -110,8 +135,8 @@ class UserWorker:
                 pass_fds=[theirs.fileno(), page],
                 process_group=0,
             )
-        os.close(page)
-        worker = UserWorker(process, await Channel.open(ours, FromWorker), mark, owner)
+        channel: Channel[ToWorker, FromWorker] = await Channel.open(ours, FromWorker)
+        worker = UserWorker(process, channel, page, owner, stall_timeout_s=setup.stall_timeout_s)
         worker._channel.send(setup)
         try:
             loaded = await asyncio.wait_for(worker._channel.receive(), START_TIMEOUT_S)
@@ -121,7 +146,7 @@ class UserWorker:
         if not isinstance(loaded, Loaded):
             if loaded is None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), STALL_S)  # it has ended, or is about to
+                    await asyncio.wait_for(process.wait(), _GOODBYE_S)  # it has ended, or is about to
             code = process.returncode or 0
             await worker.gone()
             if isinstance(loaded, Broken):
@@ -129,7 +154,7 @@ class UserWorker:
             why = f"its process {ended_how(code)} while it was imported; see the log"
             raise UserCodeNotStarted(why) if code < 0 else ConfigError(why)
         loop = asyncio.get_running_loop()
-        worker._last_pong = loop.time()
+        worker._last_pong = worker._last_turn = loop.time()
         worker._tasks = [loop.create_task(worker._read()), loop.create_task(worker._watch())]
         return worker
 
@@ -183,7 +208,7 @@ class UserWorker:
             await asyncio.wait({self._tasks[0]})
             return
         await self._process.wait()
-        self._channel.close()
+        self._close()
 
     async def _read(self) -> None:
         try:
@@ -196,6 +221,8 @@ class UserWorker:
         match message:
             case Ask():
                 self._owner.asked(self, message)
+            case Begun():
+                self._owner.begun(self, message)
             case Done():
                 if self._ended(message.run):
                     self._owner.done(self, message)
@@ -203,7 +230,7 @@ class UserWorker:
                 if self._ended(message.run):
                     self._owner.raised(self, message)
             case Pong():
-                self._last_pong = asyncio.get_running_loop().time()
+                self._last_pong = self._last_turn = asyncio.get_running_loop().time()
 
     async def _bury(self) -> None:
         """Leave nothing of it, and tell whose fault it was."""
@@ -215,8 +242,8 @@ class UserWorker:
         await self._process.wait()
         for task in self._tasks[1:]:
             task.cancel()
-        self._channel.close()
-        (marked,) = MARK.unpack_from(self._mark, 0)
+        marked, _ = MARK.unpack_from(self._mark, 0)
+        self._close()
         code = self._process.returncode or 0
         how = "ran out of memory (rollout.max_memory_gb)" if code == OUT_OF_MEMORY else ended_how(code)
         culprit = marked if self._culprit is None else self._culprit
@@ -233,11 +260,52 @@ class UserWorker:
         return timer is None
 
     async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, pause_s = asyncio.get_running_loop(), min(_PING_S, self._stall_timeout_s / 4)
         while True:
             self._channel.send(Ping())
             before = loop.time()
-            await asyncio.sleep(_PING_S)
-            self._last_pong += max(0.0, loop.time() - before - 2 * _PING_S)  # this process stood still itself
-            if loop.time() - self._last_pong > STALL_S:
-                self.kill(f"held its event loop up for {STALL_S:g} s; blocking code goes into `await context.run(...)`")
+            await asyncio.sleep(pause_s)
+            self._last_turn += max(0.0, loop.time() - before - 2 * pause_s)  # this process stood still itself
+            _, steps = MARK.unpack_from(self._mark, 0)
+            if steps != self._steps:  # many short steps in one turn of the loop are no code that blocks
+                self._steps, self._last_turn = steps, loop.time()
+            if loop.time() - self._last_turn > self._stall_timeout_s:
+                where = held_by(await self._stack())
+                self.kill(
+                    f"held its event loop up for {self._stall_timeout_s:g} s (rollout.stall_timeout_s)"
+                    f"{where and f' in {where}'}; blocking code goes into `await context.run(...)`"
+                )
+                return
+
+    async def _stack(self) -> str:
+        """Have the process write the stack of its main thread, also in the middle of native code."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(STACK_SIGNAL)
+        stack, end = b"", asyncio.get_running_loop().time() + _STACK_S
+        while asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(_LOOK_S)
+            before, stack = stack, os.pread(self._page, _LONGEST_STACK, MARK.size)
+            if stack and stack == before:
+                break
+        text = stack.decode(errors="replace")
+        logger.warning(
+            "what holds the event loop of a process of rollout functions up:\n%s", text or "(it does not say)"
+        )
+        return text
+
+    def _close(self) -> None:
+        self._channel.close()
+        self._mark.close()
+        os.close(self._page)
+
+
+def held_by(stack: str) -> str:
+    """Return the user's part of a stack, outermost call first: `agent (my_agent.py:12) > ... > load (ssl.py:717)`.
+
+    Args:
+        stack: as faulthandler writes it.
+    """
+    frames = [(file, f"{name} ({Path(file).name}:{line})") for file, line, name in _FRAME.findall(stack)]
+    ours = next((at for at, (file, _) in enumerate(frames) if file == worker_module.__file__), len(frames))
+    calls = [call for _, call in frames[:ours]][::-1]
+    return " > ".join(calls if len(calls) <= 4 else [*calls[:2], "...", *calls[-2:]])

@@ -4,7 +4,7 @@ engine process                session service                       user worker
 Begin 7       ------------->  chooses a worker   ---- Start 1 ---->  calls the function
               <--- Draw 31 -  renders, records  <---- Ask 2 of 1 --  chat.reply(...)
 Drawn 31      ------------->  parses             ---- Told 2 ----->  the reply
-              <- Finished 7 -  checks, cuts      <---- Done 1 -----  returned samples
+              <- Finished 7 -  checks            <---- Done 1 -----  returned samples
 
 A ticket names a rollout, a run one attempt at it; numbers of calls are the asking side's own.
 """
@@ -32,6 +32,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
         scratch: directory for the rollouts' own files.
         models: `rollout.models`.
         max_memory_bytes, max_file_bytes: limits of each process that runs users' code; 0: none.
+        stall_timeout_s: how long one step of a rollout may hold the event loop of its process.
         seal, port: of the gateway of a service before this one; see `workers.agents.gateway`.
         template_time: `data.template_time`.
     """
@@ -57,6 +58,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     seal: bytes = b""
     port: int = 0
     template_time: str | None = None
+    stall_timeout_s: float = 10.0
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -121,6 +123,12 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 class NotStarted(msgspec.Struct, frozen=True, tag=True):
     """The service cannot start now, which may be otherwise later; says why."""
+
+    text: str
+
+
+class Warned(msgspec.Struct, frozen=True, tag=True):
+    """What the user must know of, though the rollouts go on."""
 
     text: str
 
@@ -220,6 +228,12 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     scratch: str
 
 
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """A rollout's function is called: its time begins."""
+
+    run: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Cancel a rollout: its time is up or it was abandoned."""
 
@@ -311,6 +325,6 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
 
 
 ToService = Setup | Begin | Abandon | Ping | Drawn | NotDrawn
-FromService = Ready | Broken | NotStarted | Pong | Draw | Undraw | Finished | Retried | Failed
+FromService = Ready | Broken | NotStarted | Warned | Pong | Draw | Undraw | Finished | Retried | Failed
 ToWorker = Setup | Start | Stop | Ping | Told | NotTold
-FromWorker = Loaded | Broken | Pong | Ask | Done | Raised
+FromWorker = Loaded | Broken | Pong | Begun | Ask | Done | Raised

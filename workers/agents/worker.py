@@ -3,21 +3,27 @@
     python -u -P -m workers.agents.worker PARENT_PID SOCKET MARK
 
 It never holds weights or an engine, and imports torch only if the user's module does. Before each step of a rollout's
-coroutines its run is written into the shared page MARK, and taken out behind it: so when the process dies, or its
-loop stands still, the service knows whose code it was.
+coroutines its run is written into the shared file MARK, and taken out behind it: so when the process dies, or its
+loop stands still, the service knows whose code it was. Behind that it asks for the stack with a signal.
+
+Rollouts begin as the loop keeps up (`StartPace`): a thousand that each hold it for 40 ms would else hold it for 40 s.
 """
 
 import asyncio
 import contextvars
 import errno
+import faulthandler
+import itertools
 import mmap
 import os
 import shutil
+import signal
 import socket
 import struct
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +41,7 @@ from workers.agents.requests import ChatRequest
 from workers.agents.tools import Tool, load_tools
 from workers.agents.wire import (
     Ask,
+    Begun,
     Broken,
     Done,
     FromWorker,
@@ -55,15 +62,35 @@ from workers.rewards.base import finite, metrics_of, reward_of
 from workers.rollout.config import FUNCTIONS
 
 NOBODY = -1
-"""In the shared page: no rollout's code runs."""
-MARK = struct.Struct("q")
+"""In the shared file: no rollout's code runs."""
+MARK = struct.Struct("qq")
+"""Whose code runs, and how many steps of rollouts began so far. Behind it the stack is written when it is asked for."""
+STACK_SIGNAL = signal.SIGUSR2
 OUT_OF_MEMORY = 77
 """Exit code."""
-"""Rollout functions of ours, by name."""
+_MOST_LAG_S = 0.1
+"""How long a turn of the loop may take for more rollouts to begin in the next one (s)."""
+_MOST_STARTS = 64
 
 _NOT_USERS = (str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parents[1]))
 """Beginnings of the files of AsyncFlow's workers, and of Python's."""
 _run: contextvars.ContextVar[int] = contextvars.ContextVar("run", default=NOBODY)
+_steps = itertools.count(1)
+
+
+class StartPace:
+    """How many rollouts begin in one turn of the event loop: more while it keeps up, fewer when it lags. Pure.
+
+    Attributes:
+        number: that many; at least 1.
+    """
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    def turn_took(self, seconds: float) -> None:
+        """Take in how long the last turn took, with all that began in it, and all else that ran."""
+        self.number = max(1, self.number // 2) if seconds > _MOST_LAG_S else min(_MOST_STARTS, 2 * self.number)
 
 
 def main() -> None:
@@ -74,6 +101,8 @@ def main() -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     os.set_inheritable(page, False)
+    os.lseek(page, MARK.size, os.SEEK_SET)
+    faulthandler.register(STACK_SIGNAL, file=page, all_threads=False)
     with mmap.mmap(page, MARK.size) as mark, asyncio.Runner() as runner:
         serving, told = runner.get_loop().create_task(_serve(connection, mark)), False
         while not serving.done():
@@ -115,6 +144,8 @@ class Worker:
         self._channel = channel
         self._number = 0
         self._waiting: dict[int, asyncio.Future[Told]] = {}
+        self._in_line: deque[Start] = deque()
+        self._came = asyncio.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._told = False
         self.tools: Sequence[Tool] = load_tools(setup.tools)
@@ -125,16 +156,14 @@ class Worker:
 
     async def serve(self) -> None:
         """Start and stop rollouts, and pass replies on, until the service is gone."""
+        beginning = asyncio.create_task(self._begin_in_line())
         while (message := await self._channel.receive()) is not None:
             match message:
                 case Start():
-                    token = _run.set(message.run)
-                    self._running[message.run] = asyncio.create_task(self._run(message))
-                    _run.reset(token)
+                    self._in_line.append(message)
+                    self._came.set()
                 case Stop():
-                    if (task := self._running.get(message.run)) is not None:
-                        # Behind its first step: a task that never began would not say that it ended.
-                        asyncio.get_running_loop().call_soon(task.cancel)
+                    self._stop(message.run)
                 case Told():
                     self._settle(message.number, message)
                 case NotTold():
@@ -142,8 +171,38 @@ class Worker:
                     self._settle(message.number, error)
                 case Ping():
                     self._channel.send(Pong())
+        beginning.cancel()
         for model in self._models.values():
             await model.close()
+
+    async def _begin_in_line(self) -> None:
+        """Call the functions of rollouts in line, so many in each turn of the loop as it keeps up with."""
+        loop, pace = asyncio.get_running_loop(), StartPace()
+        while True:
+            await self._came.wait()
+            for _ in range(min(pace.number, len(self._in_line))):
+                self._begin(self._in_line.popleft())
+            if not self._in_line:
+                self._came.clear()
+            before = loop.time()
+            await asyncio.sleep(0)  # they take their first step, and all else its next one
+            pace.turn_took(loop.time() - before)
+
+    def _begin(self, start: Start) -> None:
+        self._channel.send(Begun(start.run))
+        token = _run.set(start.run)
+        self._running[start.run] = asyncio.create_task(self._run(start))
+        _run.reset(token)
+
+    def _stop(self, run: int) -> None:
+        if (task := self._running.get(run)) is not None:
+            # Behind its first step: a task that never began would not say that it ended.
+            asyncio.get_running_loop().call_soon(task.cancel)
+            return
+        waiting = [start for start in self._in_line if start.run == run]
+        for start in waiting:
+            self._in_line.remove(start)
+            self._channel.send(Raised(run, "it was stopped before it began"))
 
     async def ask(self, run: int, request: ChatRequest, token_ids: Sequence[int] | None) -> Reply:
         """See `workers.agents.api.Policy`."""
@@ -236,13 +295,14 @@ class _Marked(Coroutine[Any, Any, Any]):
         return self._step(self._inner.throw, *error)
 
     def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        MARK.pack_into(self._mark, 0, self._run)
+        number = next(_steps)
+        MARK.pack_into(self._mark, 0, self._run, number)
         try:
             return step(*arguments)
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end its loop, and so all other rollouts
             raise RuntimeError(f"a task of the rollout raised {one_line(error)}") from error
         finally:
-            MARK.pack_into(self._mark, 0, NOBODY)
+            MARK.pack_into(self._mark, 0, NOBODY, number)
 
     def close(self) -> None:
         self._inner.close()

@@ -113,6 +113,10 @@ class RolloutConfig(SamplingConfig):
     """Typed functions of yours as `module:function`, which the policy may call."""
     timeout_s: float = Field(600.0, gt=0, le=86400)
     """Longest time of a rollout (s); then what was drawn is the rollout, truncated."""
+    stall_timeout_s: float = Field(10.0, ge=1, le=86400)
+    """Longest time for which one step of a rollout's code may hold the event loop of its process (s); then the process
+    is killed: that rollout has failed, and the others of the process begin again. Code that blocks goes into
+    `context.run`, or a thread."""
     max_turns: int = Field(0, ge=0)
     """Most replies in a rollout; then it is truncated. 0: no limit."""
     max_drawn_tokens: int = Field(0, ge=0)

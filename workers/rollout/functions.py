@@ -40,6 +40,7 @@ from workers.agents.wire import (
     Retried,
     Setup,
     Undraw,
+    Warned,
 )
 from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
@@ -76,6 +77,7 @@ class FunctionRollouts:
         what: str = "the rollout",
         max_failures: int = 0,
         failed: Callable[[str], None] = lambda why: None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Start the service.
 
@@ -89,6 +91,7 @@ class FunctionRollouts:
             what: makes rollouts, for messages.
             max_failures: `rollout.max_failures_in_a_row`.
             failed: is told of every attempt that failed, in one line.
+            warn: gets what the user must know of, in one line.
 
         Raises:
             ConfigError: the user's function cannot be used.
@@ -105,6 +108,7 @@ class FunctionRollouts:
         self._failures = 0
         """Attempts that failed since a rollout came to its end."""
         self._warnings = RepeatedWarnings(logger)
+        self._warn = warn
         self._running: dict[int, RolloutRequest] = {}
         self._waiting: list[tuple[int, int, Draw]] = []
         self._wanted: set[int] = set()
@@ -193,6 +197,8 @@ class FunctionRollouts:
                     self._restart()
                 case Broken(text=text):
                     raise UserCodeFailed(text)
+                case Warned(text=text):
+                    self._warn(text)
                 case Draw():
                     if message.ticket in self._running:
                         heapq.heappush(self._waiting, (message.ticket, message.call, message))
@@ -364,9 +370,10 @@ def open_rollouts(
         max_memory_bytes=int(own.max_memory_gb * 2**30),
         max_file_bytes=int(own.max_file_gb * 2**30),
         seal=secrets.token_bytes(32),
+        stall_timeout_s=own.stall_timeout_s,
     )
     admitted = schedule.rollout_batch_size * schedule.n_samples_per_prompt * (schedule.staleness_bound + 1)
     return FunctionRollouts(
         engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake, spans=context.timeline,
-        what=own.own_name, max_failures=own.max_failures_in_a_row, failed=context.rollout_failed,
+        what=own.own_name, max_failures=own.max_failures_in_a_row, failed=context.rollout_failed, warn=context.warn,
     )  # fmt: skip

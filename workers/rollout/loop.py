@@ -72,6 +72,7 @@ class Rollout:
             tokenizer=tokenizer,
         )  # fmt: skip
         self._client = context.queue_client()
+        self._client.declare_outputs(task.outputs)  # a first rollout may take long
         self._wake = threading.Event()
         context.wake_to_stop(self._wake)  # an engine may wait long for a server that says nothing
         self._weights = follow_policy(context, self._engine, arrived=self._wake.set, loaded=self._loaded)

@@ -94,6 +94,7 @@ class _Lead:
         algorithm, size = context.config.algorithm, context.config.schedule.n_samples_per_prompt
         self._group_filter = load_group_filter(algorithm, group_size=size) if "rewards" in task.outputs else None
         self._client = context.queue_client()
+        self._client.declare_outputs(task.outputs)
         self._lease: Lease | None = None
 
     def rounds(self) -> Iterator[Round | NoRows]:

@@ -375,4 +375,5 @@ def open_loader(
         timeout_s=config.tq.request_timeout_s,
         # A generating engine may load for as long as any worker; until then no writer is connected.
         producers_timeout_s=0.0 if config.waits_for_others else config.launcher.start_timeout_s,
+        producers_setting="launcher.start_timeout_s",
     )

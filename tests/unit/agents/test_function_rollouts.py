@@ -162,6 +162,16 @@ async def stopped(task, model, context):
     await chat.reply()
     return chat.sample(reward=1.0)
 
+async def blocks(task, model, context):
+    await model.chat([{"role": "user", "content": task["prompt"]}]).reply()
+    time.sleep(1000)
+
+async def starts_slowly(task, model, context):
+    time.sleep(0.1)
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    return chat.sample(reward=1.0)
+
 async def skips_odd(task, model, context):
     if task.index % 2:
         context.skip("it is odd")
@@ -226,7 +236,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engi
     opened: list[FunctionRollouts] = []
 
     def open_them(
-        on_failure: str = "dead_letter", spans: Any = None, told: dict[str, Any] | None = None, **changed: Any
+        on_failure: str = "dead_letter",
+        spans: Any = None,
+        told: dict[str, Any] | None = None,
+        warned: Any = None,
+        **changed: Any,
     ) -> tuple[FunctionRollouts, Engine]:
         settings: dict[str, Any] = {
             "model_dir": str(MODEL), "renderer": "configs.quickstart_tools.renderer:CalculatorRenderer",
@@ -244,6 +258,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engi
             on_failure=on_failure,
             wake=threading.Event(),
             spans=spans,
+            warn=[].append if warned is None else warned.append,
             **told or {},
         )
         opened.append(made)
@@ -352,6 +367,24 @@ def test_rollouts_begin_again_when_the_service_or_a_worker_is_killed(start: Any,
     assert sorted(one.index for one in done) == [0, 1, 2, 3]
     assert len(list(tmp_path.glob("?-0"))) == 4  # each was begun once more, and paid nothing
     assert all(one.truncated and len(one.log_probs_A) and not one.leaves for one in done)  # their time was up
+
+
+def test_a_kill_that_repeats_is_told_to_the_user_with_what_held_the_loop(start: Any) -> None:
+    warned: list[str] = []
+    rollouts, _ = start(function="my_rollouts:blocks", max_attempts=2, stall_timeout_s=0.5, warned=warned)
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert one.leaves and "event loop up for 0.5 s" in one.failure
+    (text,) = warned  # of two kills: once may be chance
+    assert "event loop up for 0.5 s (rollout.stall_timeout_s) in blocks (my_rollouts.py:" in text
+    assert "begin again (time 2)" in text
+
+
+def test_the_time_of_a_rollout_that_stands_in_line_has_not_begun(start: Any) -> None:
+    rollouts, _ = start(function="my_rollouts:starts_slowly", timeout_s=2.0)
+    rollouts.begin([request(index) for index in range(30)])
+    done = finished(rollouts, lambda done: len(done) == 30)
+    assert [one.reward for one in done] == [1.0] * 30 and not any(one.truncated for one in done)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 100_000])

@@ -9,9 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from asyncflow.errors import ConfigError, UserCodeNotStarted
-from workers.agents import user_workers
-from workers.agents.user_workers import UserWorker, WorkerDeath
-from workers.agents.wire import Ask, Begin, Done, Raised, Setup, Start, Told
+from workers.agents import user_workers, worker
+from workers.agents.user_workers import UserWorker, WorkerDeath, held_by
+from workers.agents.wire import Ask, Begin, Begun, Done, Raised, Setup, Start, Told
+from workers.agents.worker import StartPace
 
 MODULE = """
 import asyncio, os, sys, time
@@ -49,6 +50,24 @@ async def odd(task, model, context):
         return 7
     if kind == "raise":
         raise RuntimeError("it broke")
+    return chat.sample()
+
+async def slow_start(task, model, context):
+    time.sleep(0.05)
+    chat = model.chat([{"role": "user", "content": "x"}])
+    await chat.reply()
+    return chat.sample()
+
+asked, all_asked = [], asyncio.Event()
+
+async def slow_end(task, model, context):
+    chat = model.chat([{"role": "user", "content": "x"}])
+    await chat.reply()
+    asked.append(task.index)
+    if len(asked) == 32:
+        all_asked.set()
+    await all_asked.wait()
+    time.sleep(0.05)
     return chat.sample()
 
 held = []
@@ -99,11 +118,15 @@ class Owner:
     def __init__(self) -> None:
         self.told: asyncio.Queue[Done | Raised | WorkerDeath] = asyncio.Queue()
         self.asks: list[Ask] = []
+        self.began: list[int] = []
 
     def asked(self, worker: UserWorker, ask: Ask) -> None:
         self.asks.append(ask)
         message = {"role": "assistant", "content": ask.messages[-1]["content"] + "!"}
         worker.send(Told(ask.number, len(self.asks), message, "stop", [1, 2]))
+
+    def begun(self, worker: UserWorker, message: Begun) -> None:
+        self.began.append(message.run)
 
     def done(self, worker: UserWorker, message: Done) -> None:
         self.told.put_nowait(message)
@@ -115,11 +138,12 @@ class Owner:
         self.told.put_nowait(death)
 
 
-def setup_of(users: Path, function: str) -> Setup:
+def setup_of(users: Path, function: str, *, stall_timeout_s: float = 10.0) -> Setup:
     return Setup(
         model_dir="", renderer=None, function=f"my_rollouts:{function}", agent=None, command=[], tools=[],
         timeout_s=60, max_turns=0, max_tokens=0, max_context=0, max_response_tokens=8, max_attempts=1, num_workers=1,
         path=[str(users).encode(), *(place.encode() for place in sys.path)], scratch=str(users),
+        stall_timeout_s=stall_timeout_s,
     )  # fmt: skip
 
 
@@ -128,9 +152,11 @@ def start_of(users: Path, run: int, question: str) -> Start:
     return Start(run, begin, 0, "", "", 60.0, str(users / str(run)))
 
 
-async def told_by(users: Path, function: str, *questions: str, number: int = 1) -> tuple[list[object], Owner]:
+async def told_by(
+    users: Path, function: str, *questions: str, number: int = 1, stall_timeout_s: float = 10.0
+) -> tuple[list[object], Owner]:
     owner = Owner()
-    worker = await UserWorker.start(setup_of(users, function), owner)
+    worker = await UserWorker.start(setup_of(users, function, stall_timeout_s=stall_timeout_s), owner)
     for run, question in enumerate(questions, start=1):
         worker.begin(start_of(users, run, question))
     told: list[object] = [await asyncio.wait_for(owner.told.get(), 60) for _ in range(number)]
@@ -183,14 +209,75 @@ def test_a_process_that_ends_names_the_rollout_whose_code_ran_though_in_a_task_o
     assert death.run == 2
 
 
-def test_a_blocked_loop_is_killed_and_the_rollout_that_blocks_it_named(
-    users: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(user_workers, "STALL_S", 2.0)
-    (death,), _ = asyncio.run(told_by(users, "odd", "wait", "block"))
+def test_a_blocked_loop_is_killed_and_the_rollout_that_blocks_it_named_with_the_line(users: Path) -> None:
+    (death,), _ = asyncio.run(told_by(users, "odd", "wait", "block", stall_timeout_s=2.0))
     assert isinstance(death, WorkerDeath)
     assert death.run == 2
-    assert "event loop" in death.how
+    line = 1 + next(at for at, text in enumerate(MODULE.splitlines()) if text.strip() == "time.sleep(1000)")
+    assert f"event loop up for 2 s (rollout.stall_timeout_s) in odd (my_rollouts.py:{line}); blocking" in death.how
+
+
+def test_many_that_each_hold_the_loop_a_little_when_they_begin_cost_no_process(users: Path) -> None:
+    """A client for each costs 43 ms, and 1,024 begin at once: here fewer, and a limit as much shorter."""
+    number = 32
+    told, owner = asyncio.run(told_by(users, "slow_start", *["x"] * number, number=number, stall_timeout_s=0.8))
+    assert [type(one).__name__ for one in told] == ["Done"] * number
+    assert sorted(owner.began) == list(range(1, number + 1))
+
+
+def test_many_replies_at_once_that_each_hold_the_loop_a_little_cost_no_process(users: Path) -> None:
+    number = 32
+    told, _ = asyncio.run(told_by(users, "slow_end", *["x"] * number, number=number, stall_timeout_s=0.8))
+    assert [type(one).__name__ for one in told] == ["Done"] * number
+
+
+def test_what_waits_in_line_is_stopped_without_a_call(users: Path) -> None:
+    async def run() -> list[int]:
+        owner = Owner()
+        worker = await UserWorker.start(setup_of(users, "slow_start"), owner)
+        for number in range(1, 17):
+            worker.begin(start_of(users, number, "x"))
+        worker.end(16, within_s=30)
+        while worker.num_rollouts:
+            await asyncio.sleep(0.01)
+        assert worker.alive
+        await worker.gone()
+        return owner.began
+
+    began = asyncio.run(asyncio.wait_for(run(), 60))
+    assert 16 not in began and len(began) == 15
+
+
+def test_a_loop_that_keeps_up_begins_more_at_a_time_and_one_that_lags_fewer_but_always_one() -> None:
+    pace, numbers = StartPace(), []
+    for seconds in [0.001] * 8 + [0.2] * 8 + [0.001] * 2:
+        numbers.append(pace.number)
+        pace.turn_took(seconds)
+    assert numbers == [1, 2, 4, 8, 16, 32, 64, 64, 64, 32, 16, 8, 4, 2, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("start_s", [0.0005, 0.043, 0.3])
+def test_the_longest_turn_is_short_whatever_a_start_costs(start_s: float) -> None:
+    pace, left, turns = StartPace(), 1024, []
+    while left:
+        began = min(pace.number, left)
+        left -= began
+        turns.append(began * start_s)
+        pace.turn_took(turns[-1])
+    assert max(turns) <= max(0.2, start_s) and sum(turns) == pytest.approx(1024 * start_s)
+
+
+def test_a_stack_is_told_as_the_users_calls_outermost_first() -> None:
+    frames = [("/lib/ssl.py", 717, "load"), ("/lib/ssl.py", 600, "context"), ("/lib/httpx.py", 9, "__init__")]
+    frames += [("/home/me/my_agent.py", 30, "client"), ("/home/me/my_agent.py", 12, "agent")]
+    frames += [(worker.__file__, 300, "_call_agent"), ("/lib/asyncio/events.py", 80, "_run")]
+    lines = [f'  File "{file}", line {line} in {name}' for file, line, name in frames]
+    stack = "Current thread 0x00007f (most recent call first):\n" + "\n".join(lines)
+    assert (
+        held_by(stack)
+        == "agent (my_agent.py:12) > client (my_agent.py:30) > ... > context (ssl.py:600) > load (ssl.py:717)"
+    )
+    assert held_by("") == ""
 
 
 def test_a_cancelled_rollout_leaves_and_others_go_on(users: Path) -> None:
@@ -219,7 +306,7 @@ def test_a_cancelled_rollout_leaves_and_others_go_on(users: Path) -> None:
 async def death_after_cancelling(users: Path, *questions: str) -> object:
     """Begin rollouts, cancel the first once all have asked, and return how their process ended."""
     owner = Owner()
-    worker = await UserWorker.start(setup_of(users, "odd"), owner)
+    worker = await UserWorker.start(setup_of(users, "odd", stall_timeout_s=3.0), owner)
     for run, question in enumerate(questions, start=1):
         worker.begin(start_of(users, run, question))
     while len(owner.asks) < len(questions):
@@ -235,11 +322,7 @@ def test_a_late_cancellation_blames_who_did_not_end_and_not_whose_code_happens_t
     assert isinstance(death, WorkerDeath) and death.run == 1
 
 
-def test_a_cancellation_that_a_blocked_loop_holds_up_blames_who_blocks_it(
-    users: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(user_workers, "STALL_S", 3.0)
-
+def test_a_cancellation_that_a_blocked_loop_holds_up_blames_who_blocks_it(users: Path) -> None:
     death = asyncio.run(death_after_cancelling(users, "wait", "block"))
     assert isinstance(death, WorkerDeath)
     assert death.run == 2 and "event loop" in death.how

@@ -13,6 +13,7 @@ from asyncflow.errors import TrainingDiverged
 from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from launcher.config.reference import all_keys
 from tests.support.training_role import CountingRole
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
@@ -249,7 +250,8 @@ def test_a_trainer_waits_for_producers_as_long_as_a_start_may_take(
     context: Any = SimpleNamespace(config=config, start_step=2, job=SimpleNamespace(last_step=9))
     task: Any = SimpleNamespace(name="train", inputs=())
     settings: Any = open_loader(context, cast(Any, None), task, getattr(config, section), rank=0, num_ranks=1)
-    assert settings["producers_timeout_s"] == 123
+    assert (settings["producers_timeout_s"], settings["producers_setting"]) == (123, "launcher.start_timeout_s")
+    assert "launcher.start_timeout_s" in {key.path for key in all_keys()}
     assert (settings["first_partition"], settings["last_partition"]) == (STEP, 9)
 
 

@@ -42,8 +42,17 @@ def test_gives_up_when_producers_are_gone_without_a_break(clock: Clock) -> None:
     wait(monitor, clock, ALONE, times=3)
     monitor.served()
     wait(monitor, clock, ALONE, times=3)
-    with pytest.raises(ProducersGone, match=r"train: waits for column y, but for 60 s nobody"):
+    with pytest.raises(ProducersGone, match=r"train: waits for column y, but for 60 s no process was connected"):
         wait(monitor, clock, ALONE, times=1)
+
+
+def test_the_error_names_the_setting_as_the_user_knows_it(clock: Clock) -> None:
+    for given, named in (
+        ({}, "producers_timeout_s"),
+        ({"setting": "launcher.start_timeout_s"}, "launcher.start_timeout_s"),
+    ):
+        with pytest.raises(ProducersGone, match=rf", or raise {named} if they only start slowly"):
+            wait(StallMonitor(producers_timeout_s=60, clock=clock, **given), clock, ALONE, times=4)
 
 
 def test_waits_for_ever_when_told_so(clock: Clock) -> None:
