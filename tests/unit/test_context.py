@@ -9,7 +9,8 @@ import pytest
 from torch.distributed import HashStore
 
 from asyncflow.sealed_store import SealedStore
-from workers.context import REWARD, ROLLOUT, WorkerContext
+from launcher.run.progress import Status
+from workers.context import REWARD, ROLLOUT, WorkerContext, _Status
 
 
 @pytest.mark.parametrize(("phase", "woken"), [("run", False), ("stop", True), ("exit", True)])
@@ -24,6 +25,16 @@ def test_whoever_waits_for_something_else_is_woken_to_stop(phase: str, woken: bo
     wake.clear()
     context._obey(phase)  # with the next heartbeat: what was cleared just before it looked is set again
     assert wake.is_set() == woken
+
+
+def test_rank_that_waited_does_again_what_it_did_before() -> None:
+    """A trainer that waits for its reference in the middle of a step is not taken for stuck, nor for waiting after."""
+    context: Any = object.__new__(WorkerContext)
+    context._status = _Status("training", "step 3", 3, 2)
+    with context.reporting("waiting for weights", step=4):
+        said = Status.from_json(vars(context._status))
+        assert (said.state, said.step, said.version, said.waits) == ("waiting for weights", 4, 2, True)
+    assert context._status == _Status("training", "step 3", 3, 2)
 
 
 def test_phase_that_a_stranger_wrote_is_not_obeyed(caplog: pytest.LogCaptureFixture) -> None:

@@ -195,6 +195,18 @@ def test_announcement_has_the_tasks_of_roles_without_processes_and_no_secret() -
     assert SECRET.encode() not in encoded
 
 
+@pytest.mark.parametrize(("interval", "says"), [(0, False), (2, True)])
+def test_process_outside_says_which_reference_it_holds_where_that_follows_the_policy(interval: int, says: bool) -> None:
+    config = load_config(
+        find_recipe("quickstart"),
+        roles="rollout:1,actor:1,ref:0",
+        overrides=[f"algorithm.ref_update_interval={interval}"],
+    )
+    gangs = (GangSpec("rollout-0", "rollout", 0, 1, ("cpu",)), GangSpec("actor", "actor", 0, 1, ("cpu",)))
+    job = Job(LOOPBACK, 1, SECRET, 1, gangs, 0, "", 3, 0.0, HostClock.measure())
+    assert Announcement.of(config, job).tasks["ref_log_probs"].needs_version is says
+
+
 @pytest.mark.parametrize(
     ("run", "key", "message"),
     [
