@@ -143,7 +143,7 @@ class WorkerContext:
         Raises:
             ConfigError: it cannot be loaded, or gives other tokens than that of the first process.
         """
-        tokenizer = load_tokenizer(Path(self.config.model.path), self.config.data.template_time)
+        tokenizer = load_tokenizer(Path(self.config.model.path), self.config.data.templates)
         libraries = " and ".join(f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
         by, probe = f"{self.name} ({libraries}, {sys.executable})", token_probe(tokenizer)
         first = json.loads(self.said_first("tokens", json.dumps([by, probe])))

@@ -22,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -82,8 +83,8 @@ class LocalEngines:
         self._tasks = {task.name: task for task in place_tasks(graph_of(config), ("rollout", "reward", "actor"))}
         _check(config, self._tasks[ACTOR_TRAIN].fused)
         model_dir, self._device, self.version = Path(config.model.path), device, 0
-        now = datetime.now().isoformat(timespec="seconds")
-        self.tokenizer = load_tokenizer(model_dir, config.data.template_time or now)
+        told, now = config.data.templates, datetime.now().isoformat(timespec="seconds")
+        self.tokenizer = load_tokenizer(model_dir, msgspec.structs.replace(told, time=told.time or now))
         self._tokens = PromptTokens(config.data, model_dir=model_dir, own_rollout=False, tokenizer=self.tokenizer)
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
         self._draws = np.random.Generator(np.random.PCG64(config.seed))

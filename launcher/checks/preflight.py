@@ -239,7 +239,7 @@ def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptR
         return ShownPrompt(str(rows[0].prompt) or rows[0].task, rows[0].ground_truth, None) if rows else None
     model_dir = Path(config.model.path)
     data = config.data
-    with ModelTokenizer(model_dir, chat=data.chat_template, template_time=data.template_time) as tokenizer:
+    with ModelTokenizer(model_dir, chat=data.chat_template, templates=data.templates) as tokenizer:
         first_prompt = check_prompts(rows, data, model_dir=model_dir, tokenizer=tokenizer) if rows else None
         if held_out:
             check_prompts(held_out, config.evaluate.prompts(data), model_dir=model_dir, tokenizer=tokenizer)

@@ -5,6 +5,8 @@ import shutil
 import time
 from pathlib import Path
 
+import msgspec
+
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import check_function
@@ -67,7 +69,7 @@ def check_rollout_code(config: RunConfig) -> None:
     settings = {
         "model_dir": str(Path(config.model.path)),
         "renderer": config.model.renderer,
-        "template_time": config.data.template_time,
+        "templates": msgspec.to_builtins(config.data.templates),
         "function": own.function,
         "agent": own.agent,
         "tools": list(own.tools),
@@ -116,6 +118,8 @@ def try_rollout(config: RunConfig, row: PromptRow) -> None:
         "models": {name: served.model_dump() for name, served in own.models.items()},
         "max_memory_bytes": int(own.max_memory_gb * 2**30),
         "max_file_bytes": int(own.max_file_gb * 2**30),
+        "stall_timeout_s": own.stall_timeout_s,
+        "templates": msgspec.to_builtins(config.data.templates),
     }
     about = f"(a trial rollout of {row.where(config.data)}, whose every reply is its ground truth)"
     entry = Entry("workers.agents.preflight:trial", {"setup": setup})

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 import configs
 from asyncflow.errors import ConfigError
+from workers.agents.rendering import load_renderer
 from workers.data.config import DataConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
 from workers.data.prompt_dataset import PromptDataset
@@ -334,3 +336,20 @@ def test_template_is_told_the_time_of_the_start(model_dir: Path) -> None:
     config = data(chat_template=True, template_time="2001-02-03 04:05", shuffle=False)
     assert check_prompts(ROWS, config, model_dir=model_dir).text == "20010203+0+0="
     assert PromptDataset(ROWS, config, model_dir=model_dir, seed=0).prompt(0).text == "20010203+0+0="
+
+
+def test_template_is_told_the_options_of_the_run_and_only_such_as_it_uses(model_dir: Path) -> None:
+    (model_dir / "chat_template.jinja").write_text("{{ '1+' if thinking is true else '2+' }}{{ messages[0].content }}")
+    for thinking, text in ((True, "1+0+0="), (False, "2+0+0=")):
+        config = data(chat_template=True, chat_template_options={"thinking": thinking}, shuffle=False)
+        assert check_prompts(ROWS, config, model_dir=model_dir).text == text
+        assert PromptDataset(ROWS, config, model_dir=model_dir, seed=0).prompt(0).text == text
+        renderer = load_renderer(model_dir, None, config.templates)
+        assert renderer.render([{"role": "user", "content": "0+0="}], None) == load_tokenizer(model_dir).encode(text)
+    wrong = data(chat_template=True, chat_template_options={"enable_thinking": False})
+    with pytest.raises(
+        ConfigError, match=r"data.chat_template_options: the chat template of .* does not use 'enable_th"
+    ):
+        check_prompts(ROWS, wrong, model_dir=model_dir)
+    with pytest.raises(ValidationError, match="tools is what AsyncFlow itself says of a conversation"):
+        data(chat_template=True, chat_template_options={"tools": []})

@@ -3,13 +3,14 @@
 import importlib.util
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
 from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message, Tools, call_id, normalized
+from workers.data.config import TemplateSettings
 
 _HELLO = {"role": "user", "content": "Hello"}
 
@@ -17,11 +18,11 @@ _HELLO = {"role": "user", "content": "Hello"}
 class PackageRenderer:
     """A renderer of the package `renderers` (extra `agents`), by its name there."""
 
-    def __init__(self, tokenizer: Any, name: str, template_time: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, name: str, templates: TemplateSettings = TemplateSettings()) -> None:  # noqa: B008
         """Args:
         tokenizer: the model's.
         name: of the renderer.
-        template_time: `data.template_time`.
+        templates: what renderers are told besides the messages.
 
         Raises:
         ConfigError: the package is missing, has no such renderer, or the tokenizer does not fit it.
@@ -34,9 +35,9 @@ class PackageRenderer:
             config = config_from_name(name)
             if config is None or name == "default":
                 raise ValueError("it never bridges; leave model.renderer out")
-            self._renderer = create_renderer(tokenizer, _keeping_thoughts(config))
+            self._renderer = create_renderer(tokenizer, _with_options(config, templates.options))
             if hasattr(self._renderer, "config"):
-                self._renderer.config = _at_time(self._renderer.config, template_time)
+                self._renderer.config = _at_time(self._renderer.config, templates.time)
             opened, plain = ([*self._ids([_HELLO], prompt)] for prompt in (True, False))
         except Exception as error:  # (a package's, for any name or tokenizer)
             raise ConfigError(f"model.renderer: {name!r} of the package renderers: {one_line(error)}") from error
@@ -105,8 +106,10 @@ def _at_time(config: Any, template_time: str | None) -> Any:
     return config.model_copy(update={"conversation_start_date": template_time.partition("T")[0]})
 
 
-def _keeping_thoughts(config: Any) -> Any:
-    """Let a bridge keep earlier reasoning, as the template's bridge does."""
-    if "thinking_retention" not in type(config).model_fields:
-        return config
-    return type(config)(thinking_retention="all")
+def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
+    """Set `data.chat_template_options`, and let a bridge keep earlier reasoning, as the template's bridge does."""
+    known = type(config).model_fields
+    if unknown := sorted(options.keys() - known.keys()):
+        raise ValueError(f"it has no option {unknown[0]!r} (data.chat_template_options); it has {' '.join(known)}")
+    kept = {"thinking_retention": "all"} if "thinking_retention" in known else {}
+    return type(config)(**kept | dict(options))

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.agents.channel import Channel
 from workers.agents.other_model import OtherModel
@@ -30,6 +32,7 @@ from workers.agents.wire import (
 )
 from workers.agents.worker import load_rollout
 from workers.calls.user_function import Callee
+from workers.data.config import TemplateSettings
 from workers.data.tokenizer import load_tokenizer
 
 _END_S = 5.0
@@ -40,7 +43,7 @@ def usable(
     *,
     model_dir: str,
     renderer: str | None,
-    template_time: str | None,
+    templates: Mapping[str, Any],
     function: str | None,
     agent: str | None,
     tools: Sequence[str],
@@ -60,7 +63,7 @@ def usable(
     for name, settings in models.items():
         OtherModel(name, settings)
     described = [tool.description for tool in given]
-    rendering = load_renderer(Path(model_dir), renderer, template_time)
+    rendering = load_renderer(Path(model_dir), renderer, msgspec.convert(templates, TemplateSettings))
     missing: list[str] = []
     if renderer is None or ":" not in renderer:  # a class of the user's may know few words
         missing = prove(rendering, load_tokenizer(Path(model_dir)), described or None)
@@ -81,7 +84,8 @@ def trial(setup: Mapping[str, Any]) -> Callee:
         words = tokenizer.encode(ground_truth, add_special_tokens=False) if ground_truth else []
         with tempfile.TemporaryDirectory(prefix="trial-", ignore_cleanup_errors=True) as scratch:
             path = [os.fsencode(place) for place in sys.path]
-            whole = Setup(**setup, path=path, scratch=scratch, seal=secrets.token_bytes(32))
+            given = {**setup, "templates": msgspec.convert(setup["templates"], TemplateSettings)}
+            whole = Setup(**given, path=path, scratch=scratch, seal=secrets.token_bytes(32))
             return asyncio.run(_one_rollout(whole, task, words))
 
     return Callee(make)

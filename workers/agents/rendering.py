@@ -23,6 +23,7 @@ from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message, Tools, call_id, normalized
 from workers.agents.parsing import MARKS, CallForm, read_reply
 from workers.calls.user_function import load_function
+from workers.data.config import TemplateSettings
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.model_files import eos_token_ids
 
@@ -237,24 +238,28 @@ class TemplateRenderer:
             return list(self._tokenizer.encode(legal, add_special_tokens=False))
 
 
-def load_renderer(model_path: Path, name: str | None, template_time: str | None = None) -> Renderer:
+def load_renderer(
+    model_path: Path,
+    name: str | None,
+    templates: TemplateSettings = TemplateSettings(),  # noqa: B008
+) -> Renderer:
     """Return the renderer of a model directory.
 
     Args:
         name: `model.renderer`: one of the package `renderers`, or `module:Class`, called with the tokenizer; None: the
             chat template.
-        template_time: `data.template_time`.
+        templates: what its chat template is told besides the messages.
 
     Raises:
         ConfigError: there is no such renderer, or the tokenizer or its template cannot be used.
     """
-    tokenizer = load_tokenizer(model_path, template_time)
+    tokenizer = load_tokenizer(model_path, TemplateSettings() if name and ":" not in name else templates)
     if name is None:
         return TemplateRenderer(tokenizer, eos_token_ids(model_path))
     if ":" not in name:
         from workers.agents.package_renderer import PackageRenderer
 
-        return PackageRenderer(tokenizer, name, template_time)
+        return PackageRenderer(tokenizer, name, templates)
     made: Callable[[Any], Renderer] = load_function(name, field="model.renderer", arguments=["tokenizer"])
     return made(tokenizer)
 

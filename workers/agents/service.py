@@ -86,7 +86,7 @@ class Service:
         """
         self._engine = engine
         self._setup = setup
-        self._renderer = load_renderer(Path(setup.model_dir), setup.renderer, setup.template_time)
+        self._renderer = load_renderer(Path(setup.model_dir), setup.renderer, setup.templates)
         self._gateway = self._open_gateway() if setup.agent is not None or setup.command else None
         self._workers: list[UserWorker] = []
         self._worker_came = asyncio.Event()

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from workers.agents.messages import Message
+from workers.data.config import TemplateSettings
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -34,7 +35,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
         max_memory_bytes, max_file_bytes: limits of each process that runs users' code; 0: none.
         stall_timeout_s: how long one step of a rollout may hold the event loop of its process.
         seal, port: of the gateway of a service before this one; see `workers.agents.gateway`.
-        template_time: `data.template_time`.
+        templates: what chat templates are told besides the messages.
     """
 
     model_dir: str
@@ -57,7 +58,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     max_file_bytes: int = 0
     seal: bytes = b""
     port: int = 0
-    template_time: str | None = None
+    templates: TemplateSettings = TemplateSettings()
     stall_timeout_s: float = 10.0
 
 

@@ -5,6 +5,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self
 
+import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from asyncflow.registry import Registry
@@ -17,6 +18,12 @@ SOURCES = Registry("asyncflow.data_sources", {FEED: "workers.data.feed_file:Feed
 HELD_OUT_SOURCES = Registry(SOURCES.group, {})
 """What `evaluate.source` may say."""
 
+_NO_OPTIONS = frozenset(
+    ("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize", "padding",
+     "continue_final_message", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
+     "return_assistant_tokens_mask", "strftime_now")
+)  # fmt: skip
+"""Arguments of transformers that a caller gives, not the user."""
 BLOCK = 1000
 """Groups in which a mixture has its weights exactly."""
 
@@ -36,6 +43,18 @@ def _local_time(given: object) -> object:
 
 def _refuse_time(given: object) -> NoReturn:
     raise ValueError(f"{given!r} is no time; write one as 2026-11-26T09:00:00")
+
+
+class TemplateSettings(msgspec.Struct, frozen=True):
+    """What chat templates are told besides the messages.
+
+    Attributes:
+        time: `data.template_time`; None: the time at which they are rendered.
+        options: `data.chat_template_options`.
+    """
+
+    time: str | None = None
+    options: dict[str, Any] = {}
 
 
 class HubPart(Settings):
@@ -111,6 +130,8 @@ class DataConfig(HubPart):
     template_time: Annotated[str | None, BeforeValidator(_local_time)] = None
     """Local time that chat templates are told (`strftime_now`), e.g. 2026-11-26T09:00:00; null: that of the start,
     which is written to the run's `config.yaml`. All processes of a run are told it, and a run that goes on, too."""
+    chat_template_options: dict[str, Any] = Field({})
+    """What the chat template is told by name, e.g. `{enable_thinking: false}`; one that it does not use is refused."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt (tokens)."""
     overlong: Literal["reject", "skip"] = "skip"
@@ -139,6 +160,18 @@ class DataConfig(HubPart):
             if getattr(self, name) and getattr(self, of) is None:
                 raise ValueError(f"{name} are for {of}, which is missing; set {of}, or remove {name}")
         return self
+
+    @field_validator("chat_template_options")
+    @classmethod
+    def _are_options_of_templates(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(options.keys() & _NO_OPTIONS):
+            raise ValueError(f"{taken[0]} is what AsyncFlow itself says of a conversation; remove it")
+        return options
+
+    @property
+    def templates(self) -> TemplateSettings:
+        """What chat templates are told besides the messages."""
+        return TemplateSettings(self.template_time, self.chat_template_options)
 
     @property
     def is_feed(self) -> bool:

@@ -77,7 +77,7 @@ def check_prompts(
     """
     check_templates(config)
     if tokenizer is None:
-        with ModelTokenizer(model_dir, chat=config.chat_template, template_time=config.template_time) as tokenizer:
+        with ModelTokenizer(model_dir, chat=config.chat_template, templates=config.templates) as tokenizer:
             return _check(rows, config, tokenizer)
     return _check(rows, config, tokenizer)
 

@@ -142,7 +142,7 @@ class PromptTokens:
         self.config = config
         self._chat = config.chat_template and not own_rollout
         self.own_rollout = own_rollout
-        self._tokenizer = load_tokenizer(model_dir, config.template_time) if tokenizer is None else tokenizer
+        self._tokenizer = load_tokenizer(model_dir, config.templates) if tokenizer is None else tokenizer
         self._raw = load_raw_tokenizer(model_dir) if says_all(model_dir) else None
         self._model_dir = model_dir
         if self._chat and not self._tokenizer.chat_template:

@@ -12,16 +12,19 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import Callee
 from workers.checkpoint.files import content_hash
+from workers.data.config import TemplateSettings
 from workers.engines.model_files import TOKENIZER_SETTINGS, load_raw_tokenizer, read_object
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -47,15 +50,15 @@ PROBES = (
 """Texts on which tokenizers differ that are not the same."""
 
 
-def load_tokenizer(model_dir: Path, template_time: str | None = None) -> Any:
+def load_tokenizer(model_dir: Path, templates: TemplateSettings = TemplateSettings()) -> Any:  # noqa: B008
     """Return the transformers tokenizer in `model_dir`; never asks the network.
 
     Args:
         model_dir: of the model.
-        template_time: `data.template_time`: what chat templates are told; None: the time at which they are rendered.
+        templates: what its chat template is told.
 
     Raises:
-        ConfigError: there is none, or transformers cannot read it.
+        ConfigError: there is none, or transformers cannot read it; its chat template does not use an option.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -67,9 +70,22 @@ def load_tokenizer(model_dir: Path, template_time: str | None = None) -> Any:
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"model.path: cannot load the tokenizer of {model_dir}: {reason}") from error
-    if template_time is not None and "strftime_now" in str(tokenizer.chat_template):
-        tokenizer.apply_chat_template = _StoppedClock(tokenizer, template_time).apply_chat_template
+    if templates.options:
+        _check_options(tokenizer, templates.options)
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **templates.options)
+    if templates.time is not None and "strftime_now" in str(tokenizer.chat_template):
+        tokenizer.apply_chat_template = _StoppedClock(tokenizer, templates.time).apply_chat_template
     return tokenizer
+
+
+def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:
+    """Refuse an option that would change nothing, in silence."""
+    for name in options:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template or "")):
+            raise ConfigError(
+                f"data.chat_template_options: the chat template of {tokenizer.name_or_path} does not use {name!r}; "
+                f"remove it"
+            )
 
 
 class _StoppedClock:
@@ -251,13 +267,13 @@ class ModelTokenizer:
     child.
     """
 
-    def __init__(self, model_dir: Path, *, chat: bool, template_time: str | None = None) -> None:
+    def __init__(self, model_dir: Path, *, chat: bool, templates: TemplateSettings = TemplateSettings()) -> None:  # noqa: B008
         """Begin to start the child, if one is needed.
 
         Args:
             model_dir: of the model.
             chat: there are conversations to render.
-            template_time: see `load_tokenizer`.
+            templates: see `load_tokenizer`.
 
         Raises:
             ConfigError: a file of the tokenizer cannot be read.
@@ -266,7 +282,7 @@ class ModelTokenizer:
         self._raw = load_raw_tokenizer(model_dir) if says_all(model_dir) else None
         self._pool: CallPool | None = None
         if chat or self._raw is None:
-            settings = {"model_dir": str(model_dir), "chat": chat, "template_time": template_time}
+            settings = {"model_dir": str(model_dir), "chat": chat, "templates": msgspec.to_builtins(templates)}
             what = f"data.chat_template: the chat template of {model_dir}" if chat else "model.path: the tokenizer"
             self._pool = CallPool(
                 Entry("workers.data.tokenizer:tokenizer_in_child", settings),
@@ -349,7 +365,7 @@ def missing_chat_template(model_dir: Path) -> ConfigError:
     return ConfigError(f"data.chat_template: the tokenizer of {model_dir} has none; set it to false")
 
 
-def tokenizer_in_child(model_dir: str, chat: bool, template_time: str | None) -> Callee:
+def tokenizer_in_child(model_dir: str, chat: bool, templates: Mapping[str, Any]) -> Callee:
     """Load the tokenizer, in the child; what it answers is a list, or what is wrong with the template.
 
     Raises:
@@ -357,7 +373,7 @@ def tokenizer_in_child(model_dir: str, chat: bool, template_time: str | None) ->
     """
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # not to be imported: that takes several seconds
-    tokenizer = load_tokenizer(Path(model_dir), template_time)
+    tokenizer = load_tokenizer(Path(model_dir), msgspec.convert(templates, TemplateSettings))
     if chat and not tokenizer.chat_template:
         raise missing_chat_template(Path(model_dir))
 

@@ -352,7 +352,7 @@ def open_rollouts(
     setup = Setup(
         model_dir=str(model_dir),
         renderer=config.model.renderer,
-        template_time=config.data.template_time,
+        templates=config.data.templates,
         function=own.function,
         agent=own.agent,
         command=list(own.agent_command),
