@@ -13,7 +13,7 @@ import configs
 from asyncflow.errors import ConfigError
 from workers.data.config import DataConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
-from workers.data.prompt_dataset import PromptDataset
+from workers.data.prompt_dataset import PromptDataset, PromptTokens
 from workers.data.prompt_rows import PromptRow
 from workers.data.tokenizer import ModelTokenizer, load_tokenizer
 
@@ -254,6 +254,19 @@ def test_tokens_that_transformers_adds_are_checked_as_the_run_makes_them(model_d
     assert check_prompts(rows, data(), model_dir=model_dir).num_tokens == len(made.tokens) == 5
 
 
+def test_tokenizer_without_a_tokenizer_json_is_checked_as_the_run_has_it(model_dir: Path) -> None:
+    file = model_dir / "tokenizer.json"
+    model = json.loads(file.read_text())["model"]
+    file.unlink()
+    (model_dir / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (model_dir / "merges.txt").write_text("")
+    made = PromptDataset(ROWS, data(shuffle=False), model_dir=model_dir, seed=0).prompt(0)
+    shown = check_prompts(ROWS, data(), model_dir=model_dir)
+    assert (shown.num_tokens, shown.text) == (len(made.tokens), made.text) == (4, "0+0=")
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the prompt has 4 tokens"):
+        check_prompts(ROWS, data(overlong="reject", max_prompt_tokens=3), model_dir=model_dir)
+
+
 def test_prompt_that_begins_twice_is_refused(model_dir: Path) -> None:
     edit_settings(model_dir, bos_token="<pad>")
     surround_every_text(model_dir, begin="<pad>")
@@ -267,6 +280,12 @@ def test_text_that_ends_itself_is_refused_by_line(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows.jsonl:6: the prompt's text ends with <eos> \(1\), .*out of the text"):
         check_prompts(rows, data(), model_dir=model_dir)
     check_prompts([*ROWS, PromptRow("1+1=2<eos>1+2=", "3", 6)], data(), model_dir=model_dir)  # an example before it
+    later = [*ROWS * 100, PromptRow("1+1=2<eos>", "2", 501)]  # in a chunk that is not tokenized before the start
+    with pytest.raises(ConfigError, match=r"rows.jsonl:501: the prompt's text ends with <eos> \(1\), .*of the text"):
+        check_prompts(later, data(), model_dir=model_dir)
+    tokens = PromptTokens(data(), model_dir=model_dir, own_rollout=False)
+    with pytest.raises(ConfigError, match=r"rows.jsonl:6: the prompt's text ends with <eos> \(1\), .*of the text"):
+        tokens.check_end(rows[-1], tokens.of(rows[-1:])[1][0])
 
 
 @pytest.mark.parametrize("behind", ["<eos>", "<eos>\\n"])
