@@ -33,7 +33,7 @@ from workers.admission.task_sampler import try_sampler
 from workers.algorithms.group_filter import check_group_filter
 from workers.calls.user_function import check_function, search_beside
 from workers.config import RunConfig
-from workers.data.prompt_check import ShownPrompt, check_prompts
+from workers.data.prompt_check import ShownPrompt, check_ends, check_prompts
 from workers.data.prompt_rows import PromptRow, check_templates, read_data
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ModelTokenizer
@@ -240,6 +240,8 @@ def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptR
     model_dir = Path(config.model.path)
     data = config.data
     with ModelTokenizer(model_dir, chat=data.chat_template, templates=data.templates) as tokenizer:
+        if not rows:  # they are fed
+            check_ends(data, tokenizer)
         first_prompt = check_prompts(rows, data, model_dir=model_dir, tokenizer=tokenizer) if rows else None
         if held_out:
             check_prompts(held_out, config.evaluate.prompts(data), model_dir=model_dir, tokenizer=tokenizer)

@@ -13,11 +13,12 @@ from pydantic import ValidationError
 import configs
 from asyncflow.errors import ConfigError
 from workers.agents.rendering import load_renderer
+from workers.calls.pool import Entry
 from workers.data.config import DataConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
-from workers.data.prompt_dataset import PromptDataset
+from workers.data.prompt_dataset import PromptDataset, PromptTokens
 from workers.data.prompt_rows import PromptRow
-from workers.data.tokenizer import ModelTokenizer, load_tokenizer
+from workers.data.tokenizer import ModelTokenizer, load_tokenizer, tokenizer_in_child
 
 QUICKSTART = Path(configs.__path__[0]) / "quickstart" / "model"
 ROWS = [PromptRow(f"{i}+{i}=", str(2 * i), i + 1) for i in range(5)]
@@ -213,6 +214,27 @@ def test_tokenizer_that_loses_the_spaces_is_refused(model_dir: Path) -> None:
         check_prompts([PromptRow("what is 1 and 2?", "3", 1)], data(), model_dir=model_dir)
 
 
+class HerePool:
+    """Asks this process what a child would be asked: transformers is loaded already."""
+
+    def __init__(self, entry: Entry, **_: object) -> None:
+        self._answer = tokenizer_in_child(**entry.settings).function
+
+    def until_ready(self) -> None:
+        """It is."""
+
+    def call(self, *question: Any, on: str) -> Any:
+        return json.loads(json.dumps(self._answer(*question)))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.data.tokenizer.CallPool", HerePool)
+
+
 def surround_every_text(model_dir: Path, *, begin: str = "", end: str = "") -> None:
     """Have the post-processor put tokens around every text."""
     parts: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
@@ -232,6 +254,7 @@ def surround_every_text(model_dir: Path, *, begin: str = "", end: str = "") -> N
     file.write_text(json.dumps(tokenizer))
 
 
+@pytest.mark.usefixtures("here")
 def test_tokenizer_that_ends_every_prompt_is_refused(model_dir: Path) -> None:
     surround_every_text(model_dir, end="<eos>")
     with pytest.raises(
@@ -248,12 +271,27 @@ def test_flags_beside_tokenizer_json_count_for_the_check_as_for_the_run(model_di
     assert check_prompts(ROWS, data(), model_dir=model_dir).num_tokens == len(made.tokens) == 4
 
 
+@pytest.mark.usefixtures("here")
 def test_tokens_that_transformers_adds_are_checked_as_the_run_makes_them(model_dir: Path) -> None:
     edit_settings(model_dir, bos_token="<call>")  # tokenizer.json has no such one
     edit_config(model_dir, vocab_size=100)
     rows = [PromptRow("<call>1+1=", "2", 1)]
     made = PromptDataset(rows, data(), model_dir=model_dir, seed=0).prompt(0)
     assert check_prompts(rows, data(), model_dir=model_dir).num_tokens == len(made.tokens) == 5
+
+
+@pytest.mark.usefixtures("here")
+def test_tokenizer_without_a_tokenizer_json_is_checked_as_the_run_has_it(model_dir: Path) -> None:
+    file = model_dir / "tokenizer.json"
+    model = json.loads(file.read_text())["model"]
+    file.unlink()
+    (model_dir / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (model_dir / "merges.txt").write_text("")
+    made = PromptDataset(ROWS, data(shuffle=False), model_dir=model_dir, seed=0).prompt(0)
+    shown = check_prompts(ROWS, data(), model_dir=model_dir)
+    assert (shown.num_tokens, shown.text) == (len(made.tokens), made.text) == (4, "0+0=")
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the prompt has 4 tokens"):
+        check_prompts(ROWS, data(overlong="reject", max_prompt_tokens=3), model_dir=model_dir)
 
 
 def test_prompt_that_begins_twice_is_refused(model_dir: Path) -> None:
@@ -269,8 +307,15 @@ def test_text_that_ends_itself_is_refused_by_line(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows.jsonl:6: the prompt's text ends with <eos> \(1\), .*out of the text"):
         check_prompts(rows, data(), model_dir=model_dir)
     check_prompts([*ROWS, PromptRow("1+1=2<eos>1+2=", "3", 6)], data(), model_dir=model_dir)  # an example before it
+    later = [*ROWS * 100, PromptRow("1+1=2<eos>", "2", 501)]  # in a chunk that is not tokenized before the start
+    with pytest.raises(ConfigError, match=r"rows.jsonl:501: the prompt's text ends with <eos> \(1\), .*of the text"):
+        check_prompts(later, data(), model_dir=model_dir)
+    tokens = PromptTokens(data(), model_dir=model_dir, own_rollout=False)
+    with pytest.raises(ConfigError, match=r"rows.jsonl:6: the prompt's text ends with <eos> \(1\), .*of the text"):
+        tokens.check_end(rows[-1], tokens.of(rows[-1:])[1][0])
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("behind", ["<eos>", "<eos>\\n"])
 def test_template_that_begins_no_answer_is_refused(model_dir: Path, behind: str) -> None:
     edit_settings(model_dir, bos_token="<pad>")
@@ -300,6 +345,7 @@ def test_response_that_could_not_end_is_refused(model_dir: Path, caplog: pytest.
     assert "ends no response" in caplog.text
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("chat", [False, True])
 def test_end_that_the_model_may_mean_otherwise_is_told(
     model_dir: Path, caplog: pytest.LogCaptureFixture, chat: bool
@@ -314,6 +360,7 @@ def test_end_that_the_model_may_mean_otherwise_is_told(
     assert "is 2 (<unk>)" in record.getMessage()
 
 
+@pytest.mark.usefixtures("here")
 def test_messages_that_hold_marks_of_the_template_are_told(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}1")
     rows = [*ROWS, PromptRow("1+1=<pad>1", "2", 6)]
@@ -323,6 +370,7 @@ def test_messages_that_hold_marks_of_the_template_are_told(model_dir: Path, capl
     )
 
 
+@pytest.mark.usefixtures("here")
 def test_template_that_draws_is_refused(model_dir: Path) -> None:
     (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}{{ range(99999) | random }}=")
     with pytest.raises(

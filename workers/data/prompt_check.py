@@ -17,7 +17,15 @@ from pathlib import Path
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import excerpt
 from workers.data.config import DataConfig
-from workers.data.prompt_rows import PromptRow, check_fit, check_left, check_templates, conversation, plain_text
+from workers.data.prompt_rows import (
+    PromptRow,
+    check_fit,
+    check_left,
+    check_templates,
+    conversation,
+    ending_text,
+    plain_text,
+)
 from workers.data.tokenizer import ModelTokenizer
 from workers.engines.model_files import eos_token_ids, vocabulary_size
 
@@ -82,6 +90,15 @@ def check_prompts(
     return _check(rows, config, tokenizer)
 
 
+def check_ends(config: DataConfig, tokenizer: ModelTokenizer) -> None:
+    """Check, where no prompt is there yet, that a response can end.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    _Borders(tokenizer, config)
+
+
 def _check(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer) -> ShownPrompt:
     first, borders = rows[0], _Borders(tokenizer, config)
     shown, num_kept, left, all_count = None, 0, set[int](), config.overlong == "reject" or config.sampler is not None
@@ -98,6 +115,7 @@ def _check(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer)
         num_kept, left = num_kept + len(kept), left | {sample.row.part for sample in kept}
         if len(left) == len(config.parts()) and not all_count:
             break
+    borders.check_texts(rows)
     check_left(rows, left, config)
     assert shown is not None, "there is a first row"
     return replace(shown, num_kept=num_kept) if all_count else shown
@@ -226,6 +244,15 @@ class _Borders:
             )
             raise ConfigError(f"{who} begins {where} with two {self._named(bos)}; take one out of it, or of the text")
 
+    def check_texts(self, rows: Sequence[PromptRow]) -> None:
+        """Refuse texts that end themselves, also of rows that nobody tokenizes before the start."""
+        ends, config = tuple(self._ends.values()), self._config
+        for row in rows if not config.chat_template else ():
+            text = plain_text(row.prompt, config)
+            if text.endswith(ends):
+                end = next(token for token, name in self._ends.items() if text.endswith(name))
+                raise ending_text(row.where(config), self._named(end))
+
     def _ending(self, sample: _Sample, end: int) -> tuple[str, str]:
         """Say which of template, text and tokenizer put an end to a prompt, and what to do."""
         where, model_dir = sample.row.where(self._config), self._tokenizer.model_dir
@@ -234,7 +261,7 @@ class _Borders:
             return what, "have it open the assistant's message where add_generation_prompt is true"
         (own,) = self._tokenizer.encode([sample.text], special=False)
         if own and own[-1] == end:
-            return f"{where}: the prompt's text ends with {self._named(end)}", "take it out of the text"
+            raise ending_text(where, self._named(end))
         what = f"model.path: the tokenizer of {model_dir} puts {self._named(end)} behind {where}"
         advice = "take it out of post_processor in tokenizer.json (without that file: set add_eos_token to false)"
         return what, advice

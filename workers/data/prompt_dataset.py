@@ -36,12 +36,13 @@ from workers.data.prompt_rows import (
     check_left,
     check_templates,
     conversation,
+    ending_text,
     plain_text,
     read_data,
 )
 from workers.data.task_source import TaskSource
 from workers.data.tokenizer import PROBES, load_tokenizer, missing_chat_template, says_all
-from workers.engines.model_files import load_raw_tokenizer
+from workers.engines.model_files import eos_token_ids, load_raw_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +184,16 @@ class PromptTokens:
         """Return whether a prompt is trained on; see `check_fit`."""
         return self.own_rollout or check_fit(row, num_tokens, self.config)
 
+    def check_end(self, row: PromptRow, tokens: Sequence[int]) -> None:
+        """Refuse a prompt that was made while the run goes on, and ends with a token that ends responses.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if not self.own_rollout and tokens[-1] in eos_token_ids(self._model_dir):
+            end = f"{self._tokenizer.convert_ids_to_tokens(tokens[-1])} ({tokens[-1]})"
+            raise ending_text(row.where(self.config), end)
+
     def _render(self, row: PromptRow) -> str:
         if self.own_rollout:
             return str(row.prompt)
@@ -311,6 +322,7 @@ class SourcePrompts:
         row = self._source.row(position)
         (text,), (tokens,) = self._tokens.of([row])
         self._tokens.fits(row, len(tokens))
+        self._tokens.check_end(row, tokens)
         return Prompt(torch.tensor(tokens, dtype=torch.int64), row.ground_truth, epoch, position, text, row.task)
 
     def prompt(self, group: int) -> Prompt:
@@ -381,6 +393,7 @@ class FedPrompts:
             texts, tokens = self._tokens.of(made)
         for row, ids in zip(made, tokens, strict=True):
             self._tokens.fits(row, len(ids))
+            self._tokens.check_end(row, ids)
         return made, texts, tokens
 
 

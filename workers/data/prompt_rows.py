@@ -259,6 +259,19 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
     return num_tokens <= config.max_prompt_tokens
 
 
+def ending_text(where: str, end: str) -> ConfigError:
+    """Return the error for a prompt that ends itself.
+
+    Args:
+        where: it is.
+        end: the token.
+    """
+    return ConfigError(
+        f"{where}: the prompt's text ends with {end}, which ends a response, so none could begin; take it out of the "
+        f"text"
+    )
+
+
 def check_left(rows: Iterable[PromptRow], left: Collection[int], config: DataConfig) -> None:
     """Raise ConfigError where all of the data are too long, or all of a source of the mixture: it is not in `left`."""
     for part, one in enumerate(config.parts()):

@@ -198,8 +198,9 @@ def changed_tokenizer(model_dir: Path, before: Mapping[str, str]) -> str:
 
 
 def token_probe(tokenizer: Any) -> str:
-    """Return what a transformers tokenizer makes of `PROBES`, as text: equal for tokenizers that are the same."""
-    return json.dumps(tokenizer(list(PROBES), verbose=False)["input_ids"])
+    """Return what a transformers tokenizer makes of `PROBES`, there and back: equal for those that are the same."""
+    tokens = tokenizer(list(PROBES), verbose=False)["input_ids"]
+    return json.dumps([tokens, [tokenizer.decode(ids) for ids in tokens]])
 
 
 def says_all(model_dir: Path) -> bool:
