@@ -1,6 +1,9 @@
 """The queue's settings in a run: several controllers, a policy, retention; and `asyncflow status` while it lasts."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +83,31 @@ def test_rows_kept_for_a_checkpoint_ask_for_one_and_leave_with_it(tmp_path: Path
         process.terminate()
         assert process.wait(command.DEADLINE_S) == 75
     assert max(held) < 400_000, "rows of all steps are still there"
+
+
+def pids(launcher: int, run_dir: Path, *roles: str) -> list[int]:
+    """Return the processes of services, by where their output goes."""
+    logs = [(run_dir / "logs" / role).resolve() for role in roles]
+    found = []
+    for one in command.descendants(launcher):
+        with contextlib.suppress(OSError):
+            output = Path(f"/proc/{one.pid}/fd/1").readlink()
+            found += [one.pid] if any(output.is_relative_to(log) for log in logs) else []
+    return found
+
+
+def test_run_goes_on_when_its_whole_queue_was_killed_and_trains_every_group_once(tmp_path: Path) -> None:
+    """No service is left that knew which rows there were: the launcher keeps what units noted."""
+    run_dir = tmp_path / "run"
+    with command.started("--run-dir", "run", "--steps", "9", *SMALL, *ROLES, cwd=tmp_path) as process:
+        for step in (2, 5):
+            command.wait_until(lambda step=step: command.last_step(run_dir) >= step, f"step {step}")  # type: ignore[misc]
+            services = pids(process.pid, run_dir, "controller", "storage")
+            assert len(services) == 3
+            for pid in services:
+                os.kill(pid, signal.SIGKILL)
+        out, err = process.communicate(timeout=2 * command.DEADLINE_S)
+    assert process.returncode == 0, out + err
+    command.check_ledger(run_dir, groups_per_step=8, last=9)
+    logs = [path.read_text() for path in (run_dir / "logs" / "storage").rglob("*") if path.is_file()]
+    assert any("an earlier life ended with" in text for text in logs) and not any("no journal" in text for text in logs)

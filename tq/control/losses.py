@@ -37,6 +37,9 @@ class Losses:
         in that reader's lease."""
         self.lost: dict[int, set[int]] = {}
         """Part -> lost rows."""
+        self.acked: dict[int, set[int]] = {}
+        """Part -> rows that are at a unit which was not there when a trainer was told that its ack counts: should it
+        not come back, no unit knows of the ack."""
         self._noted: dict[int, set[int]] = {}
         self.changed: set[int] = set()
         """Parts whose record must be written again: for a loss, an ack of a lost row, the end of a noted one."""
@@ -64,6 +67,11 @@ class Losses:
         """A task finished a lost row: its partition is to be saved."""
         self.changed.add(_part(number))
 
+    def ack_elsewhere(self, number: int) -> None:
+        """A task is done with a row that is not lost, and its unit has yet to hear: the record is to have it."""
+        self.acked.setdefault(_part(number), set()).add(number)
+        self.changed.add(_part(number))
+
     def back(self, number: int) -> None:
         """A row was put again; if it gets lost once more, that is another loss."""
         self.lost.get(_part(number), set()).discard(number)
@@ -72,6 +80,7 @@ class Losses:
     def end(self, number: int) -> None:
         """Forget a row that was finished or removed."""
         self.back(number)
+        self.acked.get(_part(number), set()).discard(number)
         if number in self._noted.get(_part(number), ()):
             self.changed.add(_part(number))
 
@@ -105,10 +114,10 @@ class Losses:
     # What is durable
 
     def take(self) -> dict[int, list[int]]:
-        """Return part -> the lost rows that its record is to hold, of the parts that changed since the last call."""
+        """Return part -> the rows that its record is to hold, of the parts that changed since the last call."""
         changed, self.changed = self.changed, set()
         for part in changed:
-            self._noted[part] = set(self.lost.get(part, ()))
+            self._noted[part] = self.lost.get(part, set()) | self.acked.get(part, set())
         return {part: sorted(self._noted[part]) for part in sorted(changed)}
 
 

@@ -196,6 +196,9 @@ class RowTable:
             if task is not None and not (row.lost or promised or task.spec.keeps_leases):
                 raise PeerRefused(f"row {number} is not lost: {row.unit.name} has it; ack it there")
         where = self.rows.by_unit(open_rows)
+        for number in open_rows:
+            if not all_rows[number].lost:
+                self.losses.ack_elsewhere(number)
         self.mark_done(event.task, open_rows)
         if where and task is not None:
             self.out.append(Commit(event.task, event.token, where))
@@ -388,7 +391,7 @@ class RowTable:
         self.rows.finish(row.partition, [number])
 
     def _drop(self, number: int, state: RowState) -> Row:
-        if self.losses.lost:  # some row was ever lost
+        if self.losses.lost or self.losses.acked:  # some row was ever lost, or nearly
             self.losses.end(number)
         return self.rows.remove(number, state)
 

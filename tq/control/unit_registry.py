@@ -203,7 +203,11 @@ class UnitRegistry:
                     self.count_finished(record.partition, [number])
                 elif known is None:
                     table.add_lost(number, row)
-                elif not known.lost:  # put again by a producer who knew of the loss: judged by what was put
+                elif known.lost:  # as an earlier incarnation knew it, before or after: what was done then stays done
+                    known.wrote(row.written)
+                    for name in table.rows.tasks(known.left & ~row.left):
+                        table.mark_done(name, [number])
+                else:  # put again by a producer who knew of the loss: judged by what was put
                     done = table.rows.tasks(table.graph.still_done(row, known) & known.left)
                     for name in done:
                         table.out.append(Commit(name, table.token(), table.rows.by_unit([number])))

@@ -157,8 +157,9 @@ class RowJournal:
         """
         if not self._files:
             return
-        may_wait = self._end <= _PATIENCE * max(_LEAST_BYTES, self._limit)
-        if self._end > self._limit and not (self.open_commits and may_wait):
+        if self._end > self._limit and (
+            not self.open_commits or self._end > _PATIENCE * max(_LEAST_BYTES, self._limit)
+        ):
             self._rewrite()  # the change is in the inventory: then it is there twice, which is the same
         if isinstance(message, RowsCreated | RowsConfirmed) and message.values:
             message = msgspec.structs.replace(message, values=b"")

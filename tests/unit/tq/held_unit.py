@@ -19,6 +19,7 @@ from tq.messages import (
     RowsRemoved,
     UnitAccepted,
 )
+from tq.unit.row_journal import Life, confirmation
 
 ALL_TASKS = (
     *TASKS,
@@ -88,12 +89,18 @@ class HeldUnit:
         self.links = {controller: Link() for controller in controllers}
         self.was_done: list[Change] = []
         self.failed: list[Change] = []
+        self.earlier: list[RegisterUnit] = []
         self.start()
 
     def start(self) -> None:
         """Begin a life, empty; changes in flight fail."""
         self.life += 1
-        self.failed += self.changes if self.life > 1 else []
+        if self.life > 1:
+            self.failed += self.changes
+            if not self.journal.empty:
+                self.earlier.append(self.journal.inventory())
+        self.journal = Life(RegisterUnit(self.name, str(self.life), [], {}))
+        self.registered: set[str] = set()
         self.rows: dict[int, Kept] = {}
         self.finished: dict[int, dict[str, int]] = {}
         self.floors: dict[str, tuple[int, frozenset[int]]] = {}
@@ -151,6 +158,8 @@ class HeldUnit:
 
     def tell(self, change: Change, message: Any) -> None:
         """Every controller hears of a change, or finds it in the next inventory."""
+        if not isinstance(message, OutputsWritten):
+            self.journal.apply(message)
         if change not in self.changes:
             self.changes.append(change)
         for name, link in self.links.items():
@@ -168,10 +177,13 @@ class HeldUnit:
         finished: dict[int, list[int]] = {}
         for row in self.finished:
             finished.setdefault(partition_of(row), []).append(row)
-        return RegisterUnit(self.name, str(self.life), records, finished)
+        return RegisterUnit(self.name, str(self.life), records, finished, earlier=list(self.earlier))
 
     def accepted(self, controller: str, reply: UnitAccepted) -> None:
         """A controller took the inventory, which covers everything that it was not told of."""
+        self.registered.add(controller)
+        if self.registered == self.links.keys():
+            self.earlier = []
         dropped = [row for row in reply.drop if self.rows.pop(row, None) is not None]
         for row in dropped:
             removed = RowsRemoved(self.name, partition_of(row), [row], RemovalReason.DROPPED)
@@ -210,6 +222,9 @@ class HeldUnit:
         elif not change.waiting and change in self.changes:
             self.changes.remove(change)
             self.was_done.append(change)
+            if change.kind == "commit":
+                columns = sorted(outputs_of(change.task, change.rows[0]))
+                self.journal.apply(OutputsWritten(self.name, change.task, change.rows, columns, [1], 1))
 
     passes_on = False
     """Whether commits that a controller tells with its confirmation reach the others (see `UnitPuts._stored`)."""
@@ -257,6 +272,8 @@ class HeldUnit:
                     kept.commits[task] = LEARNT
                     if not kept.pending:
                         new.setdefault(task, []).append(row)
+        if new:
+            self.journal.apply(confirmation(self.name, new))
         self.sweep()
         return new
 

@@ -13,7 +13,16 @@ from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
 from tq.control.recovery import Recovering
 from tq.control.row_set import RowSet
 from tq.control.state import ControlState
-from tq.messages import AckLost, Held, LostRows, RemovalReason, RowRecords, RowsAccepted, RowsRemoved
+from tq.messages import (
+    AckLost,
+    Held,
+    LostRows,
+    RegisterUnit,
+    RemovalReason,
+    RowRecords,
+    RowsAccepted,
+    RowsRemoved,
+)
 
 World = Callable[..., Any]
 LOOK = TaskSpec("look", frozenset({"x"}))
@@ -298,3 +307,35 @@ def test_who_hears_of_a_loss_waits_for_the_thread_that_writes_it(make_world: Wor
     first.join(10)
     second.join(10)
     assert shell.lost and not second.is_alive()
+
+
+def test_ack_that_a_trainer_was_told_counts_while_the_unit_is_away_outlives_controller_and_unit(
+    make_world: World,
+) -> None:
+    before = make_world(LOOK, TRAIN)
+    before.put([0, 1])
+    granted = before.granted(before.ask("train", owner="trainer"))
+    before.handle(UnitGone("storage-0"))
+    before.ack_lost("train", granted)
+    assert before.state.losses_changed, "no unit knows of it"
+    world = restarted(make_world, LOOK, TRAIN, lost=before.lost_rows())
+    world.register("storage-1")
+    ones = [1, 1]
+    held = RowRecords(1, [0, 1], [0, 1], ones, ones, ones, ["x"], [])
+    world.request(RegisterUnit("storage-0", "2", [], {}, earlier=[RegisterUnit("storage-0", "1", [held], {})]))
+    world.join("a")
+    world.confirm_fences()
+    assert world.lost == [0, 1]
+    world.put([0, 1], "storage-1")
+    assert world.granted(world.ask("train", 9, owner="trainer")).rows == [1]
+    assert world.granted(world.ask("look", 9)).rows == [0, 1]
+
+
+def test_row_that_was_finished_by_an_ack_while_its_unit_was_away_is_remembered_at_once(make_world: World) -> None:
+    world = make_world(TRAIN)
+    world.put([0])
+    granted = world.granted(world.ask("train", owner="trainer"))
+    world.handle(UnitGone("storage-0"))
+    world.ack_lost("train", granted)
+    assert world.state.losses_changed and world.lost_rows() == []
+    assert {partition: list(rows) for partition, rows in world.state.take_finished().items()} == {1: [0]}

@@ -1,4 +1,5 @@
-"""Two controllers and two units under random events: late messages, broken channels, one service dying at a time."""
+"""Two controllers and two units under random events: late messages, broken channels, one service dying, or all of them
+that knew of a row."""
 
 from held_unit import BY_INPUTS, NAMES
 from hypothesis import Phase, settings
@@ -16,7 +17,7 @@ told = st.sampled_from(("all", "later", "never"))
 
 
 class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
-    """What one service knows must survive it."""
+    """What services know must survive them."""
 
     @initialize()
     def begin(self) -> None:
@@ -131,6 +132,18 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
         """Also while lost rows wait to be put again: it made them durable."""
         self.hear_no_answers(unit, name, handled)
         self.controller_dies(name)
+
+    @precondition(calm)
+    @rule(unit=units, name=controllers, handled=st.integers(0, 3), first=st.booleans())
+    def unit_fails_with_all_controllers(self, unit: str, name: str, handled: int, first: bool) -> None:
+        """Nobody is left who knew its rows; some controllers may meet its next life before they die, too."""
+        self.hear_no_answers(unit, name, handled)
+        self.unit_dies(unit)
+        if first:
+            self.connect(unit, name)
+            self.unit_dies(unit)
+        for controller in SERVED:
+            self.controller_dies(controller)
 
     @rule(unit=units, name=controllers)
     def reconnect(self, unit: str, name: str) -> None:
