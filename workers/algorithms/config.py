@@ -60,6 +60,9 @@ class PolicyConfig(Settings):
     """Which algorithm."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the reference policy; 0 drops the reference task."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy of the tempered distribution at each drawn token, which the loss maximises too, averaged as
+    `loss_normalization` says. 0: it is measured only."""
     ref_update_interval: int = Field(0, ge=0)
     """After every so many steps the reference becomes a copy of the policy; 0: it stays the initial model."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
