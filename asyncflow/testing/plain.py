@@ -38,9 +38,7 @@ class Plain:
         before = _load(model_dir, torch.float64)
         model = _load(model_dir, torch.float32)
         actor = samples.ACTOR
-        optimizer = torch.optim.AdamW(
-            model.parameters(), betas=actor.betas, eps=actor.eps, weight_decay=actor.weight_decay
-        )
+        optimizer = torch.optim.AdamW(decay_groups(model, actor.weight_decay), betas=actor.betas, eps=actor.eps)
         updates = []
         for number in range(samples.UPDATES):
             lr = actor.lr * min(1.0, (number + 1) / actor.lr_warmup_steps)
@@ -50,12 +48,19 @@ class Plain:
                 if len(response):
                     log_probs_R = _log_probs(model, prompt, response)
                     (samples.loss(log_probs_R, log_probs_R) * samples.SCALE).backward()  # type: ignore[no-untyped-call]
+            assert actor.grad_clip is not None
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), actor.grad_clip)
             optimizer.step()
             optimizer.zero_grad()
             updates.append((float(norm), lr))
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         return Plain(_all_log_probs(before), _all_log_probs(model.double()), updates, weights)
+
+
+def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return AdamW's groups: matrices decay, norms and biases do not."""
+    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is decays] for decays in (True, False))
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def _load(model_dir: Path, dtype: torch.dtype) -> Any:

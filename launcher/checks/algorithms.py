@@ -11,6 +11,8 @@ def check_algorithm(config: RunConfig) -> None:
         ConfigError: an engine or a schedule does not fit it, or its own settings refuse another one.
     """
     _check_critic(config)
+    if config.algorithm.entropy_coef and config.actor.engine == "sim":
+        raise ConfigError("algorithm.entropy_coef: cannot be with actor.engine sim, which has no distributions; set 0")
     config.algorithm.check(config)
 
 

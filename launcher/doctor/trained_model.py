@@ -68,6 +68,6 @@ def train(path: Path, sizes: ModelSizes, device: "torch.device", num_ranks: int,
     engine = FsdpEngine(path, actor=actor, temperature=1.0, device=device, seed=0)
     for _ in range(2):
         for _ in range(2):
-            engine.forward_backward(random_batch(), lambda log_probs, entropy: (log_probs - entropy).sum())
+            engine.forward_backward(random_batch(), lambda log_probs, entropy: (log_probs - entropy.detach()).sum())
         engine.step(0.001)
     return fsdp_memory(sizes, actor, num_ranks, TOKENS)

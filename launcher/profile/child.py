@@ -242,7 +242,7 @@ def _begin(engine: Any, prompts: Sequence[Tensor]) -> None:
 
 
 def _loss(log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
-    return (log_probs_A - entropy_A).sum()
+    return (log_probs_A - entropy_A.detach()).sum()
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

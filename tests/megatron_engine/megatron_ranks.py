@@ -38,8 +38,8 @@ def make_sequences(rows: list[int]) -> Sequences | None:
     return Sequences.of([prompt for prompt, _ in samples], [response for _, response in samples])
 
 
-def square_loss(log_probs_A: Tensor, _: Tensor) -> Tensor:
-    return (log_probs_A + 1).square().sum()
+def square_loss(log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
+    return (log_probs_A + 1).square().sum() - (0.5 * log_probs_A.detach() * entropy_A).sum()
 
 
 def run(root: Path, case: str, options: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from asyncflow.testing.plain import decay_groups
 from weightsync.boxes import Box
 from weightsync.plan import ShardSpec, plan_transfer
 
@@ -131,23 +132,32 @@ def references(root: Path) -> dict[str, Reference]:
 def reference(model_dir: Path) -> Reference:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
     model.get_input_embeddings().padding_idx = None  # else the padding token's row would get no gradient
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=0.05, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-2, eps=0.05)
     before_A, norms = log_probs(model).detach(), []
     for _ in range(4):
         optimizer.zero_grad()
-        ((log_probs(model) + 1).square().sum() / 16).backward()
+        found_A, entropy_A = log_probs(model), entropies(model)
+        (((found_A + 1).square().sum() - (0.5 * found_A.detach() * entropy_A).sum()) / 16).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 4.0)))
         optimizer.step()
     return Reference(before_A, norms, {name: p.detach() for name, p in model.named_parameters()})
 
 
 def log_probs(model: PreTrainedModel) -> Tensor:
-    responses = []
-    for row in range(NUM_SAMPLES):
-        prompt, response = make_sample(row)
-        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-        responses.append(logits.log_softmax(-1).gather(-1, response[:, None])[:, 0])
-    return torch.cat(responses)
+    rows = range(NUM_SAMPLES)
+    return torch.cat([distributions(model, row).gather(-1, make_sample(row)[1][:, None])[:, 0] for row in rows])
+
+
+def entropies(model: PreTrainedModel) -> Tensor:
+    found = [distributions(model, row) for row in range(NUM_SAMPLES)]
+    return torch.cat([-(each.exp() * each).sum(-1) for each in found])
+
+
+def distributions(model: PreTrainedModel, row: int) -> Tensor:
+    """Return the log-probabilities of all tokens at each of a sample's drawn ones."""
+    prompt, response = make_sample(row)
+    logits: Tensor = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    return logits.log_softmax(-1)
 
 
 def saved(root: Path, case: str, rank: int = 0) -> dict[str, Any]:

@@ -46,10 +46,10 @@ def test_figures_of_several_updates_are_means_over_them() -> None:
     record = StepRecord(1)
     for loss_sum, scale, norm, lr in ((4.0, 0.5, 1.0, 1e-3), (2.0, 0.25, 3.0, 2e-3)):
         record.policy.next_update.add(LossCounts(8, 3, 4), loss_sum)
-        record.policy.add(record.policy.next_update, scale=scale, stats=StepStats(norm, lr))
+        record.policy.add(record.policy.next_update, scale=scale, stats=StepStats(norm, lr, clipped=norm > 2))
     assert record.policy.next_update.counts == LossCounts(0, 0, 0)
     metrics = record.training_metrics()
-    assert metrics["num_updates"] == 2
+    assert metrics["num_updates"] == 2 and metrics["grad_clip_fraction"] == 0.5
     assert metrics["loss"] == pytest.approx((2.0 + 0.5) / 2)
     assert math.isclose(metrics["grad_norm"], 2.0) and metrics["lr"] == 2e-3
     assert metrics["masked_fraction"] == pytest.approx(2 / 8)

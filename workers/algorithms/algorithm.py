@@ -143,6 +143,7 @@ class Algorithm(ABC, Generic[SettingsT]):
             rollout_log_probs_A=columns["rollout_log_probs"],
             ref_log_probs_A=columns.get("ref_log_probs"),
             old_log_probs_A=columns.get("old_log_probs"),
+            entropy_coef=self._config.entropy_coef,
         )
 
     def scale(self, counts: LossCounts) -> float:

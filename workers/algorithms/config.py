@@ -64,6 +64,9 @@ class PolicyConfig(Settings):
     """The run ends with an error when the metric `kl` of a step is beyond this (nats per token); beyond 1 there is a
     warning. A policy that is still of use is within a nat of its reference; e^5 is 150 times as likely, or unlikely, a
     token. null: never."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy of the tempered distribution at each drawn token, which the loss maximises too, averaged as
+    `loss_normalization` says. 0: it is measured only."""
     ref_update_interval: int = Field(0, ge=0)
     """After every so many steps the reference becomes a copy of the policy; 0: it stays the initial model."""
     off_policy: OffPolicyConfig = OffPolicyConfig()

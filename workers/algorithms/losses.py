@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from asyncflow.errors import ConfigError
 from workers.algorithms.config import KlEstimator
 from workers.algorithms.parts import MAX_LOG_RATIO, PolicyParts, Tokens, bounded_ratio
 
@@ -46,6 +47,7 @@ class PolicyLoss:
         rollout_log_probs_A: under the policy that drew the tokens, as the generating engine recorded them.
         ref_log_probs_A: under the reference; None without a KL penalty.
         old_log_probs_A: under the policy as the step found it; None: it has not changed since.
+        entropy_coef: weight of the mean entropy, which is added to what is maximised.
         stats: scalar tensors on the device: `loss` (the sum as trained, times `scale` gives the update's loss), and
             sums over the tokens that count: `tokens`, `entropy`, `ratio` and `ratio_squared` (of policy to rollout),
             `clipped`, `corrected` (weights that were cut or masked), `kl` (to the reference; 0 without), `kl_clamped`
@@ -61,6 +63,7 @@ class PolicyLoss:
     rollout_log_probs_A: Tensor
     ref_log_probs_A: Tensor | None = None
     old_log_probs_A: Tensor | None = None
+    entropy_coef: float = 0.0
     stats: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
@@ -76,6 +79,13 @@ class PolicyLoss:
             loss_A = loss_A + kl_coef * kl_A
             if kl_estimator == "k3":
                 clamped_A = k3_values(log_probs_A.detach() - self.ref_log_probs_A) > MAX_K3
+        if self.entropy_coef:
+            if log_probs_A.requires_grad and not entropy_A.requires_grad:
+                raise ConfigError(
+                    f"algorithm.entropy_coef: {self.entropy_coef:g} cannot be with this training engine, whose "
+                    f"entropies have no gradient; set it to 0, or have `forward_backward` give them one"
+                )
+            loss_A = loss_A - self.entropy_coef * entropy_A
         total = (loss_A * self.weight_A).sum()
         with torch.no_grad():
             drift_A = kl_divergence(self.rollout_log_probs_A, log_probs_A, "k3")

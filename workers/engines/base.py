@@ -280,10 +280,12 @@ class StepStats:
     Attributes:
         grad_norm: global L2 norm of the scaled gradient before clipping.
         lr: learning rate of the update.
+        clipped: the gradient was longer than `grad_clip`.
     """
 
     grad_norm: float
     lr: float
+    clipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -355,7 +357,7 @@ class TrainedEngine(Protocol):
 
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(log_probs_A, entropy_A) -> scalar sum of the loss, not normalised. Entropy carries no gradient."""
+"""(log_probs_A, entropy_A) -> scalar sum of the loss, not normalised; both have a gradient."""
 
 
 class TrainEngine(TrainedEngine, Protocol):

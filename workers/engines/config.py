@@ -58,9 +58,9 @@ class TrainingConfig(Settings):
     eps: float = Field(1e-8, gt=0)
     """AdamW."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW."""
-    grad_clip: float = Field(1.0, gt=0)
-    """Largest global L2 norm of the gradient."""
+    """AdamW's, of matrices; norms and biases, which have one dimension, do not decay."""
+    grad_clip: float | None = Field(1.0, gt=0)
+    """Largest global L2 norm of the gradient; null: any."""
     autocast: Literal["float32", "bfloat16"] = "float32"
     """Element type of the forward and backward computation."""
     gradient_checkpointing: bool = False

@@ -6,7 +6,7 @@ of the vocabulary, and each row of the head gets its gradient in one matrix prod
 
     tile      z = (h W^T + b) / temperature          m = max z, s = sum e^(z - m), u = sum (z - m) e^(z - m)
     forward   log p = (z_target - m) - log s         entropy = log s - u / s
-    backward  dz = (1[target] - e^(z - m - log s)) g
+    backward  dz = (1[target] - p) g - p (log p + entropy) g'        p = e^(z - m - log s), g' of the entropy
 
 With tensor parallelism each rank has some rows of the head, and m, s, u and z_target are merged over ranks as they are
 over tiles (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3).
@@ -32,7 +32,7 @@ _ALIGNED = 64
 """Rows of a tile are a multiple of this, which matrix units want."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeadRequest:
     """What is asked of a head.
 
@@ -43,6 +43,8 @@ class HeadRequest:
         first: token of the first row of the head that this rank has.
         num_rows: rows that are tokens, the others being padding; None: all.
         group: the ranks that have the other rows; None: there are none.
+        trains_entropy: whether the entropies' gradient is computed; None: if there is one. Where both results were
+            joined into one tensor there always is one, maybe of zeros: there `note_entropy_gradient` says it.
     """
 
     targets_A: Tensor
@@ -51,6 +53,23 @@ class HeadRequest:
     first: int = 0
     num_rows: int | None = None
     group: dist.ProcessGroup | None = None
+    trains_entropy: bool | None = None
+
+
+def note_entropy_gradient(entropy_A: Tensor, request: HeadRequest) -> None:
+    """Have the gradient of entropies computed only where a loss has one: it takes a second product over each tile.
+
+    Args:
+        entropy_A: of `head_log_probs`, taken out of a tensor into which both results were joined.
+        request: that it answers.
+    """
+    request.trains_entropy = False
+    if entropy_A.requires_grad:
+
+        def note(gradient_A: Tensor | None) -> None:  # None: torch calls it all the same
+            request.trains_entropy = gradient_A is not None
+
+        entropy_A.register_hook(note)  # type: ignore[no-untyped-call]
 
 
 def head_log_probs(
@@ -66,8 +85,8 @@ def head_log_probs(
         weight_VD, bias_V: the head, in the element type of `hidden_AD`, in which products are computed.
         request: the rest.
     Returns:
-        float32 [A] (float64 of a float64 head), with gradient where enabled, and entropies [A], without; these are 0
-        if they are not wanted.
+        float32 [A] (float64 of a float64 head) and entropies [A], with gradient where enabled; these are 0, without, if
+        they are not wanted.
     """
     found: tuple[Tensor, Tensor] = _HeadLogProbs.apply(hidden_AD, weight_VD, bias_V, request)  # type: ignore[no-untyped-call]
     return found
@@ -94,26 +113,46 @@ class _HeadLogProbs(torch.autograd.Function):
             sums.merge(request.group)
         log_sum_A = sums.sum_A.log()
         entropy_A = log_sum_A - sums.weighted_A / sums.sum_A if request.entropy else torch.zeros_like(log_sum_A)
-        ctx.mark_non_differentiable(entropy_A)
+        if not request.entropy:
+            ctx.mark_non_differentiable(entropy_A)
+        ctx.set_materialize_grads(False)
         ctx.request, ctx.main_grad = request, getattr(weight_VD, "main_grad", None)
-        ctx.save_for_backward(hidden_AD, weight_VD, bias_V, sums.most_A + log_sum_A)
+        ctx.save_for_backward(hidden_AD, weight_VD, bias_V, sums.most_A + log_sum_A, entropy_A)
         return (sums.target_A - sums.most_A) - log_sum_A, entropy_A
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_A: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        hidden_AD, weight_VD, bias_V, log_total_A = ctx.saved_tensors
+    def backward(
+        ctx: Any, gradient_A: Tensor | None, entropy_gradient_A: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        hidden_AD, weight_VD, bias_V, log_total_A, entropy_A = ctx.saved_tensors
+        if gradient_A is None:
+            gradient_A = torch.zeros_like(log_total_A)
+        if ctx.request.trains_entropy is False:
+            entropy_gradient_A = None
         tiles = _Tiles(hidden_AD, weight_VD, bias_V, ctx.request)
         returned = ctx.main_grad is None and ctx.needs_input_grad[1]
         weight_grad_VD = torch.empty_like(weight_VD) if returned else ctx.main_grad
         bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V)
         hidden_grad_AD = torch.zeros_like(hidden_AD, dtype=tiles.dtype)
         factor_A1 = (gradient_A / -ctx.request.temperature).unsqueeze(1)
+        if entropy_gradient_A is not None:
+            entropy_factor_A1 = (entropy_gradient_A / -ctx.request.temperature).unsqueeze(1)
+            of_entropy = torch.empty_like(tiles.buffer)
         for rows, z_An in tiles:
-            z_An.sub_(log_total_A.unsqueeze(1)).exp_()
+            z_An.sub_(log_total_A.unsqueeze(1))
+            if entropy_gradient_A is not None:
+                of_entropy_An = of_entropy[: z_An.numel()].view_as(z_An).copy_(z_An)
+                of_entropy_An.add_(entropy_A.unsqueeze(1)).mul_(entropy_factor_A1)
+            z_An.exp_()
+            if entropy_gradient_A is not None:
+                of_entropy_An.mul_(z_An)
             column_A1, inside_A1 = tiles.targets(rows)
             z_An.scatter_(1, column_A1, z_An.gather(1, column_A1) - inside_A1)
-            dz_An = z_An.mul_(factor_A1).to(weight_VD.dtype)
+            z_An.mul_(factor_A1)
+            if entropy_gradient_A is not None:
+                z_An.add_(of_entropy_An)
+            dz_An = z_An.to(weight_VD.dtype)
             if returned:
                 torch.mm(dz_An.T, hidden_AD, out=weight_grad_VD[rows])
             elif ctx.needs_input_grad[1]:

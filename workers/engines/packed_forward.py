@@ -12,10 +12,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from asyncflow.device import to_device
 from workers.engines.base import Sequences, check_sequences
-from workers.engines.log_prob_head import HeadRequest, head_log_probs
+from workers.engines.log_prob_head import HeadRequest, head_log_probs, note_entropy_gradient
 from workers.engines.packed_layout import ALONE, PackedLayout
 
 _IDLE = Sequences(
@@ -153,7 +154,7 @@ def response_log_probs(
         temperature: divides the logits.
         entropy: also compute the entropy; else the second result is empty.
     Returns:
-        float32 [A] with gradient where enabled, and float32 [A] (or [0]) without gradient.
+        float32 [A] with gradient where enabled, and float32 [A], alike (or [0], without).
     """
     known: Any = model
     head = known.get_output_embeddings()
@@ -172,7 +173,10 @@ def response_log_probs(
         if _whole_logits[head]:
             return response_log_probs(model, inputs, temperature, entropy=entropy)
     log_probs_A, entropy_A = found_A2[:-1].unbind(-1)
-    return log_probs_A, entropy_A.detach() if entropy else log_probs_A.detach()[:0]
+    if not entropy:
+        return log_probs_A, log_probs_A.detach()[:0]
+    note_entropy_gradient(entropy_A, request)
+    return log_probs_A, entropy_A
 
 
 _whole_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -210,8 +214,13 @@ def _of_whole_logits(
     log_probs_A = log_probs_AV.gather(-1, targets_A.unsqueeze(-1)).squeeze(-1)
     if not entropy:
         return log_probs_A, log_probs_A.detach()[:0]
-    with torch.no_grad():
-        return log_probs_A, -(log_probs_AV.exp() * log_probs_AV).sum(-1)
+    # Computed again in the backward pass: it would keep two more copies of the logits, which few losses want.
+    entropy_A: Tensor = checkpoint(_entropy, log_probs_AV, use_reentrant=False)
+    return log_probs_A, entropy_A
+
+
+def _entropy(log_probs_AV: Tensor) -> Tensor:
+    return -(log_probs_AV.exp() * log_probs_AV).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Called by the engines that train; touches no gradient itself.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,12 +50,14 @@ class Updates:
             The whole factor on the gradients, and the update's figures. None instead of a factor: the gradients are not
             finite, and no weight may change.
         """
-        stats = StepStats(grad_norm=abs(scale) * norm, lr=learning_rate(self._config, self.num_steps + 1))
+        clip, length = self._config.grad_clip, abs(scale) * norm
+        clipped = clip is not None and length > clip
+        stats = StepStats(length, learning_rate(self._config, self.num_steps + 1), clipped=clipped)
         self.number += 1
         if not math.isfinite(stats.grad_norm):
             logger.warning("update %d skipped: its gradient norm is %s", self.number, stats.grad_norm)
             return None, stats
-        return scale * min(1.0, self._config.grad_clip / (stats.grad_norm + _EPS)), stats
+        return scale if clip is None else scale * min(1.0, clip / (length + _EPS)), stats
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the numbers of steps and updates for torch.distributed.checkpoint."""
@@ -65,6 +67,25 @@ class Updates:
         """Restore what `state_dict` returned."""
         self.number = int(state["optimizer_updates"])
         self._loaded = int(state["num_steps"]), self.number
+
+
+def decay(weights: Sequence[Tensor], config: TrainingConfig, lr: float) -> None:
+    """Shrink weights as AdamW does, before its update (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2).
+
+    Done here and not by the optimizer, whose groups of parameters would otherwise be part of what is saved.
+
+    Args:
+        weights: that decay; see `decays`.
+        config: with `weight_decay`.
+        lr: of the update.
+    """
+    if config.weight_decay and weights:
+        torch._foreach_mul_(list(weights), 1 - lr * config.weight_decay)
+
+
+def decays(parameter: Tensor) -> bool:
+    """Return whether a parameter decays: norms and biases, which have one dimension, do not."""
+    return parameter.dim() > 1
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:

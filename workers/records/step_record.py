@@ -112,6 +112,7 @@ class UpdateLog:
             "num_updates": len(made),
             "loss": fmean(update.loss for update in counting) if counting else 0.0,
             "grad_norm": fmean(update.stats.grad_norm for update in counting) if counting else 0.0,
+            "grad_clip_fraction": fmean(update.stats.clipped for update in counting) if counting else 0.0,
             "lr": made[-1].stats.lr if made else 0.0,
         }
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncflow.errors import ConfigError
 from workers.algorithms.losses import PolicyLoss, kl_divergence
 from workers.algorithms.off_policy import OffPolicyConfig
 from workers.algorithms.parts import (
@@ -147,6 +148,41 @@ def test_tokens_whose_k3_is_cut_are_counted_and_train_by_the_rest_of_the_loss(es
     assert float(loss.stats["kl_clamped"]) == clamped
     kl = {"k3": [0.0, 1 - math.exp(-0.5), 0.0], "k2": [-4.0, 0.5, -29.0], "k1": [1.0] * 3}[estimator]
     assert gradient.tolist() == pytest.approx([-a + 0.1 * k for a, k in zip(advantages.tolist(), kl, strict=True)])
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence"])
+def test_entropy_is_maximised_with_the_weight_of_each_token(aggregate: Any) -> None:
+    """Tokens of a policy over three, and the gradient of their logits, against the formula in float64."""
+    logits = torch.tensor([[0.3, -1.0, 0.8], [2.0, 0.1, -0.5]], dtype=torch.float64, requires_grad=True)
+    distribution = logits.log_softmax(-1)
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    weights, advantages = torch.tensor([1.0, 0.25], dtype=torch.float64), torch.tensor([1.5, -0.5], dtype=torch.float64)
+    drawn = distribution[:, 0]
+    loss = PolicyLoss(
+        policy_parts((), OffPolicyConfig(), aggregate), (0.0, "k3"), torch.tensor([2]), weights, advantages,
+        drawn.detach(), entropy_coef=0.3,
+    )  # fmt: skip
+    total = loss(drawn, entropy)
+    (gradient,) = torch.autograd.grad(total, logits)
+    assert total.item() == pytest.approx(float(-(weights * (advantages + 0.3 * entropy)).sum().detach()))
+    for row in range(2):
+        probs = distribution[row].exp().tolist()
+        h = -sum(p * math.log(p) for p in probs)
+        for j, p in enumerate(probs):
+            of_drawn, of_entropy = (j == 0) - p, -p * (math.log(p) + h)
+            expected = -float(weights[row]) * (float(advantages[row]) * of_drawn + 0.3 * of_entropy)
+            assert float(gradient[row, j]) == pytest.approx(expected)
+
+
+def test_an_engine_whose_entropies_have_no_gradient_is_refused() -> None:
+    ones = torch.ones(2)
+    loss = PolicyLoss(policy_parts((), OffPolicyConfig(), "token"), (0.0, "k3"), torch.tensor([2]), ones, ones, -ones)
+    loss((-ones).requires_grad_(), ones)
+    loss.entropy_coef = 0.1
+    with pytest.raises(
+        ConfigError, match=r"^algorithm.entropy_coef: 0.1 cannot be with this training engine, whose ent"
+    ):
+        loss((-ones).requires_grad_(), ones)
 
 
 def test_importance_weights_keep_their_own_bound() -> None:

@@ -75,7 +75,8 @@ def test_an_algorithm_of_parts_is_the_same_to_the_bit(
     name: str, settings: dict[str, float | None], method: str, has_old: bool
 ) -> None:
     way, mask = METHODS[method]
-    given = {"name": name, "off_policy": {"method": way, "mask": mask}, **settings}
+    bound = {} if mask is None else {"geometric_log_ratio": 0.5}
+    given = {"name": name, "off_policy": {"method": way, "mask": mask, **bound}, **settings}
     config: AlgorithmConfig = TypeAdapter(AlgorithmConfig).validate_python(given)
     algorithm = load_algorithm(config, RolloutConfig(max_response_tokens=9))
     rollout, old, ref, advantage = drawn(1), drawn(2), drawn(3), drawn(4) + 2

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
+from asyncflow.testing.plain import decay_groups
 from workers.engines.base import Sequences
 from workers.engines.config import ActorConfig
 from workers.engines.fsdp.engine import FsdpEngine
 from workers.engines.fsdp.sharding import mixed_precision
 from workers.engines.hf.model import DTYPES, decoder_layers
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import PackedInputs, response_log_probs
+from workers.engines.packed_forward import PackedInputs, response_log_probs, response_logits
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 CPU = torch.device("cpu")
@@ -45,7 +47,7 @@ def test_updates_equal_plain_adamw(make_model_dir: Callable[..., Path], batch: S
     path = make_model_dir("llama", tie_word_embeddings=tied)
     engine = make_engine(path)
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED_ATTENTION)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(decay_groups(plain, 0.1), lr=1e-2)
     inputs = PackedInputs.of(batch, CPU)
     for _ in range(3):
         engine.forward_backward(batch, square_loss)
@@ -81,6 +83,56 @@ def test_padding_token_is_trained_like_any_other(
         trained.append(weights(engine)[EMBEDDING])
         assert not trained[-1][used].equal(before)
     assert trained[0].equal(trained[1])
+
+
+def test_norms_and_biases_do_not_decay(make_model_dir: Callable[..., Path], batch: Sequences) -> None:
+    """Without a gradient, decay is all that an update does."""
+    engine = make_engine(make_model_dir("qwen2"), weight_decay=0.5)
+    before = weights(engine)
+    assert [name for name, value in before.items() if value.dim() == 1 and name.endswith("bias")]
+    for _ in range(2):
+        engine.forward_backward(batch, lambda log_probs, _: log_probs.sum() * 0.0)
+        engine.step(1.0)
+    for name, value in weights(engine).items():
+        factor = (1 - 1e-2 * 0.5) ** 2 if value.dim() > 1 else 1.0
+        torch.testing.assert_close(value, before[name] * factor, msg=name)
+
+
+def test_state_that_was_saved_when_the_optimizer_decayed_is_resumed_without_doing_it_twice(
+    model_dir: Path, batch: Sequences
+) -> None:
+    engine, resumed = make_engine(model_dir), make_engine(model_dir)
+    engine.forward_backward(batch, square_loss)
+    engine.step(1 / 16)
+    state = deepcopy(engine.state_dict())
+    for group in state["optimizer"]["param_groups"]:
+        assert group["weight_decay"] == 0.0
+        group["weight_decay"] = 0.1
+    resumed.load_state_dict(state)
+    for one in (engine, resumed):
+        one.forward_backward(batch, square_loss)
+        one.step(1 / 16)
+    for name, value in weights(engine).items():
+        assert value.equal(weights(resumed)[name])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_entropy_has_a_gradient(make_model_dir: Callable[..., Path], batch: Sequences, tied: bool) -> None:
+    path = make_model_dir("llama", tie_word_embeddings=tied)
+    engine = make_engine(path, grad_clip=None, weight_decay=0.0)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=PACKED_ATTENTION)
+    inputs = PackedInputs.of(batch, CPU)
+    logits = response_logits(plain, inputs) / 0.9
+    log_probs = logits.log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    weight = torch.linspace(-1, 2, len(entropy))
+    drawn = log_probs.gather(-1, inputs.targets_A[:, None])[:, 0]
+    (square_loss(drawn, entropy) - 3 * (weight * entropy).sum()).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    engine.forward_backward(batch, lambda given, spread: square_loss(given, spread) - 3 * (weight * spread).sum())
+    for name, parameter in engine._model.named_parameters():
+        torch.testing.assert_close(parameter.grad.double(), plain.get_parameter(name).grad, rtol=1e-3, atol=1e-4)
+    assert engine.step(1.0).grad_norm == pytest.approx(float(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize("actor", [{"gradient_checkpointing": True}, {"autocast": "bfloat16"}])

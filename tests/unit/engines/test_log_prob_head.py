@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from workers.engines import log_prob_head
 from workers.engines.base import Sequences
-from workers.engines.log_prob_head import HeadRequest, head_log_probs
+from workers.engines.log_prob_head import HeadRequest, head_log_probs, note_entropy_gradient
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
 
@@ -51,30 +51,59 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def whole(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
     log_probs = (torch.nn.functional.linear(hidden, weight, bias) / TEMPERATURE).log_softmax(-1)
-    return log_probs.gather(-1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1).detach()
+    return log_probs.gather(-1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
-def backward(log_probs: Tensor) -> None:
-    (log_probs * torch.linspace(-1, 1, A, dtype=log_probs.dtype)).sum().backward()  # type: ignore[no-untyped-call]
+def backward(log_probs: Tensor, entropy: Tensor | None = None) -> None:
+    total = (log_probs * torch.linspace(-1, 1, A, dtype=log_probs.dtype)).sum()
+    if entropy is not None:
+        total = total + (entropy * torch.linspace(2, -1, A, dtype=log_probs.dtype)).sum()
+    total.backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_results_and_gradients_are_those_of_whole_logits(dtype: torch.dtype, rtol: float, has_bias: bool) -> None:
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_results_and_gradients_are_those_of_whole_logits(
+    dtype: torch.dtype, rtol: float, has_bias: bool, with_entropy: bool
+) -> None:
     *leaves, targets = inputs(dtype)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     bias, exact_bias = (leaves[2], exact[2]) if has_bias else (None, None)
     expected = whole(exact[0], exact[1], exact_bias, targets)
     found = head_log_probs(leaves[0], leaves[1], bias, HeadRequest(targets, TEMPERATURE, entropy=True))
-    backward(expected[0])
-    backward(found[0])
+    backward(*expected[: 1 + with_entropy])
+    backward(*found[: 1 + with_entropy])
     assert found[0].dtype == found[1].dtype == torch.promote_types(dtype, torch.float32)
-    assert not found[1].requires_grad
     for ours, theirs in zip(found, expected, strict=True):
         assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < rtol
     for leaf, other in zip(leaves[: 2 + has_bias], exact, strict=False):
         assert leaf.grad is not None and other.grad is not None and leaf.grad.dtype == dtype
         assert float((leaf.grad - other.grad).norm() / other.grad.norm()) < rtol
+
+
+def test_entropy_alone_has_a_gradient_and_what_is_not_wanted_has_none() -> None:
+    hidden, weight, _, targets = inputs(torch.float64)
+    other, same = (leaf.detach().clone().requires_grad_() for leaf in (hidden, weight))
+    whole(other, same, None, targets)[1].sum().backward()  # type: ignore[no-untyped-call]
+    head_log_probs(hidden, weight, None, HeadRequest(targets, TEMPERATURE, entropy=True))[1].sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(hidden.grad, other.grad)
+    torch.testing.assert_close(weight.grad, same.grad)
+    assert not head_log_probs(hidden, weight, None, HeadRequest(targets, TEMPERATURE, entropy=False))[1].requires_grad
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_joined_result_has_the_entropys_gradient_where_a_loss_uses_it(with_entropy: bool) -> None:
+    """A loss without it does not pay for it: its gradient would be one of zeros."""
+    hidden, weight, _, targets = inputs(torch.float64)
+    other = hidden.detach().clone().requires_grad_()
+    request = HeadRequest(targets, TEMPERATURE, entropy=True)
+    found = torch.stack(head_log_probs(hidden, weight, None, request), dim=-1).unbind(-1)
+    note_entropy_gradient(found[1], request)
+    backward(*found[: 1 + with_entropy])
+    assert request.trains_entropy is with_entropy
+    backward(*whole(other, weight.detach(), None, targets)[: 1 + with_entropy])
+    torch.testing.assert_close(hidden.grad, other.grad)
 
 
 def test_results_do_not_depend_on_gradients_and_entropy() -> None:
@@ -127,7 +156,7 @@ def test_ranks_with_parts_of_the_vocabulary_compute_what_one_does() -> None:
     """The third of three ranks has padding only, the second one some."""
     hidden, weight, _, targets = inputs(torch.float64)
     expected = head_log_probs(hidden, weight, None, HeadRequest(targets, TEMPERATURE, entropy=True))
-    backward(expected[0])
+    backward(*expected)
     share, store = 80, dist.HashStore()
 
     def rank(number: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -140,7 +169,7 @@ def test_ranks_with_parts_of_the_vocabulary_compute_what_one_does() -> None:
         first = number * share
         request = HeadRequest(targets, TEMPERATURE, entropy=True, first=first, num_rows=len(held), group=group)
         log_probs, entropy = head_log_probs(own_hidden, rows, None, request)
-        backward(log_probs)
+        backward(log_probs, entropy)
         return log_probs, entropy, own_hidden.grad, rows.grad
 
     with ThreadPoolExecutor(3) as pool:

@@ -28,6 +28,15 @@ def test_the_scaled_gradient_is_clipped() -> None:
     assert factor == pytest.approx(-0.125, rel=1e-6)  # norm 16 becomes 2
 
 
+def test_updates_whose_gradient_was_clipped_say_so() -> None:
+    updates = make_updates()
+    assert [updates.next(norm, 1.0)[1].clipped for norm in (1.9, 2.1, 0.0, 50.0)] == [False, True, False, True]
+    free = make_updates(grad_clip=None)
+    factor, stats = free.next(1e6, 0.5)
+    assert (factor, stats.grad_norm, stats.clipped) == (0.5, 5e5, False)
+    assert free.next(math.inf, 1.0)[0] is None
+
+
 @pytest.mark.parametrize("norm", [math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_is_reported_and_counted(norm: float) -> None:
     updates = make_updates()

@@ -33,7 +33,7 @@ from workers.engines.hf.weights import HfWeights
 from workers.engines.model_files import POLICY_KEY
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, cut
-from workers.engines.updates import Updates
+from workers.engines.updates import Updates, decay, decays
 
 COMPILER = "inductor"
 """Backend of `torch.compile`."""
@@ -85,7 +85,7 @@ class ShardedModel:
             lr=training.lr,
             betas=training.betas,
             eps=training.eps,
-            weight_decay=training.weight_decay,
+            weight_decay=0.0,  # `decay` does it
             # One fused call instead of a dozen: DTensor's dispatch dominates small models. torch_npu has no fused AdamW
             # behind this flag.
             fused=device.type in ("cpu", "cuda"),
@@ -108,6 +108,7 @@ class ShardedModel:
             torch._foreach_mul_(gradients, factor)
             for group in self._optimizer.param_groups:
                 group["lr"] = stats.lr
+            decay([_local(p) for p in self._model.parameters() if decays(p)], self._training, stats.lr)
             self._optimizer.step()
             self._changed()
         self.zero_grad()
@@ -134,6 +135,8 @@ class ShardedModel:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = 0.0  # a state of an earlier version has it there
         self._changed()
         self._updates.load_state_dict(state)
         self.zero_grad()

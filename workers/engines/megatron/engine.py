@@ -37,7 +37,7 @@ from workers.engines.megatron.names import FlatBox, flat_boxes, hf_weight_names,
 from workers.engines.model_files import read_model_config
 from workers.engines.setup import EngineSetup
 from workers.engines.shared_model import SharedModel
-from workers.engines.updates import Updates
+from workers.engines.updates import Updates, decay, decays
 
 
 class MegatronEngine:
@@ -113,9 +113,11 @@ class MegatronEngine:
             return
         check_sequences(batch, vocab_size=self._model.vocab_size)
         log_probs_A, entropy_A = self._forward.forward(batch, entropy=True)
-        log_probs_A = log_probs_A.clone().requires_grad_()
-        (gradient_A,) = torch.autograd.grad(loss(log_probs_A, entropy_A), log_probs_A, materialize_grads=True)
-        self._forward.backward(gradient_A)
+        log_probs_A, entropy_A = log_probs_A.clone().requires_grad_(), entropy_A.clone().requires_grad_()
+        total = loss(log_probs_A, entropy_A)
+        gradient_A, entropy_gradient_A = torch.autograd.grad(total, (log_probs_A, entropy_A), allow_unused=True)
+        gradient_A = torch.zeros_like(log_probs_A) if gradient_A is None else gradient_A
+        self._forward.backward(gradient_A, entropy_gradient_A)
 
     @torch.no_grad()
     def step(self, scale: float) -> StepStats:
@@ -133,6 +135,7 @@ class MegatronEngine:
             wrapped.scale_gradients(factor)  # in place: what the optimizer was given are views of the same buffers
             for group in optimizer.param_groups:
                 group["lr"] = stats.lr
+            decay(self._state.decaying, self._actor, stats.lr)
             optimizer.step_with_ready_grads()
         self.zero_grad()
         return stats
@@ -292,11 +295,13 @@ class _Run:
         main: float32 values, flat.
         boxes: of them.
         replica: others save them.
+        decays: by AdamW's weight decay.
     """
 
     main: Tensor
     boxes: tuple[FlatBox, ...]
     replica: bool
+    decays: bool
 
 
 class MegatronState:
@@ -314,6 +319,8 @@ class MegatronState:
         self._parts = parts
         self._optimizer = parts.optimizer
         self._runs = tuple(self._find_runs())
+        self.decaying = [run.main.detach() for run in self._runs if run.decays]
+        """Views of the master weights that decay."""
         with torch.no_grad():
             for run in self._runs:
                 run.main.zero_()
@@ -356,7 +363,7 @@ class MegatronState:
             is_cut = getattr(parameter, "tensor_model_parallel", False)
             tied_copy = geometry.tied and name == "output_layer.weight"
             main = optimizer.optimizer.param_groups[group]["params"][order]
-            yield _Run(main, boxes, tied_copy or (geometry.tp_rank > 0 and not is_cut))
+            yield _Run(main, boxes, tied_copy or (geometry.tp_rank > 0 and not is_cut), decays(parameter))
 
     def _boxed(self, values_of: Callable[[Tensor], Tensor]) -> dict[str, BoxedTensor]:
         parts: dict[str, list[BoxPart]] = defaultdict(list)

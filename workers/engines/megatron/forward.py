@@ -24,7 +24,7 @@ from torch import Tensor
 from asyncflow.device import to_device
 from workers.engines.base import Sequences
 from workers.engines.config import ActorConfig
-from workers.engines.log_prob_head import HeadRequest, head_log_probs
+from workers.engines.log_prob_head import HeadRequest, head_log_probs, note_entropy_gradient
 from workers.engines.megatron.context import TokenShare
 from workers.engines.megatron.model import MegatronParts
 from workers.engines.packed_forward import PackedInputs, cut
@@ -37,7 +37,7 @@ class _Passed:
     Attributes:
         received: [t, 1, W] of the stage before; None on the first.
         output: [t, 1, W] for the next stage; on the last log-probabilities [a].
-        entropy_a: of the last stage, without gradient.
+        entropy_a: of the last stage, where it is wanted.
         share: the tokens.
     """
 
@@ -73,6 +73,7 @@ class MegatronForward:
         self._context = parts.context
         self._positions_t = self._predictors_a = self._targets_a = torch.empty(0, dtype=torch.int64)
         self._entropy = False
+        self._request: HeadRequest | None = None
         self._passed: list[_Passed] = []
         self._network.rotary_pos_emb.register_forward_hook(self._at_positions)
         if self._is_last:
@@ -93,22 +94,29 @@ class MegatronForward:
         self._passed = passed if torch.is_grad_enabled() else []
         return self._shared(passed, entropy)
 
-    def backward(self, gradient_A: Tensor) -> None:
+    def backward(self, gradient_A: Tensor, entropy_gradient_A: Tensor | None = None) -> None:
         """Accumulate the parameters' gradients for the last `forward`.
 
         Args:
             gradient_A: of its log-probabilities; only the last stage's counts.
+            entropy_gradient_A: of its entropies; None: there is none.
         """
         passed, self._passed = self._passed, []
-        gradients = torch.split(gradient_A, [one.share.num_drawn for one in passed])
+        sizes = [one.share.num_drawn for one in passed]
+        gradients = torch.split(gradient_A, sizes)
+        of_entropies = None if entropy_gradient_A is None else torch.split(entropy_gradient_A, sizes)
         sending = []
         for number in reversed(range(len(passed))):
             one = passed[number]
+            outputs = [one.output]
             if self._is_last:
-                gradient = one.share.own(gradients[number])
+                given = [one.share.own(gradients[number])]
+                if of_entropies is not None:
+                    outputs.append(one.entropy_a)
+                    given.append(one.share.own(of_entropies[number]))
             else:
-                gradient = self._receive(one.output.shape, self._stage + 1)
-            torch.autograd.backward(one.output, gradient)
+                given = [self._receive(one.output.shape, self._stage + 1)]
+            torch.autograd.backward(outputs, given)
             if one.received is not None:
                 assert one.received.grad is not None
                 sending.append(self._send(one.received.grad, self._stage - 1))
@@ -143,7 +151,9 @@ class MegatronForward:
         if not self._is_last:
             return _Passed(received, output, output.detach().flatten()[:0], share)
         log_probs_a, entropy_a = output[0].unbind(-1)
-        return _Passed(received, log_probs_a, entropy_a.detach(), share)
+        if self._request is not None:
+            note_entropy_gradient(entropy_a, self._request)
+        return _Passed(received, log_probs_a, entropy_a, share)
 
     def _head(self, hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
         """Take the place of the output layer: [t, 1, W] -> [a, 1, 2], log-probabilities and entropies, at the drawn
@@ -158,6 +168,7 @@ class MegatronForward:
             num_rows=max(0, min(len(weight), num_tokens - first)),  # the last rows are padding
             group=self._tensor_group,
         )
+        self._request = request
         found = head_log_probs(hidden[self._predictors_a, 0], weight, None, request)
         return torch.stack(found, dim=-1).unsqueeze(1), None
 
@@ -169,7 +180,7 @@ class MegatronForward:
     def _shared(self, passed: Sequence[_Passed], entropy: bool) -> tuple[Tensor, Tensor]:
         if self._is_last:
             columns = [torch.cat([one.share.spread(one.output.detach()) for one in passed])]
-            columns += [torch.cat([one.share.spread(one.entropy_a) for one in passed])] if entropy else []
+            columns += [torch.cat([one.share.spread(one.entropy_a.detach()) for one in passed])] if entropy else []
             known = torch.stack(columns)
             if self._context is not None:
                 dist.all_reduce(known, group=self._context)

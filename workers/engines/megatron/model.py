@@ -138,7 +138,7 @@ def build_megatron(
     settings = OptimizerConfig(
         optimizer="adam",
         lr=actor.lr,
-        weight_decay=actor.weight_decay,
+        weight_decay=0.0,  # done by the engine
         adam_beta1=actor.betas[0],
         adam_beta2=actor.betas[1],
         adam_eps=actor.eps,
@@ -147,7 +147,7 @@ def build_megatron(
         use_distributed_optimizer=True,
         clip_grad=0.0,  # done by the engine, together with the scale
     )
-    # No overrides: every parameter decays, as in the other engines.
+    # No overrides: one group, in which nothing decays.
     chained = get_megatron_optimizer(settings, [wrapped], config_overrides={}, use_gloo_process_groups=False)
     return replace(parts, wrapped=wrapped, optimizer=chained.chained_optimizers[0])
 
