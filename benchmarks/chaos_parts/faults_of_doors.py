@@ -128,26 +128,24 @@ _CALL = """\
     request = urllib.request.Request(f"{url}/chat/completions", body, headers)
 """
 _TRAINS = """\
-from workers.engines.sim.engine import SimTrainEngine
+from workers.engines.fsdp.engine import FsdpEngine
 
-class Engine(SimTrainEngine):
+class Engine(FsdpEngine):
     def __init__(self, setup):
-        super().__init__(setup.run.sim, lr=setup.run.actor.lr)
+        run, temperature = setup.run, setup.run.rollout.temperature
+        own = {"actor": run.actor, "temperature": temperature, "device": setup.device, "seed": run.seed}
+        super().__init__(setup.model_dir, **own)
 
-    def forward_backward(self, batch, loss):
+    def step(self, scale):
         {deed}
-        super().forward_backward(batch, loss)
+        return super().step(scale)
 """
 _GENERATES = """\
-from workers.engines.sim.engine import SimGenerateEngine, SimLengths
+from workers.engines.hf.engine import HfEngine
 
-class Engine(SimGenerateEngine):
+class Engine(HfEngine):
     def __init__(self, setup):
-        run = setup.run
-        rows = run.schedule.rollout_batch_size * run.schedule.n_samples_per_prompt
-        lengths = SimLengths(run.sim, samples_per_step=rows, seed=run.seed)
-        slots, most = setup.sampling.batch_size, setup.sampling.max_response_tokens
-        super().__init__(run.sim, lengths, num_slots=slots, max_response_tokens=most)
+        super().__init__(setup.model_dir, setup.run.model, sampling=setup.sampling, device=setup.device)
 
     def step(self, wake):
         {deed}
@@ -251,12 +249,14 @@ DOORS: tuple[Door, ...] = (
         wrong="'one'", says="door:Order", code=2,
     ),
     Door(
-        "generating_engine", _GENERATES, {"rollout.engine": "door:Engine", **_NEVER, **_STUCK},
+        "generating_engine", _GENERATES,
+        {"rollout.engine": "door:Engine", "actor.engine": "fsdp", **_NEVER, **_STUCK},
         wrong="7", says="rollout rank",
     ),
     Door(
-        "training_engine", _TRAINS, {"actor.engine": "door:Engine", **_NEVER, **_STUCK},
-        says="actor rank 0", survives=frozenset({"floods", "returns_the_wrong_shape"}),
+        "training_engine", _TRAINS,
+        {"rollout.engine": "hf", "actor.engine": "door:Engine", **_NEVER, **_STUCK},
+        says="actor rank 0",
     ),
     Door(
         "algorithm",

@@ -30,6 +30,7 @@ _VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRLS = ("prompts", "completions", "completion_ids")
 _GROUPS = ("task", "members")
 _VERLS_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_OF_ROWS = {"task", "data_source", "extra_info"}
 _RESPONSES = {"response", "solution_str", "completions", "members", "solution_strs"}
 """A function that takes none of these does not see what it judges."""
 
@@ -83,7 +84,7 @@ def user_reward(name: str) -> Callee:
 
     def values(sent: Sequence[Any]) -> Mapping[str, Any]:
         prompt, response, ground_truth, task, num_tokens, truncated, token_ids = sent
-        row = json.loads(task)
+        row = json.loads(task) if called.needs_row else {}
         if called.in_lists:
             return _trl_values([prompt], [response], [ground_truth], [row], [token_ids])
         ours = (prompt, response, ground_truth, row, num_tokens, truncated)
@@ -137,6 +138,7 @@ class _ByName:
 
     Attributes:
         in_lists: it is called as TRL calls rewards.
+        needs_row: it takes something of the data row, which may be long.
     """
 
     def __init__(self, users: Callable[..., Any], what: str, known: Sequence[str]) -> None:
@@ -170,6 +172,7 @@ class _ByName:
             raise ConfigError(f"{what} does not take the response; {advice}")
         ours, verls = known[:-4], set(known[-4:]) - {"ground_truth"}
         self._rest = ours if self._takes_rest and not names & verls else ()  # verl's are given settings of its own
+        self.needs_row = self.in_lists or bool(_OF_ROWS.intersection(names, known) or _OF_ROWS.intersection(self._rest))
 
     def function(self, values: Callable[[Sequence[Any]], Mapping[str, Any]]) -> Callable[..., Any]:
         """Return what is called with what was sent; async if the user's is."""
