@@ -347,15 +347,16 @@ def _check_outside(config: RunConfig) -> None:
     """Refuse what the run does in roles that are left to processes outside."""
     outside = config.outside_roles
     scores = "reward" if "reward" in config.roles else "rollout"
-    for setting, needed in (
-        ("deterministic: true", bool(outside) and config.deterministic),
-        ("algorithm.group_filter", scores in outside and config.algorithm.filters_groups),
-        ("reward.group_function", scores in outside and config.reward.group_function is not None),
+    for setting, needed, role in (
+        ("deterministic: true", bool(outside) and config.deterministic, scores),
+        ("algorithm.group_filter", scores in outside and config.algorithm.filters_groups, scores),
+        ("reward.group_function", scores in outside and config.reward.group_function is not None, scores),
+        ("rollout.stop", "rollout" in outside and bool(config.rollout.stop), "rollout"),
     ):
         if needed:
             raise ConfigError(
-                f"{setting}: cannot be with roles {' '.join(f'{role}:0' for role in outside)}, since processes outside "
-                f"know nothing of it; launch {scores}, or leave the setting out"
+                f"{setting}: cannot be with roles {' '.join(f'{name}:0' for name in outside)}, since processes outside "
+                f"know nothing of it; launch {role}, or leave the setting out"
             )
 
 

@@ -112,6 +112,10 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         ([*EVALUATE, "--set", "evaluate.path=model"], "evaluate.path: "),
         ([*EVALUATE, "--set", "evaluate.engine=sim"], "cannot be with a role whose engine is sim"),
         (
+            ["--roles", "rollout:0,actor:1", "--set", "rollout.stop=[x]"],
+            "rollout.stop: cannot be with roles rollout:0, since processes outside know nothing of it; launch rollout",
+        ),
+        (
             ["--set", "rollout.engine=sim", "--set", "actor.engine=sim", "--set", "rollout.stop=[x]"],
             "rollout.stop: cannot be with the engine sim",
         ),
