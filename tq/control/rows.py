@@ -41,8 +41,8 @@ TRANSITIONS: dict[RowState, dict[RowState, str]] = {
         RowState.ANNOUNCED: "a unit stored it, and several controllers must agree",
         RowState.STORED: "a unit stored it",
         RowState.AWAY: "in the inventory of a unit that is just registering",
-        RowState.LOST: "another controller, an earlier incarnation, its unit's next life or a trainer that holds it told "
-        "of the loss",
+        RowState.LOST: "another controller, an earlier incarnation, its unit's next life or a trainer that holds it "
+        "told of the loss",
         RowState.WITHHELD: "a unit has it, and its group is leaving",
     },
     RowState.ANNOUNCED: {
