@@ -10,7 +10,7 @@ def run(settings: Settings) -> Result:
     """Kill `settings.faults` times; the ledgers stay in the run's directory."""
     directory = Path(settings.directory) / "storm"
     directory.mkdir(exist_ok=True)
-    report = storm(directory, kills=settings.faults, say=settings.say)
+    report = storm(directory, kills=settings.faults, work_s=0.5, say=settings.say)
     verdict = report.verdict
     for example in verdict.examples:
         settings.say(f"faults: {example}")

@@ -20,7 +20,7 @@ if __name__ != "__main__":  # the other process may run another tree
 _MB = 2**20
 CASES = {"1": (1, 64, 8), "64": (64, 64 * 256, 4), "16mb": (64, 16 * _MB, 1)}
 """Case -> rows and bytes of a put, puts in a round."""
-_ROUNDS = 150
+_ROUNDS = 300
 
 
 def run(settings: "Settings") -> "Result":

@@ -38,8 +38,7 @@ class Losses:
         self.lost: dict[int, set[int]] = {}
         """Part -> lost rows."""
         self.acked: dict[int, set[int]] = {}
-        """Part -> rows that are at a unit which was not there when a trainer was told that its ack counts: should it
-        not come back, no unit knows of the ack."""
+        """Part -> rows that are at a unit which has not heard, and may never hear, that a task is done with them."""
         self._noted: dict[int, set[int]] = {}
         self.changed: set[int] = set()
         """Parts whose record must be written again: for a loss, an ack of a lost row, the end of a noted one."""

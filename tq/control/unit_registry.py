@@ -209,6 +209,8 @@ class UnitRegistry:
                         table.mark_done(name, [number])
                 else:  # put again by a producer who knew of the loss: judged by what was put
                     done = table.rows.tasks(table.graph.still_done(row, known) & known.left)
+                    if done:
+                        table.losses.ack_elsewhere(number)
                     for name in done:
                         table.out.append(Commit(name, table.token(), table.rows.by_unit([number])))
                     for name in done:
