@@ -133,7 +133,7 @@ from workers.engines.fsdp.engine import FsdpEngine
 class Engine(FsdpEngine):
     def __init__(self, setup):
         run, temperature = setup.run, setup.run.rollout.temperature
-        own = {"actor": run.actor, "temperature": temperature, "device": setup.device, "seed": run.seed}
+        own = {"actor": setup.actor, "temperature": temperature, "device": setup.device, "seed": run.seed}
         super().__init__(setup.model_dir, **own)
 
     def step(self, scale):

@@ -4,24 +4,33 @@ It finds the policy by `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its task (the dat
 `ASYNCFLOW_TASK_FILE`, in `ASYNCFLOW_TASK` too if that can hold it, and a directory of its own, removed at its end, in
 `ASYNCFLOW_SCRATCH`. It ends with code 0 and writes `{"reward": 1.0}`,
 maybe with more numbers, into the file `ASYNCFLOW_RESULT`; without one, or with null for the reward, `reward.function`
-scores the last reply.
+scores the last reply. What it prints is a file of its scratch directory, whose end goes into the log: of a program that
+fails at the 1st, 10th, 100th ... failure of a kind.
 """
 
 import asyncio
 import contextlib
 import io
 import json
+import logging
 import os
 import shutil
 import signal
 from pathlib import Path
 
-from asyncflow.errors import UserCodeFailed, one_line
+from asyncflow.errors import UserCodeFailed, one_line, printable
 from asyncflow.process import die_with_parent, limit_resources
+from asyncflow.repeated import RepeatedWarnings
 from workers.agents.wire import Setup, Start
 from workers.rewards.base import reward_of
 
+logger = logging.getLogger(__name__)
+
 _RESULT = "result.json"
+_OUTPUT = "output.txt"
+_MOST_OUTPUT_BYTES = 2**13
+_MOST_SHOWN = 300
+_warnings = RepeatedWarnings(logger)
 _MOST_RESULT_BYTES = 2**20
 _MOST_VARIABLE_BYTES = 2**17 - 1
 """Linux takes no longer string of the environment (`MAX_ARG_STRLEN`): name, equals sign and value."""
@@ -57,21 +66,31 @@ async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[st
         die_with_parent(parent)
         limit_resources(memory_bytes=setup.max_memory_bytes, file_bytes=setup.max_file_bytes)
 
+    output = scratch / _OUTPUT
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            env=os.environ | surroundings,
-            process_group=0,
-            preexec_fn=prepare,
-        )
+        with output.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=os.environ | surroundings,
+                process_group=0,
+                preexec_fn=prepare,
+            )
     except OSError as error:
         raise UserCodeFailed(f"rollout.agent_command: {command[0]}: {error.strerror}") from error
     try:
         code = await process.wait()
+        said = await asyncio.to_thread(_end_of, output)
         if code:
             why = " for a file longer than rollout.max_file_gb" if code == -signal.SIGXFSZ else ""
-            raise UserCodeFailed(f"rollout.agent_command {ended_how(code)}{why}")
+            last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+            how = f"{ended_how(code)}{why}" + (f": {printable(last[-_MOST_SHOWN:])}" if last else "")
+            _warnings.warn(f"rollout.agent_command {how}" + (f"; it said\n{said}" if said else ""))
+            raise UserCodeFailed(f"rollout.agent_command {how}")
+        if said:
+            logger.info("a program said\n%s", said)
         return await asyncio.to_thread(_result, scratch / _RESULT)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -82,6 +101,16 @@ async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[st
 def ended_how(code: int) -> str:
     """Return how a process ended, from its exit code."""
     return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+
+
+def _end_of(output: Path) -> str:
+    """Return the last that a program printed; it may have removed the file."""
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, output.stat().st_size - _MOST_OUTPUT_BYTES))
+            return file.read(_MOST_OUTPUT_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _result(path: Path) -> tuple[float | None, dict[str, float]]:

@@ -593,6 +593,21 @@ def test_a_programs_result_that_cannot_be_used_fails_it_and_holds_nothing_up(
     assert not (tmp_path / "1").exists()
 
 
+def test_a_program_that_fails_is_named_with_its_last_line_and_one_that_floods_is_cut(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "workers.agents.command")
+    for _ in range(3):
+        with pytest.raises(UserCodeFailed, match="^rollout.agent_command ended with code 1: KeyError: 'question'$"):
+            run_program("print('x' * 2**22); {}['question']", "{}", tmp_path / "1")
+    (told,) = caplog.messages
+    assert told.endswith("KeyError: 'question'\n") and len(told) < 2**14
+    with pytest.raises(UserCodeFailed, match="^rollout.agent_command ended with code 3$"):
+        run_program("import sys; sys.exit(3)", "{}", tmp_path / "1")
+    assert run_program("print('well')", "{}", tmp_path / "1") == (None, {})
+    assert caplog.messages[-1] == "a program said\nwell\n"
+
+
 def run_program(program: str, task: str, scratch: Path) -> tuple[float | None, dict[str, float]]:
     """Run Python code as `rollout.agent_command`."""
     setup = Setup(
