@@ -29,7 +29,9 @@ def now(hidden_AD: Tensor, weight_VD: Tensor, targets_A: Tensor, temperature: fl
     """Return the same by the engines' head."""
     from workers.engines.log_prob_head import HeadRequest, head_log_probs
 
-    return head_log_probs(hidden_AD, weight_VD, None, HeadRequest(targets_A, temperature, entropy=True))
+    request = HeadRequest(targets_A, temperature, entropy=True)
+    log_probs_A, entropy_A = head_log_probs(hidden_AD, weight_VD, None, request)
+    return log_probs_A, entropy_A.detach()
 
 
 WAYS = {"before": before, "now": now}

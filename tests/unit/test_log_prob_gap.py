@@ -119,6 +119,17 @@ def test_at_a_steady_staleness_they_are_told_of_by_the_trainer_s_own_moves(wrong
     assert complaint_of(wrong, dtype, age=1, moves=(1.0,)) == "", "weights that far apart explain it"
 
 
+def test_older_tokens_are_judged_by_the_version_that_drew_them_where_the_trainer_holds_it() -> None:
+    right, cold = (drawn(wrong, torch.bfloat16) for wrong in (RIGHT, "temperature 0.7 for 1"))
+    for tokens, told in ((right, False), (cold, True)):
+        rows = batch([[3] * SEEN], [tokens.rollout.tolist()])
+        comparison = Comparison.of(rows, step=5, held={3: tokens.trained})
+        far = tokens.trained - 1.0  # the weights that are trained have moved that far, and nobody measured it
+        comparison.before(ignore_entropy)(far, tokens.entropy)
+        found = gap_of(comparison).complaint(limits(dtype="bfloat16"), ())
+        assert ("for tokens of weights 1 versions older" in found) == told == bool(found)
+
+
 def test_the_least_precise_type_that_a_run_uses_decides() -> None:
     exact = limits()
     assert exact.mean(1.0) < 0.002 and limits(dtype="bfloat16").mean(1.0) == pytest.approx(0.102)

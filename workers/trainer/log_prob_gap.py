@@ -4,7 +4,8 @@ Before its first update, step s computes with the weights of step s - 1. For the
 the two must agree but for rounding; a larger difference is an error in one of the engines. A token of version v has the
 age s - 1 - v, and its weights differ, too: how much off-policy data of each age is, is what the mismatch says.
 
-A run whose tokens are all older is judged as well. The trainer scores a few samples of a step again when it has the
+A run whose tokens are all older is judged as well: by the version that drew them, where the trainer holds a copy of it
+(`actor.tri_model` without weights). Elsewhere the trainer scores a few samples of a step again when it has the
 next weights (`MoveProbe`), so it knows how far one version moves a token; older tokens may be that much further apart.
 
     step 7   trains with version 6; keeps some tokens' log-probabilities; update: version 7
@@ -98,7 +99,8 @@ class LogProbGap:
     Attributes:
         ages: of tokens -> sums over these: `tokens`, `total` (of the absolute differences), `signed` (generating engine
             - trainer), `entropy`, `surprise` (-log p - entropy, p the trainer's) and `surprise_squared`, `k3`, `ratio`
-            and `ratio_squared` (of the trainer's policy to the generating one), and `largest`, the largest difference.
+            and `ratio_squared` (of the trainer's policy to the generating one), and `largest`, the largest difference;
+            where the trainer holds the version that drew them, `held` and `held_signed` are `total` and `signed` to it.
         move: of the trainer, by the update before: `tokens`, and `total` of their absolute differences; {}: not known.
     """
 
@@ -152,6 +154,8 @@ class LogProbGap:
         """
         for age in sorted(map(int, self.ages)):
             since = [moves[-1 - k] if k < len(moves) else None for k in range(age)]
+            if "held" in self.ages[str(age)]:
+                since = []
             if age >= 0 and None not in since:
                 return self._complaint(age, limits, sum(move for move in since if move is not None))
         return ""
@@ -162,13 +166,13 @@ class LogProbGap:
         entropy = sums["entropy"] / tokens
         of = "tokens of the same weights" if age == 0 else f"tokens of weights {age} versions older"
         wrong = "one of the two computes wrongly: temperature, weights, or which log-probabilities it reports"
-        mean, limit = sums["total"] / tokens, limits.mean(entropy) + _MOVES * moved
+        mean, limit = sums.get("held", sums["total"]) / tokens, limits.mean(entropy) + _MOVES * moved
         if mean > limit:
             return (
                 f"the generating engine's log-probabilities are {mean:.2g} nats from the trainer's on average, for "
                 f"{of}, where {limit:.2g} is the most that is right; {wrong} (rollout_log_prob_diff_mean)"
             )
-        signed, limit = sums["signed"] / tokens, limits.signed(entropy) + _MOVES * moved
+        signed, limit = sums.get("held_signed", sums["signed"]) / tokens, limits.signed(entropy) + _MOVES * moved
         if abs(signed) > limit + _DEVIATIONS * mean / math.sqrt(tokens):
             return (
                 f"the generating engine's log-probabilities are {abs(signed):.2g} nats "
@@ -214,24 +218,28 @@ class Comparison:
     Attributes:
         rollout_A: float32 [A], of the generating engine.
         age_A: integer [A]: versions between the weights that drew the token and those that the trainer has.
+        held: age -> float32 [A], by the version that drew the tokens of this age, as the trainer computes it.
         stats: set by the loss: `AGE/NAME` of `LogProbGap.ages`, scalars on the device.
         log_probs_A: set by the loss: float32 [A], the trainer's.
     """
 
     rollout_A: Tensor
     age_A: Tensor
+    held: Mapping[int, Tensor] = field(default_factory=dict)
     stats: dict[str, Tensor] = field(default_factory=dict)
     log_probs_A: Tensor | None = None
 
     @staticmethod
-    def of(batch: PackedBatch, *, step: int) -> "Comparison":
+    def of(batch: PackedBatch, *, step: int, held: Mapping[int, Tensor] | None = None) -> "Comparison":
         """Return the comparison for a micro-batch.
 
         Args:
             batch: columns `rollout_log_probs`, `versions`.
             step: that trains it, before its first update.
+            held: older version -> the trainer's log-probabilities with it.
         """
-        return Comparison(batch["rollout_log_probs"].values, step - 1 - batch["versions"].values)
+        ages = {step - 1 - version: log_probs_A for version, log_probs_A in (held or {}).items()}
+        return Comparison(batch["rollout_log_probs"].values, step - 1 - batch["versions"].values, ages)
 
     def before(self, loss: LossFunction) -> LossFunction:
         """Return a loss that compares, and is `loss`."""
@@ -265,6 +273,9 @@ class Comparison:
             # Masked, not selected: how many there are is known to the device alone, and asking would wait for it.
             self.stats |= {f"{age}/{name}": torch.where(here_A, value_A, 0.0).sum() for name, value_A in sums.items()}
             self.stats[f"{age}/largest"] = torch.where(here_A, gap_A, 0.0).amax()
+            if age in self.held:
+                signed_A = torch.where(here_A, rollout_A - self.held[age], 0.0)
+                self.stats |= {f"{age}/held": signed_A.abs().sum(), f"{age}/held_signed": signed_A.sum()}
 
 
 class MoveProbe:

@@ -216,7 +216,8 @@ class Trainer:
                         batch, one.drawn_by, step=record.step, updated=updated, device=self._context.device
                     )
                 if batch is not None and not updated:
-                    comparison = Comparison.of(batch, step=record.step)
+                    held = None if scored is None else scored.drew
+                    comparison = Comparison.of(batch, step=record.step, held=held)
             stats = learner.train(batch, self._context.device, scored, comparison)
             if self._move_probe is not None and batch is not None and comparison is not None:
                 assert comparison.log_probs_A is not None, "the loss was called"

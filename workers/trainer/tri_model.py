@@ -90,7 +90,8 @@ class TriModel:
         for version, log_probs_A in scored.items():
             old_A = torch.where(version_A == version, log_probs_A, old_A)
         columns["rollout_log_probs"] = _column(old_A, batch)
-        return MicroStep(batch.with_columns(columns), sequences, own_A=(version_A == step - 1) & (not updated))
+        own_A = (version_A == step - 1) & (not updated)
+        return MicroStep(batch.with_columns(columns), sequences, own_A, scored)
 
 
 class MicroStep:
@@ -99,14 +100,22 @@ class MicroStep:
     Attributes:
         batch: with `ref_log_probs`, and where they are not the policy's own the old policy's log-probabilities.
         sequences: packed once, for all three models.
+        drew: the older versions that drew tokens -> float32 [A], all tokens' log-probabilities with them.
     """
 
-    def __init__(self, batch: PackedBatch, sequences: Sequences, own_A: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        batch: PackedBatch,
+        sequences: Sequences,
+        own_A: Tensor | None = None,
+        drew: Mapping[int, Tensor] | None = None,
+    ) -> None:
         """Args:
-        batch, sequences: see the attributes.
+        batch, sequences, drew: see the attributes.
         own_A: bool [A], tokens that the policy which is trained drew; None: it does not matter.
         """
         self.batch = batch
+        self.drew = drew or {}
         self.sequences = sequences
         self._own_A = own_A
 

@@ -151,3 +151,22 @@ def test_models_are_no_tasks_any_more() -> None:
 def test_what_cannot_be_is_refused(setting: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         graph_of(tri(setting))
+
+
+def test_tokens_are_compared_with_the_version_that_drew_them() -> None:
+    """What the generator recorded is not what any version says, here."""
+    config = tri("schedule.mode=async", "schedule.max_staleness=1", NONE)
+    engine = load_train_engine(config, device=CPU)
+    loader = Loader([])
+    trainer = make_trainer(config, engine, loader)
+    rounds = rounds_of([0] * 4)
+    recorded = torch.cat([batch["rollout_log_probs"].values for batch in rounds])
+    drew = torch.cat([engine.log_probs(sequences_of(batch)) for batch in rounds])
+    for step in (1, 2):
+        loader._batches, loader.round_partition = rounds_of([0] * 4), step
+        record = trainer.train(step)
+    assert record is not None
+    sums = record.gap.ages["1"]
+    assert sums["held"] == pytest.approx(float((recorded - drew).abs().sum()), rel=1e-4)
+    assert sums["held_signed"] == pytest.approx(float((recorded - drew).sum()), rel=1e-4)
+    assert sums["total"] != pytest.approx(sums["held"], rel=1e-3)
