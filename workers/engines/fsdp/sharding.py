@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from workers.engines.base import LocalShard, Sequences, StepStats
 from workers.engines.config import ActorConfig, TrainingConfig
 from workers.engines.fsdp.dtensor_shards import local_shards
-from workers.engines.hf.model import decoder_layers, empty_causal_lm, materialize, parameter_aliases, vocab_size
+from workers.engines.hf.model import decoder_layers, empty_causal_lm, materialize, stored_names, vocab_size
 from workers.engines.hf.weights import HfWeights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, cut
@@ -53,7 +53,7 @@ class ShardedModel:
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._model = self._empty_model(torch.float32)
         self._inputs = InputsOfBatch(device, vocab_size=vocab_size(self._model), shared_prompt=training.shared_prompt)
-        self._aliases = parameter_aliases(self._model)
+        self._aliases = stored_names(self._model)
         self._twin: Bfloat16Twin | None = None
         if training.autocast == "bfloat16" and self._mesh.size() == 1:
             materialize(self._model, device)
@@ -160,10 +160,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
     layers = decoder_layers(model)
     for layer in layers if config.compile else ():
         layer.compile(backend=COMPILER, dynamic=True)  # lengths differ from micro-batch to micro-batch
-    if mesh.size() == 1:
-        return
+    if mesh.size() > 1:
+        divide(model, mesh, config)
+
+
+def divide(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
+    """Make FSDP2's units: one per decoder layer, and one for the rest."""
     policy = mixed_precision(config)
-    for module in (*layers, model):
+    for module in (*decoder_layers(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

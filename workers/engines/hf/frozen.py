@@ -27,6 +27,7 @@ from workers.engines.hf.model import (
     materialize,
     read_weights,
     replace_weights,
+    stored_names,
     vocab_size,
     weight_needs,
 )
@@ -151,8 +152,9 @@ class RewardModel:
         self._model = model.requires_grad_(False)
         self._vocab_size = vocab_size(model)
         self._padding = model.config.get_text_config().pad_token_id
+        aliases = stored_names(model)
         for part in local_shards(model.named_parameters()):
-            part.values.copy_(weights.read_shard(part, ()))
+            part.values.copy_(weights.read_shard(part, aliases[part.name]))
 
     @torch.no_grad()
     def scores(self, batch: Sequences) -> Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from asyncflow.errors import ConfigError, PlanError
 from weightsync.plan import Need
@@ -54,7 +56,7 @@ def _empty_model(
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{key}: {model_dir} has no config.json; give a Hugging Face model directory")
     try:
-        config = AutoConfig.from_pretrained(model_dir, **changes)
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, **changes)
         with _parameters_on_meta():
             model: nn.Module = kind.from_config(config, dtype=dtype, attn_implementation=attention)
     except ValueError as error:
@@ -80,6 +82,34 @@ def parameter_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {group[0]: tuple(group[1:]) for group in names.values()}
+
+
+def stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return every parameter's name, tied weights once, with the other names that files may have for the same weight.
+
+    Those are what transformers renames when it loads (GPT-NeoX' `embed_out` is `lm_head` in memory), and names without
+    the base model's prefix (GPT-2's files on the Hub have `wte.weight` for `transformer.wte.weight`).
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    renamings = _saving_renames(model)
+    names = {}
+    for name, aliases in parameter_aliases(model).items():
+        others = list(aliases)
+        for own in (name, *aliases):
+            stored = own
+            for renaming in renamings:
+                stored = renaming.rename_source_key(stored)[0]
+            others += [stored, *(each.removeprefix(prefix) for each in (own, stored))]
+        names[name] = tuple(dict.fromkeys(other for other in others if other != name))
+    return names
+
+
+def _saving_renames(model: nn.Module) -> list[Any]:
+    """Return what renames weights when transformers saves them; conversions that change a tensor are not among them."""
+    known: Any = model
+    conversions = get_model_conversion_mapping(known, add_legacy=False)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    return [each.reverse_transform() for each in reversed(renamings)]
 
 
 def weight_needs(model: nn.Module) -> dict[str, Need]:
@@ -133,7 +163,7 @@ def read_weights(model: nn.Module, weights: HfWeights) -> None:
     Raises:
         ConfigError: they are not all there.
     """
-    aliases = parameter_aliases(model)
+    aliases = stored_names(model)
     for name, parameter in model.named_parameters():
         parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
 

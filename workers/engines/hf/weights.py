@@ -48,6 +48,11 @@ class HfWeights:
             self._files.update(dict.fromkeys(file.keys(), file))
         self._model_dir = model_dir
 
+    @property
+    def names(self) -> Iterable[str]:
+        """Of all weights in the files."""
+        return self._files.keys()
+
     def __contains__(self, name: str) -> bool:
         """Whether the files have this weight."""
         return name in self._files
