@@ -51,7 +51,7 @@ _INDICES = re.compile(r"_(idxs|indices|layer_ids)$")
 """Lists of the layers that are of another kind."""
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _COSMETIC = re.compile(
-    r"^(_.*|transformers_version|torch_dtype|dtype|use_cache|initializer_range|.*dropout.*|.*pdrop|.*_drop|id2label"
+    r"^(_.*|transformers.*|tokenizer_class|model_max_length|torch_dtype|dtype|use_cache|initializer_range|.*dropout.*|.*pdrop|.*_drop|id2label"
     r"|label2id|task_specific_params|.*_token_index|finetuning_task|.*router.*|quantization_config|architectures"
     r"|pretraining_tp|rope_theta|use_mrope|rope_interleaved|is_llama_config|name_or_path|attn_implementation"
     r"|unsloth_.*|.*layer_drop.*|layerdrop)$"
@@ -264,7 +264,7 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if not own.get("use_sliding_window", True):
         own = {key: value for key, value in own.items() if key not in ("sliding_window", "max_window_layers")}
     for key, value in own.items():
-        if isinstance(value, dict) and key == "text_config":
+        if isinstance(value, dict) and any(name in value for name in _WIDTHS):
             own[key] = small_config(value)
     count = next((own[key] for key in _LAYERS if type(own.get(key)) is int), 0)
     _cut_layers(own, count)
@@ -280,7 +280,7 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
             own[key] = _TOKENS.get(key, 3)
     if config.get("auto_map"):
         own["auto_map"] = {"is": "there"}
-    own.setdefault("eos_token_id", _TOKENS["eos_token_id"])
+    own |= {key: own.get(key, token) for key, token in _TOKENS.items() if key != "pad_token_id"}
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(own.get(key), dict):
             own[key] = _small_rope(own[key], own)

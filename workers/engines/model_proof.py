@@ -20,7 +20,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ _RTOL, _ATOL = 1e-4, 1e-4
 """Of log-probabilities. Float32 rounds them at 1e-6 or so; samples that see each other differ by 0.01 and more."""
 _FIRST_TOKEN, _END_TOKEN = 4, 48
 """Those below mean something to a model: padding, begin, end."""
+_LONGEST = 200
+"""Characters of what a model's code raises."""
+_MOST_PARAMETERS = 50_000_000
 _CPU = torch.device("cpu")
 
 
@@ -135,7 +138,7 @@ class _Proof:
         self._write_config(place)
         try:
             self._build(AutoModelForSequenceClassification if scores else AutoModelForCausalLM)
-            if not scores:
+            if not scores and not self._failed:
                 self._expected = _one_by_one(self._plain, self._samples)
         except Exception as error:  # noqa: BLE001 (models' code)
             self._failed = f"{_raised(error, place)} where transformers alone computes a small one"
@@ -157,11 +160,13 @@ class _Proof:
     def _build(self, automatic: Any) -> None:
         more = {"num_labels": 1} if automatic is AutoModelForSequenceClassification else {}
         config = AutoConfig.from_pretrained(self._dir, trust_remote_code=False, **more)
+        with suppress(Exception), torch.device("meta"):  # some cannot be made there; they are judged below
+            size = sum(parameter.numel() for parameter in automatic.from_config(config).parameters())
+            if size > _MOST_PARAMETERS:
+                self._failed = f"cannot be proven: a small one still has {size} parameters"
+                return
         torch.manual_seed(1)
         self._plain: Any = automatic.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-        for module in self._plain.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
         _randomize(self._plain)
         self._plain.save_pretrained(self._dir)
         self._write_config(self._dir)
@@ -463,7 +468,7 @@ def _raised(error: Exception, place: Path) -> str:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not type(module).__module__.startswith("torch."):
             where = type(module).__name__
-    text = one_line(error).replace(str(place), "it")
+    text = one_line(error).replace(str(place), "it")[:_LONGEST]
     if isinstance(error, ConfigError):
         text = str(error).partition(": ")[2].replace(str(place), "it")
         return f"cannot be computed: {text}{f' ({where})' if where else ''}"

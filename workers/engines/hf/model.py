@@ -57,14 +57,20 @@ def _empty_model(
         raise ConfigError(f"{key}: {model_dir} has no config.json; give a Hugging Face model directory")
     try:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, **changes)
+        _without_dropout(config)
         with _parameters_on_meta():
             model: nn.Module = kind.from_config(config, dtype=dtype, attn_implementation=attention)
     except ValueError as error:
         raise ConfigError(f"{key}: transformers cannot build {model_dir}: {error}") from error
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     return model.eval()
+
+
+def _without_dropout(config: Any) -> None:
+    """Set all kinds of dropout to 0: many models apply it by a function, and not by a module that could be found."""
+    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+        for name, value in vars(part).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
