@@ -69,6 +69,7 @@ COMMON = (
 USUAL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
 }
 """What the files of all models of a family have, and its defaults have not."""

@@ -305,6 +305,9 @@ def _cut_layers(own: dict[str, Any], count: int) -> None:
         kept = sorted(kept)[:_MOST_LAYERS]
         for key in lists:
             own[key] = [own[key][layer] for layer in kept]
+        for key, value in own.items():
+            if isinstance(value, dict) and value and all(str(number).isdigit() for number in value):
+                own[key] = {str(kept.index(int(n))): value[n] for n in value if int(n) in kept}
         layers = len(kept)
     else:
         periods = [value for key, value in own.items() if _PERIODS.search(key) and type(value) is int]
@@ -319,7 +322,7 @@ def _cut_layers(own: dict[str, Any], count: int) -> None:
         if _INDICES.search(key) and isinstance(value, list) and value:
             own[key] = list(range(layers)) if len(value) == count else [layers - 1]
         if key == "attention_types" and isinstance(value, list):
-            own[key] = [[kinds[0], 1] for kinds in value]
+            own[key] = [[each[0], 1] for each in value]
 
 
 def _narrow(own: dict[str, Any], config: Mapping[str, Any]) -> None:
@@ -339,12 +342,14 @@ def _narrow(own: dict[str, Any], config: Mapping[str, Any]) -> None:
         if type(own.get(key)) is int:
             own[key] = 1 if own[key] == 1 else HEADS if own[key] == heads else HEADS // 2
     size = own.get("head_dim")
-    if type(size) is int:
+    if type(size) is int and "qk_rope_head_dim" not in own:
         own["head_dim"] = HEAD_DIM if heads * size == width else _WIDE_HEAD_DIM
     if type(own.get("expand")) is int and type(size) is int:  # Mamba 2: heads x size = expand x width
         own["head_dim"] = own["expand"] * HIDDEN // HEADS
     small = {"rotary_dim": HEAD_DIM // 2, "mamba_n_heads": HEADS, "mamba_d_head": 2 * HIDDEN // HEADS}
     small |= {"mamba_d_ssm": 2 * HIDDEN, "n_groups": 1, "mamba_n_groups": 1, "lru_width": HIDDEN}
+    small |= {"n_mamba_heads": HEADS, "mamba_headdim": 2 * HIDDEN // HEADS, "mamba_ngroups": 1}
+    small |= {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HIDDEN // HEADS}
     own |= {key: value for key, value in small.items() if type(own.get(key)) is int}
 
 

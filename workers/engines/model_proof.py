@@ -472,7 +472,7 @@ def _raised(error: Exception, place: Path) -> str:
     if isinstance(error, ConfigError):
         text = str(error).partition(": ")[2].replace(str(place), "it")
         return f"cannot be computed: {text}{f' ({where})' if where else ''}"
-    if any(name in text for name in (PACKED_ATTENTION, STEP_ATTENTION)):
+    if any(name in text for name in (PACKED_ATTENTION, STEP_ATTENTION, "packed_layout", "step_plan")):
         return f"has an attention of its own ({where}), which AsyncFlow's for packed samples cannot replace"
     return f"cannot be computed: {f'{where} raises' if where else 'it raises'} {text}"
 
