@@ -61,6 +61,7 @@ def check_positions(config: RunConfig) -> None:
     limit = max_positions(Path(config.model.path))
     prompt = config.data.max_prompt_tokens
     _check_context(config, limit)
+    _check_rotary(config)
     for section, engine, response in _generating(config):
         if engine == "sim" or limit is None:
             continue
@@ -97,6 +98,28 @@ def _check_context(config: RunConfig, positions: int | None) -> None:
                     f"rollout.max_context_tokens: {wanted} is more than {name}, {limit}; set it to {limit} or less, or "
                     f"to 0"
                 )
+
+
+def _check_rotary(config: RunConfig) -> None:
+    """Refuse sequences from whose length on a model turns all tokens of a batch otherwise, other samples' too."""
+    model = read_model_config(Path(config.model.path))
+    rope = model.get("rope_parameters") or model.get("rope_scaling")
+    if not isinstance(rope, dict) or config.actor.engine == "sim":
+        return
+    kind = rope.get("rope_type", rope.get("type"))
+    before = rope.get("original_max_position_embeddings", model.get("original_max_position_embeddings"))
+    limit = before or model.get("max_position_embeddings")
+    longest = max(
+        config.rollout.max_context_tokens,
+        *(config.data.max_prompt_tokens + response for _, _, response in _generating(config)),
+        0,
+    )
+    if kind in ("dynamic", "longrope", "su") and type(limit) is int and longest > limit:
+        raise ConfigError(
+            f"model.path: {config.model.path} computes all samples of a batch otherwise once one is longer than "
+            f"{limit} tokens (rope_type {kind} in config.json), but sequences may have {longest}; lower "
+            f"data.max_prompt_tokens, rollout.max_response_tokens or rollout.max_context_tokens, so that none is longer"
+        )
 
 
 def ranks_per_instance(config: RunConfig) -> dict[str, int]:

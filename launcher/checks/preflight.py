@@ -12,6 +12,7 @@ from launcher.checks.algorithms import check_algorithm
 from launcher.checks.batch_sizes import check_batch_sizes, check_token_budget
 from launcher.checks.device_memory import device_memory
 from launcher.checks.devices import Devices, find_devices
+from launcher.checks.model_proof import check_proven
 from launcher.checks.models import (
     check_broadcast,
     check_generating,
@@ -230,6 +231,7 @@ def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow | None, 
             try_sampler(config.data, size=kept or num_rows, seed=config.seed)
     except UserCodeFailed as error:  # here it is the user's input
         raise ConfigError(str(error)) from error
+    check_proven(config)
     return num_rows, len(held_out), rows[0] if rows else None, first_prompt
 
 

@@ -25,7 +25,7 @@ from workers.engines.base import LocalShard, LossFunction, Sequences, ValueLossF
 from workers.engines.config import ActorConfig, TrainingConfig
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import ShardedModel, over_ranks, reshard, shard
-from workers.engines.hf.model import DTYPES, check_stored, empty_causal_lm, materialize, parameter_aliases, vocab_size
+from workers.engines.hf.model import DTYPES, check_stored, empty_causal_lm, materialize, stored_names, vocab_size
 from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
 from workers.engines.model_files import OUTPUT_HEADS, SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
@@ -117,7 +117,7 @@ class _Scorer(SharedModel):
         """
         self._temperature = temperature
         self._model = empty_causal_lm(model_dir, dtype=DTYPES[training.autocast], attention=PACKED_ATTENTION)
-        self._aliases = parameter_aliases(self._model)
+        self._aliases = stored_names(self._model)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         shard(self._model, mesh, training.model_copy(update={"gradient_checkpointing": False}))
         materialize(self._model, device)

@@ -26,7 +26,7 @@ from workers.engines.hf.model import (
     decoder_layers,
     empty_causal_lm,
     materialize,
-    parameter_aliases,
+    stored_names,
     vocab_size,
 )
 from workers.engines.hf.weights import HfWeights
@@ -66,7 +66,7 @@ class ShardedModel:
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._model = self._empty_model(torch.float32)
         self._inputs = InputsOfBatch(device, vocab_size=vocab_size(self._model), shared_prompt=training.shared_prompt)
-        self._aliases = parameter_aliases(self._model)
+        self._aliases = stored_names(self._model)
         weights = HfWeights(model_dir, key=self.model_key)
         check_stored(self._model, weights, self._aliases, unused=self.unused_weights)
         self._twin: Bfloat16Twin | None = None
@@ -178,10 +178,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
     layers = decoder_layers(model)
     for layer in layers if config.compile else ():
         layer.compile(backend=COMPILER, dynamic=True)  # lengths differ from micro-batch to micro-batch
-    if mesh.size() == 1:
-        return
+    if mesh.size() > 1:
+        divide(model, mesh, config)
+
+
+def divide(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
+    """Make FSDP2's units: one per decoder layer, and one for the rest."""
     policy = mixed_precision(config)
-    for module in (*layers, model):
+    for module in (*decoder_layers(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -26,9 +26,9 @@ from workers.engines.hf.model import (
     empty_causal_lm,
     empty_reward_model,
     materialize,
-    parameter_aliases,
     read_weights,
     replace_weights,
+    stored_names,
     vocab_size,
     weight_needs,
 )
@@ -144,9 +144,8 @@ class RewardModel:
                 f"reward.model.path: {model_dir} is of a {type(model).__name__}, which has no head {SCORE_HEAD!r} on a "
                 f"language model; use a reward model of the policy's family"
             )
-        check_stored(
-            model, weights, parameter_aliases(model), unused=OUTPUT_HEADS
-        )  # of the language model that it was made from
+        aliases = stored_names(model)
+        check_stored(model, weights, aliases, unused=OUTPUT_HEADS)  # of the language model that it was made from
         self._shared = shared
         if shared:  # all but the head
             shard(model.base_model, init_device_mesh(device.type, (dist.get_world_size(),)), TrainingConfig())
@@ -157,7 +156,7 @@ class RewardModel:
         self._vocab_size = vocab_size(model)
         self._padding = model.config.get_text_config().pad_token_id
         for part in local_shards(model.named_parameters()):
-            part.values.copy_(weights.read_shard(part, ()))
+            part.values.copy_(weights.read_shard(part, aliases[part.name]))
 
     @torch.no_grad()
     def scores(self, batch: Sequences) -> Tensor:

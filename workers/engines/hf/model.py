@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from asyncflow.errors import ConfigError, PlanError
 from weightsync.plan import Need
@@ -56,17 +58,26 @@ def _empty_model(
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{key}: {model_dir} has no config.json; give a Hugging Face model directory")
     try:
-        config = AutoConfig.from_pretrained(model_dir, **changes)
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, **changes)
+        _without_dropout(config)
         with _parameters_on_meta():
             model: nn.Module = kind.from_config(config, dtype=dtype, attn_implementation=attention)
     except ValueError as error:
         raise ConfigError(f"{key}: transformers cannot build {model_dir}: {error}") from error
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0
+            module.p = 0.0  # of models whose configuration has no word for it
         elif isinstance(module, nn.Embedding):
             module.padding_idx = None  # else its row would get no gradient
     return model.eval()
+
+
+def _without_dropout(config: Any) -> None:
+    """Set all kinds of dropout to 0: many models apply it by a function, and not by a module that could be found."""
+    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+        for name, value in vars(part).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -84,6 +95,34 @@ def parameter_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {group[0]: tuple(group[1:]) for group in names.values()}
+
+
+def stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return every parameter's name, tied weights once, with the other names that files may have for the same weight.
+
+    Those are what transformers renames when it loads (GPT-NeoX' `embed_out` is `lm_head` in memory), and names without
+    the base model's prefix (GPT-2's files on the Hub have `wte.weight` for `transformer.wte.weight`).
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    renamings = _saving_renames(model)
+    names = {}
+    for name, aliases in parameter_aliases(model).items():
+        others = list(aliases)
+        for own in (name, *aliases):
+            stored = own
+            for renaming in renamings:
+                stored = renaming.rename_source_key(stored)[0]
+            others += [stored, *(each.removeprefix(prefix) for each in (own, stored))]
+        names[name] = tuple(dict.fromkeys(other for other in others if other != name))
+    return names
+
+
+def _saving_renames(model: nn.Module) -> list[Any]:
+    """Return what renames weights when transformers saves them; conversions that change a tensor are not among them."""
+    known: Any = model
+    conversions = get_model_conversion_mapping(known, add_legacy=False)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    return [each.reverse_transform() for each in reversed(renamings)]
 
 
 def weight_needs(model: nn.Module) -> dict[str, Need]:
@@ -141,13 +180,14 @@ def check_stored(
     Args:
         model: with its buffers.
         weights: of it.
-        aliases: see `parameter_aliases`; of the model before it was sharded.
+        aliases: see `stored_names`; of the model before it was sharded.
         unused: further names that may be there: of another kind of head.
     Raises:
         ConfigError: names the tensor.
     """
-    buffers = dict(model.named_buffers())
-    same = [name for name, buffer in buffers.items() if name in weights and _holds(weights, name, buffer)]
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    stored = ((name, buffer) for own, buffer in model.named_buffers() for name in (own, own.removeprefix(prefix)))
+    same = [name for name, buffer in stored if name in weights and _holds(weights, name, buffer)]
     weights.check_used(aliases, model=type(model).__name__, unused=(*same, *unused), ignored=names_left_out(model))
 
 
@@ -178,7 +218,7 @@ def read_weights(model: nn.Module, weights: HfWeights) -> None:
     Raises:
         ConfigError: they are not all there, or there is more.
     """
-    aliases = parameter_aliases(model)
+    aliases = stored_names(model)
     check_stored(model, weights, aliases)
     for name, parameter in model.named_parameters():
         parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
