@@ -22,7 +22,7 @@ import workers
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
 from workers.config import RunConfig
-from workers.engines.model_files import INDEX_FILE, POLICY_KEY, read_model_config, read_object, tensor_shapes
+from workers.engines.model_files import POLICY_KEY, read_model_config, stored_tensors
 
 SHIPPED = Path(__file__).with_name("proven_models.json")
 _TIMEOUT_S = 300.0
@@ -147,19 +147,12 @@ Question = tuple[dict[str, Any], list[str]]
 
 
 def question_of(path: Path) -> Question:
-    return small_config(read_model_config(path)), name_patterns(_weight_names(path))
+    return small_config(read_model_config(path)), name_patterns(stored_tensors(path))
 
 
 def name_patterns(names: Iterable[str]) -> list[str]:
     """Return the names of weights without numbers, alike in all layers."""
     return sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})
-
-
-def _weight_names(path: Path) -> Iterable[str]:
-    if (path / INDEX_FILE).is_file():
-        names: Mapping[str, str] = read_object(path / INDEX_FILE, "the index of the weights").get("weight_map") or {}
-        return names
-    return [name for file in path.glob("*.safetensors") for name in tensor_shapes(file)]
 
 
 def _prove(asked: Sequence[Sequence[Any]], *, key: str) -> list[dict[str, str | None]]:
@@ -355,7 +348,9 @@ def _narrow(own: dict[str, Any], config: Mapping[str, Any]) -> None:
 
 def _small_rope(rope: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary settings for the small heads; sections per kind of layer, too."""
-    small = {key: _small_rope(value, own) if isinstance(value, dict) else value for key, value in rope.items()}
+    small: dict[Any, Any] = {
+        key: _small_rope(value, own) if isinstance(value, dict) else value for key, value in rope.items()
+    }
     small |= {key: value for key, value in _SAME_FOR_ALL.items() if key in small}
     if "original_max_position_embeddings" in small:
         small["original_max_position_embeddings"] = POSITIONS

@@ -57,11 +57,6 @@ class HfWeights:
         """Of all weights in the files."""
         return self._stored.keys()
 
-    @property
-    def names(self) -> Iterable[str]:
-        """Of all weights in the files."""
-        return self._files.keys()
-
     def __contains__(self, name: str) -> bool:
         """Whether the files have this weight."""
         return name in self._stored
