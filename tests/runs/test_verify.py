@@ -1,11 +1,14 @@
 """`asyncflow verify` and `status` on a real run: while it runs, after a crash, resumed, and tampered with."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import configs
 
 from . import command
 
@@ -46,6 +49,35 @@ def test_run_that_was_killed_and_resumed_is_proved_at_every_moment(tmp_path: Pat
     code, report = verify(run_dir)
     assert code == 1
     assert [one["name"] for one in report["checks"] if not one["ok"]] == ["prompts"]
+
+
+def test_template_that_knows_the_time_is_told_one_time_by_a_run_its_resume_and_verify(tmp_path: Path) -> None:
+    """Of seconds: each process that asked the clock would have prompts of its own."""
+    model = Path(shutil.copytree(Path(configs.__path__[0]) / "quickstart" / "model", tmp_path / "model"))
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%H%M%S') }}+{{ messages[0].content }}")
+    settings = (
+        "--set",
+        f"model.path={model}",
+        "--set",
+        "data.chat_template=true",
+        "--set",
+        "data.max_prompt_tokens=12",
+    )
+    common = ("quickstart", "--roles", "rollout:1,actor:1", *SMALL, *settings)
+    done = command.run(*common, "--run-dir", "run", "--steps", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = command.run(*common, "--resume", "run", "--steps", "4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    command.check_verified(tmp_path / "run", last=4)
+    with (tmp_path / "run/samples").joinpath("rollout-0.jsonl").open() as file:
+        times = {json.loads(line)["prompt"].partition("+")[0] for line in file}
+    assert len(times) == 1
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    done = command.run("--resume", "run", "--steps", "5", cwd=tmp_path)
+    assert (done.returncode, "chat_template.jinja of" in done.stderr) == (2, True), done.stderr
+    code, report = verify(tmp_path / "run")
+    assert code == 0, "nobody can say"
+    assert "is not what the run began with" in json.dumps(report)
 
 
 def change_one_line(path: Path) -> None:
