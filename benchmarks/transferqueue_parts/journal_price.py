@@ -15,7 +15,7 @@ from typing import Any
 if __name__ != "__main__":  # the other process may run another tree
     from transferqueue_parts.json_process import JsonProcess
     from transferqueue_parts.part import Result, Settings
-    from transferqueue_parts.samples import alternate
+    from transferqueue_parts.samples import Samples, alternate
 
 _MB = 2**20
 CASES = {"1": (1, 64, 8), "64": (64, 64 * 256, 4), "16mb": (64, 16 * _MB, 1)}
@@ -29,8 +29,7 @@ def run(settings: "Settings") -> "Result":
     details: dict[str, Any] = {}
     with _queue(settings, "with", None) as ours, _queue(settings, "without", settings.before) as other:
         for case in CASES:
-            measures = {"with": partial(_round, ours, case), "without": partial(_round, other, case)}
-            samples = alternate(measures, rounds=settings.rounds(_ROUNDS), warm_up=2)
+            samples = _in_turn({"with": ours, "without": other}, case, settings.rounds(_ROUNDS))
             ratios = {what: samples["with"][what].median / samples["without"][what].median for what in ("put", "ack")}
             medians = {side: {what: taken.median * 1e3 for what, taken in of.items()} for side, of in samples.items()}
             details[case] = {"ms": medians, "ratio": ratios}
@@ -40,6 +39,18 @@ def run(settings: "Settings") -> "Result":
             else:
                 figures[f"journal_put_{case}_x"] = ratios["put"]
     return Result(figures, {"journal": details})
+
+
+def _in_turn(queues: "dict[str, JsonProcess]", case: str, rounds: int) -> "dict[str, dict[str, Samples]]":
+    """Each goes first in half of the rounds: the one that does finds the machine as others left it."""
+    halves = []
+    for names in (["with", "without"], ["without", "with"]):
+        measures = {name: partial(_round, queues[name], case) for name in names}
+        halves.append(alternate(measures, rounds=-(-rounds // 2), warm_up=2))
+    return {
+        name: {what: Samples(halves[0][name][what].values + halves[1][name][what].values) for what in ("put", "ack")}
+        for name in queues
+    }
 
 
 def _round(queue: "JsonProcess", case: str) -> dict[str, float]:

@@ -159,7 +159,10 @@ class UnitPuts:
                 answers = PutPending(f"row {dropped[0]} is elsewhere, or just being put there")
             if isinstance(answers, list):
                 self._learn(message, answers)
-                commits = self._state.commits_of(message.rows)
+                known = bool(message.commits) or any(
+                    not isinstance(reply, RowsAccepted) or reply.commits for reply in answers
+                )
+                commits = self._state.commits_of(message.rows) if known or self._links.several else {}
                 if self._links.several:
                     agreed = RowsConfirmed(self._name, message.rows, commits, _values(message, call))
                     confirmed = self._links.tell(agreed, self._timeout_s)
