@@ -145,10 +145,11 @@ def with_table(page: str, rows: Sequence[str]) -> str:
 def shipped() -> dict[str, Any]:
     """Return what `launcher.checks.model_proof` takes as proven: shipped models, and common ones of a few families."""
     models: dict[str, str] = {}
+    classes: Any = CONFIG_MAPPING
     for directory, scores in SHIPPED_MODELS:
         _add(models, *question_of(ROOT / "configs" / directory), scores=scores)
     for config in COMMON:
-        again = json.loads(CONFIG_MAPPING[config["model_type"]](**config).to_json_string(use_diff=False))
+        again = json.loads(classes[config["model_type"]](**config).to_json_string(use_diff=False))
         for small in (small_config(config), small_config(again)):
             _add(models, small, name_patterns(saved_names(small)), scores=False)
     parts = {"causal": GENERATES, "score": SCORES}

@@ -126,7 +126,7 @@ def test_without_weights_clips_act_in_the_only_update_too(setting: str) -> None:
 def test_dry_run_says_it_in_one_line() -> None:
     config = configured("algorithm.dual_clip=null", "algorithm.kl_coef=0", "algorithm.ref_update_interval=5")
     (line,) = [line for line in describe(check_run(config), source=Path("x"), run_dir=Path("y")).splitlines()
-               if line.startswith("without effect")]  # fmt: skip
+               if line.startswith("note: without effect")]  # fmt: skip
     assert "algorithm.eps_clip (with one update" in line and "dual_clip" not in line
     assert line.endswith("algorithm.ref_update_interval (algorithm.kl_coef is 0)")
     assert settings_without_effect(configured("actor.num_mini_batches=2")) == ""

@@ -486,9 +486,8 @@ def test_files_beside_the_model_are_neither_read_nor_counted_and_named(
     assert f"note: model.path: {model_dir} is read from model.safetensors; not from model_old" in shown
     assert "52 parameters" in shown
     noted = resolve(Order(str(write_config()), None, ())).findings
-    assert [finding.text for finding in noted][1:] == [
-        f"model.path: {model_dir} is read from model.safetensors; not from model_old.safetensors"
-    ]
+    told = f"model.path: {model_dir} is read from model.safetensors; not from model_old.safetensors"
+    assert told in [finding.text for finding in noted]
 
 
 def test_what_does_not_fit_on_its_device_is_refused_with_the_sum(write_config: WriteConfig, tmp_path: Path) -> None:
@@ -729,7 +728,7 @@ def test_a_run_does_not_mix_with_files_of_others(write_config: WriteConfig, tmp_
 
 def test_what_is_allowed_and_rarely_meant_is_a_line_each(write_config: WriteConfig) -> None:
     source = write_config()
-    assert "note: " not in run(source, "--dry-run").stdout
+    assert "note: roles" not in run(source, "--dry-run").stdout
     told = run(
         source, "--dry-run", "--roles", "rollout:0,actor:1", "--set", "actor.max_tokens_per_micro_batch=3"
     ).stdout
