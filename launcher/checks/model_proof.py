@@ -355,7 +355,9 @@ def _narrow(own: dict[str, Any], config: Mapping[str, Any]) -> None:
 
 def _small_rope(rope: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary settings for the small heads; sections per kind of layer, too."""
-    small = {key: _small_rope(value, own) if isinstance(value, dict) else value for key, value in rope.items()}
+    small: dict[str, Any] = {
+        key: _small_rope(value, own) if isinstance(value, dict) else value for key, value in rope.items()
+    }
     small |= {key: value for key, value in _SAME_FOR_ALL.items() if key in small}
     if "original_max_position_embeddings" in small:
         small["original_max_position_embeddings"] = POSITIONS

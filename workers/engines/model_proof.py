@@ -110,7 +110,7 @@ def pattern_of(name: str) -> str:
 
 def _unknown(config: Mapping[str, Any], *, scores: bool) -> str | None:
     """Say why transformers has no class for a config."""
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         if config.get("auto_map"):
             return (
@@ -188,7 +188,7 @@ class _Proof:
         for shared in (False, True):
             self._compare_log_probs(model, shared)
         self._same_before_the_last(model)
-        (self._log_probs(model, self._samples, shared=True) * weights_A).sum().backward()
+        (self._log_probs(model, self._samples, shared=True) * weights_A).sum().backward()  # type: ignore[no-untyped-call]
         theirs = dict(self._plain.named_parameters())
         expected = torch.autograd.grad(
             (_one_by_one(self._plain, self._samples) * weights_A).sum(), list(theirs.values()), allow_unused=True
@@ -370,7 +370,7 @@ def _draw(size: int, seed: int) -> Tensor:
 
 def _each(batch: Sequences) -> list[Sequences]:
     sizes = batch.lengths_N.tolist()
-    pairs = zip(batch.tokens_T.split(sizes), batch.response_mask_T.split(sizes), strict=True)
+    pairs = zip(torch.split(batch.tokens_T, sizes), torch.split(batch.response_mask_T, sizes), strict=True)
     return [Sequences(tokens, torch.tensor([len(tokens)], dtype=torch.int32), mask) for tokens, mask in pairs]
 
 
