@@ -51,7 +51,8 @@ _INDICES = re.compile(r"_(idxs|indices|layer_ids)$")
 """Lists of the layers that are of another kind."""
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _COSMETIC = re.compile(
-    r"^(_.*|transformers.*|tokenizer_class|model_max_length|torch_dtype|dtype|use_cache|initializer_range|.*dropout.*|.*pdrop|.*_drop|id2label"
+    r"^(_.*|transformers.*|tokenizer_class|model_max_length|return_dict|output_attentions|output_hidden_states"
+    r"|problem_type|chunk_size_feed_forward|torch_dtype|dtype|use_cache|initializer_range|.*dropout.*|.*pdrop|.*_drop|id2label"
     r"|label2id|task_specific_params|.*_token_index|finetuning_task|.*router.*|quantization_config|architectures"
     r"|pretraining_tp|rope_theta|use_mrope|rope_interleaved|is_llama_config|name_or_path|attn_implementation"
     r"|unsloth_.*|.*layer_drop.*|layerdrop)$"
@@ -254,6 +255,8 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a small model with the same kinds of layers: one for many sizes of a family."""
     own = {key: value for key, value in config.items() if not _COSMETIC.match(key) and value is not None}
     own |= {key: value for key, value in _SAME_FOR_ALL.items() if key in own}
+    if own.get("is_encoder_decoder") is False:  # as where it is left out
+        del own["is_encoder_decoder"]
     if not own.get("use_sliding_window", True):
         own = {key: value for key, value in own.items() if key not in ("sliding_window", "max_window_layers")}
     for key, value in own.items():
@@ -273,6 +276,7 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
             own[key] = _TOKENS.get(key, 3)
     if config.get("auto_map"):
         own["auto_map"] = {"is": "there"}
+    own = {key: value for key, value in own.items() if not key.endswith("_token_id") or key in _TOKENS}
     own |= {key: own.get(key, token) for key, token in _TOKENS.items() if key != "pad_token_id"}
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(own.get(key), dict):
@@ -348,7 +352,7 @@ def _narrow(own: dict[str, Any], config: Mapping[str, Any]) -> None:
 
 def _small_rope(rope: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary settings for the small heads; sections per kind of layer, too."""
-    small: dict[Any, Any] = {
+    small: dict[str, Any] = {
         key: _small_rope(value, own) if isinstance(value, dict) else value for key, value in rope.items()
     }
     small |= {key: value for key, value in _SAME_FOR_ALL.items() if key in small}

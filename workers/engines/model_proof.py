@@ -110,7 +110,7 @@ def pattern_of(name: str) -> str:
 
 def _unknown(config: Mapping[str, Any], *, scores: bool) -> str | None:
     """Say why transformers has no class for a config."""
-    kind: Any = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         if config.get("auto_map"):
             return (
@@ -370,8 +370,7 @@ def _draw(size: int, seed: int) -> Tensor:
 
 def _each(batch: Sequences) -> list[Sequences]:
     sizes = batch.lengths_N.tolist()
-    tokens_N, masks_N = torch.split(batch.tokens_T, sizes), torch.split(batch.response_mask_T, sizes)
-    pairs = zip(tokens_N, masks_N, strict=True)
+    pairs = zip(torch.split(batch.tokens_T, sizes), torch.split(batch.response_mask_T, sizes), strict=True)
     return [Sequences(tokens, torch.tensor([len(tokens)], dtype=torch.int32), mask) for tokens, mask in pairs]
 
 

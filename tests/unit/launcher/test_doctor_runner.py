@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from asyncflow.errors import ConfigError
+from launcher.checks import model_proof
 from launcher.doctor.child import Check
 from launcher.doctor.messages import RESOLVE, Answer, Finding, Level, Needs, Order, decode_answer, decode_order, encode
 from launcher.doctor.runner import examine
@@ -113,7 +114,11 @@ def test_a_configuration_that_cannot_be_used_is_refused() -> None:
         run(FINE, order=Order(run_dir="", registry=FAKES.registry))
 
 
-def test_a_configuration_says_what_the_run_takes(write_config: Callable[..., Path]) -> None:
+def test_a_configuration_says_what_the_run_takes(
+    write_config: Callable[..., Path], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the process that looks would not believe this model
+    model_proof._remember(model_proof.question_of(model_dir), dict.fromkeys(("names", "packed", "sharded", "generate")))
     first, _ = examine(Order(str(write_config()), registry=FAKES.registry), [FINE])
     assert "8 workers on cpu" in first.text
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import MODEL_CONFIG
+from safetensors.numpy import save_file
 
 from asyncflow.errors import ConfigError
 from launcher.checks import model_proof
@@ -92,8 +94,7 @@ def test_common_families_need_no_proof(tmp_path: Path, cache: Path) -> None:
         f"{layer}input_layernorm.weight", f"{layer}post_attention_layernorm.weight",
     ]  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(QWEN | {"rms_norm_eps": 1e-06, "hidden_act": "silu"}))
-    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(dict.fromkeys(names, np.zeros(1, np.float32)), tmp_path / "model.safetensors")
     assert known_verdicts(question_of(tmp_path))["packed"] is None
 
 
