@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from tq.control.events import Commit
 from tq.control.puts import Arrivals
+from tq.control.recovery import fence_void_leases
 from tq.control.row_table import RowTable
 from tq.control.rows import Row, RowState, UnitLife
 from tq.messages import RegisterUnit, RemovalReason, RowRecords, RowsRemoved, UnitAccepted, UnitLoss
@@ -34,6 +35,7 @@ class UnitRegistry:
     def register(self, event: RegisterUnit) -> UnitAccepted:
         """Take an inventory."""
         self._arrivals.forget(event.unit)
+        is_new = (event.unit, event.incarnation) not in self._lives
         unit, old = self._unit(event)
         reply = UnitAccepted(self._tasks, [])
         listed = set()
@@ -52,6 +54,9 @@ class UnitRegistry:
         unmet = [one for one in event.earlier if (one.unit, one.incarnation) not in self._lives]
         for life in reversed(unmet):  # a row may have been in two lives: the later one knows more
             self._take_life(life)
+        if is_new and any(self._table.losses):  # rows that were lost earlier may be put here, where no fence is known
+            for task in self._table.tasks.values():
+                fence_void_leases(self._table, task, [event.unit] if task.leases.some_void else ())
         for told in [event, *unmet]:
             partitions = {record.partition for record in told.records} | told.finished.keys()
             for partition in partitions | {group.partition for group in told.removed_groups}:

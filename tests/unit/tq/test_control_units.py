@@ -442,3 +442,13 @@ def test_queue_that_was_closed_does_not_end_before_units_of_an_earlier_incarnati
     world.confirm_fences()
     world.write("look", world.granted(waiting))
     assert world.refused(world.ask("look")) == "closed"
+
+
+def test_unit_that_starts_empty_while_rows_are_lost_is_fenced_again(make_world: World) -> None:
+    """They may be put there, and a life knows nothing of the fences of the one before."""
+    world = make_world(LOOK, recovering=Recovering(frozenset({"storage-0"}), frozenset()))
+    begin(world, over(held(1)))
+    world.confirm_fences()
+    assert world.lost == [1] and not world.fences
+    begin(world, incarnation="10")
+    assert [(fence.task, fence.unit) for fence in world.fences] == [("look", "storage-0")]
