@@ -55,8 +55,8 @@ class UnitRegistry:
         for life in reversed(unmet):  # a row may have been in two lives: the later one knows more
             self._take_life(life)
         if is_new and any(self._table.losses):  # rows that were lost earlier may be put here, where no fence is known
-            for each in self._table.tasks.values():
-                fence_void_leases(self._table, each, [event.unit] if each.leases.some_void else ())
+            for served in self._table.tasks.values():
+                fence_void_leases(self._table, served, [event.unit] if served.leases.some_void else ())
         for told in [event, *unmet]:
             partitions = {record.partition for record in told.records} | told.finished.keys()
             for partition in partitions | {group.partition for group in told.removed_groups}:
