@@ -66,7 +66,7 @@ def _imported(node: ast.AST, package: str) -> Iterator[tuple[str, str, int]]:
 
 def _dotted(node: ast.AST, known: dict[str, str]) -> str | None:
     if isinstance(node, ast.Name):
-        return known.get(node.id)
+        return None if isinstance(node.ctx, ast.Store) else known.get(node.id)  # a name that is given is no use
     if isinstance(node, ast.Attribute):
         front = _dotted(node.value, known)
         own = f"{node.value.id}.{node.attr}" if isinstance(node.value, ast.Name) else ""

@@ -167,6 +167,7 @@ def test_tools_of_an_environment_need_a_template_that_writes_them(
     usable(
         model_dir=str(tmp_path / "qwen2.5"),
         renderer=None,
+        templates={},
         function="my_tool_game:Game",
         agent=None,
         tools=[],
@@ -176,6 +177,7 @@ def test_tools_of_an_environment_need_a_template_that_writes_them(
         usable(
             model_dir=str(tmp_path / "smollm2"),
             renderer=None,
+            templates={},
             function="my_tool_game:Game",
             agent=None,
             tools=[],

@@ -15,6 +15,7 @@ from tests.support.chat_templates import QWEN25, SMOLLM2, TEMPLATES, tokenizer
 from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message
 from workers.agents.rendering import TOOL, TemplateRenderer, load_renderer, prove
+from workers.data.config import TemplateSettings
 from workers.data.tokenizer import load_tokenizer
 
 ASKED: list[Message] = [{"role": "user", "content": "What is 6*7?"}]
@@ -221,7 +222,7 @@ def test_a_template_of_an_agent_is_told_the_time_of_the_start(model_dir: Path) -
     made = load_tokenizer(model_dir)
     made.chat_template = text
     made.save_pretrained(model_dir)
-    renderer = load_renderer(model_dir, None, "2001-02-03T04:05:06")
+    renderer = load_renderer(model_dir, None, TemplateSettings("2001-02-03T04:05:06"))
     assert made.decode(renderer.render(ASKED[:1], None)).startswith("03 Feb 2001 ")
 
 

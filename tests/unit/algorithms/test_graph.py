@@ -50,7 +50,8 @@ def test_actor_hosts_the_reference() -> None:
 def test_every_role_on_its_own() -> None:
     placed = place("rollout", "actor", "ref", "reward", "advantages")
     assert len(placed) == 5 and not any(task.fused for task in placed.values())
-    assert placed["rewards"].inputs == ("prompts", "tokens", "sample_lengths", "response_mask", "ground_truth")
+    columns = ("prompts", "tokens", "sample_lengths", "response_mask", "ground_truth", "truncated")
+    assert placed["rewards"].inputs == columns
     assert placed["compute_advantages_and_returns"].whole_groups
     assert {"advantages", "ref_log_probs"} <= set(placed["actor_train"].inputs)
 

@@ -119,7 +119,7 @@ def test_a_configuration_says_what_the_run_takes(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the process that looks would not believe this model
     model_proof._remember(model_proof.question_of(model_dir), dict.fromkeys(("names", "packed", "sharded", "generate")))
-    first, _ = examine(Order(str(write_config()), registry=FAKES.registry), [FINE])
+    first, *_ = examine(Order(str(write_config()), registry=FAKES.registry), [FINE])
     assert "8 workers on cpu" in first.text
 
 
