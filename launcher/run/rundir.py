@@ -66,6 +66,7 @@ OWN_NAMES = frozenset(
     }
 )
 """What a run may create in its directory."""
+_OF_BATCH_JOBS = (".sbatch", ".sh", ".out", ".err", ".log")
 _LONGEST_NAME = 200
 """Bytes; the time follows it, and file systems end at 255."""
 _START_SLACK_S = 5.0
@@ -111,12 +112,8 @@ def check_new_run_dir(path: Path) -> None:
 
 
 def _may_be_beside(entry: Path) -> bool:
-    """Whether a run may begin in a directory with it: a batch job's output is often sent there."""
-    return (
-        entry.name == INPUTS
-        or entry.name.startswith(".")
-        or (entry.is_file() and entry.suffix in (".out", ".err", ".log"))
-    )
+    """Whether a run may begin in a directory with it: a batch job's script and output are often there."""
+    return entry.name == INPUTS or entry.name.startswith(".") or (entry.is_file() and entry.suffix in _OF_BATCH_JOBS)
 
 
 def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resume DIR or --run-dir DIR") -> Path:

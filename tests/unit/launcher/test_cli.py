@@ -718,7 +718,7 @@ def test_launch_is_a_command_of_asyncflow_too(write_config: WriteConfig) -> None
 def test_a_run_does_not_mix_with_files_of_others(write_config: WriteConfig, tmp_path: Path) -> None:
     source, held = write_config(), tmp_path / "held"
     held.mkdir()
-    for name in ("slurm-17.out", "job.log", ".nfs1"):
+    for name in ("slurm-17.out", "run.sbatch", "job.log", ".nfs1"):
         (held / name).touch()
     assert run(source, "--run-dir", held, "--dry-run").exit_code == 0
     for name in ("a.py", "b.py", "c.py", "data"):
