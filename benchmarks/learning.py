@@ -9,8 +9,8 @@
     staleness_SCHEDULE        mean staleness of the samples
     worst_points_vs_sync      the lowest of the differences
 
-With `--algorithms` each algorithm (all, or those named) under sync and async2, for the table in docs/algorithms.md,
-with two updates a step (`--mini-batches`), since with one no clip ever acts and most of them make the same update:
+With `--algorithms` each algorithm (all, or those named) under sync and async2, with two updates a step
+(`--mini-batches`), since with one no clip ever acts and most of them make the same update:
 
     accuracy_ALGORITHM_SCHEDULE       mean over seeds, as above
     accuracy_std_ALGORITHM_SCHEDULE   its deviation over seeds

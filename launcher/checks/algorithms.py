@@ -21,13 +21,16 @@ def settings_without_effect(config: RunConfig) -> str:
 
     Before a step's first update the policy is its own old one. With one update there is no other, so the ratio is 1,
     and so are the critic's values their own old ones. Without weights (`off_policy.method: none`) the ratio is to the
-    policy that drew the tokens, which is itself with `actor.tri_model` alone, and on-policy.
+    policy that drew the tokens, which is itself with `actor.tri_model` alone, and on-policy. Role `actor_fwd` may
+    compute the old policy with another engine or type than the actor, so that the ratio to it is not 1.
     """
     algorithm, schedule = config.algorithm, config.schedule
     found = []
     own_old_policy = algorithm.off_policy.has_proximal_policy or (
         config.actor.tri_model and not schedule.staleness_bound
     )
+    if "actor_fwd" in config.roles and config.needs_old_log_probs:
+        own_old_policy = False
     bounds = [name for name in algorithm.ratio_bounds if getattr(algorithm, name) is not None]
     if config.actor.num_updates == 1:
         bounds = bounds if own_old_policy else [name for name in bounds if name == "value_clip"]

@@ -63,8 +63,9 @@ def load_config(
         file = replace(file, path=Path(called), root=None)
     values: dict[Any, Any] = copy.deepcopy(file.values)
     options = dict(_apply_override(values, text) for text in overrides)
-    if source.name == CONFIG_FILE:
-        _forget_other_algorithm(values, file.values)
+    of_run = source.name == CONFIG_FILE and called is None
+    if of_run:
+        _forget_other_algorithm(values, file.values, options)
     if steps is not None:
         values["steps"] = steps
         options["steps"] = "--steps"
@@ -87,7 +88,7 @@ def load_config(
     try:
         config = resolve(config.model_copy(update=resolved))
     except ConfigError as error:
-        if source.name != CONFIG_FILE:
+        if not of_run:
             raise
         raise ConfigError(
             f"{error} ({source} has the settings that the run began with; if the class is another one since, correct "
@@ -167,18 +168,24 @@ def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
     return name, option
 
 
-def _forget_other_algorithm(values: dict[Any, Any], written: Mapping[Any, Any]) -> None:
+def _forget_other_algorithm(values: dict[Any, Any], written: Mapping[Any, Any], options: Mapping[str, str]) -> None:
     """Where an option names another algorithm than a run's own file, drop what that file has of the former one's
-    defaults: a run writes down all settings, and nobody gave these."""
+    defaults: a run writes down all settings, and nobody gave these. What an option gave stays."""
     before, now = written.get("algorithm"), values.get("algorithm")
-    if not isinstance(before, Mapping) or not isinstance(now, dict) or before.get("name") == now.get("name"):
+    if (
+        "algorithm" in options
+        or not isinstance(before, Mapping)
+        or not isinstance(now, dict)
+        or before.get("name") == now.get("name")
+    ):
         return
     former = ALGORITHMS.get(str(before.get("name")))
     if former is None:
         return
     defaults = former().model_dump(mode="json")
+    given = {"name", *(option.split(".")[1] for option in options if option.startswith("algorithm."))}
     for key, value in before.items():
-        if key != "name" and now.get(key) == value == defaults.get(key):
+        if key not in given and now.get(key) == value == defaults.get(key):
             del now[key]
 
 

@@ -76,6 +76,7 @@ def test_ranks_are_added_up() -> None:
     assert whole.mean == pytest.approx(0.2) and whole.ages["0"]["largest"] == 0.3
 
 
+COLD = "temperature 0.7 for 1"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -109,7 +110,65 @@ def test_engines_that_only_round_differently_are_right_whatever_the_entropy(shar
     assert complaint_of(RIGHT, dtype, sharp, age=1, moves=(0.0,)) == ""
 
 
-@pytest.mark.parametrize("wrong", ["temperature 0.7 for 1", "a zeroed layer", "top-p on one side"])
+def gap_of_first(wrong: str, tokens: int, *, dtype: str = "bfloat16", sharp: float = 4.0, age: int = 0) -> LogProbGap:
+    """The gap of the first drawn tokens."""
+    whole = drawn(wrong, DTYPES[dtype], sharp)
+    comparison = Comparison.of(batch([[4 - age] * tokens], [whole.rollout[:tokens].tolist()]), step=5)
+    comparison.before(ignore_entropy)(whole.trained[:tokens], whole.entropy[:tokens])
+    return gap_of(comparison)
+
+
+@pytest.mark.parametrize("right", [1, 100, SEEN])
+def test_right_tokens_of_one_age_do_not_hide_wrong_ones_of_another(right: int) -> None:
+    newest = gap_of_first(RIGHT, right)
+    newest.add(gap_of_first(COLD, SEEN, age=1))
+    assert "for tokens of weights 1 versions older" in newest.complaint(limits(dtype="bfloat16"), (0.002,))
+    assert newest.complaint(limits(dtype="bfloat16"), ()) == "", "how far the trainer moved is not known"
+
+
+@pytest.mark.parametrize("wrong", ENGINES)
+def test_so_few_tokens_that_they_show_nothing_are_not_judged(wrong: str) -> None:
+    assert gap_of_first(wrong, 255).complaint(limits(dtype="bfloat16"), ()) == ""
+    assert gap_of_first(COLD, 256).complaint(limits(dtype="bfloat16"), ()) != ""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sharp", [0.3, 1.0, 4.0, 8.0, 16.0, 32.0])
+def test_no_part_of_right_tokens_is_told_of(sharp: float, dtype: str) -> None:
+    """Any 256 tokens, and any 1,000: a step may have that many of an age."""
+    whole = drawn(RIGHT, DTYPES[dtype], sharp)
+    most, order = limits(dtype=dtype), torch.Generator().manual_seed(1)
+    for tokens in [256] * 100 + [1000] * 30:
+        some = torch.randperm(SEEN, generator=order)[:tokens]
+        comparison = Comparison.of(batch([[4] * tokens], [whole.rollout[some].tolist()]), step=5)
+        comparison.before(ignore_entropy)(whole.trained[some], whole.entropy[some])
+        assert gap_of(comparison).complaint(most, ()) == ""
+
+
+def sums_of(gaps: torch.Tensor) -> LogProbGap:
+    """The gap of tokens with these differences, whose entropy is a nat."""
+    comparison = Comparison.of(batch([[4] * len(gaps)], [(gaps - 1).tolist()]), step=5)
+    comparison.before(ignore_entropy)(torch.full((len(gaps),), -1.0), torch.ones(len(gaps)))
+    return gap_of(comparison)
+
+
+def test_a_mean_beyond_the_limit_may_be_the_chance_of_a_few_large_differences() -> None:
+    few = torch.zeros(300)
+    few[:12] = torch.tensor([4.0, -4.0] * 6)  # a mean of 0.16, where 0.102 is the limit
+    assert sums_of(few).complaint(limits(dtype="bfloat16"), ()) == ""
+    assert "are 0.16 nats from" in sums_of(few.repeat(100)).complaint(limits(dtype="bfloat16"), ())
+
+
+def test_surprise_of_a_certain_policy_is_of_rare_tokens_and_takes_many() -> None:
+    """None of the unlikely tokens is drawn: every token is likelier than the entropy of 0.05 nats says."""
+    for tokens, told in ((3000, False), (30_000, True)):
+        comparison = Comparison.of(batch([[4] * tokens], [[-0.01] * tokens]), step=5)
+        comparison.before(ignore_entropy)(torch.full((tokens,), -0.01), torch.full((tokens,), 0.05))
+        found = gap_of(comparison).complaint(limits(), ())
+        assert ("draws from another distribution" in found) == told == bool(found)
+
+
+@pytest.mark.parametrize("wrong", [COLD, "a zeroed layer", "top-p on one side"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_at_a_steady_staleness_they_are_told_of_by_the_trainer_s_own_moves(wrong: str, dtype: str) -> None:
     assert complaint_of(wrong, dtype, age=1) == "", "how far the trainer moved is not known yet"
@@ -120,7 +179,7 @@ def test_at_a_steady_staleness_they_are_told_of_by_the_trainer_s_own_moves(wrong
 
 
 def test_older_tokens_are_judged_by_the_version_that_drew_them_where_the_trainer_holds_it() -> None:
-    right, cold = (drawn(wrong, torch.bfloat16) for wrong in (RIGHT, "temperature 0.7 for 1"))
+    right, cold = (drawn(wrong, torch.bfloat16) for wrong in (RIGHT, COLD))
     for tokens, told in ((right, False), (cold, True)):
         rows = batch([[3] * SEEN], [tokens.rollout.tolist()])
         comparison = Comparison.of(rows, step=5, held={3: tokens.trained})
@@ -137,6 +196,7 @@ def test_the_least_precise_type_that_a_run_uses_decides() -> None:
         assert limits(rough) == limits(dtype="bfloat16")
     assert exact.surprise and not limits("rollout.top_p=0.9").surprise and not limits("rollout.top_k=5").surprise
     assert not limits("algorithm.name=dapo").surprise
+    assert not limits("rollout.function=my_rollouts:best_of_n").surprise, "it may choose among responses"
 
 
 class Scores:

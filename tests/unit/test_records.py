@@ -117,6 +117,7 @@ def gap_of(total: float, age: int = 0, move: float | None = None) -> LogProbGap:
     """The gap of 1,000 tokens whose entropy is a nat."""
     sums = dict.fromkeys(("k3", "signed", "surprise"), 0.0) | {"tokens": 1000.0, "entropy": 1000.0, "total": total}
     sums |= dict.fromkeys(("ratio", "ratio_squared", "surprise_squared"), 1000.0) | {"largest": 1.0}
+    sums["squared"] = total**2 / 1000  # every difference is the same
     return LogProbGap({str(age): sums}, {} if move is None else {"tokens": 10.0, "total": 10 * move})
 
 

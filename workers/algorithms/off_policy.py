@@ -47,6 +47,8 @@ class OffPolicyConfig(Settings):
     @classmethod
     def _name_the_bound(cls, section: object) -> object:
         if isinstance(section, Mapping) and "mask_log_ratio" in section:
+            if section.get("mask") is None and section["mask_log_ratio"] == 0.5:  # a default that a run wrote down
+                return {name: value for name, value in section.items() if name != "mask_log_ratio"}
             raise ValueError(
                 "mask_log_ratio was one bound of a sum and of a mean; give sequence_log_ratio or geometric_log_ratio, "
                 "or leave it out"

@@ -4,7 +4,7 @@ Before its first update, step s computes with the weights of step s - 1. For the
 the two must agree but for rounding; a larger difference is an error in one of the engines. A token of version v has the
 age s - 1 - v, and its weights differ, too: how much off-policy data of each age is, is what the mismatch says.
 
-A run whose tokens are all older is judged as well: by the version that drew them, where the trainer holds a copy of it
+Older tokens are judged as well: by the version that drew them, where the trainer holds a copy of it
 (`actor.tri_model` without weights). Elsewhere the trainer scores a few samples of a step again when it has the
 next weights (`MoveProbe`), so it knows how far one version moves a token; older tokens may be that much further apart.
 
@@ -42,7 +42,12 @@ _MOVES = 3.0
 _PROBE_TOKENS, _PROBE_SAMPLES = 512, 64
 """Tokens of a rank from which a move is measured, if so many samples have them."""
 _DEVIATIONS = 6.0
-"""Of the mean of many tokens' surprise: beyond that it is no chance."""
+"""Of a mean of many tokens: beyond that it is no chance."""
+_TOKENS = 256
+"""Fewer tokens of an age say nothing: the deviation of so few is not known either."""
+_NATS = 512.0
+"""The surprise of tokens whose entropies add up to less says nothing, however many there are: a certain policy's is
+that of the few unlikely tokens among them."""
 _SURPRISE = 0.05
 """Share of the entropy by which the surprise may differ, too."""
 
@@ -53,8 +58,8 @@ class GapLimits:
 
     Attributes:
         error: mean difference that rounding makes (nats), of an entropy of a nat and more.
-        surprise: responses are drawn from the whole distribution, and none is chosen by what became of it, so their
-            tokens' mean -log p is the entropy.
+        surprise: responses are drawn from the whole distribution, and none is chosen by what became of it, as
+            rollouts of the user's may, so their tokens' mean -log p is the entropy.
     """
 
     error: float
@@ -72,7 +77,7 @@ class GapLimits:
             types = {config.vllm.dtype or config.model.dtype, config.actor.autocast, config.weightsync.dtype}
         rough = bool(types - {"float32", None}) or rollout.engine == "openai" or "rollout" in config.outside_roles
         error = _BFLOAT16_ERROR if rough else _FLOAT32_ERROR
-        chosen = config.algorithm.filters_groups or bool(config.schedule.lateness)
+        chosen = config.algorithm.filters_groups or bool(config.schedule.lateness) or rollout.is_own
         return GapLimits(error, surprise=rollout.top_p == 1 and not rollout.top_k and not chosen)
 
     def mean(self, entropy: float) -> float:
@@ -93,15 +98,21 @@ def _spread(entropy: float) -> float:
     return min(1.0, entropy) + 0.02
 
 
+def _slack(mean: float, squared: float, tokens: float) -> float:
+    """Return how far the mean of so many tokens may be from the true one, given the mean of their squares."""
+    return _DEVIATIONS * math.sqrt(max(0.0, squared - mean**2) / tokens)
+
+
 @dataclass
 class LogProbGap:
     """The difference over some tokens; plain numbers, so that they travel as JSON.
 
     Attributes:
         ages: of tokens -> sums over these: `tokens`, `total` (of the absolute differences), `signed` (generating engine
-            - trainer), `entropy`, `surprise` (-log p - entropy, p the trainer's) and `surprise_squared`, `k3`, `ratio`
-            and `ratio_squared` (of the trainer's policy to the generating one), and `largest`, the largest difference;
-            where the trainer holds the version that drew them, `held` and `held_signed` are `total` and `signed` to it.
+            - trainer), `squared`, `entropy`, `surprise` (-log p - entropy, p the trainer's) and `surprise_squared`,
+            `k3`, `ratio` and `ratio_squared` (of the trainer's policy to the generating one), and `largest`, the
+            largest difference; where the trainer holds the version that drew them, `held`, `held_signed` and
+            `held_squared` are `total`, `signed` and `squared` to it.
         move: of the trainer, by the update before: `tokens`, and `total` of their absolute differences; {}: not known.
     """
 
@@ -147,7 +158,7 @@ class LogProbGap:
         return self.move["total"] / self.move["tokens"] if self.move.get("tokens") else None
 
     def complaint(self, limits: GapLimits, moves: Sequence[float | None]) -> str:
-        """Return what to tell the user; "": nothing is wrong.
+        """Return what to tell the user, of the newest tokens that show it; "": nothing is wrong.
 
         Args:
             limits: of the run.
@@ -157,37 +168,42 @@ class LogProbGap:
             since = [moves[-1 - k] if k < len(moves) else None for k in range(age)]
             if "held" in self.ages[str(age)]:
                 since = []
-            if age >= 0 and None not in since:
-                return self._complaint(age, limits, sum(move for move in since if move is not None))
+            if age < 0 or None in since or self.ages[str(age)]["tokens"] < _TOKENS:
+                continue
+            found = self._complaint(age, limits, sum(move for move in since if move is not None))
+            if found:
+                return found
         return ""
 
     def _complaint(self, age: int, limits: GapLimits, moved: float) -> str:
         sums = self.ages[str(age)]
         tokens = sums["tokens"]
+        names = ("held", "held_signed", "held_squared") if "held" in sums else ("total", "signed", "squared")
+        mean, signed, squared = (sums[name] / tokens for name in names)
         entropy = sums["entropy"] / tokens
         of = "tokens of the same weights" if age == 0 else f"tokens of weights {age} versions older"
         wrong = "one of the two computes wrongly: temperature, weights, or which log-probabilities it reports"
-        mean, limit = sums.get("held", sums["total"]) / tokens, limits.mean(entropy) + _MOVES * moved
-        if mean > limit:
+        limit = limits.mean(entropy) + _MOVES * moved
+        if mean > limit + _slack(mean, squared, tokens):
             return (
                 f"the generating engine's log-probabilities are {mean:.2g} nats from the trainer's on average, for "
                 f"{of}, where {limit:.2g} is the most that is right; {wrong} (rollout_log_prob_diff_mean)"
             )
-        signed, limit = sums.get("held_signed", sums["signed"]) / tokens, limits.signed(entropy) + _MOVES * moved
-        if abs(signed) > limit + _DEVIATIONS * mean / math.sqrt(tokens):
+        limit = limits.signed(entropy) + _MOVES * moved
+        if abs(signed) > limit + _slack(signed, squared, tokens):
             return (
                 f"the generating engine's log-probabilities are {abs(signed):.2g} nats "
                 f"{'above' if signed > 0 else 'below'} the trainer's on average, for {of}, where {limit:.2g} is the "
                 f"most that is right; {wrong} (rollout_log_prob_diff_mean)"
             )
-        return self._surprise(tokens, sums, entropy) if age == 0 and limits.surprise and entropy else ""
+        return self._surprise(tokens, sums, entropy) if age == 0 and limits.surprise else ""
 
     @staticmethod
     def _surprise(tokens: float, sums: Mapping[str, float], entropy: float) -> str:
         """Tokens that the policy drew are as likely as its entropy says; those of a sharper one are likelier."""
         surprise = sums["surprise"] / tokens
-        variance = max(0.0, sums["surprise_squared"] / tokens - surprise**2)
-        if abs(surprise) <= _SURPRISE * entropy + _DEVIATIONS * math.sqrt(variance / tokens):
+        slack = _slack(surprise, sums["surprise_squared"] / tokens, tokens)
+        if sums["entropy"] < _NATS or abs(surprise) <= _SURPRISE * entropy + slack:
             return ""
         return (
             f"the generating engine draws tokens that are {'less' if surprise > 0 else 'more'} likely than the "
@@ -262,6 +278,7 @@ class Comparison:
             "tokens": torch.ones_like(gap_A),
             "total": gap_A,
             "signed": rollout_A - log_probs_A,
+            "squared": gap_A.square(),
             "entropy": entropy_A.to(gap_A),
             "surprise": surprise_A,
             "surprise_squared": surprise_A.square(),
@@ -276,7 +293,8 @@ class Comparison:
             self.stats[f"{age}/largest"] = torch.where(here_A, gap_A, 0.0).amax()
             if age in self.held:
                 signed_A = torch.where(here_A, rollout_A - self.held[age], 0.0)
-                self.stats |= {f"{age}/held": signed_A.abs().sum(), f"{age}/held_signed": signed_A.sum()}
+                held = {"held": signed_A.abs(), "held_signed": signed_A, "held_squared": signed_A.square()}
+                self.stats |= {f"{age}/{name}": value_A.sum() for name, value_A in held.items()}
 
 
 class MoveProbe:

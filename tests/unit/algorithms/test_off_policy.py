@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from launcher.config.yaml_file import read_yaml
 from tests.support.two_engines import RIGHT, drawn
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import PolicyLoss
 from workers.algorithms.off_policy import OffPolicyConfig
 from workers.algorithms.parts import DualClip, PPOClip, Tokens, policy_parts, response_means
+from workers.config import RunConfig
 from workers.tasks.rollouts import sample_columns, samples_of
 
 LENGTHS = torch.tensor([2, 0, 3])
@@ -243,6 +246,10 @@ def test_the_mask_by_its_old_name_is_refused_by_the_new_one() -> None:
             "mask_log_ratio was one bound of a sum and of a mean; give sequence_log_r",
         ),
         (
+            ("off_policy.mask=sequence", "off_policy.mask_log_ratio=0.5"),
+            "mask_log_ratio was one bound of a sum and of a mean; give sequence_log_r",
+        ),
+        (
             ("off_policy.method=icepop", "off_policy.band_low=1", "off_policy.band_high=1"),
             "icepop leaves out all tokens but those of weight 1",
         ),
@@ -264,3 +271,18 @@ def test_default_that_a_run_wrote_down_is_not_refused(settings: tuple[str, ...],
     config = load_config(find_recipe("quickstart"), overrides=[f"algorithm.{setting}" for setting in settings])
     config.save(tmp_path)
     assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_a_bound_that_an_earlier_run_wrote_down_and_nothing_read_is_passed_over(tmp_path: Path) -> None:
+    config = load_config(find_recipe("quickstart"))
+    config.save(tmp_path)
+    file = tmp_path / "config.yaml"
+    values = yaml.safe_load(file.read_text())
+    section = values["algorithm"]["off_policy"]
+    for name in ("sequence_log_ratio", "geometric_log_ratio"):
+        del section[name]
+    section["mask_log_ratio"] = 0.5
+    file.write_text(yaml.safe_dump(values))
+    assert section["mask"] is None
+    assert load_config(file) == config, "--resume"
+    assert RunConfig.model_validate(read_yaml(file).values) == config, "verify"

@@ -123,6 +123,18 @@ def test_without_weights_clips_act_in_the_only_update_too(setting: str) -> None:
     assert settings_without_effect(configured(*run, "actor.tri_model=true", "schedule.mode=async")) == ""
 
 
+def test_clips_may_act_where_another_role_computes_the_old_policy_for_the_reward() -> None:
+    settings = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "algorithm.kl_placement=reward"]
+    roles = "rollout:1,actor:1,critic:1,ref:1"
+    alone, beside = (
+        load_config(find_recipe("quickstart"), overrides=settings, roles=f"{roles}{role}")
+        for role in ("", ",actor_fwd:1")
+    )
+    check_run(beside)
+    assert "algorithm.eps_clip" in settings_without_effect(alone)
+    assert settings_without_effect(beside).startswith("without effect: algorithm.value_clip (with one update")
+
+
 def test_dry_run_says_it_in_one_line() -> None:
     config = configured("algorithm.dual_clip=null", "algorithm.kl_coef=0", "algorithm.ref_update_interval=5")
     (line,) = [line for line in describe(check_run(config), source=Path("x"), run_dir=Path("y")).splitlines()

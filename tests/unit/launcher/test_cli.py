@@ -14,8 +14,10 @@ from click.testing import CliRunner, Result
 from conftest import MODEL_CONFIG
 
 from launcher.cli.launch import launch
+from launcher.config.load import load_config
 from launcher.doctor.child import resolve
 from launcher.doctor.messages import Order
+from workers.algorithms.config import CISPOConfig
 
 WriteConfig = Callable[..., Path]
 Edit = Callable[[Path], None]
@@ -705,6 +707,28 @@ def test_a_resume_may_name_another_algorithm_and_says_which_settings_of_the_form
     chosen = make_run(tmp_path / "chosen", write_config(algorithm={"eps_clip": 0.3}), 1)
     message = refuse(tmp_path, "--resume", chosen, "--set", "algorithm.name=dppo")
     assert message.startswith("algorithm.eps_clip: ")
+
+
+def test_an_option_beside_another_algorithm_holds_though_it_was_the_former_one_s_default(
+    write_config: WriteConfig, tmp_path: Path
+) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(), 1)
+    cispo = ("algorithm.name=cispo", "algorithm.off_policy.cap=2.0", "algorithm.eps_clip=0.2")
+    loaded = load_config(stopped / "config.yaml", overrides=cispo).algorithm
+    assert isinstance(loaded, CISPOConfig) and loaded.eps_clip == 0.2
+    assert load_config(stopped / "config.yaml", overrides=cispo[:1]).algorithm == CISPOConfig()
+    whole = load_config(stopped / "config.yaml", overrides=["algorithm={name: cispo, eps_clip: 0.2}"]).algorithm
+    assert whole == loaded
+    refuse(tmp_path, "--resume", stopped, "--set", "algorithm.name=dppo", "--set", "algorithm.eps_clip=0.2")
+
+
+def test_settings_of_a_program_are_its_user_s_though_their_file_has_the_name_of_a_run_s(
+    write_config: WriteConfig, tmp_path: Path
+) -> None:
+    source = write_config(algorithm={"name": "grpo", "eps_clip": 0.2})
+    own = source.rename(tmp_path / "config.yaml")
+    told = load_config(own, overrides=["algorithm.name=cispo"], called="config").algorithm
+    assert isinstance(told, CISPOConfig) and told.eps_clip == 0.2
 
 
 def test_launch_is_a_command_of_asyncflow_too(write_config: WriteConfig) -> None:
