@@ -7,8 +7,9 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pandas
@@ -192,14 +193,33 @@ except Exception as error: print(type(error).__name__, error)
 """
 
 
-def shipped(tmp_path: Path, program: str) -> Any:
+Program = Callable[[str], str]
+
+
+@pytest.fixture
+def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
+    """Ship `score` of a program, as if this process ran it; return the text."""
+
+    def ship(program: str) -> str:
+        main = ModuleType("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        main.__file__ = str(tmp_path / "program.py")
+        (tmp_path / "program.py").write_text(program)
+        exec(compile(program, main.__file__, "exec", dont_inherit=True), vars(main))
+        return ship_functions({"reward": vars(main)["score"]})[0]
+
+    yield ship
+    linecache.clearcache()
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, ship: Program) -> Callable[[str], Any]:
     """Ship `score` of a program; return the module that a worker has."""
-    return load(tmp_path, run(tmp_path, SHIP, program))
+    return lambda program: load(tmp_path, ship(program))
 
 
-def test_what_the_program_calls_as_a_builtin_goes_along(tmp_path: Path) -> None:
+def test_what_the_program_calls_as_a_builtin_goes_along(shipped: Callable[[str], Any]) -> None:
     module = shipped(
-        tmp_path,
         "def sum(text): return 7.0\nmax = 3\n"
         "def score(prompt, response, ground_truth): return sum(response) + max + len(__name__)\n",
     )
@@ -219,15 +239,14 @@ def test_a_submodule_is_imported(tmp_path: Path) -> None:
     assert done.stdout == "2.0\n", done.stderr
 
 
-def test_texts_over_several_lines_stay_as_they_are(tmp_path: Path) -> None:
+def test_texts_over_several_lines_stay_as_they_are(shipped: Callable[[str], Any]) -> None:
     module = shipped(
-        tmp_path,
         'if True:\n    def score(prompt, response, ground_truth):\n        return """\n    a\n        b"""\n',
     )
     assert module.score("", "", "") == "\n    a\n        b"
 
 
-def test_a_class_made_inside_a_function_goes_with_the_values_around_it(tmp_path: Path) -> None:
+def test_a_class_made_inside_a_function_goes_with_the_values_around_it(shipped: Callable[[str], Any]) -> None:
     program = """
 def make(weight):
     class score:
@@ -236,10 +255,10 @@ def make(weight):
     return score
 score = make(0.25)
 """
-    assert shipped(tmp_path, program).score()("", "", "") == 0.25
+    assert shipped(program).score()("", "", "") == 0.25
 
 
-def test_a_local_name_as_a_default_goes_as_its_value(tmp_path: Path) -> None:
+def test_a_local_name_as_a_default_goes_as_its_value(shipped: Callable[[str], Any]) -> None:
     program = """
 def make(weight):
     def score(prompt, response, ground_truth, weight=weight):
@@ -247,11 +266,11 @@ def make(weight):
     return score
 score = make(0.25)
 """
-    assert shipped(tmp_path, program).score("", "", "") == 0.25
+    assert shipped(program).score("", "", "") == 0.25
 
 
-def test_constants_without_a_literal(tmp_path: Path) -> None:
-    module = shipped(tmp_path, "LOW = float('-inf')\ndef score(p, r, g): return LOW\n")
+def test_constants_without_a_literal(shipped: Callable[[str], Any]) -> None:
+    module = shipped("LOW = float('-inf')\ndef score(p, r, g): return LOW\n")
     assert module.score("", "", "") == float("-inf")
 
 
@@ -294,8 +313,8 @@ score("", "", "")
 """
 
 
-def test_classes_of_many_kinds_go(tmp_path: Path) -> None:
-    assert shipped(tmp_path, CLASSES).score("", "", "") == [1, 1, 2, 3, 4, 5, 6, 1]
+def test_classes_of_many_kinds_go(shipped: Callable[[str], Any]) -> None:
+    assert shipped(CLASSES).score("", "", "") == [1, 1, 2, 3, 4, 5, 6, 1]
 
 
 SCORE = "def score(prompt, response, ground_truth): return {0}\n"
@@ -347,10 +366,10 @@ SCORE = "def score(prompt, response, ground_truth): return {0}\n"
         ),
     ],
 )
-def test_what_would_be_another_one_elsewhere_is_refused(tmp_path: Path, program: str, says: str) -> None:
-    said = run(tmp_path, SHIP, program)
-    assert said.startswith("ConfigError reward: " + says), said
-    assert said.count("\n") == 1
+def test_what_would_be_another_one_elsewhere_is_refused(ship: Program, program: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape("reward: " + says)) as caught:
+        ship(program)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
