@@ -143,9 +143,11 @@ class Trainer:
         given = {**self._given}
         if "data.path" in given:
             given["data.path"] = str(inputs / DATA_FILE)
+        settings = (*self._overrides, *(f"{key}={_as_yaml(value, key)}" for key, value in given.items()))
         if (inputs / f"{MODULE}.py").is_file():
-            given["code_directory"] = os.pathsep.join([str(inputs), self._load(self._overrides).code_directory or "."])
-        return (*self._overrides, *(f"{key}={_as_yaml(value, key)}" for key, value in given.items()))
+            places = os.pathsep.join([str(inputs), self._load(settings).code_directory or "."])
+            settings = (*settings, f"code_directory={_as_yaml(places, 'code_directory')}")
+        return settings
 
     def _keep_inputs(self, *, resume: bool) -> Path:
         """Put what was given as objects into the run's directory, for as long as the run may go on; return where.
@@ -420,7 +422,7 @@ def _ship(functions: Mapping[str, Callable[..., Any]], data: Any, directory: Pat
     given: dict[str, str] = {}
     if functions:
         source, names = ship_functions(functions)
-        (directory / f"{MODULE}.py").write_text(source)
+        (directory / f"{MODULE}.py").write_text(source, encoding="utf-8")
         given = {f"{argument}.function": name for argument, name in names.items()}
     if data is not None:
         write_rows(data, directory / DATA_FILE)

@@ -85,6 +85,25 @@ def test_what_cannot_be_used_is_one_line(wrong: dict[str, Any], says: str) -> No
     assert "\n" not in str(caught.value)
 
 
+def score(prompt: str, response: str, ground_truth: str) -> float:
+    return float(response == ground_truth)
+
+
+def test_rows_and_a_reward_are_settings_that_a_dict_need_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sections = as_dict()
+    del sections["data"]["path"]
+    trainer = asyncflow.Trainer(sections, data=[{"prompt": "1+1=", "answer": "2"}], reward=score)
+    config = trainer.config
+    assert Path(config.data.path or "").name == "data.jsonl"
+    assert config.reward.function == "asyncflow_inputs:score"
+    places = (config.code_directory or "").split(os.pathsep)
+    assert (Path(places[0]) / "asyncflow_inputs.py").is_file()
+    assert places[1:] == [str(tmp_path)], "and the caller's own stays"
+
+
 def test_only_a_run_that_there_was_goes_on(tmp_path: Path) -> None:
     trainer = asyncflow.Trainer()
     for call in (lambda: trainer.fit(resume=True), lambda: trainer.results, trainer.wait):
