@@ -131,7 +131,7 @@ class RolloutConfig(SamplingConfig):
     it."""
     max_failures_in_a_row: int = Field(100, ge=0)
     """The run ends with an error when so many attempts in a row failed in one instance, and no rollout came to its end
-    meanwhile. 0: never."""
+    meanwhile; with many at a time not before two times `max_attempts` for each of them: failures are quick. 0: never."""
     max_failed_share: float = Field(0.5, ge=0, le=1)
     """So does it when more than this share of the groups that were made for a step became dead letters, whatever the
     reason (8 are always borne), or of the last 1,000 rollouts that it trains on failed (`zero`, `absent`). 1: never."""

@@ -64,6 +64,13 @@ async def fails(task, model, context):
         raise RuntimeError("it broke")
     return chat.sample(reward=0.5)
 
+async def fails_at_once(task, model, context):
+    if task.index % 2:
+        raise RuntimeError("it broke")
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    return chat.sample(reward=0.5)
+
 async def two(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
     await chat.reply()
@@ -453,7 +460,7 @@ def test_failures_in_a_row_end_the_run_with_the_last_reason_and_a_rollout_betwee
     start: Any,
 ) -> None:
     told = {"what": "rollout.function: my_rollouts:fails", "max_failures": 4}
-    rollouts, _ = start(function="my_rollouts:fails", max_attempts=3, told=told)
+    rollouts, _ = start(function="my_rollouts:fails", max_attempts=2, told=told)
     for index in (1, 0, 3):
         rollouts.begin([request(index)])
         finished(rollouts, lambda done: len(done) == 1)
@@ -462,6 +469,20 @@ def test_failures_in_a_row_end_the_run_with_the_last_reason_and_a_rollout_betwee
         UserCodeFailed, match=r"^4 attempts at rollouts failed in a row .*my_rollouts:fails: RuntimeErr"
     ):
         finished(rollouts, lambda done: len(done) == 1)
+
+
+def test_a_batch_whose_failures_are_quick_goes_on_until_its_others_come_to_their_end(start: Any) -> None:
+    rollouts, engine = start(function="my_rollouts:fails_at_once", told={"max_failures": 4}, max_attempts=3)
+    engine.free_slots = 0
+    rollouts.begin([request(index) for index in range(8)])
+    assert len(finished(rollouts, lambda done: len(done) == 4)) == 4, "12 attempts failed"
+    engine.free_slots = 64
+    assert [one.failure for one in finished(rollouts, lambda done: len(done) == 4)] == [""] * 4
+    rollouts.begin([request(1 + 2 * index) for index in range(8)])
+    with pytest.raises(UserCodeFailed, match="^[0-9]+ attempts at rollouts failed in a row"):
+        for _ in range(4):
+            finished(rollouts, lambda done: len(done) == 8)
+            rollouts.begin([request(1 + 2 * index) for index in range(8)])
 
 
 def test_a_rollout_that_has_had_its_turns_is_truncated_and_not_made_again(start: Any) -> None:
