@@ -27,9 +27,10 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
+from asyncflow.errors import SealBroken
 from asyncflow.job import GangSpec, error_in
 from asyncflow.network import LOOPBACK
-from asyncflow.sealed_store import SealBroken, SealedStore, connect_store, serve_store
+from asyncflow.sealed_store import SealedStore, connect_store, serve_store
 from launcher.run.events import FAILED, GangExited, Phase
 from launcher.run.progress import STARTING, Status, Statuses
 from tq.unit.row_journal import JournalMemory

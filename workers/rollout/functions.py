@@ -301,7 +301,7 @@ class FunctionRollouts:
         # Failures are quick, and what will come to its end may take long: all that run may fail, and others instead of
         # them, before the first does.
         most = max(self._max_failures, 2 * self._setup.max_attempts * self._most_running)
-        if 0 < self._max_failures and most <= self._failures:
+        if self._max_failures and self._failures >= most:
             raise UserCodeFailed(
                 f"{self._failures} attempts at rollouts failed in a row (rollout.max_failures_in_a_row), and none came "
                 f"to its end meanwhile; the last one: {why}; correct that and resume"

@@ -52,6 +52,13 @@ async def odd(task, model, context):
         raise RuntimeError("it broke")
     return chat.sample()
 
+async def holds(task, model, context):
+    chat = model.chat([{"role": "user", "content": "x"}])
+    await chat.reply()
+    while not os.path.exists(task["question"]):
+        time.sleep(0.01)
+    return chat.sample()
+
 async def slow_start(task, model, context):
     time.sleep(0.05)
     chat = model.chat([{"role": "user", "content": "x"}])
@@ -215,6 +222,41 @@ def test_a_blocked_loop_is_killed_and_the_rollout_that_blocks_it_named_with_the_
     assert death.run == 2
     line = 1 + next(at for at, text in enumerate(MODULE.splitlines()) if text.strip() == "time.sleep(1000)")
     assert f"event loop up for 2 s (rollout.stall_timeout_s) in odd (my_rollouts.py:{line}); blocking" in death.how
+
+
+def test_a_loop_that_goes_on_while_its_stack_is_asked_for_costs_no_process(
+    users: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack, stacks, decides = UserWorker._stack, [], asyncio.Event()
+
+    async def stack_and_go_on(self: UserWorker) -> str:
+        stacks.extend([await stack(self), await stack(self)])
+        (users / "go").touch()
+        while self.num_rollouts:
+            await asyncio.sleep(0.01)
+        turn = self._last_pong
+        while self._last_pong == turn:
+            self._channel.send(user_workers.Ping())
+            await asyncio.sleep(0.01)
+        decides.set()
+        return stacks[-1]
+
+    monkeypatch.setattr(UserWorker, "_stack", stack_and_go_on)
+
+    async def run() -> bool:
+        owner = Owner()
+        worker = await UserWorker.start(setup_of(users, "holds", stall_timeout_s=1.0), owner)
+        worker.begin(start_of(users, 1, str(users / "go")))
+        assert isinstance(await asyncio.wait_for(owner.told.get(), 60), Done)
+        await decides.wait()
+        worker.begin(start_of(users, 2, str(users / "go")))  # in the same process
+        assert isinstance(await asyncio.wait_for(owner.told.get(), 60), Done)
+        alive = worker.alive
+        await worker.gone()
+        return alive
+
+    assert asyncio.run(asyncio.wait_for(run(), 60))
+    assert [text.count("most recent call first") for text in stacks[:2]] == [1, 1], "each is one stack"
 
 
 def test_many_that_each_hold_the_loop_a_little_when_they_begin_cost_no_process(users: Path) -> None:
