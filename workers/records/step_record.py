@@ -356,7 +356,7 @@ class StepRecorder:
         self._metrics.write([metrics])
         self._moves.append(record.gap.mean_move)
         gap = "" if self._gap_limits is None else record.gap.complaint(self._gap_limits, self._moves)
-        failed = self._failed_rewards.add(totals["reward_failures"], totals["samples"])
+        failed = self._failed_rewards.add(int(totals["reward_failures"]), int(totals["samples"]))
         complaints = {
             "responses": record.totals.complaint(),
             "rewards": failed and f"{failed} responses could not be scored; what is left may be no fair sample",

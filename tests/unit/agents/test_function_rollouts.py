@@ -1,6 +1,7 @@
 """Rollouts of users' functions and agents: real service and worker processes, and an engine that knows its lines."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -625,8 +626,29 @@ def test_a_program_that_fails_is_named_with_its_last_line_and_one_that_floods_is
     assert told.endswith("KeyError: 'question'\n") and len(told) < 2**14
     with pytest.raises(UserCodeFailed, match="^rollout.agent_command ended with code 3$"):
         run_program("import sys; sys.exit(3)", "{}", tmp_path / "1")
-    assert run_program("print('well')", "{}", tmp_path / "1") == (None, {})
-    assert caplog.messages[-1] == "a program said\nwell\n"
+    number = len(caplog.messages)
+    for _ in range(3):
+        assert run_program("print('well')", "{}", tmp_path / "1") == (None, {})
+    assert caplog.messages[number:] == ["a program said\nwell\n"], "once"
+
+
+def test_output_leaves_nothing_on_the_disk_and_is_not_waited_for(tmp_path: Path) -> None:
+    """The program looks how long its own output's file is; a daemon of its own holds the pipe, and prints on."""
+    code = (
+        "import json, os, stat, subprocess, sys\n"
+        "daemon = 'import os, sys, time\\nwhile os.getppid() == int(sys.argv[1]): time.sleep(0.01)\\n'\n"
+        "daemon += 'while True: print(7, flush=True)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', daemon, str(os.getpid())], start_new_session=True)\n"
+        "sys.stdout.write('x' * 2**24)\n"
+        "json.dump({'reward': int(stat.S_ISFIFO(os.fstat(1).st_mode)), 'daemon': child.pid}, "
+        "open(os.environ['ASYNCFLOW_RESULT'], 'w'))\n"
+    )
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    reward, metrics = run_program(code, "{}", tmp_path / "1")
+    assert reward == 1.0 and not (tmp_path / "1").exists()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    with contextlib.suppress(ProcessLookupError):  # it may have died of the pipe that nobody reads any more
+        os.kill(int(metrics["daemon"]), signal.SIGKILL)
 
 
 def run_program(program: str, task: str, scratch: Path) -> tuple[float | None, dict[str, float]]:
