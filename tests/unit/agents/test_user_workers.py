@@ -4,12 +4,14 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from asyncflow.errors import ConfigError, UserCodeNotStarted
 from workers.agents import user_workers, worker
+from workers.agents.service import Service
 from workers.agents.user_workers import UserWorker, WorkerDeath, held_by
 from workers.agents.wire import Ask, Begin, Begun, Done, Raised, Setup, Start, Told
 from workers.agents.worker import StartPace
@@ -386,6 +388,17 @@ def test_a_stop_that_follows_a_start_at_once_costs_no_process(users: Path) -> No
 def test_a_function_that_is_no_coroutine_function_is_refused(users: Path) -> None:
     with pytest.raises(ConfigError, match="async def"):
         asyncio.run(told_by(users, "plain", "x"))
+
+
+def test_a_service_that_closes_does_not_wait_for_workers_that_are_being_replaced() -> None:
+    async def run() -> bool:
+        service: Any = object.__new__(Service)
+        replacing = asyncio.get_running_loop().create_task(asyncio.sleep(1000))
+        service._runs, service._workers, service._gateway, service._replacing = {}, [], None, {replacing}
+        await asyncio.wait_for(service.close(), 30)
+        return replacing.cancelled()
+
+    assert asyncio.run(run())
 
 
 def test_a_process_that_takes_long_to_import_has_not_started_and_is_no_mistake(
