@@ -1,6 +1,6 @@
 """Warnings that come again and again: a reason is logged the 1st, 10th, 100th ... time, with how often it came.
 
-What differs from one time to the next, texts in quotes and numbers, is no part of the reason.
+What differs from one time to the next, texts in quotes, numbers and ids, is no part of the reason.
 """
 
 import logging
@@ -8,7 +8,9 @@ import re
 import threading
 from collections import Counter
 
-_VARYING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+""")
+_VARYING = re.compile(
+    r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|0x[0-9a-f]+|\b[0-9a-f]{8,}(?:-[0-9a-f]{4,})*\b|\d+""", re.IGNORECASE
+)
 _MOST_REASONS = 1000
 """Beyond these, all are one."""
 
@@ -16,16 +18,18 @@ _MOST_REASONS = 1000
 class RepeatedWarnings:
     """Counts and logs. Thread-safe."""
 
-    def __init__(self, logger: logging.Logger) -> None:
+    def __init__(self, logger: logging.Logger, level: int = logging.WARNING) -> None:
         """Args:
         logger: that gets them.
+        level: of its lines.
         """
         self._logger = logger
+        self._level = level
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def warn(self, text: str) -> None:
-        """Log the text, if it is time for its reason."""
+    def warn(self, text: str, more: str = "") -> None:
+        """Log the text, and `more`, which is no part of its reason, if it is time for that."""
         reason = _VARYING.sub("", text)
         with self._counting:
             if reason not in self._counts and len(self._counts) >= _MOST_REASONS:
@@ -33,6 +37,6 @@ class RepeatedWarnings:
             self._counts[reason] += 1
             number = self._counts[reason]
         if number == 1:
-            self._logger.warning("%s", text)
+            self._logger.log(self._level, "%s%s", text, more)
         elif re.fullmatch("10+", str(number)):
-            self._logger.warning("%s (such came %d times)", text, number)
+            self._logger.log(self._level, "%s (such came %d times)%s", text, number, more)

@@ -95,7 +95,7 @@ def try_rollout(config: RunConfig, row: PromptRow) -> None:
         row: the first of the data.
 
     Raises:
-        ConfigError: it failed, or there is nothing to score it with.
+        ConfigError: it failed, and `rollout.on_failure` trains on no failures; or there is nothing to score it with.
     """
     own, what = config.rollout, config.rollout.own_name
     if not (own.is_own and own.trial):
@@ -136,6 +136,11 @@ def try_rollout(config: RunConfig, row: PromptRow) -> None:
     if late and own.timeout_s > limit_s:
         logger.warning("%s: a trial rollout did not end within %g s; the run goes on without", what, limit_s)
     elif failed := found["failed"]:
+        if own.on_failure != "dead_letter":
+            logger.warning(
+                "%s %s; the run goes on: rollout.on_failure is %s", of_rollout(what, failed), about, own.on_failure
+            )
+            return
         raise ConfigError(
             f"{of_rollout(what, failed)} {about}; correct it: it must bear any reply; or set rollout.trial to false"
         )

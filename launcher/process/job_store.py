@@ -18,6 +18,7 @@ Imports torch, so it is imported after the config is accepted. One client per th
 on the same client.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
+from asyncflow.errors import SealBroken
 from asyncflow.job import GangSpec, error_in
 from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import SealedStore, connect_store, serve_store
@@ -82,6 +84,8 @@ class JobStore(JobStoreClient):
         server, port = serve_store(host, TIMEOUT, port)
         super().__init__(host, port, secret, server)
         self._told_failures: set[str] = set()
+        self._warnings: dict[str, str] = {}
+        """By key: what `new_warnings` saw last."""
 
     def set_phase(self, phase: Phase) -> None:
         """Publish the phase."""
@@ -98,11 +102,21 @@ class JobStore(JobStoreClient):
             status = {"state": STARTING, "time": time.time()}
             self._store.set(f"status/{gang.name}/{rank}", json.dumps(status))
 
-    def warning(self, gang: str, rank: int) -> str:
-        """Return the trouble that a rank told of last and that is not over; "" when there is none."""
-        key = f"warning/{gang}/{rank}"
-        said = self._store.look([key]).get(key)
-        return "" if said is None else str(json.loads(said)["text"])
+    def new_warnings(self, ranks: Iterable[tuple[str, int]]) -> list[str]:
+        """Return the trouble that any of these (gang, rank) told of since the last look, or that it is over; two round
+        trips, but for the first look."""
+        keys = {f"warning/{gang}/{rank}": gang for gang, rank in ranks}
+        for key in keys.keys() - self._warnings.keys():  # keys that are all there are looked at at once
+            with contextlib.suppress(SealBroken):  # a stranger's value; `look` says so
+                self._store.set_first(key, json.dumps({"text": ""}))
+            self._warnings[key] = ""
+        new = []
+        for key, said in self._store.look(list(keys)).items():
+            text = str(json.loads(said)["text"])
+            if text != self._warnings[key]:
+                self._warnings[key] = text
+                new.append(text or f"{keys[key]}: that is over")
+        return new
 
     def first_failures(self) -> dict[str, str]:
         """Return why something of each kind (`reward`, `rollout`) failed the first time, each once."""

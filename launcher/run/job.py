@@ -58,7 +58,7 @@ from launcher.run.rundir import has_checkpoint
 from launcher.run.status import RunEnd
 from launcher.run.supervisor import Supervisor
 from workers.config import RunConfig
-from workers.tasks.dataflow import CONTROLLER, OBSERVERS, SERVICES, TRAINERS
+from workers.tasks.dataflow import OBSERVERS, SERVICES
 
 if TYPE_CHECKING:
     from launcher.nodes.run_nodes import RunNodes
@@ -237,7 +237,6 @@ class _Run:
         self._worked: set[str] = set()
         self._all_ready = False
         self._statuses: dict[tuple[str, int], Status] = {}
-        self._warnings: dict[str, str] = {}
         self._next_poll = 0.0
 
     def until_finished(self) -> Finish:
@@ -370,16 +369,9 @@ class _Run:
         return status is not None and status.at_work
 
     def _new_warnings(self) -> list[str]:
-        """Return what trainers and controllers complain about since the last look, and the first reward, and rollout,
-        that failed."""
-        new: list[str] = []
-        new += [f"{text}; {_FAILED[kind]}" for kind, text in self._store.first_failures().items()]
-        for name in [gang.name for gang in self._specs.values() if gang.role in TRAINERS | {CONTROLLER}]:
-            text = self._store.warning(name, 0)
-            if text != self._warnings.get(name, ""):
-                self._warnings[name] = text
-                new.append(text or f"{name}: that is over")
-        return new
+        """Return what any rank complains about since the last look, and the first reward, and rollout, that failed."""
+        failures = [f"{text}; {_FAILED[kind]}" for kind, text in self._store.first_failures().items()]
+        return failures + self._store.new_warnings(self._ranks)
 
     def _missing(self) -> list[str]:
         """Return the ranks that are not at work yet."""

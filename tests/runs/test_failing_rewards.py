@@ -68,7 +68,8 @@ def test_a_step_in_which_every_reward_fails_ends_the_run_by_name(tmp_path: Path)
 
 def test_a_reward_that_raises_for_what_is_wrong_ends_the_run_and_what_was_trained_is_saved(tmp_path: Path) -> None:
     (tmp_path / "only_right.py").write_text(ONLY_RIGHT)
-    failed = command.run("--run-dir", "run", *SMALL, "--set", "reward.function=only_right:score", cwd=tmp_path)
+    function = ("--set", "reward.function=only_right:score", "--set", "reward.max_failed_share=0.1")
+    failed = command.run("--run-dir", "run", *SMALL, *function, cwd=tmp_path)
     assert failed.returncode == 1
     last = failed.stderr.splitlines()[-1]
     assert "responses could not be scored (reward.max_failed_share 0.1), so that what is left is no fair sample" in last

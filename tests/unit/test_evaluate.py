@@ -3,6 +3,8 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from asyncflow.errors import UserCodeFailed
 from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from weightsync.version import Version
 from workers.data.tokenizer import load_tokenizer
+from workers.rewards.scorer import ScoredResponse
 from workers.rollout.evaluate import Evaluator
+from workers.rollout.rollouts import FinishedRollout, RolloutRequest
 
 DEADLINE_S = 20
 
@@ -112,6 +117,48 @@ def test_each_own_version_is_evaluated_with_its_weights(make: Any, tmp_path: Pat
     assert [(line["step"], line["version"], line["index"]) for line in samples] == [
         (step, step, index) for step in (0, 4) for index in range(3)
     ]
+
+
+def answered(*kinds: str) -> tuple[list[FinishedRollout], list[ScoredResponse]]:
+    """Return rollouts, and their scores, of which each is `right`, `unscored`, `failed`, `absent` or `skipped`."""
+    rollouts, scores = [], []
+    for index, kind in enumerate(kinds):
+        request = RolloutRequest(index, index, 0, torch.tensor([1]))
+        made = kind in ("right", "unscored")
+        one = FinishedRollout.without_tokens(request, why="" if made else f"it {kind}")
+        rollouts.append(replace(one, leaves=kind in ("failed", "skipped"), failures=3 if kind == "failed" else 0))
+        failure = "" if kind == "right" else "no score" if kind == "unscored" else one.failure
+        scores.append(ScoredResponse("", "", "", 1.0, correct=True, failure=failure))
+    return rollouts, scores
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        (["right"] * 2 + ["skipped"] * 198, ""),
+        (["right"] * 90 + ["failed"] * 60 + ["skipped"] * 500, ""),
+        (
+            ["right"] * 90 + ["failed", "absent"] * 60,
+            r"120 of the last 210 rollouts failed \(rollout.max_failed_share 0.5",
+        ),
+        (
+            ["right"] * 50 + ["unscored"] * 100 + ["failed"] * 100,
+            r"100 of the last 150 responses .* \(reward.max_failed",
+        ),
+        (["unscored"] * 3 + ["skipped"], "none of its responses could be scored; no score"),
+        (["failed"] * 3 + ["skipped"], "no rollout could be made; it failed"),
+        (["skipped"] * 3, "skipped all of its prompts"),
+    ],
+)
+def test_rollouts_that_failed_rewards_that_failed_and_what_was_skipped_are_judged_apart(
+    make: Any, kinds: list[str], words: str
+) -> None:
+    evaluator, _, context = make(0)
+    context.config = context.config.model_copy(
+        update={"reward": context.config.reward.model_copy(update={"max_failed_share": 0.5})}
+    )
+    with pytest.raises(UserCodeFailed, match=f"^evaluation of step 4: .*{words}") if words else nullcontext():
+        evaluator._check_failures(Version(0, 4), *answered(*kinds))
 
 
 def test_version_that_was_replaced_meanwhile_is_skipped_and_told(make: Any, caplog: pytest.LogCaptureFixture) -> None:

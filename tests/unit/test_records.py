@@ -89,6 +89,18 @@ def recorder(run_dir: Path, *, lineage: int = 1, warn: Callable[[str], None] = p
     return StepRecorder(context)
 
 
+def test_more_than_a_tenth_of_rewards_that_failed_is_told_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    steps = recorder(tmp_path, warn=told.append)
+    for step, failed in ((1, 10.0), (2, 92.0), (3, 500.0)):
+        record = finished_step(step)
+        record.totals = StepTotals(defaultdict(float, samples=512.0, failed_rewards=failed))
+        steps.write(record)
+        assert [text for text in told if "could not be scored" in text] == told, told
+        assert len(told) == (step == 3), "102 of the last 1,024 are not too many"
+    assert told[0].startswith("step 3: ") and "592 of the last 1,024 responses could not be scored" in told[0]
+
+
 def finished_step(step: int) -> StepRecord:
     record = StepRecord(step, ledger=[{"step": step, "group": step - 1}])
     record.totals = StepTotals(defaultdict(float, samples=2.0))

@@ -21,6 +21,18 @@ def test_a_reason_is_logged_as_its_count_grows_tenfold(caplog: pytest.LogCapture
     ]
 
 
+def test_ids_and_what_is_said_beside_it_are_no_part_of_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "test")
+    warnings = RepeatedWarnings(logging.getLogger("test"), logging.INFO)
+    ids = ["<Sandbox at 0x7f3adeadbeef>", "<Sandbox at 0x7f3ac0ffee>"]
+    ids += ["sandbox deadbeefcafe left", "sandbox c0ffeec0ffee left"]
+    ids += ["sandbox 3f2b8c1e-5d4a-4c9b-9e1f-aabbccddeeff left", "a refused feedback"]
+    for number, text in enumerate(ids):
+        warnings.warn(text, f"; it said {'x' * number}")
+    assert caplog.messages == [f"{ids[0]}; it said ", f"{ids[2]}; it said xx", f"{ids[5]}; it said xxxxx"]
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
 def test_reasons_without_an_end_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     warnings = RepeatedWarnings(logging.getLogger("test"))
     for number in range(3000):

@@ -4,8 +4,8 @@ It finds the policy by `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its task (the dat
 `ASYNCFLOW_TASK_FILE`, in `ASYNCFLOW_TASK` too if that can hold it, and a directory of its own, removed at its end, in
 `ASYNCFLOW_SCRATCH`. It ends with code 0 and writes `{"reward": 1.0}`,
 maybe with more numbers, into the file `ASYNCFLOW_RESULT`; without one, or with null for the reward, `reward.function`
-scores the last reply. What it prints is a file of its scratch directory, whose end goes into the log: of a program that
-fails at the 1st, 10th, 100th ... failure of a kind.
+scores the last reply. The end of what it prints goes into the log: at the 1st, 10th, 100th ... failure of a kind, and
+of those that did well the 1st, 10th, 100th ...
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Self
 
 from asyncflow.errors import UserCodeFailed, one_line, printable
 from asyncflow.process import die_with_parent, limit_resources
@@ -27,10 +28,13 @@ from workers.rewards.base import reward_of
 logger = logging.getLogger(__name__)
 
 _RESULT = "result.json"
-_OUTPUT = "output.txt"
 _MOST_OUTPUT_BYTES = 2**13
 _MOST_SHOWN = 300
+_CHUNK_BYTES = 2**16
+_MOST_PIPE_BYTES = 2**20
+"""What a pipe may hold (Linux, `pipe-max-size`)."""
 _warnings = RepeatedWarnings(logger)
+_outputs = RepeatedWarnings(logger, logging.INFO)
 _MOST_RESULT_BYTES = 2**20
 _MOST_VARIABLE_BYTES = 2**17 - 1
 """Linux takes no longer string of the environment (`MAX_ARG_STRLEN`): name, equals sign and value."""
@@ -66,31 +70,37 @@ async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[st
         die_with_parent(parent)
         limit_resources(memory_bytes=setup.max_memory_bytes, file_bytes=setup.max_file_bytes)
 
-    output = scratch / _OUTPUT
-    try:
-        with output.open("wb") as file:
+    with _Output() as output:
+        try:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
+                stdout=output.pipe,
+                stderr=output.pipe,
                 env=os.environ | surroundings,
                 process_group=0,
                 preexec_fn=prepare,
             )
-    except OSError as error:
-        raise UserCodeFailed(f"rollout.agent_command: {command[0]}: {error.strerror}") from error
+        except OSError as error:
+            raise UserCodeFailed(f"rollout.agent_command: {command[0]}: {error.strerror}") from error
+        return await _follow(process, output, scratch)
+
+
+async def _follow(
+    process: asyncio.subprocess.Process, output: "_Output", scratch: Path
+) -> tuple[float | None, dict[str, float]]:
+    """Wait for the program's end; see `run_command`."""
     try:
         code = await process.wait()
-        said = await asyncio.to_thread(_end_of, output)
+        said = output.end()
         if code:
             why = " for a file longer than rollout.max_file_gb" if code == -signal.SIGXFSZ else ""
             last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
             how = f"{ended_how(code)}{why}" + (f": {printable(last[-_MOST_SHOWN:])}" if last else "")
-            _warnings.warn(f"rollout.agent_command {how}" + (f"; it said\n{said}" if said else ""))
+            _warnings.warn(f"rollout.agent_command {how}", said and f"; it said\n{said}")
             raise UserCodeFailed(f"rollout.agent_command {how}")
         if said:
-            logger.info("a program said\n%s", said)
+            _outputs.warn("a program said", f"\n{said}")
         return await asyncio.to_thread(_result, scratch / _RESULT)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -103,14 +113,38 @@ def ended_how(code: int) -> str:
     return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
-def _end_of(output: Path) -> str:
-    """Return the last that a program printed; it may have removed the file."""
-    try:
-        with output.open("rb") as file:
-            file.seek(max(0, output.stat().st_size - _MOST_OUTPUT_BYTES))
-            return file.read(_MOST_OUTPUT_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
+class _Output:
+    """A pipe for what a program prints, of which the end is kept: a program may print without an end."""
+
+    def __enter__(self) -> Self:
+        self._said = b""
+        self._from, self.pipe = os.pipe()
+        os.set_blocking(self._from, False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._from, self._read)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_reader(self._from)
+        os.close(self._from)
+        os.close(self.pipe)
+
+    def _read(self) -> bool:
+        """Take what is there, at most what the pipe holds; return whether there was anything."""
+        try:
+            chunk = os.read(self._from, _CHUNK_BYTES)
+        except BlockingIOError:
+            chunk = b""
+        self._said = (self._said + chunk)[-_MOST_OUTPUT_BYTES:]
+        return bool(chunk)
+
+    def end(self) -> str:
+        """Return the last that a program printed which has ended: all of that is in the pipe. What it left behind may
+        hold the pipe open and print on, so no end is waited for."""
+        for _ in range(_MOST_PIPE_BYTES // _CHUNK_BYTES):
+            if not self._read():
+                break
+        return self._said.decode(errors="replace")
 
 
 def _result(path: Path) -> tuple[float | None, dict[str, float]]:

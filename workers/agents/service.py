@@ -138,6 +138,8 @@ class Service:
         """End what it started; once `serve` has returned."""
         for run in list(self._runs.values()):
             self._end(run)
+        for replacing in self._replacing:
+            replacing.cancel()
         if self._replacing:
             await asyncio.wait(self._replacing)
         workers, self._workers = self._workers, []

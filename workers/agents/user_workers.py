@@ -143,6 +143,9 @@ class UserWorker:
         except TimeoutError as error:
             await worker.gone()
             raise UserCodeNotStarted(f"importing it took longer than {START_TIMEOUT_S:g} s") from error
+        except asyncio.CancelledError:  # the service ends
+            await worker.gone()
+            raise
         if not isinstance(loaded, Loaded):
             if loaded is None:
                 with contextlib.suppress(TimeoutError):
@@ -270,7 +273,9 @@ class UserWorker:
             if steps != self._steps:  # many short steps in one turn of the loop are no code that blocks
                 self._steps, self._last_turn = steps, loop.time()
             if loop.time() - self._last_turn > self._stall_timeout_s:
-                where = held_by(await self._stack())
+                turn, where = self._last_turn, held_by(await self._stack())
+                if self._last_turn != turn or MARK.unpack_from(self._mark, 0)[1] != steps:
+                    continue  # it goes on again
                 self.kill(
                     f"held its event loop up for {self._stall_timeout_s:g} s (rollout.stall_timeout_s)"
                     f"{where and f' in {where}'}; blocking code goes into `await context.run(...)`"
@@ -279,6 +284,8 @@ class UserWorker:
 
     async def _stack(self) -> str:
         """Have the process write the stack of its main thread, also in the middle of native code."""
+        os.ftruncate(self._page, MARK.size)  # an earlier one; the process writes where this end says
+        os.lseek(self._page, MARK.size, os.SEEK_SET)
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(STACK_SIGNAL)
         stack, end = b"", asyncio.get_running_loop().time() + _STACK_S

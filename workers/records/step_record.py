@@ -28,9 +28,12 @@ from workers.engines.base import StepStats
 from workers.records.ledger import refill_lines
 from workers.records.outside_metrics import OutsideMetrics
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
+from workers.rewards.base import FailedShare
 from workers.tasks.dataflow import OBSERVERS, SERVICES, roles_on_device
 from workers.trainer.log_prob_gap import GapLimits, LogProbGap
 
+_UNFAIR_SHARE = 0.1
+"""So many responses without a reward fail by more than chance, such as a deadline now and then."""
 FAR_KL = 1.0
 """The policy is far from its reference beyond this (nats per token)."""
 
@@ -283,6 +286,7 @@ class StepRecorder:
         self._outside = OutsideMetrics(context.sealed_store())
         self._unwritten_refills: list[Refill] = []
         self._complained: set[str] = set()
+        self._failed_rewards = FailedShare(_UNFAIR_SHARE)
         self._gap_limits = GapLimits.of(context.config)
         self._moves: deque[float | None] = deque(maxlen=max(1, context.config.schedule.staleness_bound))
         """How far each step moved the policy, the newest last; None: not known."""
@@ -352,7 +356,13 @@ class StepRecorder:
         self._metrics.write([metrics])
         self._moves.append(record.gap.mean_move)
         gap = "" if self._gap_limits is None else record.gap.complaint(self._gap_limits, self._moves)
-        complaints = {"responses": record.totals.complaint(), "gap": gap, "kl": far_from_reference(record.totals.kl)}
+        failed = self._failed_rewards.add(int(totals["reward_failures"]), int(totals["samples"]))
+        complaints = {
+            "responses": record.totals.complaint(),
+            "rewards": failed and f"{failed} responses could not be scored; what is left may be no fair sample",
+            "gap": gap,
+            "kl": far_from_reference(record.totals.kl),
+        }
         new = {kind: text for kind, text in complaints.items() if text and kind not in self._complained}
         if new:  # each kind of trouble once
             self._complained |= new.keys()

@@ -75,10 +75,11 @@ class RewardConfig(Settings):
     max_failures_in_a_row: int = Field(1000, ge=0)
     """The run ends with an error when so many responses in a row have no score in one process: those without one
     have no weight, so there would be little or nothing to learn from. 0: never."""
-    max_failed_share: float = Field(0.1, ge=0, le=1)
+    max_failed_share: float = Field(0.5, ge=0, le=1)
     """The run ends with an error when more than this share of the responses have no score, among the last 1,000, or all
     of a step that has more; of fewer than a hundred, as many may fail as of a hundred. What fails is rarely a fair
-    sample: a function that raises for wrong responses leaves the right ones, and the accuracy is 1. 1: never."""
+    sample: a function that raises for wrong responses leaves the right ones, and the accuracy is 1. From a tenth on a
+    warning says so. 1: never."""
     group_function: str | None = None
     """A function of yours as `module:function`, also `async def`, which sees all members of a group at once and returns
     their rewards: `(task, members) -> [...]` (docs/rewards.md)."""

@@ -1,5 +1,6 @@
 """Settings of generating engines and rollouts. Torch-free."""
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -131,10 +132,12 @@ class RolloutConfig(SamplingConfig):
     it."""
     max_failures_in_a_row: int = Field(100, ge=0)
     """The run ends with an error when so many attempts in a row failed in one instance, and no rollout came to its end
-    meanwhile. 0: never."""
+    meanwhile; with many at a time, not before two times `max_attempts` for each of them: failures are quick. 0:
+    never."""
     max_failed_share: float = Field(0.5, ge=0, le=1)
-    """So does it when more than this share of the groups that were made for a step became dead letters, whatever the
-    reason (8 are always borne), or of the last 1,000 rollouts that it trains on failed (`zero`, `absent`). 1: never."""
+    """So does it when more than this share of the groups that are made for a step become dead letters, beyond chance
+    (four standard deviations in one step) and whatever the reason; one rollout that fails costs its group. And when
+    more of the last 1,000 rollouts that it trains on failed (`zero`, `absent`). 1: never."""
     trial: bool = True
     """One rollout is made before the start, with the first row of the data and its ground truth as every reply, so that
     code which always fails is told at once."""
@@ -160,10 +163,13 @@ class RolloutConfig(SamplingConfig):
         return f"rollout.{given}: {named if isinstance(named, str) else ' '.join(named)}"
 
     def max_dead_letters(self, batch: int) -> int | None:
-        """Return how many groups of a step with so many may be dead letters: with the step's own, they make up the
-        largest share; None: any number."""
+        """Return how many groups of a step with so many may be dead letters where the largest share of all groups
+        fails: the mean, and four standard deviations for chance; None: any number."""
         share = self.max_failed_share
-        return None if share == 1 else max(_BORNE_DEAD_LETTERS, int(batch * share / (1 - share) + 1e-6))
+        if share == 1:
+            return None
+        mean, deviation = batch * share / (1 - share), math.sqrt(batch * share) / (1 - share)
+        return int(max(_BORNE_DEAD_LETTERS, mean + 4 * deviation))
 
     @property
     def longest_rollout(self) -> int:

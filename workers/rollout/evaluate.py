@@ -127,7 +127,7 @@ class Evaluator:
         """Answer all prompts with the weights that are loaded and write what came of it; nothing if the run stops.
 
         Raises:
-            UserCodeFailed: no response could be scored.
+            UserCodeFailed: no response could be scored, or too much failed.
         """
         began = time.monotonic()
         with self._context.timeline.span("evaluate", step=version.step, rows=len(self._requests)):
@@ -135,9 +135,7 @@ class Evaluator:
             if not self._wait_scores(scored):
                 return
         scores = [score.result() for _, score in scored]
-        if all(score.failure for score in scores):
-            raise no_rewards(f"evaluation of step {version.step}", scores[-1].failure)
-        self._check_failures(version, [score.failure for score in scores if score.failure], len(scores))
+        self._check_failures(version, [rollout for rollout, _ in scored], scores)
         line = evaluation_line(
             [rollout for rollout, _ in scored],
             scores,
@@ -159,19 +157,36 @@ class Evaluator:
         self._samples.close()
         self._lines.close()
 
-    def _check_failures(self, version: Version, failures: Sequence[str], number: int) -> None:
-        """Refuse an accuracy of what is left when too much failed.
+    def _check_failures(
+        self, version: Version, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]
+    ) -> None:
+        """Refuse an accuracy of what is left when too much failed; what the rollout function skipped has not.
 
         Raises:
-            UserCodeFailed: it did.
+            UserCodeFailed: it did, or there is nothing to tell an accuracy of.
         """
-        most = self._context.config.reward.max_failed_share
-        if too_many := FailedShare(most).add(len(failures), number):
+        config, where = self._context.config, f"evaluation of step {version.step}"
+        not_made = [one.failure for one in rollouts if one.failure and not one.skipped]
+        made = [score.failure for one, score in zip(rollouts, scores, strict=True) if not one.failure]
+        unscored = [failure for failure in made if failure]
+        what = config.rollout.own_name
+        if not made:
+            if not_made:
+                raise UserCodeFailed(f"{where}: no rollout could be made; {not_made[-1]}; correct that and resume")
             raise UserCodeFailed(
-                f"evaluation of step {version.step}: {too_many} responses could not be scored (reward.max_failed_share "
-                f"{most:g}), so that what is left is no fair sample; the last one: {failures[-1]}; correct that and "
-                f"resume, or raise the setting"
+                f"{where}: {what} skipped all of its prompts; give others in evaluate.path, and resume"
             )
+        if len(unscored) == len(made):
+            raise no_rewards(where, unscored[-1])
+        for failures, number, failed, name, most in (
+            (not_made, len(made) + len(not_made), "rollouts failed", "rollout", config.rollout.max_failed_share),
+            (unscored, len(made), "responses could not be scored", "reward", config.reward.max_failed_share),
+        ):
+            if too_many := FailedShare(most).add(len(failures), number):
+                raise UserCodeFailed(
+                    f"{where}: {too_many} {failed} ({name}.max_failed_share {most:g}), so that what is left is no fair "
+                    f"sample; the last one: {failures[-1]}; correct that and resume, or raise the setting"
+                )
 
     def _request(self, index: int, prompt: Prompt, seed: int) -> RolloutRequest:
         group, member = divmod(index, self._size)

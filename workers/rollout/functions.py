@@ -107,6 +107,8 @@ class FunctionRollouts:
         self._failed = failed
         self._failures = 0
         """Attempts that failed since a rollout came to its end."""
+        self._most_running = 0
+        """Rollouts at a time since then."""
         self._warnings = RepeatedWarnings(logger)
         self._warn = warn
         self._running: dict[int, RolloutRequest] = {}
@@ -151,6 +153,7 @@ class FunctionRollouts:
             self._live.begin(one.ticket)
             self._running[one.ticket] = one
             self._service.send(_begin(one))
+        self._most_running = max(self._most_running, len(self._running))
 
     def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
         """See `Rollouts`.
@@ -269,11 +272,11 @@ class FunctionRollouts:
 
     def _result(self, request: RolloutRequest, message: Finished | Failed) -> FinishedRollout:
         if isinstance(message, Finished):
-            self._failures = 0
+            self._came_to_an_end()
             return FinishedRollout.told(request, message, beside_s=self._beside_engine_s())
         nothing = FinishedRollout.without_tokens(request, why=message.text)
         if message.skipped:
-            self._failures = 0
+            self._came_to_an_end()
             return replace(nothing, leaves=True)
         self._count_failure(request, message.text)
         if self._on_failure == "zero":
@@ -281,6 +284,9 @@ class FunctionRollouts:
         if self._on_failure == "dead_letter":
             return replace(nothing, leaves=True, failures=self._setup.max_attempts)
         return nothing
+
+    def _came_to_an_end(self) -> None:
+        self._failures, self._most_running = 0, len(self._running)
 
     def _count_failure(self, request: RolloutRequest, text: str, then: str = "") -> None:
         """Tell of a failed attempt.
@@ -292,7 +298,10 @@ class FunctionRollouts:
         self._warnings.warn(f"rollout of row {request.index} failed: {why}{then}")
         self._failed(why)
         self._failures += 1
-        if 0 < self._max_failures <= self._failures:
+        # Failures are quick, and what will come to its end may take long: all that run may fail, and others instead of
+        # them, before the first does.
+        most = max(self._max_failures, 2 * self._setup.max_attempts * self._most_running)
+        if self._max_failures and self._failures >= most:
             raise UserCodeFailed(
                 f"{self._failures} attempts at rollouts failed in a row (rollout.max_failures_in_a_row), and none came "
                 f"to its end meanwhile; the last one: {why}; correct that and resume"

@@ -88,6 +88,11 @@ class FinishedRollout:
     leaves: bool = False
     failures: int = 0
 
+    @property
+    def skipped(self) -> bool:
+        """Whether it leaves because its function says so."""
+        return self.leaves and not self.failures
+
     @cached_property
     def prompt(self) -> Tensor:
         """int64 [P]: the first sample's tokens before the first that was drawn."""

@@ -1,6 +1,7 @@
 """Rollouts of users' functions and agents: real service and worker processes, and an engine that knows its lines."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -62,6 +63,13 @@ async def fails(task, model, context):
     await chat.reply()
     if task.index % 2:
         raise RuntimeError("it broke")
+    return chat.sample(reward=0.5)
+
+async def fails_at_once(task, model, context):
+    if task.index % 2:
+        raise RuntimeError("it broke")
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
     return chat.sample(reward=0.5)
 
 async def two(task, model, context):
@@ -453,7 +461,7 @@ def test_failures_in_a_row_end_the_run_with_the_last_reason_and_a_rollout_betwee
     start: Any,
 ) -> None:
     told = {"what": "rollout.function: my_rollouts:fails", "max_failures": 4}
-    rollouts, _ = start(function="my_rollouts:fails", max_attempts=3, told=told)
+    rollouts, _ = start(function="my_rollouts:fails", max_attempts=2, told=told)
     for index in (1, 0, 3):
         rollouts.begin([request(index)])
         finished(rollouts, lambda done: len(done) == 1)
@@ -462,6 +470,20 @@ def test_failures_in_a_row_end_the_run_with_the_last_reason_and_a_rollout_betwee
         UserCodeFailed, match=r"^4 attempts at rollouts failed in a row .*my_rollouts:fails: RuntimeErr"
     ):
         finished(rollouts, lambda done: len(done) == 1)
+
+
+def test_a_batch_whose_failures_are_quick_goes_on_until_its_others_come_to_their_end(start: Any) -> None:
+    rollouts, engine = start(function="my_rollouts:fails_at_once", told={"max_failures": 4}, max_attempts=3)
+    engine.free_slots = 0
+    rollouts.begin([request(index) for index in range(8)])
+    assert len(finished(rollouts, lambda done: len(done) == 4)) == 4, "12 attempts failed"
+    engine.free_slots = 64
+    assert [one.failure for one in finished(rollouts, lambda done: len(done) == 4)] == [""] * 4
+    rollouts.begin([request(1 + 2 * index) for index in range(8)])
+    with pytest.raises(UserCodeFailed, match="^[0-9]+ attempts at rollouts failed in a row"):
+        for _ in range(4):
+            finished(rollouts, lambda done: len(done) == 8)
+            rollouts.begin([request(1 + 2 * index) for index in range(8)])
 
 
 def test_a_rollout_that_has_had_its_turns_is_truncated_and_not_made_again(start: Any) -> None:
@@ -604,8 +626,29 @@ def test_a_program_that_fails_is_named_with_its_last_line_and_one_that_floods_is
     assert told.endswith("KeyError: 'question'\n") and len(told) < 2**14
     with pytest.raises(UserCodeFailed, match="^rollout.agent_command ended with code 3$"):
         run_program("import sys; sys.exit(3)", "{}", tmp_path / "1")
-    assert run_program("print('well')", "{}", tmp_path / "1") == (None, {})
-    assert caplog.messages[-1] == "a program said\nwell\n"
+    number = len(caplog.messages)
+    for _ in range(3):
+        assert run_program("print('well')", "{}", tmp_path / "1") == (None, {})
+    assert caplog.messages[number:] == ["a program said\nwell\n"], "once"
+
+
+def test_output_leaves_nothing_on_the_disk_and_is_not_waited_for(tmp_path: Path) -> None:
+    """The program looks how long its own output's file is; a daemon of its own holds the pipe, and prints on."""
+    code = (
+        "import json, os, stat, subprocess, sys\n"
+        "daemon = 'import os, sys, time\\nwhile os.getppid() == int(sys.argv[1]): time.sleep(0.01)\\n'\n"
+        "daemon += 'while True: print(7, flush=True)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', daemon, str(os.getpid())], start_new_session=True)\n"
+        "sys.stdout.write('x' * 2**24)\n"
+        "json.dump({'reward': int(stat.S_ISFIFO(os.fstat(1).st_mode)), 'daemon': child.pid}, "
+        "open(os.environ['ASYNCFLOW_RESULT'], 'w'))\n"
+    )
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    reward, metrics = run_program(code, "{}", tmp_path / "1")
+    assert reward == 1.0 and not (tmp_path / "1").exists()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    with contextlib.suppress(ProcessLookupError):  # it may have died of the pipe that nobody reads any more
+        os.kill(int(metrics["daemon"]), signal.SIGKILL)
 
 
 def run_program(program: str, task: str, scratch: Path) -> tuple[float | None, dict[str, float]]:

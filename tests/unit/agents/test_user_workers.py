@@ -4,12 +4,14 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from asyncflow.errors import ConfigError, UserCodeNotStarted
 from workers.agents import user_workers, worker
+from workers.agents.service import Service
 from workers.agents.user_workers import UserWorker, WorkerDeath, held_by
 from workers.agents.wire import Ask, Begin, Begun, Done, Raised, Setup, Start, Told
 from workers.agents.worker import StartPace
@@ -50,6 +52,13 @@ async def odd(task, model, context):
         return 7
     if kind == "raise":
         raise RuntimeError("it broke")
+    return chat.sample()
+
+async def holds(task, model, context):
+    chat = model.chat([{"role": "user", "content": "x"}])
+    await chat.reply()
+    while not os.path.exists(task["question"]):
+        time.sleep(0.01)
     return chat.sample()
 
 async def slow_start(task, model, context):
@@ -217,6 +226,41 @@ def test_a_blocked_loop_is_killed_and_the_rollout_that_blocks_it_named_with_the_
     assert f"event loop up for 2 s (rollout.stall_timeout_s) in odd (my_rollouts.py:{line}); blocking" in death.how
 
 
+def test_a_loop_that_goes_on_while_its_stack_is_asked_for_costs_no_process(
+    users: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack, stacks, decides = UserWorker._stack, [], asyncio.Event()
+
+    async def stack_and_go_on(self: UserWorker) -> str:
+        stacks.extend([await stack(self), await stack(self)])
+        (users / "go").touch()
+        while self.num_rollouts:
+            await asyncio.sleep(0.01)
+        turn = self._last_pong
+        while self._last_pong == turn:
+            self._channel.send(user_workers.Ping())
+            await asyncio.sleep(0.01)
+        decides.set()
+        return stacks[-1]
+
+    monkeypatch.setattr(UserWorker, "_stack", stack_and_go_on)
+
+    async def run() -> bool:
+        owner = Owner()
+        worker = await UserWorker.start(setup_of(users, "holds", stall_timeout_s=1.0), owner)
+        worker.begin(start_of(users, 1, str(users / "go")))
+        assert isinstance(await asyncio.wait_for(owner.told.get(), 60), Done)
+        await decides.wait()
+        worker.begin(start_of(users, 2, str(users / "go")))  # in the same process
+        assert isinstance(await asyncio.wait_for(owner.told.get(), 60), Done)
+        alive = worker.alive
+        await worker.gone()
+        return alive
+
+    assert asyncio.run(asyncio.wait_for(run(), 60))
+    assert [text.count("most recent call first") for text in stacks[:2]] == [1, 1], "each is one stack"
+
+
 def test_many_that_each_hold_the_loop_a_little_when_they_begin_cost_no_process(users: Path) -> None:
     """A client for each costs 43 ms, and 1,024 begin at once: here fewer, and a limit as much shorter."""
     number = 32
@@ -344,6 +388,17 @@ def test_a_stop_that_follows_a_start_at_once_costs_no_process(users: Path) -> No
 def test_a_function_that_is_no_coroutine_function_is_refused(users: Path) -> None:
     with pytest.raises(ConfigError, match="async def"):
         asyncio.run(told_by(users, "plain", "x"))
+
+
+def test_a_service_that_closes_does_not_wait_for_workers_that_are_being_replaced() -> None:
+    async def run() -> bool:
+        service: Any = object.__new__(Service)
+        replacing = asyncio.get_running_loop().create_task(asyncio.sleep(1000))
+        service._runs, service._workers, service._gateway, service._replacing = {}, [], None, {replacing}
+        await asyncio.wait_for(service.close(), 30)
+        return replacing.cancelled()
+
+    assert asyncio.run(run())
 
 
 def test_a_process_that_takes_long_to_import_has_not_started_and_is_no_mistake(

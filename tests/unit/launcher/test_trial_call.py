@@ -199,6 +199,12 @@ def test_a_rollout_that_can_be_made_is_accepted(name: str) -> None:
     tried(f"rollout.function=tried_rollouts:{name}")
 
 
+def test_a_rollout_that_fails_where_failures_are_trained_on_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    tried("rollout.function=tried_rollouts:Lacks", "rollout.on_failure=zero")
+    (warning,) = [message for message in caplog.messages if "KeyError" in message]
+    assert warning.startswith("rollout.function: tried_rollouts:Lacks: ") and "rollout.on_failure is zero" in warning
+
+
 @pytest.mark.slow
 def test_an_agent_and_a_program_are_tried_behind_the_gateway() -> None:
     pytest.importorskip("aiohttp")
