@@ -311,6 +311,7 @@ def test_config_of_another_size_of_the_family_is_refused(
         {"num_hidden_layers": 1, "num_layers": 2},
         {"num_hidden_layers": 9, "decoder_layers": 2},
         {"num_hidden_layers": 9, "is_encoder_decoder": True},
+        {"num_hidden_layers": 9, "vision_config": {}},
         {"hidden_size": 32, "word_embed_proj_dim": 64},
         {"num_hidden_layers": None, "vocab_size": None, "hidden_size": None},
     ],

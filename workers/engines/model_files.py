@@ -447,7 +447,9 @@ def _check_layers(path: Path) -> None:
     config = read_model_config(path)
     inner = config.get("text_config")
     part = inner if isinstance(inner, dict) else config
-    if config.get("is_encoder_decoder") is True or any(key.endswith("decoder_layers") for key in part):
+    if config.get("is_encoder_decoder") is True or any(
+        key.endswith("decoder_layers") or (key.startswith(_SENSES) and isinstance(part[key], dict)) for key in part
+    ):
         return
     tensors = stored_tensors(path)
     layers: dict[str, set[int]] = {}
