@@ -287,9 +287,18 @@ def test_head_of_its_own_beside_tied_embeddings_is_refused(model_dir: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 1}, r"says 1 layers \(num_hidden_layers\), but the weights have a layer 1; use the config"),
-        ({"num_hidden_layers": 3}, r"says 3 layers \(num_hidden_layers\), but the weights lack layer 2; use the config"),
-        ({"vocab_size": 24}, r"says vocab_size 24, but model\.embed_tokens\.weight of the weights has 16; use the config"),
+        (
+            {"num_hidden_layers": 1},
+            r"says 1 layers \(num_hidden_layers\), but the weights have a layer 1; use the config",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            r"says 3 layers \(num_hidden_layers\), but the weights lack layer 2; use the config",
+        ),
+        (
+            {"vocab_size": 24},
+            r"says vocab_size 24, but model\.embed_tokens\.weight of the weights has 16; use the config",
+        ),
         ({"hidden_size": 32}, r"says hidden_size 32, but model\.embed_tokens\.weight of the weights has 64; use"),
     ],
 )

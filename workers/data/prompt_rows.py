@@ -364,7 +364,7 @@ def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str
         )
     elif not prompt.strip():
         raise ConfigError(f"{where}: {config.prompt_field!r} is empty; remove the row or write a prompt")
-    if type(ground_truth) is int or (type(ground_truth) in (float, Decimal) and math.isfinite(ground_truth)):
+    if isinstance(ground_truth, int | float | Decimal) and _is_number(ground_truth):
         try:
             ground_truth = format(ground_truth, "f") if type(ground_truth) is Decimal else str(ground_truth)
         except ValueError as error:  # Python writes no more digits
@@ -378,6 +378,11 @@ def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str
             f"text or a number"
         )
     return prompt, ground_truth
+
+
+def _is_number(value: float | Decimal) -> bool:
+    """Return whether it is one that has digits: no truth value, infinity or NaN."""
+    return type(value) is int or (type(value) in (float, Decimal) and math.isfinite(value))
 
 
 def field_of(row: Mapping[str, Any], name: str, default: Any = _ABSENT) -> Any:

@@ -470,7 +470,7 @@ def _check_layers(path: Path) -> None:
                 f"belongs to the weights"
             )
     inputs = [name for name in tensors if name.endswith(_INPUT_EMBEDDINGS)]
-    if len(inputs) != 1 or len(tensors[inputs[0]].shape) != 2:  # noqa: PLR2004 (a matrix)
+    if len(inputs) != 1 or len(tensors[inputs[0]].shape) != 2:
         return
     width = next((key for key in _EMBEDDING_WIDTHS if type(part.get(key)) is int), "")
     for key, size in zip(("vocab_size", width), tensors[inputs[0]].shape, strict=True):

@@ -196,8 +196,8 @@ class _Proof:
                 raise _Wrong(f"lacks the weight {name} that its config.json asks for; were its files renamed?")
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         buffers = [each for own, _ in model.named_buffers() for each in (own, own.removeprefix(prefix))]
-        others = [each for group in aliases.values() for each in group]
-        known = {pattern_of(each) for each in (*aliases, *others, *buffers)}
+        further = [each for group in aliases.values() for each in group]
+        known = {pattern_of(each) for each in (*aliases, *further, *buffers)}
         ignored = names_left_out(model)
         for name in sorted(patterns - known):  # as `hf.model.check_stored` does at the start
             if not (ignored and ignored.search(name.replace("*", "0"))):

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from workers.config import ModelConfig
-from workers.engines.base import Sequences
 from workers.engines import model_proof
+from workers.engines.base import Sequences
 from workers.engines.hf.frozen import FrozenModel
 from workers.engines.model_proof import GENERATES, SCORES, prove_model, saved_names
 
@@ -117,9 +117,7 @@ def test_names_that_no_weight_has_are_refused_and_old_masks_are_not() -> None:
 
 @pytest.mark.parametrize("place", ["_build", "_prove_packed"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), MemoryError(), SafetensorError("No space left")])
-def test_a_failure_of_the_machine_is_no_verdict(
-    place: str, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_of_the_machine_is_no_verdict(place: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise error
 

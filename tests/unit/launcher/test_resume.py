@@ -393,7 +393,9 @@ def test_a_changed_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model.path: tokenizer_config.json of .* is not what the run began with"):
         check_resume(checkpoint, config)
     Path(model, "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"^model.path: tokenizer.json, tokenizer_config.json of .* are not what the "):
+    with pytest.raises(
+        ConfigError, match=r"^model.path: tokenizer.json, tokenizer_config.json of .* are not what the "
+    ):
         check_resume(checkpoint, config)
     for name in checkpoint.tokenizer_files:
         Path(model, name).unlink()
