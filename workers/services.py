@@ -235,7 +235,7 @@ def check_data(context: WorkerContext) -> None:
     if data_identity(data) != context.first_data_hash():
         raise ConfigError(f"{changed_data(data)}; restore {'it' if data.source else 'the file'}")
     if what := changed_tokenizer(Path(context.config.model.path), context.first_tokenizer_files()):
-        raise ConfigError(f"{what}; restore it")
+        raise ConfigError(what if ";" in what else f"{what}; restore it")
 
 
 def _first_state(context: WorkerContext) -> AdmissionState:

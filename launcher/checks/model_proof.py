@@ -1,6 +1,6 @@
 """Whether the run's engines compute its models rightly: proven on a small model of the same config, before a start.
 
-The proof needs torch, so a child process has it (`workers.engines.model_proof`). A verdict is remembered by what it
+The proof needs torch, so a child process has it (`workers.engines.model_proof`). What is right is remembered by what it
 depends on: the small config, the names in the weight files, the versions of transformers and torch, and our engines'
 sources. `proven_models.json` lists what was proven when the package was made: known families cost nothing.
 """
@@ -190,27 +190,32 @@ def shipped_key(question: Question) -> str:
 
 
 def known_verdicts(question: Question) -> dict[str, str | None]:
-    """Return the verdicts that came with the package, or that an earlier start remembered; part -> problem."""
-    shipped = _shipped()
-    if shipped["transformers"] == _version("transformers") and (parts := shipped["models"].get(shipped_key(question))):
-        return dict.fromkeys(shipped["parts"][parts])
+    """Return the parts that are right, as came with the package or as earlier starts remembered; part -> None."""
+    shipped, parts = _shipped(), ()
+    if shipped["transformers"] == _version("transformers") and (known := shipped["models"].get(shipped_key(question))):
+        parts = shipped["parts"][known]
     try:
         found = json.loads(_cache_file(question).read_text())
     except (OSError, ValueError):  # none yet, or a foreign file
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = {}
+    right = [part for part, problem in found.items() if problem is None] if isinstance(found, dict) else []
+    return dict.fromkeys((*right, *parts))
 
 
 def _remember(question: Question, verdicts: Mapping[str, str | None]) -> None:
-    """Write verdicts whole or not at all, since other starts read and write them; where nothing can be written, the
-    next start proves the model again."""
+    """Write which parts are right, whole or not at all, since other starts read and write them.
+
+    Where nothing can be written, the next start proves the model again; so it does what was refused, which may be due
+    to the machine.
+    """
     file = _cache_file(question)
+    right = {part: problem for part, problem in verdicts.items() if problem is None}
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".new")
         try:
             with os.fdopen(descriptor, "w") as stream:
-                json.dump(verdicts, stream)
+                json.dump(right, stream)
             Path(name).replace(file)
         except OSError:
             Path(name).unlink()
@@ -219,7 +224,9 @@ def _remember(question: Question, verdicts: Mapping[str, str | None]) -> None:
 def _cache_file(question: Question) -> Path:
     known = [shipped_key(question), _version("transformers"), _version("torch"), _engines()]
     root = os.environ.get("XDG_CACHE_HOME", "")
-    cache_dir = Path(root) if Path(root).is_absolute() else Path("~/.cache").expanduser()
+    home = Path(os.path.expanduser("~/.cache"))  # noqa: PTH111 (pathlib's raises where a user has no home)
+    own = home if home.is_absolute() else Path(tempfile.gettempdir()) / f"asyncflow-{os.getuid()}"
+    cache_dir = Path(root) if Path(root).is_absolute() else own
     return cache_dir / "asyncflow" / "models" / hashlib.sha256("|".join(known).encode()).hexdigest()[:32]
 
 

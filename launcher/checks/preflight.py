@@ -241,6 +241,10 @@ def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptR
         return ShownPrompt(str(rows[0].prompt) or rows[0].task, rows[0].ground_truth, None) if rows else None
     model_dir = Path(config.model.path)
     data = config.data
+    if data.chat_template_options and not data.chat_template:
+        raise ConfigError(
+            "data.chat_template_options: are set, but data.chat_template is false; set that to true or remove them"
+        )
     with ModelTokenizer(model_dir, chat=data.chat_template, templates=data.templates) as tokenizer:
         if not rows:  # they are fed
             check_ends(data, tokenizer)

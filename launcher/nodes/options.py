@@ -11,7 +11,7 @@ _MOST_NODES = 4096
 _HIGHEST_PORT = 65535
 _HOST = r"(?:[^\[\],]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 _HEAD = re.compile(
-    r"(?P<bare>[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)"
+    r"(?P<bare>[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(?:%\w[\w.-]*)?)"
     r"|(\[(?P<inside>[^\]]+)\]|(?P<host>[A-Za-z0-9._-]+))(:(?P<port>[0-9]{1,9}))?"
 )
 _NODE_LIST = re.compile(rf"(?P<first>{_HOST})(?:,{_HOST})*", re.ASCII)
@@ -107,6 +107,8 @@ def _head(text: str | None) -> tuple[str, int]:
         return "", 0
     matched = _HEAD.fullmatch(text)
     address = "" if matched is None else matched["inside"] or matched["bare"] or ""
+    if "%" in address and _is_ipv6(address):
+        raise ConfigError(f"--head: {text!r}, an address of a link, means another host on each node; give a global one")
     if matched is None or (address and not _is_ipv6(address)):
         raise ConfigError(
             f"--head: {text!r} is not HOST or HOST:PORT, a name or an address; e.g. node1:29400, [fd00::1]:29400"
@@ -119,9 +121,10 @@ def _head(text: str | None) -> tuple[str, int]:
 
 def _is_ipv6(text: str) -> bool:
     try:
-        return ipaddress.IPv6Address(text).scope_id is None
+        ipaddress.IPv6Address(text)
     except ValueError:
         return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,8 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"{checkpoint.path} was trained from ({checkpoint.fingerprint[:12]}); resume with that model"
         )
     if what := changed_tokenizer(Path(config.model.path), checkpoint.tokenizer_files):
-        raise ConfigError(f"{what}; restore it, or start a new run from {checkpoint.path / HF} (--set model.path=...)")
+        restore = "" if ";" in what else "; restore it"
+        raise ConfigError(f"{what}{restore}, or start a new run from {checkpoint.path / HF} (--set model.path=...)")
     left = {name: lines_up_to(checkpoint.run_dir / name, checkpoint.step) for name in CUT_FILES}
     if config.data.sampler is not None and not left[SAMPLER_FILE]:
         raise missing_state(checkpoint.run_dir / SAMPLER_FILE)

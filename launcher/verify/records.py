@@ -236,7 +236,7 @@ def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
 
 def _tokenizer_files(run_dir: Path) -> Mapping[str, str]:
     """Return the tokenizer's files when the run began, as its newest readable checkpoint says; none: unknown."""
-    for path in sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True):
+    for path in reversed(list_checkpoints(run_dir).values()):
         with suppress(CheckpointError):
             return CheckpointMeta.read(path).tokenizer_files
     return {}

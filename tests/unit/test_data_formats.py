@@ -99,6 +99,66 @@ def test_times_of_parquet_are_those_of_python_however_fine_they_are_kept(tmp_pat
     assert (second.fields["when"], second.fields["took"]) == (None, None)
 
 
+def test_decimals_have_all_their_digits(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install pyarrow")
+    import pyarrow as pa
+
+    small = Decimal("0E-10")
+    table = {"prompt": ["1-1="], "answer": pa.array([small]), "more": pa.array([{"of": [small]}])}
+    parquet.write_table(pa.table(table), tmp_path / "rows.parquet")
+    (row,) = read_prompt_rows(tmp_path / "rows.parquet", DataConfig(path="rows.parquet"))
+    assert row.ground_truth == "0.0000000000"
+    assert json.loads(row.task) == {"prompt": "1-1=", "answer": "0.0000000000", "more": {"of": ["0.0000000000"]}}
+    given = {"prompt": "a", "answer": Decimal("1E+3")}
+    assert as_row(given, 1, DataConfig(path="x"), own_rollout=False, where="a source").ground_truth == "1000"
+
+
+def test_large_numbers_are_ground_truths_as_long_as_they_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "10^400=", "answer": 10**400}))
+    (row,) = read_prompt_rows(path, DataConfig(path=str(path)))
+    assert row.ground_truth == "1" + "0" * 400
+    with pytest.raises(ConfigError, match=r"^rows:7: 'answer' is a number of more than 4300 digits; write it as text"):
+        as_row({"prompt": "a", "answer": 10**5000}, 7, DataConfig(path="x"), own_rollout=False, where="rows:7")
+
+
+def test_times_that_python_does_not_have_are_numbers_where_no_setting_names_them(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install pyarrow")
+    import pyarrow as pa
+
+    when = datetime(2025, 1, 1, 2, 3, 4, 5)
+    fine = pa.map_(pa.string(), pa.timestamp("ns"))
+    table = {
+        "prompt": pa.array(["1+2="]),
+        "answer": pa.array(["3"]),
+        "at": pa.array([[("x", when)]], fine),
+        "zone": pa.array([5], pa.timestamp("us", "Mars/Phobos")),
+        "day": pa.array([30_000_000], pa.date32()),
+        "days": pa.array([[10**16]], pa.list_(pa.date64())),
+        "far": pa.array([10**18], pa.timestamp("ms")),
+        "today": pa.array([20_000], pa.date32()),
+    }
+    parquet.write_table(pa.table(table), tmp_path / "rows.parquet")
+    (row,) = read_prompt_rows(tmp_path / "rows.parquet", DataConfig(path="rows.parquet"))
+    read = {name: row.fields[name] for name in ("at", "zone", "day", "days", "far")}
+    assert read == {"at": [("x", when)], "zone": 5, "day": 30_000_000, "days": [115740740], "far": 10**18}
+    assert str(row.fields["today"]) == "2024-10-04"
+    assert json.loads(row.task)["zone"] == 5
+    for name in ("zone", "day", "far"):
+        said = refusal(tmp_path / "rows.parquet", ground_truth_field=name)
+        assert said.startswith(f"{tmp_path / 'rows.parquet'}: {name!r} cannot be read: ")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install pyarrow")
+    import pyarrow as pa
+
+    table = pa.Table.from_arrays([pa.array(["a"])] * 3, names=["prompt", "answer", "answer"])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    path = tmp_path / "rows.parquet"
+    assert refusal(path) == f"{path}: two columns are called 'answer'; rename one"
+
+
 def test_a_field_inside_of_another_is_named_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "verl.jsonl"
     row = {
@@ -206,6 +266,7 @@ def test_messages_are_the_conversation(tmp_path: Path) -> None:
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "'prompt' must be text, or messages"),
         (["1+1?"], {}, "'prompt' must be text, or messages"),
         (CHAT[:2], {}, "'prompt' ends with the assistant's message"),
+        ([*CHAT[:2], {"role": "user", "content": " \n"}], {}, "'prompt' ends with an empty message; remove the row"),
     ],
 )
 def test_messages_that_cannot_be_answered(tmp_path: Path, prompt: object, settings: object, words: str) -> None:

@@ -208,9 +208,13 @@ def test_tensor_in_two_files_must_be_the_same(model_dir: Path) -> None:
     assert stored_tensors(model_dir)[name].file.name == "part-0.safetensors"
     changed = weights[name].clone()
     changed.view(-1)[-1] += 1
-    for values in (changed, weights[name].bfloat16(), weights[name][:-1].clone()):
+    for values, how in (
+        (changed, "other values"),
+        (weights[name].bfloat16(), r"another element type \(BF16, not F32\)"),
+        (weights[name][:-1].clone(), "other values"),
+    ):
         save_file({**beside, name: values}, model_dir / "part-1.safetensors")
-        with pytest.raises(ConfigError, match=rf"holds {name} twice, in part-0.* and with other values in part-1"):
+        with pytest.raises(ConfigError, match=rf"holds {name} twice, in part-0.* and with {how} in part-1"):
             check_model_dir(model_dir)
 
 
@@ -277,6 +281,58 @@ def test_head_of_its_own_beside_tied_embeddings_is_refused(model_dir: Path) -> N
     edit_weights(model_dir, lm_head__weight=load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"])
     check_model_dir(model_dir)
     edit_weights(model_dir, lm_head__weight=None)
+    check_model_dir(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 1},
+            r"says 1 layers \(num_hidden_layers\), but the weights have a layer 1; use the config",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            r"says 3 layers \(num_hidden_layers\), but the weights lack layer 2; use the config",
+        ),
+        (
+            {"vocab_size": 24},
+            r"says vocab_size 24, but model\.embed_tokens\.weight of the weights has 16; use the config",
+        ),
+        ({"hidden_size": 32}, r"says hidden_size 32, but model\.embed_tokens\.weight of the weights has 64; use"),
+    ],
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_config_of_another_size_of_the_family_is_refused(
+    model_dir: Path, changes: dict[str, object], message: str, sharded: bool
+) -> None:
+    if sharded:
+        shard(model_dir)
+    edit_config(model_dir, **changes)
+    with pytest.raises(ConfigError, match=rf"^model\.path: .*config\.json {message}"):
+        check_model_dir(model_dir)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 1, "num_nextn_predict_layers": 1},  # layers that transformers leaves out
+        {"num_hidden_layers": 1, "num_layers": 2},
+        {"num_hidden_layers": 9, "decoder_layers": 2},
+        {"num_hidden_layers": 9, "is_encoder_decoder": True},
+        {"num_hidden_layers": 9, "vision_config": {}},
+        {"hidden_size": 32, "word_embed_proj_dim": 64},
+        {"num_hidden_layers": None, "vocab_size": None, "hidden_size": None},
+    ],
+)
+def test_sizes_that_fit_or_that_are_not_plain_pass(model_dir: Path, changes: dict[str, object]) -> None:
+    edit_config(model_dir, **changes)
+    check_model_dir(model_dir)
+
+
+def test_several_stacks_of_layers_are_left_to_loading(model_dir: Path) -> None:
+    edit_weights(model_dir, mtp__layers__0__norm__weight=torch.ones(1))
+    edit_config(model_dir, num_hidden_layers=3)
     check_model_dir(model_dir)
 
 

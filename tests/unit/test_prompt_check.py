@@ -399,5 +399,30 @@ def test_template_is_told_the_options_of_the_run_and_only_such_as_it_uses(model_
         ConfigError, match=r"data.chat_template_options: the chat template of .* does not use 'enable_th"
     ):
         check_prompts(ROWS, wrong, model_dir=model_dir)
-    with pytest.raises(ValidationError, match="tools is what AsyncFlow itself says of a conversation"):
-        data(chat_template=True, chat_template_options={"tools": []})
+    for name in ("tools", "self"):
+        with pytest.raises(ValidationError, match=f"{name} is what AsyncFlow itself says of a conversation"):
+            data(chat_template=True, chat_template_options={name: []})
+
+
+@pytest.mark.parametrize(
+    ("template", "used"),
+    [
+        ("{% if x is not defined %}{% set x = true %}{% endif %}{{ x }}", True),
+        ("{%- set x = x | default(1) %}{% generation %}{{ x }}{% endgeneration %}", True),
+        ("{% set x = 1 %}{{ x }}", False),
+        ("{# x #}x{{ messages[0].x }}{{ 'x' }}", False),
+        ("{% for x in messages %}{{ x.content }}{% endfor %}", False),
+        ([{"name": "default", "template": "'"}, {"name": "tool_use", "template": "{{ x }}"}], True),
+        ("{% if %}", True),  # what is broken is told where it is rendered
+    ],
+)
+def test_an_option_counts_where_the_template_takes_it_from_outside(
+    model_dir: Path, template: object, used: bool
+) -> None:
+    edit_settings(model_dir, chat_template=template)
+    settings = data(chat_template=True, chat_template_options={"x": True}).templates
+    if used:
+        load_tokenizer(model_dir, settings)
+    else:
+        with pytest.raises(ConfigError, match="does not use 'x'; remove it"):
+            load_tokenizer(model_dir, settings)

@@ -21,7 +21,7 @@ HELD_OUT_SOURCES = Registry(SOURCES.group, {})
 _NO_OPTIONS = frozenset(
     ("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize", "padding",
      "continue_final_message", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
-     "return_assistant_tokens_mask", "strftime_now")
+     "return_assistant_tokens_mask", "strftime_now", "self")
 )  # fmt: skip
 """Arguments of transformers that a caller gives, not the user."""
 BLOCK = 1000

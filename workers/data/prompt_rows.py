@@ -9,6 +9,7 @@ import csv
 import io
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -93,7 +94,7 @@ def read_prompt_rows(
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {path}: {error.strerror}; name a file of rows") from error
     rows = []
-    for number, fields in _all_fields(path, content, key):
+    for number, fields in _all_fields(path, content, key, config):
         where = f"{path}:{number}"
         if not isinstance(fields, dict):
             raise ConfigError(f"{where}: the row is {kind_of(fields)}, not a JSON object; write one object a line")
@@ -103,12 +104,12 @@ def read_prompt_rows(
     return rows
 
 
-def _all_fields(path: Path, content: bytes, key: str) -> Iterator[tuple[int, Any]]:
+def _all_fields(path: Path, content: bytes, key: str, config: DataConfig) -> Iterator[tuple[int, Any]]:
     """Yield each row of a file, with the number of its line, or of the row where a row is no line."""
     content = content.removeprefix(BYTE_ORDER_MARK)
     start = content[:64].lstrip()
     if start.startswith(b"PAR1"):
-        yield from enumerate(_parquet(path, content, key), start=1)
+        yield from enumerate(_parquet(path, content, key, config), start=1)
     elif path.suffix.lower() in _DIALECTS and not start.startswith(b"{"):
         yield from enumerate(_table(path, content), start=1)
     elif re.match(rb"\[\s*[{\]]", start):
@@ -126,47 +127,90 @@ def _decoded(text: bytes, where: str, wanted: str) -> Any:
         raise ConfigError(f"{where}: malformed JSON: {error}; write {wanted}") from error
 
 
-def _parquet(path: Path, content: bytes, key: str) -> list[Any]:
+def _parquet(path: Path, content: bytes, key: str, config: DataConfig) -> list[Any]:
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise ConfigError(f"{key}: {path} is a Parquet file, which needs pyarrow: {pip_line('data')}") from error
     try:
+        names: list[str] = parquet.read_schema(pyarrow.BufferReader(content)).names
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"{path}: two columns are called {twice!r}; rename one")
         table = parquet.read_table(pyarrow.BufferReader(content))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ConfigError(f"{key}: {path} is no whole Parquet file: {one_line(error)}; get it again") from error
+    given = {name for name in (config.prompt_field, config.ground_truth_field) if name is not None}
+    given |= {name.partition(".")[0] for name in given}
     columns: dict[str, list[Any]] = {
-        name: _values(table.column(name), f"{path}: {name!r}") for name in table.schema.names
+        name: _values(table.column(name), f"{path}: {name!r}", named=name in given) for name in names
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _values(column: Any, where: str) -> list[Any]:
-    """Return a column's values as Python has them. Its times have microseconds; finer ones of Arrow are texts, and
-    durations numbers of nanoseconds."""
+def _values(column: Any, where: str, *, named: bool) -> list[Any]:
+    """Return a column's values as Python has them, decimal numbers as texts.
+
+    Its times have microseconds; finer ones of Arrow are texts, and durations numbers of nanoseconds. Times of an
+    unknown zone, and dates that Python has not, are the numbers of the file.
+
+    Args:
+        column: of Arrow.
+        where: begins errors.
+        named: a setting names it, so that such a number would be taken for a ground truth.
+
+    Raises:
+        ConfigError: there is no such value in Python.
+    """
     import pyarrow as pa
 
-    in_microseconds = (pa.timestamp("us"), pa.time64("us"), pa.duration("us"))
-    try:
+    kinds = [
+        _with_times(column.type, pa.timestamp("us"), pa.time64("us"), pa.duration("us")),
+        _with_times(column.type, pa.string(), pa.string(), pa.int64()),
+        *([] if named else [_with_times(column.type, pa.int64(), pa.string(), pa.int64())]),
+    ]
+    failed: Exception | None = None
+    for number, kind in enumerate(kinds):
         try:
-            kind = _with_times(column.type, *in_microseconds)
-            return list(column.cast(kind).to_pylist())
-        except (pa.ArrowInvalid, ValueError, OverflowError):
-            return list(column.cast(_with_times(column.type, pa.string(), pa.string(), pa.int64())).to_pylist())
-    except (pa.ArrowException, ValueError, OverflowError) as error:
-        raise ConfigError(f"{where} cannot be read: {one_line(error)}; save the column as text") from error
+            values = list(column.cast(kind).to_pylist())
+        except (pa.ArrowException, ValueError, OverflowError, KeyError) as error:  # (KeyError: of an unknown zone)
+            failed = error
+            continue
+        if number != 1 or _OUT_OF_RANGE not in str(values):
+            return [_without_decimals(value) for value in values] if "decimal" in str(kind) else values
+    reason = "a date that Python does not have" if failed is None else one_line(failed)
+    raise ConfigError(f"{where} cannot be read: {reason}; save the column as text") from failed
+
+
+_OUT_OF_RANGE = "<value out of range"
+"""In a text that Arrow writes for a time before the year -32767 or after 32767."""
+
+
+def _without_decimals(value: Any) -> Any:
+    """Return a value whose decimal numbers are texts with all their digits (`str` has 0E-10), at any depth."""
+    match value:
+        case Decimal():
+            return format(value, "f")
+        case dict():
+            return {name: _without_decimals(inner) for name, inner in value.items()}
+        case list() | tuple():
+            return [_without_decimals(inner) for inner in value]
+    return value
 
 
 def _with_times(kind: Any, timestamp: Any, time: Any, duration: Any) -> Any:
-    """Return a type of Arrow with other types for its times, at any depth."""
+    """Return a type of Arrow with other types for its times, at any depth; numbers for timestamps: for dates, too."""
     import pyarrow as pa
 
     def inner(of: Any) -> Any:
         return _with_times(of, timestamp, time, duration)
 
     if pa.types.is_timestamp(kind):
-        return timestamp if timestamp == pa.string() else pa.timestamp(timestamp.unit, kind.tz)
+        return pa.timestamp(timestamp.unit, kind.tz) if pa.types.is_timestamp(timestamp) else timestamp
+    if pa.types.is_date(kind):
+        return kind if timestamp != pa.int64() else pa.int32() if pa.types.is_date32(kind) else pa.int64()
+    if pa.types.is_map(kind):
+        return pa.map_(inner(kind.key_type), inner(kind.item_type))
     if pa.types.is_time64(kind):
         return time
     if pa.types.is_duration(kind):
@@ -320,14 +364,25 @@ def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str
         )
     elif not prompt.strip():
         raise ConfigError(f"{where}: {config.prompt_field!r} is empty; remove the row or write a prompt")
-    if type(ground_truth) in (int, float, Decimal) and math.isfinite(float(ground_truth)):
-        ground_truth = str(ground_truth)
+    if isinstance(ground_truth, int | float | Decimal) and _is_number(ground_truth):
+        try:
+            ground_truth = format(ground_truth, "f") if type(ground_truth) is Decimal else str(ground_truth)
+        except ValueError as error:  # Python writes no more digits
+            raise ConfigError(
+                f"{where}: {config.ground_truth_field!r} is a number of more than {sys.get_int_max_str_digits()} "
+                f"digits; write it as text"
+            ) from error
     if type(ground_truth) is not str:
         raise ConfigError(
             f"{where}: {config.ground_truth_field!r} is {kind_of(ground_truth)}; data.ground_truth_field must name "
             f"text or a number"
         )
     return prompt, ground_truth
+
+
+def _is_number(value: float | Decimal) -> bool:
+    """Return whether it is one that has digits: no truth value, infinity or NaN."""
+    return type(value) is int or (type(value) in (float, Decimal) and math.isfinite(value))
 
 
 def field_of(row: Mapping[str, Any], name: str, default: Any = _ABSENT) -> Any:
@@ -361,6 +416,8 @@ def _messages(messages: list[Any], config: DataConfig, where: str) -> list[Messa
         )
     if joined[-1]["role"] == "assistant":
         raise ConfigError(f"{what} ends with the assistant's message; end with what it answers")
+    if not joined[-1]["content"].strip():
+        raise ConfigError(f"{what} ends with an empty message; remove the row or write a prompt")
     return joined
 
 

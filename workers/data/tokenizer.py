@@ -80,12 +80,26 @@ def load_tokenizer(model_dir: Path, templates: TemplateSettings = TemplateSettin
 
 def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:
     """Refuse an option that would change nothing, in silence."""
+    templates = tokenizer.chat_template or ""
+    found = [_names_of(one) for one in (templates.values() if isinstance(templates, dict) else (templates,))]
     for name in options:
-        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template or "")):
+        if not any(used is None or name in used for used in found):
             raise ConfigError(
                 f"data.chat_template_options: the chat template of {tokenizer.name_or_path} does not use {name!r}; "
                 f"remove it"
             )
+
+
+def _names_of(template: str) -> set[str] | None:
+    """Return the names that a template takes from those who render it; None: it is broken, which rendering says."""
+    from jinja2 import TemplateSyntaxError, meta
+    from transformers.utils import chat_template_utils
+
+    module: Any = chat_template_utils
+    try:
+        return set(meta.find_undeclared_variables(module._compile_jinja_template(template).environment.parse(template)))
+    except TemplateSyntaxError:
+        return None
 
 
 class _StoppedClock:
@@ -192,8 +206,12 @@ def changed_tokenizer(model_dir: Path, before: Mapping[str, str]) -> str:
     changed = sorted(name for name in {*now, *before} if now.get(name) != before.get(name))
     if not before or not changed:  # (a run of an earlier version did not write them down)
         return ""
+    if not now:
+        return f"model.path: {model_dir} holds no tokenizer any more; put it back"
+    verb = "is" if len(changed) == 1 else "are"
     return (
-        f"model.path: {', '.join(changed)} of {model_dir} is not what the run began with, and prompts would be others"
+        f"model.path: {', '.join(changed)} of {model_dir} {verb} not what the run began with, and prompts would be "
+        f"others"
     )
 
 

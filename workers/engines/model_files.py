@@ -58,6 +58,11 @@ _OF_QUANTIZED = re.compile(
 """Tensors without which those beside them are raw numbers."""
 _INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
+HEAD_TENSORS = (*OUTPUT_HEADS, "lm_head.bias", "embed_out.bias")
+"""What a model without an output layer may leave in its files."""
+_EMBEDDING_WIDTHS = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model")
+_LAYER = re.compile(r"(?P<stack>(?:\w+\.)*?(?:layers|h|blocks))\.(?P<number>\d+)\.")
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _MOST_NAMED = 5
 _COMPARED_BYTES = 16 * 2**20
 LFS_POINTER = b"version https://git-lfs"
@@ -91,6 +96,7 @@ def check_model_dir(path: Path) -> None:
     """
     _check_parts(path, GENERATES)
     _check_tied(path)
+    _check_layers(path)
     eos_token_ids(path)
 
 
@@ -308,9 +314,11 @@ def stored_tensors(path: Path, *, key: str = POLICY_KEY) -> dict[str, StoredTens
         for name, stored in held.items():
             first = tensors.setdefault(name, stored)
             if first is not stored and not same_values(first, stored):
+                types = f"with another element type ({stored.dtype}, not {first.dtype})"
+                how = "with other values" if first.dtype == stored.dtype else types
                 raise BadModelDir(
-                    f"{path} holds {name} twice, in {first.file.name} and with other values in {file}; remove the "
-                    f"stale one, or save the model again",
+                    f"{path} holds {name} twice, in {first.file.name} and {how} in {file}; remove the stale one, or "
+                    f"save the model again",
                     key=key,
                 )
     return tensors
@@ -432,6 +440,45 @@ def _check_tied(path: Path) -> None:
     heads = [name for name in OUTPUT_HEADS if name in tensors]
     if len(inputs) == 1 and heads and not same_values(tensors[inputs[0]], tensors[heads[0]]):
         raise untied(path, inputs[0], heads[0])
+
+
+def _check_layers(path: Path) -> None:
+    """Refuse a config.json of another depth or size than the weights; what is not plain, loading decides."""
+    config = read_model_config(path)
+    inner = config.get("text_config")
+    part = inner if isinstance(inner, dict) else config
+    if config.get("is_encoder_decoder") is True or any(
+        key.endswith("decoder_layers") or (key.startswith(_SENSES) and isinstance(part[key], dict)) for key in part
+    ):
+        return
+    tensors = stored_tensors(path)
+    layers: dict[str, set[int]] = {}
+    for name in tensors:
+        if found := _LAYER.match(name):
+            layers.setdefault(found["stack"], set()).add(int(found["number"]))
+    counts = {key: part[key] for key in _LAYER_COUNTS if type(part.get(key)) is int and part[key] > 0}
+    if len(layers) == 1 and counts:
+        (numbers,) = layers.values()
+        more = part.get("num_nextn_predict_layers")
+        most = more if type(more) is int else 0
+        if not any({*range(count)} <= numbers <= {*range(count + most)} for count in counts.values()):
+            key, count = next(iter(counts.items()))
+            lacking = sorted({*range(count)} - numbers)
+            what = f"lack layer {lacking[0]}" if lacking else f"have a layer {max(numbers)}"
+            raise BadModelDir(
+                f"{path / 'config.json'} says {count} layers ({key}), but the weights {what}; use the config.json that "
+                f"belongs to the weights"
+            )
+    inputs = [name for name in tensors if name.endswith(_INPUT_EMBEDDINGS)]
+    if len(inputs) != 1 or len(tensors[inputs[0]].shape) != 2:
+        return
+    width = next((key for key in _EMBEDDING_WIDTHS if type(part.get(key)) is int), "")
+    for key, size in zip(("vocab_size", width), tensors[inputs[0]].shape, strict=True):
+        if type(part.get(key)) is int and part[key] != size:
+            raise BadModelDir(
+                f"{path / 'config.json'} says {key} {part[key]}, but {inputs[0]} of the weights has {size}; use the "
+                f"config.json that belongs to the weights"
+            )
 
 
 def _chosen_files(path: Path, *, key: str) -> tuple[list[str], dict[str, str]]:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,7 +45,14 @@ from workers.engines.fsdp.sharding import divide, reshard
 from workers.engines.hf.attention import STEP_ATTENTION
 from workers.engines.hf.engine import HfEngine
 from workers.engines.hf.frozen import RewardModel
-from workers.engines.hf.model import empty_causal_lm, empty_reward_model, materialize, read_weights, stored_names
+from workers.engines.hf.model import (
+    empty_causal_lm,
+    empty_reward_model,
+    materialize,
+    names_left_out,
+    read_weights,
+    stored_names,
+)
 from workers.engines.hf.weights import HfWeights
 from workers.engines.model_files import SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
@@ -62,6 +70,8 @@ _LONGEST = 200
 """Characters of what a model's code raises."""
 _MOST_PARAMETERS = 50_000_000
 _CPU = torch.device("cpu")
+_OF_THE_MACHINE = (OSError, MemoryError, SafetensorError)
+"""What a full disk or too little memory raises, whatever the model."""
 
 
 class _Wrong(Exception):
@@ -140,6 +150,8 @@ class _Proof:
             self._build(AutoModelForSequenceClassification if scores else AutoModelForCausalLM)
             if not scores and not self._failed:
                 self._expected = _one_by_one(self._plain, self._samples)
+        except _OF_THE_MACHINE:
+            raise
         except Exception as error:  # noqa: BLE001 (models' code)
             self._failed = f"{_raised(error, place)} where transformers alone computes a small one"
 
@@ -151,7 +163,7 @@ class _Proof:
             getattr(self, f"_prove_{part}")()
         except _Wrong as wrong:
             return str(wrong)
-        except OSError:  # of this machine, not of the model
+        except _OF_THE_MACHINE:
             raise
         except Exception as error:  # noqa: BLE001 (models' code; in the run it would raise the same)
             return _raised(error, self._dir)
@@ -178,9 +190,21 @@ class _Proof:
         model = empty_causal_lm(self._dir, dtype=torch.float32, attention=PACKED_ATTENTION)
         there = HfWeights(self._dir).names if self._names is None else self._names
         patterns = {pattern_of(name) for name in there}
-        for name, others in stored_names(model).items():
+        aliases = stored_names(model)
+        for name, others in aliases.items():
             if patterns.isdisjoint(map(pattern_of, (name, *others))):
                 raise _Wrong(f"lacks the weight {name} that its config.json asks for; were its files renamed?")
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        buffers = [each for own, _ in model.named_buffers() for each in (own, own.removeprefix(prefix))]
+        further = [each for group in aliases.values() for each in group]
+        known = {pattern_of(each) for each in (*aliases, *further, *buffers)}
+        ignored = names_left_out(model)
+        for name in sorted(patterns - known):  # as `hf.model.check_stored` does at the start
+            if not (ignored and ignored.search(name.replace("*", "0"))):
+                raise _Wrong(
+                    f"holds {name}, for which {type(model).__name__} has no weight, so it would be dropped; use the "
+                    f"config.json that belongs to the weights, or remove what is not the model's"
+                )
 
     def _prove_packed(self) -> None:
         model = self._packed_model()

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from workers.config import ModelConfig
+from workers.engines import model_proof
 from workers.engines.base import Sequences
 from workers.engines.hf.frozen import FrozenModel
 from workers.engines.model_proof import GENERATES, SCORES, prove_model, saved_names
@@ -104,6 +106,26 @@ def test_names_in_files_are_those_that_transformers_knows() -> None:
     assert problem.startswith("lacks the weight transformer.ln_f.weight")
 
 
+def test_names_that_no_weight_has_are_refused_and_old_masks_are_not() -> None:
+    names = saved_names(GPT2)
+    masks = [f"h.{layer}.attn.bias" for layer in range(2)]
+    assert prove_model(GPT2, ["names"], names=[*names, *masks])["names"] is None
+    problem = prove_model(GPT2, ["names"], names=[*names, "transformer.h.0.attn.q_norm.weight"])["names"]
+    assert problem is not None
+    assert problem.startswith("holds transformer.h.*.attn.q_norm.weight, for which GPT2LMHeadModel has no weight")
+
+
+@pytest.mark.parametrize("place", ["_build", "_prove_packed"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), MemoryError(), SafetensorError("No space left")])
+def test_a_failure_of_the_machine_is_no_verdict(place: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(model_proof._Proof, place, fails)
+    with pytest.raises(type(error)):
+        packed(GPT2)
+
+
 def test_weights_of_another_name_in_memory_are_not_sent_to_servers() -> None:
     found = prove_model(NEOX, ["names", "export"])
     assert found["names"] is None
@@ -131,6 +153,14 @@ def test_files_as_they_are_on_the_hub_are_loaded(config: dict[str, Any], tmp_pat
         drawn = logits.log_softmax(-1).gather(-1, tokens[1:, None]).squeeze(-1)
         expected.append(drawn[mask[1:].bool()])
     torch.testing.assert_close(frozen.log_probs(batch), torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["phi", "codegen"])
+def test_a_critic_begins_with_a_policy_whose_head_has_a_bias(kind: str) -> None:
+    sizes = GPT2 | {"rotary_dim": 4, "bos_token_id": 1} if kind == "codegen" else SIZES
+    found = prove_model(sizes | {"model_type": kind}, ["critic"])
+    assert any(name.startswith("lm_head.bias") for name in saved_names(sizes | {"model_type": kind}))
+    assert found == {"critic": None}
 
 
 def test_a_reward_model_is_proven_by_its_scores() -> None:

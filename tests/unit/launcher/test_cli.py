@@ -188,6 +188,10 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         (["--set", "actor.betas=[0.9, 1.5]"], "actor.betas.1: 1.5 cannot be used"),
         (["--set", "data.chat_template=true"], "data.chat_template: the tokenizer of"),
         (
+            ["--set", "data.chat_template_options={thinking: false}"],
+            "data.chat_template_options: are set, but data.chat_template is false; set that to true or remove them",
+        ),
+        (
             ["--set", "data.max_prompt_tokens=3", "--set", "data.overlong=reject"],
             "prompts.jsonl:1: the prompt has 4 ",
         ),

@@ -1,6 +1,7 @@
 """Which models are proven before a start, on what small config, and what is remembered. The proof itself is faked."""
 
 import json
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -160,7 +161,41 @@ def test_the_refusal_is_one_line_with_model_layer_and_what_to_do(
             f"model.path: {model_dir} has layers whose X mixes samples; name a model of a family that docs/models.md "
             f"lists as proven"
         )
-    assert len(prover.asked) == 1
+    assert len(prover.asked) == 2, "it may have been the machine, so it is proven again"
+    monkeypatch.setattr(model_proof, "_prove", Prover())
+    check_proven(run(model_dir))
+
+
+def test_a_refusal_in_the_cache_is_none(model_dir: Path, cache: Path) -> None:
+    question = question_of(model_dir)
+    model_proof._remember(question, {"packed": "failed", "names": None})
+    assert known_verdicts(question) == {"names": None}
+    model_proof._cache_file(question).write_text('{"packed": "of an older version", "names": null}')
+    assert known_verdicts(question) == {"names": None}
+
+
+def test_what_is_remembered_adds_to_what_is_shipped(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (use,) = models_of(load_config(find_recipe("quickstart")))
+    question = question_of(use.path)
+    shipped = {"transformers": model_proof._version("transformers"), "parts": {"few": ["names"]}}
+    shipped |= {"models": {model_proof.shipped_key(question): "few"}}
+    monkeypatch.setattr(model_proof, "_shipped", lambda: shipped)
+    model_proof._remember(question, {"sharded": None})
+    assert known_verdicts(question) == {"names": None, "sharded": None}
+
+
+def test_a_user_without_a_home_has_a_cache_of_temporary_files(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    file = model_proof._cache_file(question_of(model_dir))
+    assert file.is_relative_to(tmp_path / f"asyncflow-{os.getuid()}")
 
 
 def test_only_what_the_run_computes_is_proven(model_dir: Path) -> None:

@@ -392,6 +392,15 @@ def test_a_changed_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
     settings.write_text(settings.read_text() + "\n")
     with pytest.raises(ConfigError, match=r"^model.path: tokenizer_config.json of .* is not what the run began with"):
         check_resume(checkpoint, config)
+    Path(model, "tokenizer.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"^model.path: tokenizer.json, tokenizer_config.json of .* are not what the "
+    ):
+        check_resume(checkpoint, config)
+    for name in checkpoint.tokenizer_files:
+        Path(model, name).unlink()
+    with pytest.raises(ConfigError, match=r"^model.path: .*model holds no tokenizer any more; put it back, or start a"):
+        check_resume(checkpoint, config)
 
 
 def test_a_run_goes_on_at_the_time_that_its_templates_were_told(tmp_path: Path) -> None:

@@ -141,3 +141,11 @@ def test_prompts_are_verified_at_the_time_that_the_run_s_templates_were_told(
     (tmp_path / "own/chat_template.jinja").write_text("{{ messages[0].content }}")
     found = prompts_of(config, ledger)
     assert (found.expected, "chat_template.jinja of" in found.unknown) == ({}, True)
+    checkpoint.rename(checkpoint.with_name("step_1000000"))  # by its number, not by its name, the newest
+    older = tmp_path / "checkpoints" / "step_999999"
+    older.mkdir()
+    CheckpointMeta(
+        step=999999, lineage=0, model_fingerprint="f", data_hash="d", num_ranks=1, saved_at=0.0, files={},
+        tokenizer_files=tokenizer_files(tmp_path / "own"),
+    ).write(older)  # fmt: skip
+    assert "chat_template.jinja of" in prompts_of(config, ledger).unknown

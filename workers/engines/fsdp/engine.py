@@ -27,7 +27,7 @@ from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import ShardedModel, over_ranks, reshard, shard
 from workers.engines.hf.model import DTYPES, check_stored, empty_causal_lm, materialize, stored_names, vocab_size
 from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
-from workers.engines.model_files import OUTPUT_HEADS, SCORE_HEAD
+from workers.engines.model_files import HEAD_TENSORS, SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs, response_logits
 from workers.engines.setup import EngineSetup
@@ -218,7 +218,7 @@ class FsdpValueEngine(ShardedModel):
     """
 
     model_key = "critic.path"
-    unused_weights = (_STORED_HEAD, *OUTPUT_HEADS)
+    unused_weights = (_STORED_HEAD, *HEAD_TENSORS)
 
     @torch.no_grad()
     def values(self, batch: Sequences | None) -> Tensor:

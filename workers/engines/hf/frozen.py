@@ -33,7 +33,7 @@ from workers.engines.hf.model import (
     weight_needs,
 )
 from workers.engines.hf.weights import HfWeights, write_weights
-from workers.engines.model_files import OUTPUT_HEADS, SCORE_HEAD
+from workers.engines.model_files import HEAD_TENSORS, SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
 from workers.engines.setup import EngineSetup
@@ -145,7 +145,7 @@ class RewardModel:
                 f"language model; use a reward model of the policy's family"
             )
         aliases = stored_names(model)
-        check_stored(model, weights, aliases, unused=OUTPUT_HEADS)  # of the language model that it was made from
+        check_stored(model, weights, aliases, unused=HEAD_TENSORS)  # of the language model that it was made from
         self._shared = shared
         if shared:  # all but the head
             shard(model.base_model, init_device_mesh(device.type, (dist.get_world_size(),)), TrainingConfig())
