@@ -95,6 +95,7 @@ def test_run_directory_is_complete(quickstart: Path) -> None:
         "samples",
         "checkpoints",
         "report.html",
+        "end.json",
     }
     assert names == wanted  # job.json, which holds the secret, is gone
     assert yaml.safe_load((quickstart / "config.yaml").read_text())["schedule"]["max_staleness"] == 1
