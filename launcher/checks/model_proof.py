@@ -22,7 +22,7 @@ import workers
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
 from workers.config import RunConfig
-from workers.engines.model_files import POLICY_KEY, read_model_config, stored_tensors
+from workers.engines.model_files import POLICY_KEY, name_pattern, read_model_config, stored_tensors
 
 SHIPPED = Path(__file__).with_name("proven_models.json")
 _TIMEOUT_S = 300.0
@@ -152,8 +152,8 @@ def question_of(path: Path) -> Question:
 
 
 def name_patterns(names: Iterable[str]) -> list[str]:
-    """Return the names of weights without numbers, alike in all layers."""
-    return sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})
+    """Return the names of weights without their numbers, each once, in order."""
+    return sorted({name_pattern(name) for name in names})
 
 
 def _prove(asked: Sequence[Sequence[Any]], *, key: str) -> list[dict[str, str | None]]:

@@ -133,7 +133,7 @@ def _keys_of(detail: Mapping[str, Any]) -> tuple[str, tuple[str | int, ...]]:
 
 
 def _explain_missing(missing: Sequence[tuple[str | int, ...]], origins: Origins) -> str:
-    """Name all keys that are missing, so that nobody corrects a file once a key."""
+    """Name all missing keys at once, so that the user edits the file once."""
     names = [".".join(str(key) for key in keys) for keys in missing]
     what = [_description(keys) for keys in missing]
     if len(names) == 1:

@@ -169,8 +169,10 @@ def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
 
 
 def _forget_other_algorithm(values: dict[Any, Any], written: Mapping[Any, Any], options: Mapping[str, str]) -> None:
-    """Where an option names another algorithm than a run's own file, drop what that file has of the former one's
-    defaults: a run writes down all settings, and nobody gave these. What an option gave stays."""
+    """Where an option names another algorithm than a run's own file, drop the former one's defaults from that file.
+
+    A run writes down every setting, so the user gave none of these. What an option gave stays.
+    """
     before, now = written.get("algorithm"), values.get("algorithm")
     if (
         "algorithm" in options

@@ -17,7 +17,7 @@ class YamlFile:
     Attributes:
         path: the file.
         values: its content.
-        root: the node tree, which knows lines; None: nobody wrote any.
+        root: the node tree, which knows lines; None: the settings come from no file.
     """
 
     path: Path

@@ -324,6 +324,11 @@ def stored_tensors(path: Path, *, key: str = POLICY_KEY) -> dict[str, StoredTens
     return tensors
 
 
+def name_pattern(name: str) -> str:
+    """Return a weight's name with `*` for its numbers: the same in all layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
 def weight_files(path: Path, *, key: str = POLICY_KEY) -> tuple[Path, ...]:
     """Return the files that are the model: model.safetensors if it is there, else those that the index names.
 

@@ -54,7 +54,7 @@ from workers.engines.hf.model import (
     stored_names,
 )
 from workers.engines.hf.weights import HfWeights
-from workers.engines.model_files import SCORE_HEAD
+from workers.engines.model_files import SCORE_HEAD, name_pattern
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
 from workers.rollout.config import SamplingConfig
@@ -111,11 +111,6 @@ def saved_names(config: Mapping[str, Any]) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="asyncflow-proof-") as place, _quiet():
         _Proof(Path(place), config, None, scores=False)
         return sorted(HfWeights(Path(place)).names)
-
-
-def pattern_of(name: str) -> str:
-    """Return a weight's name without its numbers, alike in all layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _unknown(config: Mapping[str, Any], *, scores: bool) -> str | None:
@@ -189,15 +184,15 @@ class _Proof:
     def _prove_names(self) -> None:
         model = empty_causal_lm(self._dir, dtype=torch.float32, attention=PACKED_ATTENTION)
         there = HfWeights(self._dir).names if self._names is None else self._names
-        patterns = {pattern_of(name) for name in there}
+        patterns = {name_pattern(name) for name in there}
         aliases = stored_names(model)
         for name, others in aliases.items():
-            if patterns.isdisjoint(map(pattern_of, (name, *others))):
+            if patterns.isdisjoint(map(name_pattern, (name, *others))):
                 raise _Wrong(f"lacks the weight {name} that its config.json asks for; were its files renamed?")
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         buffers = [each for own, _ in model.named_buffers() for each in (own, own.removeprefix(prefix))]
         further = [each for group in aliases.values() for each in group]
-        known = {pattern_of(each) for each in (*aliases, *further, *buffers)}
+        known = {name_pattern(each) for each in (*aliases, *further, *buffers)}
         ignored = names_left_out(model)
         for name in sorted(patterns - known):  # as `hf.model.check_stored` does at the start
             if not (ignored and ignored.search(name.replace("*", "0"))):

@@ -17,18 +17,14 @@ _MEMORY_BYTES = 4 * 2**30
 """A power tower in a response would otherwise take what the machine has."""
 
 
-class PooledReward:
-    """A reward function behind a pool of children. Thread-safe."""
+class _RewardPool:
+    """A pool of children that call a function of section `reward`, with its deadline and number of calls at a time."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Begin to start the first child.
-
-        Args:
-            config: names the function, its deadline and how many calls there are at a time.
-        """
+    def __init__(self, config: RewardConfig, entry: Entry, what: str) -> None:
+        """Begin to start the first child."""
         self._pool = CallPool(
-            _entry(config),
-            what=f"reward.function: {config.function}",
+            entry,
+            what=what,
             limit="reward.timeout_s",
             timeout_s=config.timeout_s,
             concurrency=config.concurrency or CONCURRENCY,
@@ -46,6 +42,22 @@ class PooledReward:
         except BaseException:
             self.close()
             raise
+
+    def close(self) -> None:
+        """End the children; scores that are to come are cancelled. Idempotent."""
+        self._pool.close()
+
+
+class PooledReward(_RewardPool):
+    """A reward function behind a pool of children. Thread-safe."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Begin to start the first child.
+
+        Args:
+            config: names the function, its deadline and how many calls there are at a time.
+        """
+        super().__init__(config, _entry(config), f"reward.function: {config.function}")
 
     def submit(
         self,
@@ -80,12 +92,8 @@ class PooledReward:
         """
         return self.submit(prompt, response, ground_truth, task, drawn).result()
 
-    def close(self) -> None:
-        """End the children; scores that are to come are cancelled. Idempotent."""
-        self._pool.close()
 
-
-class GroupPool:
+class GroupPool(_RewardPool):
     """`reward.group_function` behind a pool of children. Thread-safe."""
 
     def __init__(self, config: RewardConfig) -> None:
@@ -96,21 +104,7 @@ class GroupPool:
         """
         name = config.group_function
         assert name is not None
-        self._pool = CallPool(
-            Entry(f"{_ENTRIES}:group_reward", {"name": name}),
-            what=f"{GROUP_FIELD}: {name}",
-            limit="reward.timeout_s",
-            timeout_s=config.timeout_s,
-            concurrency=config.concurrency or CONCURRENCY,
-        )
-
-    def until_ready(self) -> None:
-        """Wait for the first child; raises as `PooledReward.until_ready` does."""
-        try:
-            self._pool.until_ready()
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(config, Entry(f"{_ENTRIES}:group_reward", {"name": name}), f"{GROUP_FIELD}: {name}")
 
     def submit(
         self,
@@ -129,10 +123,6 @@ class GroupPool:
         """
         on = f"{len(members)} responses to {excerpt(prompt)}"
         return self._pool.submit(prompt, ground_truth, task, list(members), list(token_ids), on=on)
-
-    def close(self) -> None:
-        """End the children; idempotent."""
-        self._pool.close()
 
 
 def _entry(config: RewardConfig) -> Entry:
