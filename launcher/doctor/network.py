@@ -3,7 +3,6 @@ server, if it has one.
 """
 
 import importlib
-import ipaddress
 import os
 import socket
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from asyncflow.extras import pip_line
-from asyncflow.network import LOOPBACK
+from asyncflow.network import LOOPBACK, is_loopback
 from launcher.doctor.messages import Finding, Needs, reason
 
 NETWORK, PORTS, BACKEND = "network", "ports", "storage backend"
@@ -264,7 +263,7 @@ def _judge_names(facts: NetworkFacts, needs: Needs) -> list[Finding]:
         text = f"the host's own name {facts.host} does not resolve"
         finding = Finding.error if several else Finding.warning
         findings.append(finding(NETWORK, text, hosts_line))
-    elif several and not facts.variables.get("GLOO_SOCKET_IFNAME") and all(map(_is_loopback, facts.host_addresses)):
+    elif several and not facts.variables.get("GLOO_SOCKET_IFNAME") and all(map(is_loopback, facts.host_addresses)):
         text = f"the host's own name {facts.host} means {facts.host_addresses[0]}, where other nodes do not find it"
         findings.append(Finding.warning(NETWORK, text, f"export GLOO_SOCKET_IFNAME={_suggestion(facts)}"))
     if facts.lookup_s > _SLOW_S:
@@ -302,10 +301,6 @@ def _suggestion(facts: NetworkFacts) -> str:
 def _address_to_name(facts: NetworkFacts) -> str:
     outside = _suggestion(facts)
     return next((each.address for each in facts.interfaces if each.name == outside and each.address), LOOPBACK)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
 def _addresses_of(host: str) -> tuple[tuple[str, ...], float]:
