@@ -99,7 +99,8 @@ class EngineFailed(AsyncFlowError):
 
 
 class TrainingDiverged(AsyncFlowError):
-    """A loss, a gradient or a probability is not a finite number. Says at which step, and what to go back to."""
+    """A loss, a gradient or a probability is not a finite number, the policy has left its reference, or the generating
+    engine is not the policy. Says at which step, and what to go back to."""
 
     final = True
 

@@ -28,6 +28,7 @@ def start_notes(config: RunConfig, gangs: Sequence[GangSpec], devices: Devices, 
         *_outside_roles(config),
         *_crowded_nodes(gangs, devices, num_cores),
         *_small_micro_batches(config),
+        *_filtered_draws(config),
         *filter(None, [settings_without_effect(config)]),
     )
 
@@ -57,4 +58,14 @@ def _small_micro_batches(config: RunConfig) -> Iterator[str]:
                 f"{role}.max_tokens_per_micro_batch: {budget} is less than one response may have "
                 f"(rollout.max_response_tokens {longest}), so many micro-batches hold a single sample; raise it to a "
                 f"multiple of that"
+            )
+
+
+def _filtered_draws(config: RunConfig) -> Iterator[str]:
+    for name, off in (("top_p", 1), ("top_k", 0)):
+        if (value := getattr(config.rollout, name)) != off:
+            yield (
+                f"rollout.{name} {value:g} draws from a part of the distribution, and the trainer computes with the "
+                f"whole: what it leaves out is never explored, and gradients are those of other samples; "
+                f"rollout.{name} {off} is what the formulas assume"
             )

@@ -19,7 +19,7 @@ from workers.algorithms.parts import LossCounts
 from workers.engines.base import StepStats
 from workers.records.step_record import LengthMean, StepRecord, StepRecorder, check_reference
 from workers.records.step_totals import StepTotals
-from workers.trainer.log_prob_gap import LogProbGap
+from workers.trainer.log_prob_gap import GapWatch, LogProbGap
 
 
 def test_all_ranks_hold_the_same_after_joining_and_stop_together() -> None:
@@ -76,10 +76,17 @@ def test_length_bias_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
     assert LengthMean.so_far(path).add(55.0, 4) == pytest.approx(20.0)
 
 
+ASYNC = ("schedule.mode=async", "schedule.max_staleness=1")
+
+
+def gap_watch(*settings: str) -> GapWatch:
+    return GapWatch(load_config(find_recipe("quickstart"), overrides=[*ASYNC, *settings]))
+
+
 def recorder(run_dir: Path, *, lineage: int = 1, warn: Callable[[str], None] = print) -> StepRecorder:
     context: Any = SimpleNamespace(
         run_dir=run_dir,
-        config=load_config(find_recipe("quickstart"), overrides=["schedule.mode=async", "schedule.max_staleness=1"]),
+        config=load_config(find_recipe("quickstart"), overrides=ASYNC),
         elapsed_s=0.0,
         job=SimpleNamespace(lineage=lineage, gangs=[SimpleNamespace(role="actor", devices=("cpu",))]),
         waiting_seconds=dict,
@@ -135,10 +142,10 @@ def gap_of(total: float, age: int = 0, move: float | None = None) -> LogProbGap:
 
 def test_user_is_told_once_when_the_engines_disagree(tmp_path: Path) -> None:
     told: list[str] = []
-    records = recorder(tmp_path, warn=told.append)
+    records, watch = recorder(tmp_path, warn=told.append), gap_watch()
     for step, total in ((1, 0.3), (2, 390.0), (3, 390.0)):
         record = finished_step(step)
-        record.gap = gap_of(total)
+        record.gap_complaint = watch.judge(gap_of(total))
         records.write(record)
     records.close()
     assert len(told) == 1 and told[0].startswith("step 2: the generating engine's log-probabilities are 0.39 nats from")
@@ -146,11 +153,12 @@ def test_user_is_told_once_when_the_engines_disagree(tmp_path: Path) -> None:
 
 def test_tokens_of_older_weights_are_judged_by_how_far_the_trainer_moved_since(tmp_path: Path) -> None:
     told: list[str] = []
-    records = recorder(tmp_path, warn=told.append)
+    records, watch = recorder(tmp_path, warn=told.append), gap_watch()
     for step, total, move in ((1, 100.0, None), (2, 100.0, 0.04), (3, 100.0, 0.03)):
         assert not told
         record = finished_step(step)
         record.gap = gap_of(total, age=1, move=move)
+        record.gap_complaint = watch.judge(record.gap)
         records.write(record)
     records.close()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -158,6 +166,28 @@ def test_tokens_of_older_weights_are_judged_by_how_far_the_trainer_moved_since(t
     assert [one["mismatch/age_1_mean"] for one in metrics] == [0.1, 0.1, 0.1]
     assert told[0].startswith("step 3: the generating engine's log-probabilities are 0.1 nats from the trainer's on av")
     assert "for tokens of weights 1 versions older, where 0.094 is the most" in told[0]
+
+
+def test_engines_that_disagree_in_two_steps_in_a_row_end_the_run() -> None:
+    wrong, right = gap_of(390.0), gap_of(0.3)
+    watch = gap_watch()
+    for step, gap in enumerate((right, wrong, right, wrong), start=1):
+        watch.check(step, watch.judge(gap))
+    complaint = watch.judge(wrong)
+    expected = (
+        r"^step 5: the generating engine's .* 0.39 nats .*, as in the step before; .* algorithm.engine_gap: warn$"
+    )
+    with pytest.raises(TrainingDiverged, match=expected):
+        watch.check(5, complaint)
+    assert TrainingDiverged.final  # not started again: it would do the same
+
+
+def test_a_run_with_a_rougher_engine_on_purpose_is_only_warned() -> None:
+    watch = gap_watch("algorithm.engine_gap=warn")
+    for step in range(1, 5):
+        complaint = watch.judge(gap_of(390.0))
+        assert complaint.startswith("the generating engine's log-probabilities")
+        watch.check(step, complaint)
 
 
 def test_a_policy_far_from_its_reference_is_told_once_and_ends_the_run_beyond_the_limit(tmp_path: Path) -> None:

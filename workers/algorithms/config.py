@@ -64,6 +64,10 @@ class PolicyConfig(Settings):
     """The run ends with an error when the metric `kl` of a step is beyond this (nats per token); beyond 1 there is a
     warning. A policy that is still of use is within a nat of its reference; e^5 is 150 times as likely, or unlikely, a
     token. null: never."""
+    engine_gap: Literal["end", "warn"] = "end"
+    """What follows when the log-probabilities of the generating engine and the trainer's differ by more than rounding
+    and updates explain. The first step says so; `end`: the second in a row ends the run with an error, since one of
+    the two computes wrongly; `warn`: it goes on, for a generating engine that is rougher on purpose (quantised)."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy of the tempered distribution at each drawn token, which the loss maximises too, averaged as
     `loss_normalization` says. 0: it is measured only."""

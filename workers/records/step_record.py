@@ -7,7 +7,6 @@ metrics.jsonl    a line per finished step, after its ledger lines
 
 import os
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,7 +29,7 @@ from workers.records.outside_metrics import OutsideMetrics
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 from workers.rewards.base import FailedShare
 from workers.tasks.dataflow import OBSERVERS, SERVICES, roles_on_device
-from workers.trainer.log_prob_gap import GapLimits, LogProbGap
+from workers.trainer.log_prob_gap import LogProbGap
 
 _UNFAIR_SHARE = 0.1
 """So many responses without a reward fail by more than chance, such as a deadline now and then."""
@@ -131,6 +130,7 @@ class StepRecord:
         ledger: lines of this rank's groups.
         totals: sums, of this rank, later of all.
         gap: between the generating engine's log-probabilities and ours; of this rank, later of all.
+        gap_complaint: what is wrong with it, of all ranks; "": nothing.
         policy, critic: their updates; the critic's where it is trained here.
         sync_exposed_s: seconds that publishing held up this rank, the wait before the update included.
         sync_bytes: of one version, to each receiver; by this rank, later by all.
@@ -149,6 +149,7 @@ class StepRecord:
     ledger: list[dict[str, Any]] = field(default_factory=list)
     totals: StepTotals = field(default_factory=StepTotals)
     gap: LogProbGap = field(default_factory=LogProbGap)
+    gap_complaint: str = ""
     policy: UpdateLog = field(default_factory=UpdateLog)
     critic: UpdateLog = field(default_factory=UpdateLog)
     sync_exposed_s: float = 0.0
@@ -287,9 +288,6 @@ class StepRecorder:
         self._unwritten_refills: list[Refill] = []
         self._complained: set[str] = set()
         self._failed_rewards = FailedShare(_UNFAIR_SHARE)
-        self._gap_limits = GapLimits.of(context.config)
-        self._moves: deque[float | None] = deque(maxlen=max(1, context.config.schedule.staleness_bound))
-        """How far each step moved the policy, the newest last; None: not known."""
         self.num_refills = 0
         """Replaced groups that this recorder was told of."""
         self._last_at = time.monotonic()
@@ -354,13 +352,11 @@ class StepRecorder:
         replaced = refill_lines(refills, step=record.step, lineage=lineage, time_s=self._time_s())
         self._ledger.write(replaced + record.ledger)
         self._metrics.write([metrics])
-        self._moves.append(record.gap.mean_move)
-        gap = "" if self._gap_limits is None else record.gap.complaint(self._gap_limits, self._moves)
         failed = self._failed_rewards.add(int(totals["reward_failures"]), int(totals["samples"]))
         complaints = {
             "responses": record.totals.complaint(),
             "rewards": failed and f"{failed} responses could not be scored; what is left may be no fair sample",
-            "gap": gap,
+            "gap": record.gap_complaint,
             "kl": far_from_reference(record.totals.kl),
         }
         new = {kind: text for kind, text in complaints.items() if text and kind not in self._complained}

@@ -29,6 +29,7 @@ from workers.tasks.graph import task_of
 from workers.tasks.reference import saved_reference
 from workers.trainer.actor_critic_channel import ActorCriticChannel, Kind, Message
 from workers.trainer.gang_peers import gather, meet_peers, sum_over_ranks
+from workers.trainer.log_prob_gap import GapWatch
 from workers.trainer.replicas import ReplicaPeers, ReplicaPlace, open_replica
 from workers.trainer.trainer import Trainer, critic_learner, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
@@ -67,6 +68,7 @@ class Actor:
             context.warn("")  # what an earlier start of this gang could not save is past
         self._completed = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
+        self._gap_watch = GapWatch(config)
         self._failed_rollouts = FailedShare(config.rollout.max_failed_share)
         self._failed_rewards = FailedShare(config.reward.max_failed_share)
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
@@ -196,7 +198,7 @@ class Actor:
         record.sync_exposed_s += held_up_s or 0.0
 
     def record(self, record: StepRecord) -> None:
-        """Acknowledge the step's rows, join the figures of all ranks, write them down, and `check_reference`."""
+        """Acknowledge the step's rows, join and write the figures of all ranks, and end a run that they forbid."""
         self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
         record.checkpoint_stall_s = self._checkpointer.take_stalled_s()
@@ -204,12 +206,14 @@ class Actor:
         if self._keeps_rows and not self._checkpointer.busy:
             record.save_wanted = self._client.checkpoint_wanted()
         record.merge(gather(record.part()))
+        record.gap_complaint = self._gap_watch.judge(record.gap)
         if self._channel is not None:
             self._context.report("waiting for the critic", step=record.step)
             record.critic_report = self._channel.recv_report(record.step)
         if self._recorder is not None:
             self._recorder.write(record)
         check_reference(record.step, record.totals.kl, self._config.algorithm.max_kl)
+        self._gap_watch.check(record.step, record.gap_complaint)
 
     def _publish(self, step: int) -> float | None:
         """Send weights of `step` and announce them; returns the seconds held up, or None when a stop came instead."""

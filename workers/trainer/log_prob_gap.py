@@ -15,6 +15,7 @@ Legend of shapes: A drawn tokens, packed.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.device import to_device
+from asyncflow.errors import TrainingDiverged
 from tq.columns import PackedBatch
 from workers.algorithms.losses import kl_divergence
 from workers.algorithms.parts import bounded_ratio
@@ -50,6 +52,8 @@ _NATS = 512.0
 that of the few unlikely tokens among them."""
 _SURPRISE = 0.05
 """Share of the entropy by which the surprise may differ, too."""
+_STEPS = 2
+"""A complaint about so many steps in a row is no chance: the run learns from samples that the policy did not draw."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +299,39 @@ class Comparison:
                 signed_A = torch.where(here_A, rollout_A - self.held[age], 0.0)
                 held = {"held": signed_A.abs(), "held_signed": signed_A, "held_squared": signed_A.square()}
                 self.stats |= {f"{age}/{name}": value_A.sum() for name, value_A in held.items()}
+
+
+class GapWatch:
+    """Judges the gap of each step; given the same gaps, as all ranks are, it judges alike on all ranks."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._limits = GapLimits.of(config)
+        self._ends_run = config.algorithm.engine_gap == "end"
+        self._moves: deque[float | None] = deque(maxlen=max(1, config.schedule.staleness_bound))
+        self._num_in_a_row = 0
+
+    def judge(self, gap: LogProbGap) -> str:
+        """Return what to tell the user of the next step; "": nothing is wrong."""
+        self._moves.append(gap.mean_move)
+        complaint = "" if self._limits is None else gap.complaint(self._limits, self._moves)
+        self._num_in_a_row = self._num_in_a_row + 1 if complaint else 0
+        return complaint
+
+    def check(self, step: int, complaint: str) -> None:
+        """Refuse to go on with engines that disagree.
+
+        Args:
+            step: that was judged last.
+            complaint: of it.
+
+        Raises:
+            TrainingDiverged: so it was in the step before.
+        """
+        if self._ends_run and self._num_in_a_row >= _STEPS:
+            raise TrainingDiverged(
+                f"step {step}: {complaint}, as in the step before; correct that and resume from a checkpoint before, "
+                f"or go on with algorithm.engine_gap: warn"
+            )
 
 
 class MoveProbe:

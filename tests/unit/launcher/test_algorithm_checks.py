@@ -142,3 +142,10 @@ def test_dry_run_says_it_in_one_line() -> None:
     assert "algorithm.eps_clip (with one update" in line and "dual_clip" not in line
     assert line.endswith("algorithm.ref_update_interval (algorithm.kl_coef is 0)")
     assert settings_without_effect(configured("actor.num_mini_batches=2")) == ""
+
+
+def test_samples_of_a_part_of_the_distribution_are_noted() -> None:
+    notes = check_run(configured("rollout.top_p=0.9", "rollout.top_k=20")).notes
+    for text in ("rollout.top_p 0.9 draws from a part of the distribution", "rollout.top_k 20 draws from a part"):
+        assert sum(note.startswith(text) for note in notes) == 1
+    assert not [note for note in check_run(configured("rollout.temperature=0.7")).notes if "draws from a part" in note]
