@@ -4,7 +4,7 @@ import pytest
 from chaos_parts.faults import inject_faults
 
 SHORT = (
-    pytest.param("poison_prompt_kills_the_rollout", marks=pytest.mark.gate),
+    "poison_prompt_kills_the_rollout",
     "loss_is_not_finite",
     "users_task_raises",
     "storage_unit_is_stopped",

@@ -134,7 +134,7 @@ def test_ack_while_the_controller_recovers_counts_though_the_unit_started_empty(
         assert client.stats()[0].live_rows == 0
 
 
-@pytest.mark.parametrize("num_controllers", [pytest.param(1, marks=pytest.mark.gate), 2])
+@pytest.mark.parametrize("num_controllers", [1, 2])
 def test_rows_of_a_unit_that_died_with_all_controllers_are_told_as_lost(num_controllers: int, tmp_path: Path) -> None:
     """Each of 6 rows is waiting, done or told as lost afterwards, and no task does again what it was done with."""
     tasks = {"look": ["x"], "work": ["x"]}

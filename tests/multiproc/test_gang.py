@@ -295,7 +295,6 @@ def test_process_that_exits_without_returning_is_a_failure(launch: Launch) -> No
     assert output.splitlines()[-1].endswith("rollout rank 0 failed: exited with code 0 without finishing")
 
 
-@pytest.mark.gate
 def test_killed_worker_is_named_with_its_signal(launch: Launch) -> None:
     launcher = launch("obey_phase", **NO_RESTARTS)
     pids = launcher.wait_for_workers(5)

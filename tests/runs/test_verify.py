@@ -26,7 +26,9 @@ def verify(run_dir: Path) -> tuple[int, dict[str, Any]]:
 @pytest.mark.gate
 def test_run_that_was_killed_and_resumed_is_proved_at_every_moment(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with command.started("--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path) as process:
+    with command.started(
+        "--roles", "rollout:1,actor:1,ref:1", "--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path
+    ) as process:
         command.wait_until(lambda: command.last_step(run_dir) >= 5, "step 5")
         code, report = verify(run_dir)
         assert (code, report["live"]) == (0, True), report

@@ -301,6 +301,7 @@ def child_of_service(number: int = 0) -> psutil.Process:
     return next(one for one in service.children() if "workers.agents.worker" in " ".join(one.cmdline()))
 
 
+@pytest.mark.gate
 def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None:
     rollouts, engine = start()
     rollouts.begin([request(0)])
@@ -319,6 +320,7 @@ def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None
     ]  # fmt: skip
 
 
+@pytest.mark.gate
 def test_a_stop_string_ends_the_call_and_what_was_drawn_beyond_it_is_nowhere(start: Any) -> None:
     rollouts, engine = start(function="my_rollouts:stopped")
     engine.truncates = True  # what an engine draws to its limit, since it does not look for strings
@@ -335,6 +337,7 @@ def test_a_stop_string_ends_the_call_and_what_was_drawn_beyond_it_is_nowhere(sta
     assert (first_turn["role"], first_turn["content"]) == ("assistant", "<call>37")
 
 
+@pytest.mark.gate
 def test_turns_that_could_not_be_bridged_are_trained_as_samples_and_counted_for_the_metrics(start: Any) -> None:
     rollouts, engine = start(renderer="my_rollouts:NoBridge")
     rollouts.begin([request(0)])
@@ -354,6 +357,7 @@ def test_processor_time_of_service_and_functions_is_counted_once(start: Any) -> 
     assert 0.4 <= counted_s <= sum(each.user + each.system for each in whole) + 0.05
 
 
+@pytest.mark.gate
 def test_several_samples_lie_in_one_row(start: Any) -> None:
     rollouts, _ = start(function="my_rollouts:two")
     rollouts.begin([request(0)])
@@ -363,6 +367,7 @@ def test_several_samples_lie_in_one_row(start: Any) -> None:
     assert (one.reward, one.metrics) == (1.0, {"seen": 2.0})
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("who", [0, 1])
 def test_rollouts_begin_again_when_the_service_or_a_worker_is_killed(start: Any, tmp_path: Path, who: int) -> None:
     rollouts, _ = start(function="my_rollouts:waits", timeout_s=3.0)
@@ -416,6 +421,7 @@ def test_a_service_that_stands_still_while_it_starts_has_not_started(
         start(renderer="my_rollouts:Endless")
 
 
+@pytest.mark.gate
 def test_no_files_are_left_of_a_rollout_whose_process_or_service_was_killed(start: Any, tmp_path: Path) -> None:
     rollouts, _ = start(function="my_rollouts:writes")
     scratch = tmp_path / "scratch"
@@ -434,6 +440,7 @@ def test_no_files_are_left_of_a_rollout_whose_process_or_service_was_killed(star
     assert not scratch.exists()
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("on_failure", "reward", "leaves"), [("dead_letter", None, True), ("zero", 0.0, False), ("absent", None, False)]
 )
@@ -457,6 +464,7 @@ def test_a_rollout_that_fails_each_time_is_what_on_failure_says(
         assert "it broke" in bad.failure
 
 
+@pytest.mark.gate
 def test_failures_in_a_row_end_the_run_with_the_last_reason_and_a_rollout_between_them_begins_the_count_anew(
     start: Any,
 ) -> None:
@@ -486,6 +494,7 @@ def test_a_batch_whose_failures_are_quick_goes_on_until_its_others_come_to_their
             rollouts.begin([request(1 + 2 * index) for index in range(8)])
 
 
+@pytest.mark.gate
 def test_a_rollout_that_has_had_its_turns_is_truncated_and_not_made_again(start: Any) -> None:
     rollouts, engine = start(max_turns=1)
     rollouts.begin([request(0)])
@@ -508,6 +517,7 @@ def test_a_step_that_runs_out_of_what_it_iterates_over_is_a_failure(start: Any) 
     assert one.leaves and "StopIteration" in one.failure
 
 
+@pytest.mark.gate
 def test_an_agent_with_the_openai_client_is_trained_on_what_it_drew(start: Any) -> None:
     pytest.importorskip("openai")
     rollouts, engine = start(function=None, agent="my_rollouts:agent", tools=[])
@@ -545,6 +555,7 @@ def asked_by(agent: Path) -> int:
         return error.code
 
 
+@pytest.mark.gate
 def test_any_program_is_an_agent(start: Any, tmp_path: Path) -> None:
     program = tmp_path / "agent.py"
     program.write_text(
@@ -593,6 +604,7 @@ def test_a_program_gets_a_row_of_any_length(tmp_path: Path, length: int, fits: b
     assert run_program(code, "x" * length, tmp_path / "1") == (length, {"fits": float(fits)})
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -662,6 +674,7 @@ def run_program(program: str, task: str, scratch: Path) -> tuple[float | None, d
     return asyncio.run(asyncio.wait_for(run_command(setup, start), 60))
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("kind", "words"),
     [("unicode", "ud800"), ("inf", "inf"), ("role", "model.renderer cannot write .* KeyError: 'tutor'")],
@@ -674,6 +687,7 @@ def test_what_cannot_be_passed_on_or_trained_is_a_failure(start: Any, kind: str,
     assert re.search(words, one.failure)
 
 
+@pytest.mark.gate
 def test_a_judge_says_the_reward_or_fails_the_rollout(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     judge = Judge()
@@ -749,6 +763,7 @@ def test_what_users_code_started_ends_with_a_service_that_is_killed(start: Any, 
     child.wait(30)
 
 
+@pytest.mark.gate
 def test_a_function_that_cannot_be_imported_is_refused(start: Any) -> None:
     with pytest.raises(ConfigError, match="no module 'nowhere'"):
         start(function="nowhere:rollout")
@@ -820,6 +835,7 @@ def test_what_has_finished_does_not_wait_for_the_engine(start: Any) -> None:
     assert not waited.is_set()
 
 
+@pytest.mark.gate
 def test_what_rollouts_do_is_counted_and_recorded(start: Any, tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "rollout-0-0.jsonl", HostClock.measure())
     rollouts, _ = start(spans=timeline)
