@@ -33,7 +33,7 @@ from json_option import add_json_option, report
 from package_path import find_packages
 
 if TYPE_CHECKING:
-    from workers.config import RunConfig
+    from workers.settings.run import RunConfig
 
 _SKIP = 3
 _DEVICES = 14
@@ -89,7 +89,7 @@ def choice(given: Given) -> dict[str, float]:
     from planner_parts.drawn import draw, run, with_data
 
     from launcher.plan.report import open_planner
-    from workers.config import RunConfig
+    from workers.settings.run import RunConfig
 
     values = draw(given.seed, 0, steps=given.steps)
     values["schedule"] = {"mode": "async", "max_staleness": 1, "rollout_batch_size": 24, "n_samples_per_prompt": 4}

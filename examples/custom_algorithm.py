@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import KlLossConfig
 from workers.algorithms.parts import Clip, Tokens
+from workers.settings.algorithms import KlLossConfig
 
 
 class SoftGatedConfig(KlLossConfig):

@@ -48,7 +48,7 @@ from launcher.run.events import DONE, RESUMABLE, USAGE
 from launcher.run.progress import print_line
 from launcher.run.rundir import check_new_run_dir, default_run_dir
 from workers.checkpoint.files import HF
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -34,10 +34,10 @@ from asyncflow.transport.handshake import Credentials
 from tq.client.queue_client import QueueClient
 from workers.calls.user_function import extend_path, search_beside
 from workers.checkpoint.files import CheckpointMeta
-from workers.config import RunConfig
 from workers.data.task_source import data_identity
 from workers.data.tokenizer import load_tokenizer, token_probe, tokenizer_files
-from workers.tasks.dataflow import OBSERVERS
+from workers.dataflow import OBSERVERS
+from workers.settings.run import RunConfig
 
 logger = logging.getLogger(__name__)
 

@@ -37,16 +37,16 @@ from tq.config import TaskConfig
 from tq.local import LocalQueue
 from weightsync.version import Version
 from workers.algorithms.load import load_algorithm
-from workers.config import RunConfig
 from workers.data.prompt_dataset import PromptTokens
 from workers.data.prompt_rows import as_row
 from workers.data.tokenizer import load_tokenizer
+from workers.dataflow import ACTOR_TRAIN, place_tasks
 from workers.engines.base import FrozenEngine, GenerateRequest, generate
 from workers.engines.load import load_frozen_model, load_generate_engine, load_train_engine
 from workers.outside_lease import OutsideLease, OutsideTask
 from workers.records.step_totals import UpdateTotals
+from workers.settings.run import RunConfig
 from workers.tasks.column_tasks import sequences_of
-from workers.tasks.dataflow import ACTOR_TRAIN, place_tasks
 from workers.tasks.graph import graph_of, prompt_columns
 from workers.tasks.rollouts import drawn_per_row, responses_of, samples_of
 from workers.trainer.batching import micro_batches

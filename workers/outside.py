@@ -17,14 +17,14 @@ from asyncflow.registry import Registry
 from asyncflow.settings import Settings, own_options
 from tq.backends.config import BACKENDS
 from tq.policies import POLICIES, load_policy, policy_name
-from workers.algorithms.registry import NAMES as ALGORITHMS
-from workers.algorithms.registry import OutsideConfig
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_class import load_class
 from workers.calls.user_function import Callee, check_function, search_beside
-from workers.config import LOGGERS, LoggerConfig, RunConfig
-from workers.engines.config import REF_ENGINES, TRAIN_ENGINES
-from workers.rollout.config import ENGINES
+from workers.settings.algorithm_names import NAMES as ALGORITHMS
+from workers.settings.algorithm_names import OutsideConfig
+from workers.settings.engines import REF_ENGINES, TRAIN_ENGINES
+from workers.settings.rollout import ENGINES
+from workers.settings.run import LOGGERS, LoggerConfig, RunConfig
 
 _ENGINES = {"rollout": ENGINES, "evaluate": ENGINES, "actor": TRAIN_ENGINES, "ref": REF_ENGINES}
 """Section -> what its `engine` may say."""

@@ -15,8 +15,8 @@ from tq.client.arguments import check_rows_of
 from tq.client.lease import Lease, LeaseCalls
 from tq.columns import Column
 from weightsync.version import Version
+from workers.dataflow import DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS, SCALAR_COLUMNS
 from workers.rewards.base import as_number
-from workers.tasks.dataflow import DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS, SCALAR_COLUMNS
 from workers.tasks.rollouts import drawn_per_row, responses_of
 
 _DTYPES = {

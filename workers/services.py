@@ -23,17 +23,17 @@ from workers.admission.saved_rows import KeepRule, SavedRows
 from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.admission.task_sampler import TaskSampler, UserSampler
 from workers.checkpoint.files import QUEUE
-from workers.config import RunConfig
 from workers.context import ROLLOUT, WorkerContext
 from workers.data.feed_file import FeedFile
 from workers.data.prompt_dataset import FedPrompts, Prompt, Prompts, PromptTokens, open_prompts
 from workers.data.task_source import changed_data, data_identity
 from workers.data.tokenizer import changed_tokenizer
+from workers.dataflow import PROMPT_COLUMNS, WEIGHTS
 from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.records.ledger_file import filtered_groups, trained_groups
-from workers.rollout.config import SamplingConfig
 from workers.run_client import Announcement
-from workers.tasks.dataflow import PROMPT_COLUMNS, WEIGHTS
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, launched_tasks, prompt_columns, task_of, task_specs
 from workers.tasks.reference import reference_step
 

@@ -18,8 +18,8 @@ from weightsync.sender import WeightSender
 from weightsync.shard_writer import describe
 from weightsync.version import Version
 from workers.context import WorkerContext
+from workers.dataflow import WEIGHTS
 from workers.engines.base import GenerateEngine, LocalShard
-from workers.tasks.dataflow import WEIGHTS
 
 
 def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightSender:

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tq.config import ScheduleConfig
-from workers.config import ModelConfig, RunConfig
-from workers.data.config import DataConfig
 from workers.engines.base import GenerateEngine
-from workers.engines.config import ActorConfig
 from workers.engines.load import load_generate_engine
-from workers.rollout.config import RolloutConfig, SamplingConfig
+from workers.settings.data import DataConfig
+from workers.settings.engines import ActorConfig
+from workers.settings.rollout import RolloutConfig, SamplingConfig
+from workers.settings.run import ModelConfig, RunConfig
 
 
 class Adapter:

@@ -17,7 +17,7 @@ from asyncflow.testing.adapter import Adapter
 from asyncflow.testing.lab import Lab
 from asyncflow.testing.tiny_model import EOS, MAX_POSITIONS, VOCABULARY, save_tiny_model
 from workers.engines.base import GenerateRequest, generate
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
 
 MAX_TOKENS, SLOTS = 24, 16
 

@@ -16,7 +16,7 @@ import torch
 from asyncflow.testing.adapter import Adapter
 from asyncflow.testing.tiny_model import Reference
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
 
 DEADLINE_S = 120.0
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.engines.base import Sequences
-from workers.engines.config import ActorConfig
+from workers.settings.engines import ActorConfig
 
 TEMPERATURE, SCALE, UPDATES = 0.8, 1 / 16, 3
 # With the usual tiny eps AdamW would hide a wrong factor on the gradients, and blow rounding up.

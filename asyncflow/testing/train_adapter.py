@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from asyncflow.testing.adapter import run_config
 from workers.engines.base import TrainEngine
-from workers.engines.config import ActorConfig
 from workers.engines.load import load_train_engine
+from workers.settings.engines import ActorConfig
 
 
 class TrainAdapter:

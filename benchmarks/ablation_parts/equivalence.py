@@ -17,7 +17,6 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
-from workers.config import RunConfig
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.data.tokenizer import load_tokenizer
@@ -26,6 +25,7 @@ from workers.engines.fsdp.engine import FsdpEngine
 from workers.engines.hf.engine import HfEngine
 from workers.engines.hf.weights import HfWeights
 from workers.rewards.scorer import Scorer
+from workers.settings.run import RunConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import sample_columns, samples_of
 

@@ -32,8 +32,8 @@ from tq.messages import (
 )
 from tq.task_spec import StepSpec, TaskSpec
 from workers.admission.state import AdmissionState
-from workers.engines.sim.config import SimConfig
 from workers.engines.sim.lengths import SimLengths
+from workers.settings.sim import SimConfig
 
 _INSTANCES, _SLOTS, _BATCH, _GROUP, _ROUND = 8, 8, 64, 4, 32
 _UNIT, _ROLLOUT, _TRAIN = "storage-0", "actor_rollout", "actor_train"

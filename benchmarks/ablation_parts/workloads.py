@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.engines.sim.config import SimConfig
+from workers.settings.sim import SimConfig
 
 MEAN_TOKENS = 200
 MICRO_BATCH = 8

@@ -89,9 +89,9 @@ def _roll_out(root: Path, size: int) -> tuple[list[float], int, float]:
 
 
 def _engine(num_slots: int) -> Any:
-    from workers.engines.sim.config import SimConfig
     from workers.engines.sim.engine import SimGenerateEngine
     from workers.engines.sim.lengths import SimLengths
+    from workers.settings.sim import SimConfig
 
     sim = SimConfig(lengths="constant", mean_tokens=_TOKENS, decode_s_per_token=TURN_S / _TOKENS)
     lengths = SimLengths(sim, samples_per_step=num_slots, seed=0)

@@ -260,7 +260,7 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "algorithm",
-        "from workers.algorithms.config import GRPOConfig\nfrom workers.algorithms.grpo import GRPO\n\n"
+        "from workers.settings.algorithms import GRPOConfig\nfrom workers.algorithms.grpo import GRPO\n\n"
         "class Own(GRPO):\n    Config = GRPOConfig\n    def advantages(self, batch, *, group_size):\n        {deed}\n"
         "        return super().advantages(batch, group_size=group_size)",
         {"algorithm.name": "door:Own", **_NEVER, **_STUCK},

@@ -10,7 +10,7 @@ from asyncflow.sealed_store import SealedStore, connect_store
 from asyncflow.transport.handshake import Credentials
 from launcher.run.progress import Status
 from tq.client.queue_client import QueueClient
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 _TIMEOUT_S = 60.0
 

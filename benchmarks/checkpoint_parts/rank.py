@@ -17,8 +17,8 @@ from checkpoint_parts.state import SyntheticEngine
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.files import sync_tree
 from workers.checkpoint.writer import Contents, RunFacts
-from workers.config import CheckpointConfig
-from workers.trainer.gang_peers import gather
+from workers.peers import gather
+from workers.settings.run import CheckpointConfig
 
 _SIDE = 512
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from workers.engines.config import ActorConfig
 from workers.engines.fsdp.engine import FsdpEngine
+from workers.settings.engines import ActorConfig
 
 VOCABULARY, LAYERS = 49152, 6
 

@@ -20,7 +20,7 @@ from ablation_parts.launched import Ran, read_run
 from launcher.config.paths import find_recipe
 from launcher.plan.scenario import Scenario, Times
 from launcher.plan.simulation import simulate
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 _MODULE = "from launcher.cli.launch import launch; launch()"
 _MEAN_TOKENS = 200

@@ -10,13 +10,13 @@ from torch import Tensor
 from tq.columns import Column, PackedBatch
 from weightsync_parts.setup import CPU
 from workers.algorithms.load import load_algorithm
-from workers.config import RunConfig
 from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation, LocalShard, generate
 from workers.engines.load import load_generate_engine, load_train_engine
 from workers.rewards.scorer import Scorer
+from workers.settings.run import RunConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import sample_columns, samples_of
 

@@ -24,9 +24,9 @@ from weightsync.shard_writer import describe
 from weightsync.slot_memory import private_memory
 from weightsync_parts.options import Options
 from weightsync_parts.setup import begin_process
-from workers.config import RunConfig
 from workers.engines.base import LocalShard
 from workers.engines.hf.gguf import import_gguf
+from workers.settings.run import RunConfig
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
 _OVERRIDES = (

@@ -1,7 +1,7 @@
 """What an algorithm needs of the rest of the configuration."""
 
 from asyncflow.errors import ConfigError
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 
 def check_algorithm(config: RunConfig) -> None:

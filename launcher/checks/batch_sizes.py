@@ -2,7 +2,7 @@
 
 from asyncflow.errors import ConfigError
 from tq.policies import policy_name
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 
 def check_batch_sizes(config: RunConfig) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from asyncflow.size_text import size_text
-from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
 from workers.engines.model_files import read_model_config
+from workers.settings.run import RunConfig
 
 _OF_COPIES = (
     "lower ref.micro_batch_size, set model.dtype to bfloat16, or let several ranks share a copy (ref.engine: fsdp)"

@@ -6,7 +6,7 @@ import importlib.util
 
 from asyncflow.errors import ConfigError
 from asyncflow.extras import pip_line
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 ACCELERATED = ("megatron",)
 """Engines that do not compute on a CPU."""

@@ -5,9 +5,7 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from launcher.config.paths import check_makeable
-from workers.algorithms.group_filter import ZERO_VARIANCE
 from workers.calls.user_function import check_function
-from workers.config import RunConfig
 from workers.engines.model_files import (
     SCORE_HEAD,
     SCORES,
@@ -18,6 +16,8 @@ from workers.engines.model_files import (
     stored_tensors,
     vocabulary_size,
 )
+from workers.rewards.group_filter import ZERO_VARIANCE
+from workers.settings.run import RunConfig
 
 
 def check_generating(config: RunConfig) -> None:

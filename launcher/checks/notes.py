@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from asyncflow.job import GangSpec
 from launcher.checks.algorithms import settings_without_effect
 from launcher.checks.devices import Devices
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 _MOST_PROCESSES_PER_CORE = 16
 """The quickstart's seventeen processes are fine on two cores: they mostly wait."""

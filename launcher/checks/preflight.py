@@ -31,15 +31,13 @@ from launcher.run.placement import place_gangs
 from launcher.run.rundir import OWN_NAMES
 from tq.policies import policy_name
 from workers.admission.task_sampler import try_sampler
-from workers.algorithms.group_filter import check_group_filter
 from workers.calls.user_function import check_function, search_beside
-from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt, check_ends, check_prompts
 from workers.data.prompt_rows import PromptRow, check_templates, read_data
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ModelTokenizer
+from workers.dataflow import PlacedTask, place_tasks
 from workers.engines.device_memory import Parts
-from workers.engines.megatron.config import DenseModel, check_division
 from workers.engines.model_files import (
     BACKBONE,
     check_model_dir,
@@ -50,8 +48,10 @@ from workers.engines.model_files import (
     stored_tensors,
 )
 from workers.outside import check_policy
+from workers.rewards.group_filter import check_group_filter
 from workers.rewards.load import check_reward
-from workers.tasks.dataflow import PlacedTask, place_tasks
+from workers.settings.megatron import DenseModel, check_division
+from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of
 
 

@@ -10,10 +10,10 @@ import msgspec
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import check_function
-from workers.config import RunConfig
 from workers.data.prompt_rows import PromptRow
-from workers.rollout.config import FUNCTIONS, of_rollout
-from workers.tasks.dataflow import TRAINERS
+from workers.dataflow import TRAINERS
+from workers.settings.rollout import FUNCTIONS, of_rollout
+from workers.settings.run import RunConfig
 
 logger = logging.getLogger(__name__)
 

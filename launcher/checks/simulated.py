@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
-from workers.config import RunConfig
-from workers.engines.sim.config import SimConfig
+from workers.settings.run import RunConfig
+from workers.settings.sim import SimConfig
 
 
 def check_sim(config: RunConfig) -> None:

@@ -13,8 +13,8 @@ from launcher.checks.preflight import Preflight
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.run.placement import HEAD
 from launcher.run.progress import table
-from workers.config import RunConfig
-from workers.tasks.dataflow import OBSERVERS
+from workers.dataflow import OBSERVERS
+from workers.settings.run import RunConfig
 
 SERVICES = {
     "controller": "leases and readiness of its tasks; the first one admits prompts",

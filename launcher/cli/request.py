@@ -44,17 +44,17 @@ from launcher.run.rundir import (
     rewrite_run_dir,
     write_plan,
 )
-from workers.algorithms.group_filter import ARGUMENTS as FILTER_ARGUMENTS
-from workers.algorithms.group_filter import FIELD as FILTER
-from workers.algorithms.group_filter import ZERO_VARIANCE
 from workers.calls.pool import CallPool, Entry
-from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt
 from workers.data.prompt_rows import PromptRow
-from workers.engines.openai.config import UPDATE_ARGUMENTS
 from workers.rewards.base import DrawnResponse
+from workers.rewards.group_filter import ARGUMENTS as FILTER_ARGUMENTS
+from workers.rewards.group_filter import FIELD as FILTER
+from workers.rewards.group_filter import ZERO_VARIANCE
 from workers.rewards.pooled import GroupPool, PooledReward
 from workers.rewards.remote import is_url
+from workers.settings.openai import UPDATE_ARGUMENTS
+from workers.settings.run import RunConfig
 from workers.tasks.row import ARGUMENTS
 
 if TYPE_CHECKING:

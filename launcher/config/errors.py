@@ -12,9 +12,9 @@ from pydantic import BaseModel, ValidationError
 from asyncflow.settings import as_advice, description
 from launcher.config.reference import key_paths
 from launcher.config.yaml_file import YamlFile
-from workers.algorithms.config import PolicyConfig
-from workers.algorithms.registry import ALGORITHMS, NAMES
-from workers.config import RunConfig
+from workers.settings.algorithm_names import ALGORITHMS, NAMES
+from workers.settings.algorithms import PolicyConfig
+from workers.settings.run import RunConfig
 
 _ADVICE = {
     "int_type": "give a whole number",

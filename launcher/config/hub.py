@@ -22,7 +22,7 @@ import msgspec
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
 from workers.checkpoint.files import content_hash
-from workers.data.config import HubPart
+from workers.settings.data import HubPart
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SNAPSHOT = re.compile(r".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")

@@ -24,11 +24,11 @@ from launcher.config.hub import is_hub_name, located_data, located_model, snapsh
 from launcher.config.paths import packaged_recipes, user_path
 from launcher.config.yaml_file import parse_value, read_yaml
 from tq.config import ScheduleMode
-from workers.algorithms.registry import ALGORITHMS
-from workers.config import RunConfig
-from workers.data.config import DataConfig, HubPart
+from workers.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
 from workers.outside import resolve
-from workers.tasks.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
+from workers.settings.algorithm_names import ALGORITHMS
+from workers.settings.data import DataConfig, HubPart
+from workers.settings.run import RunConfig
 
 _PATHS = ("model", "critic", "data", "evaluate")
 """Sections whose `path` names a file or directory."""

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from asyncflow.errors import ConfigError
 from asyncflow.settings import description
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 

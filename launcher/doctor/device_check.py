@@ -190,10 +190,10 @@ def check_swap(needs: Needs) -> list[Finding]:
     from weightsync.shard_writer import ShardCopies, ShardWriter, describe
     from weightsync.slot_memory import SlotMemory, map_slot
     from weightsync.version import Version
-    from workers.config import ModelConfig
     from workers.engines.base import GenerateRequest, Sequences, generate
     from workers.engines.hf.engine import HfEngine
-    from workers.rollout.config import SamplingConfig
+    from workers.settings.rollout import SamplingConfig
+    from workers.settings.run import ModelConfig
 
     device, model = _open(needs), _quickstart()
     with default_group(device):
@@ -248,8 +248,8 @@ def _updates(device: "torch.device", autocast: str = "float32") -> tuple[Any, li
     import torch
 
     from workers.engines.base import Sequences
-    from workers.engines.config import ActorConfig
     from workers.engines.fsdp.engine import FsdpEngine
+    from workers.settings.engines import ActorConfig
 
     actor = ActorConfig.model_validate({"lr": 1e-3, "autocast": autocast})
     engine = FsdpEngine(_quickstart(), actor=actor, temperature=1.0, device=device, seed=0)

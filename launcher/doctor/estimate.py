@@ -14,10 +14,10 @@ from launcher.checks.models import ranks_per_instance
 from launcher.checks.preflight import Preflight
 from launcher.cli.request import Accepted
 from launcher.doctor.messages import Needs
-from workers.config import RunConfig
-from workers.engines.config import TrainingConfig
+from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
 from workers.engines.device_memory import DTYPE_BYTES
-from workers.tasks.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
+from workers.settings.engines import TrainingConfig
+from workers.settings.run import RunConfig
 
 _BASE_DESCRIPTORS = 40
 _CHANNEL_DESCRIPTORS = 5

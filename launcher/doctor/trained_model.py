@@ -61,8 +61,8 @@ def train(path: Path, sizes: ModelSizes, device: "torch.device", num_ranks: int,
         num_ranks: of the default group.
         settings: of `actor`.
     """
-    from workers.engines.config import ActorConfig
     from workers.engines.fsdp.engine import FsdpEngine
+    from workers.settings.engines import ActorConfig
 
     actor = ActorConfig.model_validate(settings)
     engine = FsdpEngine(path, actor=actor, temperature=1.0, device=device, seed=0)

@@ -17,8 +17,8 @@ from asyncflow.settings import Settings, own_options
 from launcher.checks.engine_libraries import is_installed
 from launcher.loggers.base import COLUMNS, Histogram, LoggedRun, Logger
 from workers.calls.user_function import check_function, load_function
-from workers.config import LOGGERS as NAMES
-from workers.config import LoggerConfig
+from workers.settings.run import LOGGERS as NAMES
+from workers.settings.run import LoggerConfig
 
 TABLE = "shown_samples"
 """`samples` is a figure already."""

@@ -24,7 +24,7 @@ from asyncflow.process import die_with_parent, ignore_stop_signals
 from asyncflow.run_files import EVALUATION_FILE, LOGGERS, METRICS_FILE, SAMPLES
 from launcher.loggers.backends import make_logger
 from launcher.loggers.base import COLUMNS, Histogram, LoggedRun, Logger
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 HISTOGRAMS = "histograms"
 SHOW_EVERY_S = 60.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from asyncflow.run_files import LOGGERS, LOGS
-from workers.config import LoggerConfig
+from workers.settings.run import LoggerConfig
 
 RETRY_S = 60.0
 """Between the end of a logger that failed and its next start."""

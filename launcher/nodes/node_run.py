@@ -30,7 +30,7 @@ from launcher.process.worker_entry import ENTRYPOINT
 from launcher.run.events import FAILED, RESUMABLE, StopRequested
 from launcher.run.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
 from launcher.run.progress import print_line
-from workers.config import LauncherConfig
+from workers.settings.run import LauncherConfig
 
 if TYPE_CHECKING:
     from launcher.nodes.link import HeadLink

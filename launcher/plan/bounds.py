@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from launcher.plan.cost_model import Workload
 from launcher.plan.scenario import Times, Work, training_of, workers_of
 from tq.config import ScheduleConfig, ScheduleMode
-from workers.config import RunConfig
-from workers.engines.config import ActorConfig
+from workers.settings.engines import ActorConfig
+from workers.settings.run import RunConfig
 
 
 def longest_tokens(schedule: ScheduleConfig, tokens: Callable[[int], int], *, steps: int, skip: int) -> float:

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 
 from launcher.plan.scenario import rollout_ranks
 from tq.config import Fill, ScheduleConfig, ScheduleMode
-from workers.config import RunConfig
-from workers.engines.config import RefConfig
 from workers.engines.device_memory import ModelSizes
+from workers.settings.engines import RefConfig
+from workers.settings.run import RunConfig
 
 Choice = tuple[RunConfig, tuple[str, ...]]
 """A configuration, and what is changed in it, as `--set` takes that."""

@@ -24,10 +24,10 @@ from typing import Any
 from launcher.plan.devices import Device
 from launcher.plan.profile import COPY_IN, COPY_OUT, EXCHANGED, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Turns, Work, rollout_ranks, training_of, work_of_users
-from workers.config import RunConfig
-from workers.engines.config import ActorConfig
 from workers.engines.device_memory import DTYPE_BYTES, ModelSizes
-from workers.engines.megatron.config import MegatronConfig
+from workers.settings.engines import ActorConfig
+from workers.settings.megatron import MegatronConfig
+from workers.settings.run import RunConfig
 
 
 def parameters_of(config: Mapping[str, Any]) -> int:

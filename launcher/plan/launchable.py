@@ -6,8 +6,8 @@ from launcher.checks.models import check_broadcast, check_generating, check_refe
 from launcher.checks.preflight import check_clients
 from launcher.plan.devices import Device
 from launcher.run.placement import place_gangs
-from workers.config import RunConfig
-from workers.tasks.dataflow import place_tasks
+from workers.dataflow import place_tasks
+from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of
 
 

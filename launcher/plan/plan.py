@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.plan.simulation import Simulated
-from workers.config import RunConfig
-from workers.tasks.dataflow import roles_on_device
+from workers.dataflow import roles_on_device
+from workers.settings.run import RunConfig
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 from asyncflow.durable import replace_text
 from asyncflow.errors import ConfigError
 from launcher.plan.scenario import Work, prompt_tokens_of
-from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
+from workers.settings.run import RunConfig
 
 FORMAT = 2
 TRAIN, FORWARD, OPTIMIZER, PREFILL, DECODE = "train", "forward", "optimizer", "prefill", "decode"

@@ -20,10 +20,10 @@ from launcher.plan.profile import Profile
 from launcher.plan.scenario import Turns, prompt_tokens_of
 from launcher.plan.search import Objective, Planner
 from launcher.timeline.gantt_chart import GanttChart, gantt_html
-from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
 from workers.engines.model_files import check_trainable, read_model_config
 from workers.engines.sim.lengths import SimLengths
+from workers.settings.run import RunConfig
 
 
 def open_planner(

@@ -10,10 +10,10 @@ from functools import lru_cache
 from asyncflow.errors import ConfigError
 from tq.config import ScheduleConfig
 from tq.task_spec import TaskSpec
-from workers.config import RunConfig
-from workers.engines.config import ActorConfig
+from workers.dataflow import OBSERVERS, PlacedTask, place_tasks
 from workers.engines.sim.lengths import SimLengths
-from workers.tasks.dataflow import OBSERVERS, PlacedTask, place_tasks
+from workers.settings.engines import ActorConfig
+from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, task_specs
 
 

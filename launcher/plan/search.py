@@ -29,8 +29,8 @@ from launcher.plan.scenario import Latency, Scenario, Times, Turns, prompt_token
 from launcher.plan.simulation import Simulated, simulate
 from launcher.plan.splits import SIZED, splits
 from tq.config import ScheduleMode
-from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes
+from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of
 
 Objective = Literal["time", "cost"]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from launcher.plan.scenario import rollout_ranks
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 SIZED = ("rollout", "actor", "ref", "critic")
 """Roles that a plan sizes; all others stay as configured."""

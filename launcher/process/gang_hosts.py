@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from asyncflow.job import GangSpec
 from launcher.process import fork_server
 from launcher.run.events import GangExited
-from workers.tasks.dataflow import STORAGE
+from workers.dataflow import STORAGE
 
 if TYPE_CHECKING:
     from launcher.process.gang import Gang

@@ -16,7 +16,7 @@ from launcher.checks.devices import find_devices
 from launcher.plan.profile import Profile
 from launcher.plan.report import model_sizes
 from launcher.process.fork_server import environment
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 _LEAVE_S = 5.0
 

@@ -23,8 +23,8 @@ from launcher.plan.report import open_planner
 from launcher.plan.scenario import rollout_ranks
 from launcher.run.rundir import read_plan
 from tq.config import ScheduleMode
-from workers.config import RunConfig
-from workers.tasks.dataflow import OBSERVERS, TRAINERS, roles_on_device
+from workers.dataflow import OBSERVERS, TRAINERS, roles_on_device
+from workers.settings.run import RunConfig
 
 _FIRST = 2
 """Steps of a start that do not count: nothing is warm yet."""

@@ -57,8 +57,8 @@ from launcher.run.restore import restore_run
 from launcher.run.rundir import has_checkpoint
 from launcher.run.status import RunEnd
 from launcher.run.supervisor import Supervisor
-from workers.config import RunConfig
-from workers.tasks.dataflow import OBSERVERS, SERVICES
+from workers.dataflow import OBSERVERS, SERVICES
+from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from launcher.nodes.run_nodes import RunNodes

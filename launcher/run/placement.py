@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.checks.devices import Devices
-from workers.config import RunConfig
-from workers.tasks.dataflow import CONTROLLER, STORAGE, WEIGHTS, roles_on_device
+from workers.dataflow import CONTROLLER, STORAGE, WEIGHTS, roles_on_device
+from workers.settings.run import RunConfig
 
 ONE_GANG = ("actor", "critic")
 """Roles whose ranks all live and die together."""

@@ -26,11 +26,11 @@ from launcher.run.restore import (
 from launcher.run.rundir import began_run, check_not_running, has_checkpoint, newest_run
 from workers.admission.task_sampler import missing_state
 from workers.checkpoint.files import HF
-from workers.config import RunConfig
 from workers.data.task_source import changed_data, data_identity
 from workers.data.tokenizer import changed_tokenizer
 from workers.engines.model_files import model_fingerprint
 from workers.records.ledger_file import trained_groups
+from workers.settings.run import RunConfig
 
 LATEST = "latest"
 _FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_per_prompt", "schedule.fill")

@@ -42,7 +42,7 @@ from asyncflow.run_files import (
 from launcher.config.paths import why_not_writable
 
 if TYPE_CHECKING:
-    from workers.config import RunConfig
+    from workers.settings.run import RunConfig
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig
 from tq.directory import Directory
 from weightsync.messages import AgentStatus, AskStatus, Reply
-from workers.config import RunConfig
-from workers.tasks.dataflow import WEIGHTS
+from workers.dataflow import WEIGHTS
+from workers.settings.run import RunConfig
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 5.0
 """Between two looks. It grows with what a look takes, that is, with the number of services (s)."""

@@ -52,7 +52,7 @@ from launcher.run.events import (
     Timer,
 )
 from launcher.run.restarts import FirstStarts, Restart, RestartBudget, Scope, restarts_with
-from workers.tasks.dataflow import OBSERVERS, SERVICES, TRAINERS
+from workers.dataflow import OBSERVERS, SERVICES, TRAINERS
 
 EXIT_TIMEOUT_S = 5.0
 """How long processes may take to leave in phase `exit` after a failure, when nothing is saved any more (s)."""

@@ -18,7 +18,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.run_files import CONFIG_FILE
 from launcher.cli.request import Accepted, Request
 from launcher.config.paths import user_path
-from workers.config import LauncherConfig
+from workers.settings.run import LauncherConfig
 
 COMMAND = "asyncflow-launch"
 _EARLY_S = 60

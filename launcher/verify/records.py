@@ -34,12 +34,12 @@ from tq.snapshot import MANIFEST, SnapshotChunk, read_snapshot
 from workers.admission.task_sampler import read_draws
 from workers.calls.user_function import search_beside
 from workers.checkpoint.files import CRITIC, DCP, QUEUE, CheckpointMeta, damages
-from workers.config import RunConfig
 from workers.data.prompt_dataset import open_prompts
 from workers.data.tokenizer import changed_tokenizer
+from workers.dataflow import SAMPLE_COLUMNS
 from workers.records.ledger import prompt_hash, token_hashes
 from workers.records.ledger_file import Ledger, read_ledger
-from workers.tasks.dataflow import SAMPLE_COLUMNS
+from workers.settings.run import RunConfig
 
 _LOOKS = 5
 """How often a run that is just cut back is looked at again."""

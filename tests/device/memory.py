@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from asyncflow.device import group_backends
 from launcher.doctor.trained_model import TOKENS, random_batch, train, write_model
-from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest
 from workers.engines.base import generate as responses_of
-from workers.engines.config import RefConfig
 from workers.engines.device_memory import ModelSizes, Parts, frozen_memory, hf_memory
-from workers.rollout.config import SamplingConfig
+from workers.settings.engines import RefConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
 
 
 def memory(device: torch.device, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:

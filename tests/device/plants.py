@@ -175,12 +175,12 @@ def _use_to_device(to_device: Any) -> None:
     import workers.algorithms.algorithm
     import workers.algorithms.ppo
     import workers.engines.packed_forward
-    import workers.trainer.log_prob_gap
+    import workers.records.log_prob_gap
     import workers.trainer.tri_model
 
     for module in (
         workers.algorithms.algorithm, workers.algorithms.ppo, workers.engines.packed_forward,
-        workers.trainer.log_prob_gap, workers.trainer.tri_model,
+        workers.records.log_prob_gap, workers.trainer.tri_model,
     ):  # fmt: skip
         assert module.to_device is asyncflow.device.to_device
         module.to_device = to_device

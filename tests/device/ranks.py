@@ -96,8 +96,8 @@ def train(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
     from weightsync.version import Version
     from workers.checkpoint.saved_shards import HostCopy
     from workers.engines.base import Sequences
-    from workers.engines.config import ActorConfig
     from workers.engines.fsdp.engine import FsdpEngine
+    from workers.settings.engines import ActorConfig
 
     store = dist.FileStore(str(directory / "store"), num_ranks)
     dist.init_process_group(
@@ -183,11 +183,11 @@ def generate(device: torch.device, rank: int, num_ranks: int, directory: Path) -
     from weightsync.region import Region, RegionLayout
     from weightsync.shard_writer import describe
     from weightsync.slot_memory import SlotMemory, map_slot
-    from workers.config import ModelConfig
     from workers.engines.base import GenerateRequest, LocalShard
     from workers.engines.base import generate as responses_of
     from workers.engines.hf.engine import HfEngine
-    from workers.rollout.config import SamplingConfig
+    from workers.settings.rollout import SamplingConfig
+    from workers.settings.run import ModelConfig
 
     sampling = SamplingConfig.model_validate({"max_response_tokens": 8, "batch_size": 8, "top_p": 0.95})
     engine = HfEngine(MODEL, ModelConfig(path=str(MODEL)), sampling=sampling, device=device)

@@ -24,8 +24,8 @@ from torch import Tensor  # noqa: E402
 
 from workers.checkpoint.saved_shards import HostCopy  # noqa: E402
 from workers.engines.base import Sequences  # noqa: E402
-from workers.engines.config import ActorConfig  # noqa: E402
 from workers.engines.megatron.engine import MegatronEngine  # noqa: E402
+from workers.settings.engines import ActorConfig  # noqa: E402
 
 DEADLINE_S = 400
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.writer import Contents, RunFacts
-from workers.config import CheckpointConfig
+from workers.settings.run import CheckpointConfig
 
 ROWS = 5
 """Do not divide by two."""

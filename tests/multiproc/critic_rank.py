@@ -13,8 +13,8 @@ from torch import Tensor
 
 from workers.checkpoint.saved_shards import HostCopy, load_shards, save_shards
 from workers.engines.base import Sequences
-from workers.engines.config import ActorConfig, CriticConfig
 from workers.engines.fsdp.engine import FsdpValueEngine
+from workers.settings.engines import ActorConfig, CriticConfig
 
 CPU = torch.device("cpu")
 

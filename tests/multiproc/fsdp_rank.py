@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from workers.engines.base import Sequences
-from workers.engines.config import ActorConfig
 from workers.engines.fsdp.engine import FsdpEngine
+from workers.settings.engines import ActorConfig
 
 
 def make_sequences(rows: list[int]) -> Sequences | None:

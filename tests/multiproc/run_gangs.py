@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncflow.job import GangSpec
 from launcher.run.job import run_job
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 
 def gangs(rollouts: int, actor_ranks: int) -> tuple[GangSpec, ...]:

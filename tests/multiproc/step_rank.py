@@ -18,8 +18,8 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tests.support.training_role import CountingRole
 from tq.columns import Column, PackedBatch
-from workers.config import RunConfig
 from workers.engines.load import load_train_engine, load_value_engine
+from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import sample_columns

@@ -29,10 +29,10 @@ from workers.agents.wire import Begin, Setup, Start
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
 from workers.records.samples import token_runs
-from workers.rewards.config import RewardConfig
 from workers.rewards.scorer import Scorer
 from workers.rollout.functions import FunctionRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest
+from workers.settings.rewards import RewardConfig
 
 MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
 MODULE = """

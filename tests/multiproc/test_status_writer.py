@@ -17,7 +17,7 @@ from asyncflow.sealed_store import serve_store
 from launcher.run.progress import Status
 from launcher.run.restarts import RestartLog
 from launcher.run.status_writer import StatusWriter
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 from ..support.processes import wait_until
 

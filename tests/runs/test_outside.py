@@ -8,7 +8,7 @@ from pathlib import Path
 
 import asyncflow
 from asyncflow.job import Job
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 from . import command
 

@@ -5,7 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from workers.rollout.config import ServedModelConfig
+from workers.settings.rollout import ServedModelConfig
 
 SAID = {"choices": [{"message": {"role": "assistant", "content": "7/10", "refusal": None}, "finish_reason": "stop"}]}
 

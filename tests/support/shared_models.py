@@ -70,8 +70,8 @@ def run_case(root: Path, case: str) -> list[dict[str, Tensor]]:
 
 def expected(root: Path, case: str) -> dict[str, Tensor]:
     """Return what one process with the whole model finds."""
-    from workers.config import ModelConfig
     from workers.engines.hf.frozen import FrozenModel
+    from workers.settings.run import ModelConfig
 
     family, _, _ = CASES[case]
     if family == "reward_model":

@@ -15,7 +15,7 @@ from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.directory import prunable
 from workers.checkpoint.files import CheckpointMeta, damages, files_below
 from workers.checkpoint.writer import Contents, RunFacts
-from workers.config import CheckpointConfig
+from workers.settings.run import CheckpointConfig
 
 DEADLINE_S = 20.0
 CPU = torch.device("cpu")

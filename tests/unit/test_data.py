@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from workers.data.config import DataConfig
 from workers.data.prompt_rows import PromptRow, read_prompt_rows
+from workers.settings.data import DataConfig
 
 
 def write(folder: Path, content: str | bytes) -> Path:

@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError
-from workers.data.config import DataConfig
 from workers.data.prompt_rows import PromptRow, as_row, conversation, read_prompt_rows
+from workers.settings.data import DataConfig
 
 ROWS = [{"prompt": 'say "1", 2\nand 3', "answer": "x"}, {"prompt": "\u00fcber", "answer": "4"}]
 

@@ -14,10 +14,10 @@ from asyncflow.errors import ConfigError
 from asyncflow.sealed_store import SealedStore
 from workers.checkpoint.files import CheckpointMeta
 from workers.context import WorkerContext
-from workers.data.config import DataConfig
 from workers.data.prompt_rows import data_hash
 from workers.data.tokenizer import tokenizer_files
 from workers.services import check_data
+from workers.settings.data import DataConfig
 
 QUICKSTART = Path(configs.__path__[0]) / "quickstart" / "model"
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from workers.algorithms.config import GRPOConfig
-from workers.config import RunConfig
-from workers.tasks.config import UserTaskConfig
-from workers.tasks.dataflow import ACTOR_TRAIN, ADVANTAGES, PlacedTask, place_tasks
+from workers.dataflow import ACTOR_TRAIN, ADVANTAGES, PlacedTask, place_tasks
+from workers.settings.algorithms import GRPOConfig
+from workers.settings.run import RunConfig
+from workers.settings.tasks import UserTaskConfig
 from workers.tasks.graph import graph_of, prompt_columns, with_reward_parts, with_user_tasks
 
 GRPO = GRPOConfig(kl_coef=0.1).tasks()

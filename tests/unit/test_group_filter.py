@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.algorithms.config import DAPOConfig, GRPOConfig
-from workers.algorithms.group_filter import GroupFilter, check_group_filter, load_group_filter
+from workers.rewards.group_filter import GroupFilter, check_group_filter, load_group_filter
+from workers.settings.algorithms import DAPOConfig, GRPOConfig
 
 OWN = """
 def between(rewards):

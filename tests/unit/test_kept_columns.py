@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from workers.config import RunConfig
 from workers.services import usable_columns
+from workers.settings.run import RunConfig
 
 PROMPT = {"prompts", "ground_truth", "epochs"}
 RESPONSE = {"tokens", "sample_lengths", "response_mask", "rollout_log_probs", "versions", "truncated"}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from workers.engines.config import TrainingConfig
 from workers.engines.updates import learning_rate
+from workers.settings.engines import TrainingConfig
 
 
 def rates(steps: int, **settings: object) -> list[float]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tq.columns import Column, PackedBatch
-from workers.engines.config import ActorConfig
+from workers.settings.engines import ActorConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import drawn_per_row, sample_columns, samples_of
 from workers.trainer.batching import micro_batches

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq.columns import PackedBatch
-from workers.engines.config import ActorConfig
+from workers.micro_batches import MiniBatchAssigner
+from workers.settings.engines import ActorConfig
 from workers.trainer.batching import Round, StepRounds
-from workers.trainer.micro_batches import MiniBatchAssigner
 
 
 def make_rounds(totals: list[int]) -> list[Round]:

@@ -19,17 +19,17 @@ from launcher.config.paths import find_recipe
 from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant
-from workers.algorithms.group_filter import GroupFilter
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Generation
 from workers.records.samples import SampleLog
 from workers.rewards.base import Score
-from workers.rewards.config import RewardConfig
 from workers.rewards.group import GroupReward
+from workers.rewards.group_filter import GroupFilter
 from workers.rewards.load import exact_reward
 from workers.rewards.scorer import Scorer
 from workers.rollout.outbox import Outbox, RolloutLease
 from workers.rollout.rollouts import FinishedRollout
+from workers.settings.rewards import RewardConfig
 
 DEADLINE_S = 30
 

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 import configs
-from workers.config import RunConfig
-from workers.data.config import DataConfig
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.engines.model_files import check_model_dir
 from workers.rewards.load import load_reward
+from workers.settings.data import DataConfig
+from workers.settings.run import RunConfig
 
 CONFIGS = Path(configs.__path__[0])
 QUICKSTART = CONFIGS / "quickstart"

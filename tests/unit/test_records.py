@@ -17,9 +17,9 @@ from launcher.config.paths import find_recipe
 from tq.refill import Refill, RemovalCause
 from workers.algorithms.parts import LossCounts
 from workers.engines.base import StepStats
+from workers.records.log_prob_gap import GapWatch, LogProbGap
 from workers.records.step_record import LengthMean, StepRecord, StepRecorder, check_reference
 from workers.records.step_totals import StepTotals
-from workers.trainer.log_prob_gap import GapWatch, LogProbGap
 
 
 def test_all_ranks_hold_the_same_after_joining_and_stop_together() -> None:

@@ -10,7 +10,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.registry import Registry
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 ENGINES = Registry("asyncflow.rollout_engines", {"hf": "a.b:Hf", "sim": "a.c:Sim"})
 Install = Callable[..., None]

@@ -18,12 +18,12 @@ from tq.columns import Column, PackedBatch
 from tq.config import ScheduleMode
 from tq.messages import LeaseGrant
 from weightsync.version import Version
-from workers.engines.sim.config import SimConfig
 from workers.engines.sim.engine import SimGenerateEngine
 from workers.engines.sim.lengths import SimLengths
 from workers.rollout.loop import Rollout
 from workers.rollout.outbox import RolloutLease
 from workers.rollout.rollouts import RolloutRequest, SingleTurn
+from workers.settings.sim import SimConfig
 from workers.weight_path import HeldWeights
 
 DEADLINE_S = 20

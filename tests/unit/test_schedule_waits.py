@@ -37,8 +37,8 @@ from tq.messages import (
 )
 from tq.task_spec import TaskSpec
 from workers.admission.state import AdmissionState
-from workers.config import RunConfig
-from workers.tasks.dataflow import TRAINERS, NeededWeights, PlacedTask, place_tasks
+from workers.dataflow import TRAINERS, NeededWeights, PlacedTask, place_tasks
+from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, prompt_columns, task_specs
 from workers.tasks.reference import reference_step
 from workers.tasks.task_worker import is_held_back

@@ -15,7 +15,7 @@ from launcher.run.restore import CUT_FILES, cut_lines
 from tq.config import ScheduleConfig
 from workers.admission.state import AdmissionState
 from workers.admission.task_sampler import StepResults, TaskSampler, UserSampler, read_draws, try_sampler
-from workers.data.config import DataConfig
+from workers.settings.data import DataConfig
 
 OWN = """
 from pydantic import Field

@@ -13,10 +13,10 @@ from launcher.checks.preflight import check_run
 from launcher.cli.dry_run import describe
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from workers.config import RunConfig
-from workers.data.config import DataConfig
 from workers.data.prompt_dataset import PromptTokens, SourcePrompts, open_prompts
 from workers.data.task_source import HELD_OUT_SEEDS, TaskSource, data_identity, held_out_rows
+from workers.settings.data import DataConfig
+from workers.settings.run import RunConfig
 
 MODEL_DIR = Path(configs.__path__[0]) / "quickstart" / "model"
 OWN = """

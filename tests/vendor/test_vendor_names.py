@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from workers.config import ModelConfig
-from workers.engines.vllm.config import OWN_ARGUMENTS, VllmConfig
 from workers.engines.vllm.process import engine_arguments, plan_log_probs
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
+from workers.settings.vllm import OWN_ARGUMENTS, VllmConfig
 
 from .signatures import dictionary_keys, parameters
 from .uses import Use, uses_of

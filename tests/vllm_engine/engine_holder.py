@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from workers.config import ModelConfig
-from workers.engines.vllm.config import VllmConfig
 from workers.engines.vllm.engine import VllmEngine
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
+from workers.settings.vllm import VllmConfig
 
 if __name__ == "__main__":
     model_dir = Path(sys.argv[1])

@@ -35,7 +35,7 @@ from asyncflow.errors import ConfigError, DeadlineExceeded, UserCodeFailed
 from asyncflow.json_lines import JsonLines, LineTail, read_lines
 from asyncflow.run_files import LEDGER_FILE, SAMPLER_FILE
 from workers.calls.user_object import UserObject
-from workers.data.config import DataConfig
+from workers.settings.data import DataConfig
 
 _METHODS = {"next": (), "told": ("index", "rewards"), "state": (), "load": ("state",)}
 _LEDGER_S = 60.0

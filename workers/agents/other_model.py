@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.extras import pip_line
 from workers.agents.messages import Message
-from workers.engines.openai.config import read_api_key
-from workers.rollout.config import ServedModelConfig
+from workers.settings.openai import read_api_key
+from workers.settings.rollout import ServedModelConfig
 
 if TYPE_CHECKING:
     import aiohttp

@@ -10,7 +10,7 @@ from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
 from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message, Tools, call_id, normalized
-from workers.data.config import TemplateSettings
+from workers.settings.data import TemplateSettings
 
 _HELLO = {"role": "user", "content": "Hello"}
 

@@ -32,8 +32,8 @@ from workers.agents.wire import (
 )
 from workers.agents.worker import load_rollout
 from workers.calls.user_function import Callee
-from workers.data.config import TemplateSettings
 from workers.data.tokenizer import load_tokenizer
+from workers.settings.data import TemplateSettings
 
 _END_S = 5.0
 """How long what a trial started may take to end; then it dies with this process (s)."""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from workers.agents.messages import Message
-from workers.data.config import TemplateSettings
+from workers.settings.data import TemplateSettings
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):

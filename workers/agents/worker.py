@@ -59,7 +59,7 @@ from workers.agents.wire import (
 from workers.calls.child import outlive_stop_signals
 from workers.calls.user_function import is_async, load_function
 from workers.rewards.base import finite, metrics_of, reward_of
-from workers.rollout.config import FUNCTIONS
+from workers.settings.rollout import FUNCTIONS
 
 NOBODY = -1
 """In the shared file: no rollout's code runs."""

@@ -8,7 +8,7 @@ update:
                      advantages -> moments ... the last is there -> normalized -> loss loss loss -> scale   whole step
 
 To add one: a subclass with its `Config`, anywhere (`algorithm.name: module:Class`). One of the package has its settings
-in `workers.algorithms.config`, and its name in `registry`.
+in `workers.settings.algorithms`, and its name in `registry`.
 
 Legend of shapes: N samples, A drawn tokens of these, packed.
 """
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from asyncflow.device import to_device
 from tq.columns import Column, PackedBatch
-from workers.algorithms.config import PolicyConfig, PPOClipConfig
 from workers.algorithms.losses import PolicyLoss
 from workers.algorithms.parts import (
     Clip,
@@ -36,7 +35,8 @@ from workers.algorithms.parts import (
     policy_parts,
     token_weights,
 )
-from workers.tasks.dataflow import LOSS_WEIGHTS
+from workers.dataflow import LOSS_WEIGHTS
+from workers.settings.algorithms import PolicyConfig, PPOClipConfig
 from workers.tasks.rollouts import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN
 
 SettingsT = TypeVar("SettingsT", bound=PolicyConfig)

@@ -3,9 +3,9 @@
 Source: MiniMax 2025 (arXiv 2506.13585), eq. 4 and 5.
 """
 
-from workers.algorithms.config import CISPOConfig
 from workers.algorithms.grpo import GRPO
 from workers.algorithms.parts import Clip, WeightClip
+from workers.settings.algorithms import CISPOConfig
 
 
 class CISPO(GRPO):

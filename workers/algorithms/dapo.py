@@ -2,7 +2,7 @@
 
 The higher upper clip is `eps_clip_high`, the token-level loss `loss_normalization: token`. Dynamic sampling: groups
 that teach nothing, since all their responses have the same reward, are taken out before they get here, by the filter
-`zero_variance` (`workers.algorithms.group_filter`; section 3.2).
+`zero_variance` (`workers.rewards.group_filter`; section 3.2).
 
 Source: Yu et al. 2025 (arXiv 2503.14476), section 3.
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import DAPOConfig
+from workers.settings.algorithms import DAPOConfig
 from workers.tasks.rollouts import drawn_per_row
 
 

@@ -3,9 +3,9 @@
 Source: Qi et al. 2026 (arXiv 2602.04879), eq. 11 to 14: the binary approximations of the divergence.
 """
 
-from workers.algorithms.config import DPPOConfig
 from workers.algorithms.grpo import GRPO
 from workers.algorithms.parts import BinaryDivergence, Clip, WeightClip
+from workers.settings.algorithms import DPPOConfig
 
 AUTHORS_BOUNDS = {"tv": 0.15, "kl": 0.05}
 """Largest divergence in the authors' runs (verl, `examples/dppo_trainer`)."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import GroupConfig
+from workers.settings.algorithms import GroupConfig
 
 
 class GRPO(Algorithm[GroupConfig]):

@@ -11,10 +11,10 @@ from asyncflow.errors import ConfigError
 from asyncflow.settings import own_settings
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import KlLossConfig, PolicyConfig
-from workers.algorithms.registry import NAMES, AlgorithmConfig, OutsideConfig
 from workers.calls.user_class import load_class
-from workers.tasks.dataflow import ACTOR_TRAIN, ADVANTAGES, DRAWN_COLUMNS, Task
+from workers.dataflow import ACTOR_TRAIN, ADVANTAGES, DRAWN_COLUMNS, Task
+from workers.settings.algorithm_names import NAMES, AlgorithmConfig, OutsideConfig
+from workers.settings.algorithms import KlLossConfig, PolicyConfig
 from workers.tasks.rollouts import sample_columns
 
 FIELD = "algorithm.name"
@@ -27,7 +27,7 @@ _TRIED_TOKENS = 2
 
 
 class ResponseSettings(Protocol):
-    """What an algorithm must know of generation; `workers.config.RolloutConfig` says it."""
+    """What an algorithm must know of generation; `workers.settings.run.RolloutConfig` says it."""
 
     @property
     def longest_rollout(self) -> int:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import ConfigError
-from workers.algorithms.config import KlEstimator
 from workers.algorithms.parts import MAX_LOG_RATIO, PolicyParts, Tokens, bounded_ratio
+from workers.settings.algorithms import KlEstimator
 
 MAX_K3 = 10.0
 """Largest k3 of a token (nats), of a d of -2.6 or 11. The log ratio itself, which importance weights use, too, has a

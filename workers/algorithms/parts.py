@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from workers.algorithms.off_policy import OffPolicyConfig
+from workers.settings.off_policy import OffPolicyConfig
 
 MAX_LOG_RATIO = 20.0
 """Differences of log-probabilities are clamped to +-20 before `exp`: a ratio beyond e^20 would overflow float32, and

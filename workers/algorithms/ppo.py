@@ -13,8 +13,8 @@ from asyncflow.device import to_device
 from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import generalized_advantages, token_penalties, token_rewards
 from workers.algorithms.algorithm import Algorithm, Moments
-from workers.algorithms.config import PPOConfig
 from workers.algorithms.losses import ValueLoss
+from workers.settings.algorithms import PPOConfig
 from workers.tasks.rollouts import drawn_per_sample
 
 

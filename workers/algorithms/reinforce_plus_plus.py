@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages, penalties_to_come
 from workers.algorithms.algorithm import Algorithm, Moments
-from workers.algorithms.config import ReinforcePlusPlusConfig
+from workers.settings.algorithms import ReinforcePlusPlusConfig
 from workers.tasks.rollouts import drawn_per_sample
 
 

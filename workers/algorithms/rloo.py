@@ -13,7 +13,7 @@ from torch import Tensor
 from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import has_equal_rewards, response_penalties
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import RLOOConfig
+from workers.settings.algorithms import RLOOConfig
 
 
 class RLOO(Algorithm[RLOOConfig]):

@@ -33,7 +33,7 @@ from workers.checkpoint.directory import CheckpointDirectory
 from workers.checkpoint.files import CRITIC, DCP, RNG, CheckpointMeta
 from workers.checkpoint.saved_shards import HostCopy, SavedEngine, load_shards
 from workers.checkpoint.writer import CheckpointWriter, Contents, RunFacts
-from workers.config import CheckpointConfig
+from workers.settings.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 

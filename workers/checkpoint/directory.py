@@ -16,7 +16,7 @@ from pathlib import Path
 from asyncflow.durable import sync
 from asyncflow.run_files import CHECKPOINTS, checkpoint_path, list_checkpoints
 from workers.checkpoint.files import sync_tree
-from workers.config import CheckpointConfig
+from workers.settings.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from asyncflow.durable import DISK_FULL, sync
 from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
+from workers.checkpoint.actor_critic_channel import ActorCriticChannel
 from workers.checkpoint.directory import CheckpointDirectory, beside
 from workers.checkpoint.files import (
     DCP,
@@ -38,8 +39,7 @@ from workers.checkpoint.files import (
     files_below,
 )
 from workers.checkpoint.saved_shards import own_shards, save_shards
-from workers.trainer.actor_critic_channel import ActorCriticChannel
-from workers.trainer.gang_peers import gather
+from workers.peers import gather
 
 logger = logging.getLogger(__name__)
 

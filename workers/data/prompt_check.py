@@ -16,7 +16,6 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import excerpt
-from workers.data.config import DataConfig
 from workers.data.prompt_rows import (
     PromptRow,
     check_fit,
@@ -28,6 +27,7 @@ from workers.data.prompt_rows import (
 )
 from workers.data.tokenizer import ModelTokenizer
 from workers.engines.model_files import eos_token_ids, vocabulary_size
+from workers.settings.data import DataConfig
 
 CHUNK = 256
 """Prompts tokenized together. Those of the first chunk also go back to text."""

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import FEED_FILE
-from workers.config import RunConfig
-from workers.data.config import BLOCK, DataConfig
 from workers.data.feed_file import FeedFile
 from workers.data.prompt_rows import (
     PromptRow,
@@ -43,6 +41,8 @@ from workers.data.prompt_rows import (
 from workers.data.task_source import TaskSource
 from workers.data.tokenizer import PROBES, load_tokenizer, missing_chat_template, says_all
 from workers.engines.model_files import eos_token_ids, load_raw_tokenizer
+from workers.settings.data import BLOCK, DataConfig
+from workers.settings.run import RunConfig
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import msgspec
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
 from workers.checkpoint.files import content_hash
-from workers.data.config import DataConfig
+from workers.settings.data import DataConfig
 
 PLACEHOLDER = "{prompt}"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -16,9 +16,9 @@ import msgspec
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.user_object import UserObject
-from workers.config import RunConfig
-from workers.data.config import DataConfig
 from workers.data.prompt_rows import PromptRow, as_row, data_hash, kind_of, read_data
+from workers.settings.data import DataConfig
+from workers.settings.run import RunConfig
 
 HELD_OUT_SEEDS = 2**31
 """Added to the run's seed for held-out tasks: above all seeds of training."""

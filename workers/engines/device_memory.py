@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workers.config import RunConfig
-from workers.engines.config import ActorConfig, RefConfig, TrainingConfig
-from workers.engines.megatron.config import MegatronLayout
+from workers.settings.engines import ActorConfig, RefConfig, TrainingConfig
+from workers.settings.megatron import MegatronLayout
+from workers.settings.run import RunConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_TILE = 2**25

@@ -15,12 +15,12 @@ from asyncflow.registry import Registry
 from asyncflow.settings import Settings, own_settings
 from workers.calls.user_class import load_class
 from workers.calls.user_function import load_function
-from workers.config import RunConfig
 from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
-from workers.engines.config import REF_ENGINES, TRAIN_ENGINES
 from workers.engines.setup import EngineSetup
-from workers.rewards.config import RewardModelConfig
-from workers.rollout.config import ENGINES, SamplingConfig
+from workers.settings.engines import REF_ENGINES, TRAIN_ENGINES
+from workers.settings.rewards import RewardModelConfig
+from workers.settings.rollout import ENGINES, SamplingConfig
+from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from workers.engines.hf.frozen import RewardModel

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from asyncflow.errors import ConfigError
-from workers.config import RunConfig
-from workers.engines.config import ActorConfig
 from workers.engines.model_files import max_positions
-from workers.rollout.config import SamplingConfig
+from workers.settings.engines import ActorConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import RunConfig
 
 
 @dataclass(frozen=True)

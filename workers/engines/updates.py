@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.engines.base import StepStats
-from workers.engines.config import ActorConfig, TrainingConfig
+from workers.settings.engines import ActorConfig, TrainingConfig
 
 logger = logging.getLogger(__name__)
 

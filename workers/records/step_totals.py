@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncflow.device import exact_dtype
 from tq.columns import PackedBatch
 from workers.algorithms.parts import LossCounts
-from workers.tasks.dataflow import REWARD_PARTS, SOURCES
+from workers.dataflow import REWARD_PARTS, SOURCES
 from workers.tasks.rollouts import responses_of
 
 _DIFFERENT = "different_response/"

@@ -16,10 +16,10 @@ from typing import Any
 
 from asyncflow.errors import UserCodeFailed
 from asyncflow.repeated import RepeatedWarnings
-from workers.rewards.config import RewardConfig
 from workers.rewards.pooled import GroupPool
 from workers.rewards.scorer import ScoredResponse
 from workers.rollout.rollouts import FinishedRollout
+from workers.settings.rewards import RewardConfig
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import check_function, load_function
 from workers.rewards.base import Score, ScoreFunction
-from workers.rewards.config import ISOLATED, REWARDS, RewardConfig
 from workers.rewards.in_child import FIELD, GROUP_FIELD, compile_pattern
 from workers.rewards.math_verify import check_installed
 from workers.rewards.pooled import PooledReward
 from workers.rewards.remote import RemoteReward, check_url, is_url
+from workers.settings.rewards import ISOLATED, REWARDS, RewardConfig
 
 
 def exact_reward(prompt: str, response: str, ground_truth: str) -> Score:

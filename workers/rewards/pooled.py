@@ -7,8 +7,8 @@ from typing import Any
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import excerpt
 from workers.rewards.base import NO_FIELDS, NOTHING_DRAWN, DrawnResponse, Score
-from workers.rewards.config import RewardConfig
 from workers.rewards.in_child import GROUP_FIELD
+from workers.settings.rewards import RewardConfig
 
 CONCURRENCY = 4
 """Calls at a time where the configuration says nothing."""

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.rewards.base import NO_FIELDS, NOTHING_DRAWN, DrawnResponse, Score, as_score
-from workers.rewards.config import RewardConfig
+from workers.settings.rewards import RewardConfig
 
 _SENDERS = 8
 _FIRST_PAUSE_S = 0.5

@@ -47,11 +47,11 @@ from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 from workers.engines.setup import longest_call
 from workers.engines.stop_strings import StopStrings, StopTokenizer
-from workers.rollout.config import SamplingConfig, of_rollout
 from workers.rollout.live_rollouts import LiveRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
 from workers.rollout.room import room
 from workers.rollout.session_service import open_service
+from workers.settings.rollout import SamplingConfig, of_rollout
 
 logger = logging.getLogger(__name__)
 

@@ -18,17 +18,17 @@ import numpy as np
 
 from asyncflow.errors import TrainingDiverged
 from weightsync.version import Version
-from workers.algorithms.group_filter import load_group_filter
 from workers.context import WorkerContext
+from workers.dataflow import TASKS
 from workers.engines.load import load_generate_engine
 from workers.records.samples import SampleLog
 from workers.rewards.group import GroupReward
+from workers.rewards.group_filter import load_group_filter
 from workers.rewards.scorer import Scorer
 from workers.rollout.feeder import Feeder
 from workers.rollout.functions import open_rollouts
 from workers.rollout.outbox import Outbox, RolloutLease
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest
-from workers.tasks.dataflow import TASKS
 from workers.tasks.graph import task_of
 from workers.weight_path import follow_policy
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
-from workers.algorithms.group_filter import GroupFilter
 from workers.records.samples import SampleLog
 from workers.rewards.group import GroupReward
+from workers.rewards.group_filter import GroupFilter
 from workers.rewards.scorer import ScoredResponse, Scorer
 from workers.rollout.rollouts import FinishedRollout
 

@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from tq.columns import Column, PackedBatch
-from workers.config import RunConfig
 from workers.context import WorkerContext
 from workers.data.tokenizer import TextDecoder
+from workers.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS
 from workers.engines.base import Sequences, TrainEngine, ValueEngine
-from workers.engines.config import TrainingConfig
+from workers.peers import max_over_ranks
+from workers.replicas import ReplicaPeers
+from workers.settings.engines import TrainingConfig
+from workers.settings.run import RunConfig
 from workers.tasks.column_tasks import (
     Advantages,
     ColumnTask,
@@ -24,12 +27,9 @@ from workers.tasks.column_tasks import (
     Rewards,
     cut_of,
 )
-from workers.tasks.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS
 from workers.tasks.rollouts import drawn_per_row, samples_of
 from workers.tasks.user import UserTask
 from workers.trainer.batching import micro_batches
-from workers.trainer.gang_peers import max_over_ranks
-from workers.trainer.replicas import ReplicaPeers
 
 _EMPTY = PackedBatch((), {})
 

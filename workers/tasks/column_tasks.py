@@ -18,18 +18,18 @@ from tq.columns import Column, PackedBatch
 from weightsync.version import Version
 from workers.algorithms.load import load_algorithm
 from workers.calls.user_function import excerpt
-from workers.config import RunConfig
 from workers.context import WorkerContext
+from workers.dataflow import SAMPLE_COLUMNS, TASKS
 from workers.engines.base import Sequences, TrainEngine
-from workers.engines.config import TrainingConfig
 from workers.engines.load import load_forward_model, load_reward_model
+from workers.peers import all_ranks, max_over_ranks
 from workers.rewards.base import LARGEST_REWARD, NO_FIELDS
-from workers.rewards.config import RewardModelConfig
 from workers.rewards.scorer import ScoredResponse, Scorer
-from workers.tasks.dataflow import SAMPLE_COLUMNS, TASKS
+from workers.settings.engines import TrainingConfig
+from workers.settings.rewards import RewardModelConfig
+from workers.settings.run import RunConfig
 from workers.tasks.reference import Reference, reference_step
 from workers.tasks.rollouts import drawn_per_row, responses_of
-from workers.trainer.gang_peers import all_ranks, max_over_ranks
 from workers.weight_path import HeldWeights, open_receiver
 
 _GROUPS = 8

@@ -12,9 +12,7 @@ from asyncflow.job import Job
 from tq.config import ScheduleMode
 from tq.policies import load_policy
 from tq.task_spec import StepSpec, TaskSpec
-from workers.config import RunConfig
-from workers.tasks.config import UserTaskConfig
-from workers.tasks.dataflow import (
+from workers.dataflow import (
     ADMITTED,
     ALIASES,
     CRITIC_TRAIN,
@@ -35,6 +33,8 @@ from workers.tasks.dataflow import (
     place_tasks,
     producers_first,
 )
+from workers.settings.run import RunConfig
+from workers.settings.tasks import UserTaskConfig
 
 
 def graph_of(config: RunConfig) -> tuple[Task, ...]:

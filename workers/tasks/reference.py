@@ -22,7 +22,7 @@ from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.engines.base import Sequences
 from workers.engines.load import load_frozen_model
-from workers.trainer.gang_peers import all_ranks, max_over_ranks
+from workers.peers import all_ranks, max_over_ranks
 from workers.weight_path import open_receiver
 
 logger = logging.getLogger(__name__)

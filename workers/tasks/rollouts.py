@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tq.columns import Column, PackedBatch
-from workers.tasks.dataflow import DRAWN_COLUMNS, SAMPLE_COLUMNS
+from workers.dataflow import DRAWN_COLUMNS, SAMPLE_COLUMNS
 
 SAMPLE_DRAWN, ROW_DRAWN, ROW_BEGINS = "sample_drawn", "row_drawn", "row_begins"
 """Of a sample, in the trainer alone: drawn tokens of it, and of its whole row; whether it is the first of its row."""

@@ -21,13 +21,13 @@ from tq.client.replica import Round
 from tq.client.stall_monitor import StallMonitor
 from tq.columns import PackedBatch
 from tq.messages import NoRows, NoRowsReason
-from workers.algorithms.group_filter import load_group_filter
 from workers.context import WorkerContext
+from workers.dataflow import PlacedTask
+from workers.peers import meet_peers
+from workers.replicas import ReplicaPlace, open_replica
+from workers.rewards.group_filter import load_group_filter
 from workers.tasks.chain import TaskChain
-from workers.tasks.dataflow import PlacedTask
 from workers.tasks.graph import task_of
-from workers.trainer.gang_peers import meet_peers
-from workers.trainer.replicas import ReplicaPlace, open_replica
 
 
 def run_task(context: WorkerContext) -> None:

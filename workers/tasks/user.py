@@ -11,9 +11,9 @@ from tq.columns import Column, PackedBatch
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import excerpt
 from workers.data.tokenizer import TextDecoder
+from workers.dataflow import LOSS_WEIGHTS, TEXT_COLUMNS
+from workers.settings.tasks import UserTaskConfig
 from workers.tasks.column_tasks import ColumnTask
-from workers.tasks.config import UserTaskConfig
-from workers.tasks.dataflow import LOSS_WEIGHTS, TEXT_COLUMNS
 from workers.tasks.rollouts import responses_of
 from workers.tasks.row import TaskRow
 

@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 
 from tq.balance import split_by_tokens
 from tq.columns import PackedBatch
-from workers.engines.config import ActorConfig, TrainingConfig
+from workers.micro_batches import MiniBatchAssigner, cut_by_rows, cut_by_tokens
+from workers.settings.engines import ActorConfig, TrainingConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import ROW_BEGINS
-from workers.trainer.micro_batches import MiniBatchAssigner, cut_by_rows, cut_by_tokens
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from torch import Tensor
 from asyncflow.device import to_device
 from tq.columns import Column, PackedBatch
 from workers.algorithms.losses import MicroLoss
-from workers.config import RunConfig
 from workers.engines.base import CopyingEngine, PolicyCopy, Sequences, TrainEngine
+from workers.settings.run import RunConfig
 from workers.tasks.column_tasks import sequences_of
 
 MakeLoss = Callable[[PackedBatch], MicroLoss]

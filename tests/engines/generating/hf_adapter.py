@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from asyncflow.testing.adapter import Adapter
-from workers.config import ModelConfig
 from workers.engines.hf.engine import HfEngine
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
 
 
 class HfAdapter(Adapter):

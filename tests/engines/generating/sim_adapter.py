@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from asyncflow.testing.adapter import Adapter
-from workers.engines.sim.config import SimConfig
 from workers.engines.sim.engine import SimGenerateEngine, sim_shapes
 from workers.engines.sim.lengths import SimLengths
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.sim import SimConfig
 
 _CONFIG = SimConfig(mean_tokens=12, sigma=0.8, decode_s_per_token=0.0005, parameters=64)
 

@@ -9,10 +9,10 @@ import torch
 
 from asyncflow.testing.adapter import Adapter
 from asyncflow.testing.tiny_model import MAX_POSITIONS
-from workers.config import ModelConfig
-from workers.engines.vllm.config import VllmConfig
 from workers.engines.vllm.engine import VllmEngine
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
+from workers.settings.vllm import VllmConfig
 
 
 class VllmAdapter(Adapter):

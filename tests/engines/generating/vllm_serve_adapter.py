@@ -19,10 +19,10 @@ import pytest
 import configs
 from asyncflow.testing.adapter import Adapter
 from asyncflow.testing.tiny_model import MAX_POSITIONS
-from workers.config import ModelConfig
-from workers.engines.openai.config import OpenAIConfig
 from workers.engines.openai.engine import OpenAIEngine
-from workers.rollout.config import SamplingConfig
+from workers.settings.openai import OpenAIConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
 
 from .vllm_adapter import VllmAdapter
 

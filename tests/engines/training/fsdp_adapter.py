@@ -8,8 +8,8 @@ import torch
 
 from asyncflow.testing.train_adapter import TrainAdapter
 from workers.engines.base import TrainEngine
-from workers.engines.config import ActorConfig
 from workers.engines.fsdp.engine import FsdpEngine
+from workers.settings.engines import ActorConfig
 
 
 class FsdpAdapter(TrainAdapter):

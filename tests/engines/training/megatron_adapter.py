@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from asyncflow.testing.train_adapter import TrainAdapter
 from workers.engines.base import TrainEngine
-from workers.engines.config import ActorConfig
-from workers.engines.megatron.config import MegatronConfig
+from workers.settings.engines import ActorConfig
+from workers.settings.megatron import MegatronConfig
 
 LAYOUTS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "cp2": (1, 1, 2), "dp2": (1, 1, 1)}
 """Tensor parallelism, stages, context parallelism; two ranks each."""

@@ -11,7 +11,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed
 from tests.support.judge import SAID, Judge
 from workers.agents import other_model
 from workers.agents.other_model import OtherModel, Utterance
-from workers.rollout.config import RolloutConfig, ServedModelConfig
+from workers.settings.rollout import RolloutConfig, ServedModelConfig
 
 KEY = "sk-secret-of-a-judge"
 HELLO = [{"role": "user", "content": "hello"}]

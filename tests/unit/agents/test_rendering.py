@@ -15,8 +15,8 @@ from tests.support.chat_templates import QWEN25, SMOLLM2, TEMPLATES, tokenizer
 from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message
 from workers.agents.rendering import TOOL, TemplateRenderer, load_renderer, prove
-from workers.data.config import TemplateSettings
 from workers.data.tokenizer import load_tokenizer
+from workers.settings.data import TemplateSettings
 
 ASKED: list[Message] = [{"role": "user", "content": "What is 6*7?"}]
 NEXT: list[Message] = [{"role": "user", "content": "And  37*64?\n"}]

@@ -13,11 +13,11 @@ from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
 from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.off_policy import OffPolicyConfig
 from workers.algorithms.ppo import PPO
-from workers.algorithms.registry import AlgorithmConfig
 from workers.algorithms.rloo import leave_one_out
-from workers.rollout.config import RolloutConfig
+from workers.settings.algorithm_names import AlgorithmConfig
+from workers.settings.off_policy import OffPolicyConfig
+from workers.settings.rollout import RolloutConfig
 from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from torch import Tensor
 from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import generalized_advantages, token_rewards
 from workers.algorithms.algorithm import Moments
-from workers.algorithms.config import PPOConfig
 from workers.algorithms.losses import ValueLoss, clipped_value_loss
 from workers.algorithms.parts import loss_scale
 from workers.algorithms.ppo import PPO
+from workers.settings.algorithms import PPOConfig
 from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")

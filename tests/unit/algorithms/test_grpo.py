@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tq.columns import Column, PackedBatch
-from workers.algorithms.config import GRPOConfig
 from workers.algorithms.grpo import GRPO
 from workers.algorithms.losses import PolicyLoss
 from workers.algorithms.parts import LossCounts, PolicyParts, PPOClip
+from workers.settings.algorithms import GRPOConfig
 from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")

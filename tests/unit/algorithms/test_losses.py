@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import ConfigError
 from workers.algorithms.losses import PolicyLoss, kl_divergence
-from workers.algorithms.off_policy import OffPolicyConfig
 from workers.algorithms.parts import (
     DualClip,
     LossCounts,
@@ -22,6 +21,7 @@ from workers.algorithms.parts import (
     policy_parts,
     token_weights,
 )
+from workers.settings.off_policy import OffPolicyConfig
 
 log_prob = st.floats(-8, 0)
 

@@ -16,9 +16,9 @@ from tests.support.two_engines import RIGHT, drawn
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import PolicyLoss
-from workers.algorithms.off_policy import OffPolicyConfig
 from workers.algorithms.parts import DualClip, PPOClip, Tokens, policy_parts, response_means
-from workers.config import RunConfig
+from workers.settings.off_policy import OffPolicyConfig
+from workers.settings.run import RunConfig
 from workers.tasks.rollouts import sample_columns, samples_of
 
 LENGTHS = torch.tensor([2, 0, 3])

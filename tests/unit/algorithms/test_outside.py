@@ -16,11 +16,11 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.plan.scenario import Training
 from tq.columns import Column, PackedBatch
-from workers.algorithms.config import GRPOConfig
 from workers.algorithms.load import load_algorithm, outside_algorithm
-from workers.algorithms.registry import OutsideConfig
-from workers.config import RunConfig
-from workers.tasks.dataflow import place_tasks
+from workers.dataflow import place_tasks
+from workers.settings.algorithm_names import OutsideConfig
+from workers.settings.algorithms import GRPOConfig
+from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of
 from workers.tasks.rollouts import sample_columns, samples_of
 
@@ -32,7 +32,7 @@ from dataclasses import replace
 
 from tq.columns import Column
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import DAPOConfig, GRPOConfig, KlLossConfig, PPOConfig, RLOOConfig
+from workers.settings.algorithms import DAPOConfig, GRPOConfig, KlLossConfig, PPOConfig, RLOOConfig
 from workers.algorithms.grpo import GRPO
 
 class Bare(GRPO):
@@ -173,10 +173,10 @@ def test_the_launcher_imports_no_torch_for_it(code: Path) -> None:
         ("custom_algorithm:Nothing", {}, "defines no 'Nothing'"),
         ("no_such_module:Class", {}, "algorithm.name: no module 'no_such_module'"),
         ("refused_algorithms:function", {}, "is no class"),
-        ("refused_algorithms:Bare", {}, "has no Config derived from workers.algorithms.config.KlLossConfig"),
+        ("refused_algorithms:Bare", {}, "has no Config derived from workers.settings.algorithms.KlLossConfig"),
         ("refused_algorithms:Nothing", {}, "min_group_size of its Config is 'two'; give 1 or more responses"),
         ("refused_algorithms:WithCritic", {}, "has a critic, or its KL penalty in the reward"),
-        ("refused_algorithms:InReward", {}, "has no Config derived from workers.algorithms.config.KlLossConfig"),
+        ("refused_algorithms:InReward", {}, "has no Config derived from workers.settings.algorithms.KlLossConfig"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(code: Path, name: str, section: dict[str, object], message: str) -> None:

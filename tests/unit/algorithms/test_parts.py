@@ -9,7 +9,6 @@ from torch import Tensor
 
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import PolicyLoss, kl_divergence
-from workers.algorithms.off_policy import OffPolicyConfig
 from workers.algorithms.parts import (
     BinaryDivergence,
     DualClip,
@@ -20,8 +19,9 @@ from workers.algorithms.parts import (
     policy_parts,
     response_means,
 )
-from workers.algorithms.registry import AlgorithmConfig
-from workers.rollout.config import RolloutConfig
+from workers.settings.algorithm_names import AlgorithmConfig
+from workers.settings.off_policy import OffPolicyConfig
+from workers.settings.rollout import RolloutConfig
 
 LENGTHS = torch.tensor([5, 0, 17, 1, 9])
 CLIPPED = [("grpo", {}), ("dapo", {}), ("gspo", {}), ("gspo", {"eps_clip": 0.1, "eps_clip_high": None}), ("rloo", {}),

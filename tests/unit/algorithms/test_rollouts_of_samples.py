@@ -9,12 +9,12 @@ from pydantic import TypeAdapter
 
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import DAPOConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.parts import LossCounts
 from workers.algorithms.ppo import PPO
-from workers.algorithms.registry import AlgorithmConfig
-from workers.rollout.config import RolloutConfig
+from workers.settings.algorithm_names import AlgorithmConfig
+from workers.settings.algorithms import DAPOConfig
+from workers.settings.rollout import RolloutConfig
 from workers.tasks.rollouts import samples_of
 
 CPU = torch.device("cpu")

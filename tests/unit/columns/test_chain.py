@@ -11,7 +11,7 @@ from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.columns import Column, PackedBatch
-from workers.engines.config import TrainingConfig
+from workers.settings.engines import TrainingConfig
 from workers.tasks import chain
 from workers.tasks.chain import TaskChain, open_task
 from workers.tasks.column_tasks import ColumnTask

@@ -15,8 +15,8 @@ from asyncflow.errors import UserCodeFailed
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.columns import Column, PackedBatch
-from workers.config import RunConfig
 from workers.data.tokenizer import load_tokenizer
+from workers.settings.run import RunConfig
 from workers.tasks.column_tasks import Rewards
 from workers.tasks.rollouts import sample_columns
 

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from workers.config import RunConfig
 from workers.engines.base import Sequences
-from workers.engines.config import ActorConfig
 from workers.engines.device_memory import LOGITS_TILE, ModelSizes, fsdp_memory, megatron_memory, memory_of_roles
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
+from workers.settings.engines import ActorConfig
+from workers.settings.run import RunConfig
 
 QWEN_7B = ModelSizes(
     num_parameters=7_615_616_512, num_layers=28, hidden_size=3584, num_heads=28, num_kv_heads=4, head_dim=128,

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from asyncflow.errors import ConfigError, PlanError
-from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.hf.engine import HfEngine
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
 
 CPU = torch.device("cpu")
 

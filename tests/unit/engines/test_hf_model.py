@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from workers.config import ModelConfig
-from workers.engines.config import ActorConfig
 from workers.engines.fsdp.engine import FsdpEngine, FsdpFrozenModel, FsdpValueEngine
 from workers.engines.hf.frozen import FrozenModel
 from workers.engines.hf.model import check_stored, empty_causal_lm, parameter_aliases
 from workers.engines.hf.weights import HfWeights
+from workers.settings.engines import ActorConfig
+from workers.settings.run import ModelConfig
 
 CPU = torch.device("cpu")
 TRAINING = ActorConfig().for_run(1)

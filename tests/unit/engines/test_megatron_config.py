@@ -10,10 +10,10 @@ from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_megatron
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from workers.config import RunConfig
-from workers.engines.config import ActorConfig
-from workers.engines.megatron.config import DenseModel, MegatronConfig, MegatronLayout, MegatronPlace, check_division
-from workers.trainer.replicas import ReplicaPlace
+from workers.replicas import ReplicaPlace
+from workers.settings.engines import ActorConfig
+from workers.settings.megatron import DenseModel, MegatronConfig, MegatronLayout, MegatronPlace, check_division
+from workers.settings.run import RunConfig
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 24,

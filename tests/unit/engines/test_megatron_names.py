@@ -18,8 +18,8 @@ from weightsync.boxes import Box
 from weightsync.plan import ShardSpec, plan_transfer
 from workers.engines.base import LocalShard
 from workers.engines.hf.model import empty_causal_lm, parameter_aliases
-from workers.engines.megatron.config import DenseModel
 from workers.engines.megatron.names import MegatronGeometry, hf_weight_names, megatron_shards
+from workers.settings.megatron import DenseModel
 
 NUM_LAYERS, HIDDEN, HEAD_DIM, FFN, VOCAB, PADDED_VOCAB = 4, 12, 6, 20, 29, 40
 

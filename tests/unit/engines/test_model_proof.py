@@ -9,11 +9,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from workers.config import ModelConfig
 from workers.engines import model_proof
 from workers.engines.base import Sequences
 from workers.engines.hf.frozen import FrozenModel
 from workers.engines.model_proof import GENERATES, SCORES, prove_model, saved_names
+from workers.settings.run import ModelConfig
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from workers.engines.openai.config import OpenAIConfig
 from workers.engines.openai.server import pauses
+from workers.settings.openai import OpenAIConfig
 
 
 def test_pauses_double_up_to_a_minute() -> None:

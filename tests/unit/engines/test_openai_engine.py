@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from asyncflow.errors import ConfigError, EngineFailed, PlanError, UserCodeFailed
 from tests.support.completions_server import Answer, CompletionsServer, error, events, in_turn, reply, stream
-from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest, Generation, generate
-from workers.engines.openai.config import OpenAIConfig
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.stop_strings import StopTokenizer
-from workers.rollout.config import SamplingConfig
+from workers.settings.openai import OpenAIConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
 
 EOS = 1
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.engines.hf.engine import draw_tokens
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
 
 
 def config(**changes: float) -> SamplingConfig:

@@ -19,17 +19,17 @@ from safetensors.torch import load_file
 from asyncflow.errors import BadRequest
 from launcher.config.paths import find_recipe
 from tests.support.chat_templates import TEMPLATES, tokenizer
-from workers.config import ModelConfig
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.hf.engine import HfEngine
-from workers.engines.sim.config import SimConfig
 from workers.engines.sim.engine import SimGenerateEngine
 from workers.engines.sim.lengths import SimLengths
 from workers.engines.stop_strings import Stopped, StopStrings, StopTokenizer, unusable_stop
 from workers.engines.vllm.engine import VllmEngine
-from workers.rollout.config import RolloutConfig, SamplingConfig
 from workers.rollout.rollouts import RolloutRequest, SingleTurn
+from workers.settings.rollout import RolloutConfig, SamplingConfig
+from workers.settings.run import ModelConfig
+from workers.settings.sim import SimConfig
 
 CPU = torch.device("cpu")
 NEVER = threading.Event()

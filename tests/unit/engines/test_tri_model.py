@@ -11,10 +11,10 @@ from torch import Tensor
 from asyncflow.errors import ConfigError
 from tq.columns import Column, PackedBatch
 from workers.algorithms.losses import MicroLoss
-from workers.config import RunConfig
 from workers.engines.base import TrainEngine
 from workers.engines.fsdp.engine import FsdpEngine
 from workers.engines.load import load_frozen_model, load_train_engine
+from workers.settings.run import RunConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.graph import graph_of
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from workers.engines.config import ActorConfig
 from workers.engines.updates import Updates
+from workers.settings.engines import ActorConfig
 
 
 def make_updates(**settings: object) -> Updates:

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from asyncflow.errors import ConfigError
 from workers.engines.base import Sequences
-from workers.engines.config import ActorConfig, CriticConfig
 from workers.engines.fsdp.engine import FsdpValueEngine
+from workers.settings.engines import ActorConfig, CriticConfig
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 CPU = torch.device("cpu")

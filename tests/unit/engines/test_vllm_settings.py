@@ -13,12 +13,12 @@ from pydantic import ValidationError
 from asyncflow.device import visible_alone
 from asyncflow.errors import ConfigError
 from weightsync.plan import Need
-from workers.config import ModelConfig
-from workers.engines.vllm.config import VllmConfig
 from workers.engines.vllm.engine import VllmEngine
 from workers.engines.vllm.mailbox import Letter, MailboxReader, WeightMailbox
 from workers.engines.vllm.process import engine_arguments, plan_log_probs, process_variables
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
+from workers.settings.vllm import VllmConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 

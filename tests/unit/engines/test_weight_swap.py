@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from workers.config import ModelConfig
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation, generate
 from workers.engines.hf.engine import HfEngine
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
 
 REQUESTS = [GenerateRequest(i, torch.arange(2, 6), seed=100 + i) for i in range(8)]
 

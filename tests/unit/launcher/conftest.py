@@ -11,7 +11,7 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import `made_run` and `planned` by name
 

@@ -15,8 +15,8 @@ from tq.config import ScheduleConfig
 from tq.refill import Refill, RemovalCause
 from workers.admission.state import AdmissionState
 from workers.checkpoint.files import CheckpointMeta, FileEntry, describe
-from workers.config import RunConfig
 from workers.records.ledger_file import Ledger
+from workers.settings.run import RunConfig
 
 Line = dict[str, Any]
 NUM_PROMPTS = 7

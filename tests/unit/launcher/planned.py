@@ -9,7 +9,7 @@ from launcher.config.paths import find_recipe
 from launcher.plan.cost_model import CostModel
 from launcher.plan.report import open_planner
 from launcher.plan.scenario import Work
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,

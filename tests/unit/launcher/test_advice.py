@@ -13,7 +13,7 @@ from launcher.plan.scenario import Scenario, Times
 from launcher.plan.simulation import Simulated, simulate
 from launcher.run.advice import Advice, Advisor, Load, better_split
 from launcher.run.rundir import write_plan
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 EVERY = range(1, 25)
 DIVISORS = (1, 2, 3, 4, 6, 8, 12, 24)

@@ -15,7 +15,7 @@ from launcher.config.paths import find_recipe
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.ppo import PPO
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 from workers.tasks.rollouts import sample_columns, samples_of
 
 GSPO = ("algorithm={name: gspo}", "algorithm.off_policy.method=none")

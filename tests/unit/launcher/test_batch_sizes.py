@@ -6,7 +6,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.checks.batch_sizes import check_batch_sizes, num_micro_batches
 from launcher.config.load import load_config
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 Configure = Callable[[int, int, int, int], RunConfig]
 

@@ -17,7 +17,7 @@ from launcher.cli.launch import launch
 from launcher.config.load import load_config
 from launcher.doctor.child import resolve
 from launcher.doctor.messages import Order
-from workers.algorithms.config import CISPOConfig
+from workers.settings.algorithms import CISPOConfig
 
 WriteConfig = Callable[..., Path]
 Edit = Callable[[Path], None]

@@ -9,7 +9,7 @@ from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe, packaged_recipes
 from tq.config import Fill, ScheduleConfig
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 WriteConfig = Callable[..., Path]
 

@@ -7,7 +7,7 @@ from asyncflow.errors import ConfigError
 from launcher.checks.devices import Devices, find_devices
 from launcher.checks.models import check_broadcast
 from launcher.config.load import load_config
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 
 def make_dev(tmp_path: Path, *names: str) -> Path:

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from asyncflow.errors import ConfigError
 from launcher.config import hub
 from launcher.config.load import load_config
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 WriteConfig = Callable[..., Path]
 COMMIT, OLD = "c" * 40, "0" * 40

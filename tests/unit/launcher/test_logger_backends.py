@@ -16,7 +16,7 @@ from launcher.loggers.backends import TABLE, check_loggers, make_logger
 from launcher.loggers.base import LoggedRun
 from launcher.loggers.processes import feeding
 from tests.support.logged_runs import add_steps, append, go_back, make_run
-from workers.config import LOGGERS, LoggerConfig, RunConfig
+from workers.settings.run import LOGGERS, LoggerConfig, RunConfig
 
 STEPS = [1, 2, 3, 4, 5, 6]
 OPTIONS = {"wandb": {"mode": "offline"}, "swanlab": {"mode": "offline"}}

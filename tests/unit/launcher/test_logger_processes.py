@@ -12,7 +12,7 @@ import pytest
 from launcher.loggers.processes import RETRY_S, feeding
 from tests.support.logged_runs import add_steps, make_run
 from tests.support.processes import wait_until
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 LOGGER = '''
 import json, os, sys, time

@@ -66,7 +66,7 @@ ALGORITHMS = """
 from pydantic import model_validator
 from tq.columns import Column
 from workers.algorithms.algorithm import Algorithm
-from workers.algorithms.config import GRPOConfig, KlLossConfig
+from workers.settings.algorithms import GRPOConfig, KlLossConfig
 from workers.algorithms.grpo import GRPO
 
 class Own(GRPO):

@@ -13,7 +13,7 @@ from asyncflow.job import GangSpec
 from launcher.checks.devices import Devices
 from launcher.config.load import load_config
 from launcher.run.placement import place_gangs
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 Configure = Callable[..., RunConfig]
 

@@ -16,8 +16,8 @@ from launcher.plan.report import model_sizes, open_planner
 from launcher.plan.search import _Candidate, _next
 from launcher.plan.splits import splits
 from tq.config import ScheduleMode
-from workers.algorithms.config import PPOConfig
-from workers.config import RunConfig
+from workers.settings.algorithms import PPOConfig
+from workers.settings.run import RunConfig
 
 
 def with_roles(config: RunConfig, **roles: int) -> RunConfig:

@@ -14,9 +14,9 @@ from launcher.plan.cost_model import parameters_of
 from launcher.plan.devices import find_device
 from launcher.plan.report import open_planner
 from launcher.plan.scenario import Latency
-from workers.algorithms.config import PPOConfig
-from workers.config import RunConfig
-from workers.rewards.config import RewardModelConfig
+from workers.settings.algorithms import PPOConfig
+from workers.settings.rewards import RewardModelConfig
+from workers.settings.run import RunConfig
 
 DEVICES = ("ascend-910b", "ascend-910c", "a100", "h100", "h200", "cpu")
 

@@ -17,12 +17,12 @@ from tq.config import ScheduleMode
 from tq.policies import Fifo, Item
 from tq.task_spec import Offer, StepSpec, choose
 from weightsync.agent.swap_turns import SwapTurns
+from workers import micro_batches
 from workers.admission.state import AdmissionState
-from workers.config import RunConfig
+from workers.dataflow import PlacedTask, Task, place_tasks
 from workers.engines.sim.decoding import Decoding
-from workers.tasks.dataflow import PlacedTask, Task, place_tasks
-from workers.trainer import micro_batches
-from workers.trainer.micro_batches import MiniBatchAssigner
+from workers.micro_batches import MiniBatchAssigner
+from workers.settings.run import RunConfig
 
 FREE = Latency(0, 0, 0, 0, 0, 0, 0, 0)
 

@@ -19,8 +19,8 @@ from launcher.plan.report import auto_plan, open_planner, plan_json, plan_text, 
 from launcher.plan.scenario import Turns
 from launcher.plan.simulation import simulate
 from tq.config import Fill
-from workers.algorithms.config import PPOConfig
-from workers.config import RunConfig
+from workers.settings.algorithms import PPOConfig
+from workers.settings.run import RunConfig
 
 
 def test_context_parallelism_is_planned_where_nothing_else_fits_the_longest_response(

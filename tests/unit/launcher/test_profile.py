@@ -33,7 +33,7 @@ from launcher.plan.profile import (
 )
 from launcher.plan.report import auto_plan, model_sizes, open_planner
 from launcher.plan.scenario import Turns
-from workers.config import RunConfig
+from workers.settings.run import RunConfig
 
 CPU = {"name": "cpu, of the test", "kind": "cpu", "cores": 2, "torch": "2.10", "memory_gb": 16.0}
 LAYERS = 30

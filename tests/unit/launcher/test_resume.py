@@ -19,10 +19,10 @@ from launcher.run.restore import Checkpoint, cut_lines, newest_checkpoint, next_
 from launcher.run.resume import check_resume, find_checkpoint, unsaved_run
 from launcher.run.rundir import running_launcher
 from workers.checkpoint.files import CheckpointMeta, describe
-from workers.config import RunConfig
 from workers.data.task_source import data_identity
 from workers.data.tokenizer import tokenizer_files
 from workers.engines.model_files import model_fingerprint
+from workers.settings.run import RunConfig
 
 SHARD = "dcp/__0_0.distcp"
 EXPORT = "hf/model.safetensors"

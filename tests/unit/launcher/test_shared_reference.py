@@ -11,8 +11,8 @@ from launcher.checks.devices import Devices
 from launcher.checks.models import check_reference
 from launcher.config.load import load_config
 from launcher.run.placement import place_gangs
-from workers.config import RunConfig
 from workers.engines.device_memory import ModelSizes, memory_of_roles
+from workers.settings.run import RunConfig
 
 Configure = Callable[..., RunConfig]
 MEGATRON = {"engine": "megatron", "megatron": {"tensor_parallel": 4, "pipeline_parallel": 2}}

@@ -12,10 +12,10 @@ import torch
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.rewards.base import DrawnResponse, Score, ScoreFunction, as_score
-from workers.rewards.config import RewardConfig
 from workers.rewards.in_child import group_reward, user_reward
 from workers.rewards.load import check_reward, load_reward
 from workers.rewards.pooled import PooledReward
+from workers.settings.rewards import RewardConfig
 
 SOURCE = """
 from workers.rewards.base import Score, ScoreFunction, as_score

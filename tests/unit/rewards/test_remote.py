@@ -12,8 +12,8 @@ import pytest
 
 from asyncflow.errors import UserCodeFailed
 from workers.rewards.base import Score
-from workers.rewards.config import RewardConfig
 from workers.rewards.remote import RemoteReward, _Waiting
+from workers.settings.rewards import RewardConfig
 
 Samples = list[dict[str, str]]
 Reply = Callable[[Samples], "tuple[int, Any]"]

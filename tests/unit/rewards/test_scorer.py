@@ -14,9 +14,9 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from workers.data.tokenizer import load_tokenizer
 from workers.rewards.base import Score
-from workers.rewards.config import RewardConfig
 from workers.rewards.scorer import Scorer
 from workers.rollout.rollouts import FinishedRollout
+from workers.settings.rewards import RewardConfig
 
 DEADLINE_S = 20
 PROMPT, RESPONSE = torch.tensor([3]), torch.tensor([4])

@@ -8,7 +8,7 @@ from asyncflow.errors import NothingToLearn, TooManyFailures
 from tq.config import Fill, ScheduleConfig, ScheduleMode
 from tq.refill import RemovalCause
 from workers.admission.state import AdmissionState, AdmittedGroup
-from workers.rollout.config import RolloutConfig
+from workers.settings.rollout import RolloutConfig
 
 
 def schedule(max_staleness: int = 1, batch: int = 3, size: int = 2) -> ScheduleConfig:

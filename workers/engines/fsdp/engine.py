@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from workers.engines.base import LocalShard, LossFunction, Sequences, ValueLossFunction, check_sequences
-from workers.engines.config import ActorConfig, TrainingConfig
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import ShardedModel, over_ranks, reshard, shard
 from workers.engines.hf.model import DTYPES, check_stored, empty_causal_lm, materialize, stored_names, vocab_size
@@ -32,6 +31,7 @@ from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs, response_logits
 from workers.engines.setup import EngineSetup
 from workers.engines.shared_model import SharedModel
+from workers.settings.engines import ActorConfig, TrainingConfig
 
 
 class FsdpEngine(ShardedModel):

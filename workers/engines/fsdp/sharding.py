@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from workers.engines.base import LocalShard, Sequences, StepStats
-from workers.engines.config import ActorConfig, TrainingConfig
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.hf.model import (
     check_stored,
@@ -34,6 +33,7 @@ from workers.engines.model_files import POLICY_KEY
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, cut
 from workers.engines.updates import Updates, decay, decays
+from workers.settings.engines import ActorConfig, TrainingConfig
 
 COMPILER = "inductor"
 """Backend of `torch.compile`."""

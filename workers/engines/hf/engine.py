@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from weightsync.plan import Need
-from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.attention import STEP_ATTENTION
 from workers.engines.hf.batch import Response, RunningBatch, StepInputs
@@ -37,7 +36,8 @@ from workers.engines.hf.model import (
 )
 from workers.engines.model_files import eos_token_ids, max_positions
 from workers.engines.setup import EngineSetup
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
 
 
 class HfEngine:

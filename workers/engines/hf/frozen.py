@@ -15,9 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from asyncflow.errors import ConfigError
 from weightsync.plan import Need
-from workers.config import ModelConfig
 from workers.engines.base import Sequences, check_sequences
-from workers.engines.config import TrainingConfig
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import over_ranks, reshard, shard
 from workers.engines.hf.model import (
@@ -37,6 +35,8 @@ from workers.engines.model_files import HEAD_TENSORS, SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
 from workers.engines.setup import EngineSetup
+from workers.settings.engines import TrainingConfig
+from workers.settings.run import ModelConfig
 
 
 class FrozenModel:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from asyncflow.errors import ConfigError
-from workers.engines.config import ActorConfig
-from workers.engines.megatron.config import DenseModel, MegatronLayout
 from workers.engines.megatron.context import MegatronPackedAttention
 from workers.engines.megatron.names import MegatronGeometry
+from workers.settings.engines import ActorConfig
+from workers.settings.megatron import DenseModel, MegatronLayout
 
 
 @dataclass(frozen=True)

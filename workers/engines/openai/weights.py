@@ -18,8 +18,8 @@ from pathlib import Path
 from asyncflow.errors import EngineFailed
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import Callee, load_function
-from workers.engines.openai.config import UPDATE_ARGUMENTS, OpenAIConfig
 from workers.engines.openai.server import OpenAIServer, RequestRefused, ServerBusy
+from workers.settings.openai import UPDATE_ARGUMENTS, OpenAIConfig
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from weightsync.plan import Need
 from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFunction, Sequences, StepStats
 from workers.engines.hf.weights import SavedTensors
 from workers.engines.setup import EngineSetup
-from workers.engines.sim.config import SimConfig
 from workers.engines.sim.decoding import Decoding
 from workers.engines.sim.lengths import SimLengths
+from workers.settings.sim import SimConfig
 
 _TOKEN = 2
 _ROWS = 64

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.engines.sim.config import SimConfig
+from workers.settings.sim import SimConfig
 
 
 class SimLengths:

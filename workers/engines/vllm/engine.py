@@ -26,16 +26,16 @@ from asyncflow.errors import EngineFailed
 from weightsync.plan import Need
 from weightsync.rank_receivers import Following
 from weightsync.version import Version
-from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.model_files import eos_token_ids, max_positions
 from workers.engines.response_tasks import ResponseTasks
 from workers.engines.setup import EngineSetup
-from workers.engines.vllm.config import VllmConfig
 from workers.engines.vllm.mailbox import WeightMailbox
 from workers.engines.vllm.process import VllmProcess, engine_arguments, max_length, plan_log_probs
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
+from workers.settings.vllm import VllmConfig
 
 _SHUTDOWN_S = 1.0
 """How long vLLM's process may take to end by itself (s)."""

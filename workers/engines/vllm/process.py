@@ -21,10 +21,10 @@ from asyncflow.errors import ConfigError, EngineFailed
 from asyncflow.extras import pip_line
 from asyncflow.network import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE, NCCL_INTERFACE
 from asyncflow.process import PR_SET_PDEATHSIG, variables_set
-from workers.config import ModelConfig
-from workers.engines.vllm.config import VllmConfig
 from workers.engines.vllm.mailbox import BACKEND
-from workers.rollout.config import SamplingConfig
+from workers.settings.rollout import SamplingConfig
+from workers.settings.run import ModelConfig
+from workers.settings.vllm import VllmConfig
 
 WORKER_EXTENSION = "workers.engines.vllm.worker.AsyncFlowWorker"
 """What vLLM imports in each of its worker processes."""

@@ -7,7 +7,7 @@ PolicyConfig            what every policy loss has
   '- RLOOConfig         the KL penalty is part of the reward
 PPOClipConfig           PPO's clip and the dual one, of all but CISPO and DPPO
 
-A key of another algorithm is refused. Names are in `workers.algorithms.registry`.
+A key of another algorithm is refused. Names are in `workers.settings.algorithm_names`.
 """
 
 from dataclasses import replace
@@ -17,8 +17,8 @@ from pydantic import Field, model_validator
 
 from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
-from workers.algorithms.off_policy import OffPolicyConfig
-from workers.tasks.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic_free_tasks
+from workers.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic_free_tasks
+from workers.settings.off_policy import OffPolicyConfig
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -144,7 +144,7 @@ class PolicyConfig(Settings):
         )
 
     def check(self, run: Any) -> None:
-        """Refuse other settings of the run (`workers.config.RunConfig`) that the algorithm cannot be trained with.
+        """Refuse other settings of the run (`workers.settings.run.RunConfig`) that the algorithm cannot be trained with.
 
         Raises:
             ConfigError: says which.

@@ -16,16 +16,16 @@ from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from tq.policies import policy_name
 from weightsync.config import WeightSyncConfig
-from workers.algorithms.config import GRPOConfig
-from workers.algorithms.registry import AlgorithmConfig
-from workers.data.config import HELD_OUT_SOURCES, DataConfig, HubPart
-from workers.engines.config import ActorConfig, CriticConfig, RefConfig, TrainingConfig
-from workers.engines.openai.config import OpenAIConfig
-from workers.engines.sim.config import SimConfig
-from workers.engines.vllm.config import VllmConfig
-from workers.rewards.config import RewardConfig
-from workers.rollout.config import ENGINES, RolloutConfig, SamplingConfig, Temperature
-from workers.tasks.config import UserTaskConfig
+from workers.settings.algorithm_names import AlgorithmConfig
+from workers.settings.algorithms import GRPOConfig
+from workers.settings.data import HELD_OUT_SOURCES, DataConfig, HubPart
+from workers.settings.engines import ActorConfig, CriticConfig, RefConfig, TrainingConfig
+from workers.settings.openai import OpenAIConfig
+from workers.settings.rewards import RewardConfig
+from workers.settings.rollout import ENGINES, RolloutConfig, SamplingConfig, Temperature
+from workers.settings.sim import SimConfig
+from workers.settings.tasks import UserTaskConfig
+from workers.settings.vllm import VllmConfig
 
 EVALUATE_ENGINES = Registry(ENGINES.group, {name: at for name, at in ENGINES.built_in.items() if name != "openai"})
 """What `evaluate.engine` may say: servers hold the weights of one version, the rollout's."""

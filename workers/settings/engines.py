@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field
 
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
-from workers.engines.megatron.config import MegatronConfig
+from workers.settings.megatron import MegatronConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 TRAIN_ENGINES = Registry(

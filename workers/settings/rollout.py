@@ -7,8 +7,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
-from workers.engines.openai.config import check_address
 from workers.engines.stop_strings import unusable_stop
+from workers.settings.openai import check_address
 
 _COLDEST = 0.01
 _BORNE_DEAD_LETTERS = 8

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 from pydantic import AfterValidator, ConfigDict, Discriminator, Tag
 
 from asyncflow.registry import Registry
-from workers.algorithms.config import (
+from workers.dataflow import Task
+from workers.settings.algorithms import (
     CISPOConfig,
     DAPOConfig,
     DPPOConfig,
@@ -20,7 +21,6 @@ from workers.algorithms.config import (
     ReinforcePlusPlusConfig,
     RLOOConfig,
 )
-from workers.tasks.dataflow import Task
 
 ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
     {

@@ -23,8 +23,8 @@ from tq.client.replica import Replica
 from tq.columns import Column
 from tq.wire import ColumnHeader, describe, unpack
 from workers.context import WorkerContext
-from workers.engines.config import ActorConfig
-from workers.trainer.gang_peers import waiting_for_peers
+from workers.peers import waiting_for_peers
+from workers.settings.engines import ActorConfig
 
 _CPU = torch.device("cpu")
 

@@ -27,9 +27,9 @@ from asyncflow.errors import TrainingDiverged
 from tq.columns import PackedBatch
 from workers.algorithms.losses import kl_divergence
 from workers.algorithms.parts import bounded_ratio
-from workers.config import RunConfig
 from workers.engines.base import LossFunction, TrainEngine
 from workers.records.step_totals import effective_sample_size
+from workers.settings.run import RunConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import SAMPLE_DRAWN
 

@@ -13,9 +13,9 @@ import math
 from collections.abc import Sequence
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.algorithms.config import PolicyConfig
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import check_function
+from workers.settings.algorithms import PolicyConfig
 
 FIELD = "algorithm.group_filter"
 ARGUMENTS = ("rewards",)
