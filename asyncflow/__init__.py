@@ -8,7 +8,11 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # libraries are s
 
 __version__ = "0.1.0"
 
-_HOMES = {"Trainer": "launcher.trainer", "LocalEngines": "workers.local_engines", "connect": "workers.run_client"}
+_HOMES = {
+    "Trainer": "launcher.trainer",
+    "LocalEngines": "workers.outside.local_engines",
+    "connect": "workers.outside.run_client",
+}
 """The front door. Its rooms are in packages above this one, which may not be imported here: by name, on first use."""
 
 

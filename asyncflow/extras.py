@@ -1,6 +1,7 @@
 """The packages behind an extra of this distribution, as a pip line that works: no index has the distribution itself."""
 
 import importlib.metadata
+import importlib.util
 import re
 import shlex
 
@@ -21,3 +22,11 @@ def pip_line(extra: str) -> str:
     packages = [shlex.quote(package.strip()) for package, _, marker in split if belongs.search(marker)]
     assert packages, f"there is no extra {extra!r}"
     return f"pip install {' '.join(packages)}"
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module is there; imports its parent packages alone."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # of a parent package
+        return False

@@ -41,6 +41,26 @@ REPORT_FILE = "report.html"
 META_FILE = "meta.json"
 """In each checkpoint: written last, with size and checksum of every other file."""
 
+DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
+LINE_FILES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE, FEED_FILE)
+LIVE_FILES = (JOB_FILE, STATUS_FILE, "status.tmp")
+OWN_NAMES = frozenset(
+    {
+        CONFIG_FILE,
+        PLAN_FILE,
+        *LINE_FILES,
+        *LIVE_FILES,
+        END_FILE,
+        *DIRECTORIES,
+        INPUTS,
+        LOGGERS,
+        REPORT_FILE,
+        "reference",
+        "export-id",
+    }
+)
+"""What a run may create in its directory."""
+
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 
 

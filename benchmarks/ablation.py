@@ -136,7 +136,7 @@ def staleness(given: Given) -> dict[str, float]:
     """Simulate runs in which things die."""
     from ablation_parts.staleness import under_fire
 
-    from tq.config import Fill, ScheduleMode
+    from workers.settings.schedule import Fill, ScheduleMode
 
     runs = [
         under_fire(ScheduleMode(mode), bound, fill=Fill(fill), samples=_FIRE_SAMPLES, seed=bound)

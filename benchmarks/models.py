@@ -24,8 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from asyncflow.errors import ConfigError  # noqa: E402
 from launcher.checks.model_proof import SHIPPED, name_patterns, question_of, shipped_key, small_config  # noqa: E402
-from workers.engines.model_files import GENERATES as GENERATING_CLASSES  # noqa: E402
-from workers.engines.model_files import check_trainable  # noqa: E402
+from workers.data.model_files import GENERATES as GENERATING_CLASSES  # noqa: E402
+from workers.data.model_files import check_trainable  # noqa: E402
 from workers.engines.model_proof import GENERATES, SCORES, prove_model, saved_names  # noqa: E402
 
 SHIPPED_MODELS = (("quickstart/model", False), ("quickstart_tools/model", False), ("quickstart/reward_model", True))

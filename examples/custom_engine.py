@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
 from weightsync.plan import Need
+from workers.data.model_files import eos_token_ids
 from workers.engines.base import GenerateRequest, Generation, check_request
-from workers.engines.model_files import eos_token_ids
 from workers.engines.setup import EngineSetup
 from workers.settings.run import RunConfig
 

@@ -34,26 +34,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.checkpoint_files import HF
 from asyncflow.errors import ConfigError, RoleFailed
 from asyncflow.json_lines import LineTail
 from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, INPUTS, METRICS_FILE, list_checkpoints
 from launcher.checks.devices import find_devices
-from launcher.cli.request import Accepted, Request
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe, user_path
 from launcher.inputs import DATA_FILE, MODULE, ship_functions, write_rows
 from launcher.loggers.feed import figures
 from launcher.nodes.options import find_place
-from launcher.run.events import DONE, RESUMABLE, USAGE
-from launcher.run.progress import print_line
+from launcher.process.events import DONE, RESUMABLE, USAGE
+from launcher.process.progress import print_line
+from launcher.request.request import Accepted, Request
 from launcher.run.rundir import check_new_run_dir, default_run_dir
-from workers.checkpoint.files import HF
 from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from workers.local_engines import LocalEngines
+    from workers.outside.local_engines import LocalEngines
 
 _CHILD = """
 import signal, sys
@@ -275,7 +275,7 @@ class Trainer:
             ConfigError: see `LocalEngines`.
         """
         from asyncflow.device import open_device
-        from workers.local_engines import LocalEngines
+        from workers.outside.local_engines import LocalEngines
 
         if kind is not None and not (isinstance(kind, type) and issubclass(kind, LocalEngines)):
             raise ConfigError(f"kind: {kind!r} is no subclass of asyncflow.LocalEngines; derive one, or leave it out")

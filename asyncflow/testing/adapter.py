@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tq.config import ScheduleConfig
 from workers.engines.base import GenerateEngine
 from workers.engines.load import load_generate_engine
 from workers.settings.data import DataConfig
 from workers.settings.engines import ActorConfig
 from workers.settings.rollout import RolloutConfig, SamplingConfig
 from workers.settings.run import ModelConfig, RunConfig
+from workers.settings.schedule import ScheduleConfig
 
 
 class Adapter:

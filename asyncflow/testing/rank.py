@@ -21,7 +21,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from asyncflow.errors import BadRequest
 from asyncflow.testing import samples
 from asyncflow.testing.train_adapter import TrainAdapter
-from workers.engines.base import Sequences, TrainEngine
+from workers.engines.base import TrainEngine
+from workers.rows.rows import Sequences
 
 Open = Callable[[], TrainEngine]
 

@@ -25,9 +25,8 @@ from workers.engines.fsdp.engine import FsdpEngine
 from workers.engines.hf.engine import HfEngine
 from workers.engines.hf.weights import HfWeights
 from workers.rewards.scorer import Scorer
+from workers.rows.rows import sample_columns, samples_of, sequences_of
 from workers.settings.run import RunConfig
-from workers.tasks.column_tasks import sequences_of
-from workers.tasks.rollouts import sample_columns, samples_of
 
 _CPU = torch.device("cpu")
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from tq.config import Fill, ScheduleConfig, ScheduleMode
 from tq.control.events import Answer, Event, Fence, Fenced, OwnerGone
 from tq.control.state import ControlState
 from tq.messages import (
@@ -33,6 +32,7 @@ from tq.messages import (
 from tq.task_spec import StepSpec, TaskSpec
 from workers.admission.state import AdmissionState
 from workers.engines.sim.lengths import SimLengths
+from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode
 from workers.settings.sim import SimConfig
 
 _INSTANCES, _SLOTS, _BATCH, _GROUP, _ROUND = 8, 8, 64, 4, 32

@@ -66,7 +66,7 @@ def _roll_out(root: Path, size: int) -> tuple[list[float], int, float]:
     import psutil
 
     from workers.rollout.functions import FunctionRollouts
-    from workers.rollout.rollouts import RolloutRequest
+    from workers.rows.finished import RolloutRequest
 
     wake = threading.Event()
     rollouts = FunctionRollouts(_engine(size), _setup(root), max_running=size, on_failure="zero", wake=wake)

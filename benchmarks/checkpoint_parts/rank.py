@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from asyncflow.checkpoint_files import sync_tree
 from checkpoint_parts.state import SyntheticEngine
 from workers.checkpoint.checkpointer import Checkpointer
-from workers.checkpoint.files import sync_tree
 from workers.checkpoint.writer import Contents, RunFacts
-from workers.peers import gather
+from workers.rank.peers import gather
 from workers.settings.run import CheckpointConfig
 
 _SIDE = 512

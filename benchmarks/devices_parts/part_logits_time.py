@@ -8,9 +8,9 @@ from end_to_end_parts.training_case import median_seconds
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from devices_parts.whole_logits import HIDDEN, VOCABULARY, WAYS, inputs, of_logits
-from workers.engines.base import Sequences
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs, response_logits
+from workers.rows.rows import Sequences
 
 SAMPLES, PROMPT, RESPONSE = 4, 64, 256
 

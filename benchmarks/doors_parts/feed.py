@@ -30,7 +30,7 @@ def measure(_: int) -> dict[str, float]:
     from workers.admission.feed_service import FeedService
     from workers.data.feed_file import FeedFile
     from workers.data.prompt_dataset import FedPrompts, PromptTokens
-    from workers.run_client import Announcement
+    from workers.outside.run_client import Announcement
 
     config = load_config(
         find_recipe("quickstart"), overrides=["data.path=null", "data.source=feed", "data.max_prompt_tokens=512"]

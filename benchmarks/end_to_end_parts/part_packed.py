@@ -25,7 +25,7 @@ from end_to_end_parts.training_case import (
     save_model,
 )
 from tq.balance import split_by_tokens
-from workers.engines.base import Sequences
+from workers.rows.rows import Sequences
 
 ROWS, SIZE = 32, 8
 PROMPT, RESPONSE, SPREAD = 64.0, 64.0, 0.9

@@ -25,8 +25,8 @@ from end_to_end_parts.training_case import (
     process_group,
     save_model,
 )
-from workers.engines.base import Sequences
 from workers.engines.fsdp.engine import FsdpEngine
+from workers.rows.rows import Sequences
 
 SHAPE = (512, 32, 8)
 SHAPES = (SHAPE, (512, 32, 4), (512, 128, 8), (128, 128, 8), (64, 256, 8), (1024, 32, 8))

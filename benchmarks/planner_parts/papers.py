@@ -22,8 +22,8 @@ from launcher.plan.choices import batch_sizes
 from launcher.plan.plan import Plan
 from launcher.plan.report import open_planner
 from launcher.plan.search import Planner
-from tq.config import ScheduleMode
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleMode
 
 _RECIPE, _DEVICE = "qwen2.5-7b-grpo-deepscaler-npu", "ascend-910b"
 _PROMPTS, _MEAN_TOKENS, _SIGMA = 1024, 2000, 0.8

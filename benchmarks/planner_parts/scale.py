@@ -34,7 +34,7 @@ from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import SealedStore, connect_store, serve_store
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
-from launcher.run.progress import Status
+from launcher.process.progress import Status
 from launcher.run.rank_watch import RankWatch
 from launcher.run.restarts import RestartLog
 from launcher.run.status import RunStatus

@@ -16,9 +16,8 @@ from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation, LocalShard, generate
 from workers.engines.load import load_generate_engine, load_train_engine
 from workers.rewards.scorer import Scorer
+from workers.rows.rows import sample_columns, samples_of, sequences_of
 from workers.settings.run import RunConfig
-from workers.tasks.column_tasks import sequences_of
-from workers.tasks.rollouts import sample_columns, samples_of
 
 
 class GrpoUpdates:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from asyncflow.size_text import size_text
+from workers.data.model_files import read_model_config
 from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
-from workers.engines.model_files import read_model_config
 from workers.settings.run import RunConfig
 
 _OF_COPIES = (

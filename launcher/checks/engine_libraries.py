@@ -2,10 +2,8 @@
 imports none of them. `doctor` and `sbatch`, which may plan a run for other machines, do without.
 """
 
-import importlib.util
-
 from asyncflow.errors import ConfigError
-from asyncflow.extras import pip_line
+from asyncflow.extras import is_installed, pip_line
 from workers.settings.run import RunConfig
 
 ACCELERATED = ("megatron",)
@@ -51,14 +49,6 @@ def check_libraries(config: RunConfig, *, device: str) -> None:
             f"tq.backend: {backend} needs the package {_BACKENDS[backend]}, which is not installed here; "
             f"{pip_line(backend)}, or set tq.backend.kind to memory"
         )
-
-
-def is_installed(module: str) -> bool:
-    """Return whether a module is there; imports its parent packages alone."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # of a parent package
-        return False
 
 
 def install(engine: str, device: str) -> str:

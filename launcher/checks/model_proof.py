@@ -21,7 +21,7 @@ from typing import Any
 import workers
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
-from workers.engines.model_files import POLICY_KEY, name_pattern, read_model_config, stored_tensors
+from workers.data.model_files import POLICY_KEY, name_pattern, read_model_config, stored_tensors
 from workers.settings.run import RunConfig
 
 SHIPPED = Path(__file__).with_name("proven_models.json")

@@ -6,7 +6,7 @@ from pathlib import Path
 from asyncflow.errors import ConfigError
 from launcher.config.paths import check_makeable
 from workers.calls.user_function import check_function
-from workers.engines.model_files import (
+from workers.data.model_files import (
     SCORE_HEAD,
     SCORES,
     check_other_model_dir,

@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.job import GangSpec
+from asyncflow.run_files import OWN_NAMES
 from launcher.checks.algorithms import check_algorithm
 from launcher.checks.batch_sizes import check_batch_sizes, check_token_budget
 from launcher.checks.device_memory import device_memory
@@ -24,21 +25,14 @@ from launcher.checks.models import (
     ranks_per_instance,
 )
 from launcher.checks.notes import start_notes
+from launcher.checks.placement import place_gangs
 from launcher.checks.rollouts import check_own_rollouts, check_rollout_code
 from launcher.checks.simulated import check_sim
 from launcher.config.paths import check_makeable
-from launcher.run.placement import place_gangs
-from launcher.run.rundir import OWN_NAMES
 from tq.policies import policy_name
 from workers.admission.task_sampler import try_sampler
 from workers.calls.user_function import check_function, search_beside
-from workers.data.prompt_check import ShownPrompt, check_ends, check_prompts
-from workers.data.prompt_rows import PromptRow, check_templates, read_data
-from workers.data.task_source import TaskSource, held_out_rows
-from workers.data.tokenizer import ModelTokenizer
-from workers.dataflow import PlacedTask, place_tasks
-from workers.engines.device_memory import Parts
-from workers.engines.model_files import (
+from workers.data.model_files import (
     BACKBONE,
     check_model_dir,
     check_other_model_dir,
@@ -47,9 +41,15 @@ from workers.engines.model_files import (
     read_model_config,
     stored_tensors,
 )
-from workers.outside import check_policy
+from workers.data.prompt_check import ShownPrompt, check_ends, check_prompts
+from workers.data.prompt_rows import PromptRow, check_templates, read_data
+from workers.data.task_source import TaskSource, held_out_rows
+from workers.data.tokenizer import ModelTokenizer
+from workers.engines.device_memory import Parts
 from workers.rewards.group_filter import check_group_filter
 from workers.rewards.load import check_reward
+from workers.roles.own_classes import check_policy
+from workers.settings.dataflow import PlacedTask, place_tasks
 from workers.settings.megatron import DenseModel, check_division
 from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of
@@ -293,7 +293,7 @@ def _check_evaluate(config: RunConfig) -> None:
 
 def _check_queue(config: RunConfig) -> None:
     """Refuse limits under which a step could never be completed, and a policy that does not exist."""
-    if ":" not in policy_name(config.tq.policy):  # else `workers.outside` did
+    if ":" not in policy_name(config.tq.policy):  # else `workers.roles.own_classes` did
         check_policy(config)
     check_token_budget(config)
     schedule, limit = config.schedule, config.tq.max_live_rows

@@ -11,7 +11,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import check_function
 from workers.data.prompt_rows import PromptRow
-from workers.dataflow import TRAINERS
+from workers.settings.dataflow import TRAINERS
 from workers.settings.rollout import FUNCTIONS, of_rollout
 from workers.settings.run import RunConfig
 

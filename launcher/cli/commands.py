@@ -8,9 +8,9 @@ from typing import Literal
 import click
 
 from asyncflow.run_files import TIMELINE
-from launcher.cli.exits import OneLineCommand, OneLineGroup, errors_as_exits
 from launcher.cli.launch import launch
-from launcher.run.events import FAILED
+from launcher.process.events import FAILED
+from launcher.request.exits import OneLineCommand, OneLineGroup, errors_as_exits
 from launcher.slurm.command import sbatch_command
 
 
@@ -256,7 +256,7 @@ def report_command(run_dir: Path | None) -> None:
 def samples_command(run_dir: Path | None, *, step: int | None, worst: int, best: int, number: int) -> None:
     """Print conversations of a run with their rewards. RUN_DIR: default the newest."""
     with errors_as_exits():
-        from launcher.cli.samples import samples_text
+        from launcher.report.samples import samples_text
         from launcher.run.rundir import newest_run
 
         directory = run_dir or newest_run("RUN_DIR", "name a run directory")

@@ -9,7 +9,7 @@ import time
 
 import click
 
-from launcher.cli.exits import OneLineCommand, errors_as_exits, prepare_streams
+from launcher.request.exits import OneLineCommand, errors_as_exits, prepare_streams
 
 EPILOG = """Without CONFIG the packaged quickstart runs, or with --resume the run's own configuration.
 Exit codes: 0 done, 1 the run failed, 2 usage or configuration error, 75 stopped and resumable."""
@@ -47,8 +47,8 @@ def launch(
     """Train a language model with asynchronous RL from CONFIG, a YAML file or the name of a packaged recipe."""
     started_at = time.time()
     prepare_streams()
-    from launcher.cli.request import Request
     from launcher.nodes.options import find_place
+    from launcher.request.request import Request
 
     with errors_as_exits():
         place = find_place(nnodes, node_rank, head, os.environ)

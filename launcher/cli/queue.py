@@ -10,7 +10,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
 from launcher.config.errors import Origins, explain
 from launcher.config.yaml_file import read_yaml
-from launcher.run.launcher_process import stop_signals
+from launcher.process.launcher_process import stop_signals
 from tq.config import QueueConfig, TaskConfig
 
 

@@ -23,12 +23,12 @@ from launcher.config.errors import Origins, explain
 from launcher.config.hub import is_hub_name, located_data, located_model, snapshot_of
 from launcher.config.paths import packaged_recipes, user_path
 from launcher.config.yaml_file import parse_value, read_yaml
-from tq.config import ScheduleMode
-from workers.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
-from workers.outside import resolve
+from workers.roles.own_classes import resolve
 from workers.settings.algorithm_names import ALGORITHMS
 from workers.settings.data import DataConfig, HubPart
+from workers.settings.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleMode
 
 _PATHS = ("model", "critic", "data", "evaluate")
 """Sections whose `path` names a file or directory."""

@@ -138,11 +138,11 @@ def _run(check: Check, needs: Needs) -> list[Finding]:
 
 def _needs_of_run(order: Order) -> tuple[Needs, tuple[str, ...]]:
     """Return what the run needs, and what is to be said about its files."""
-    from launcher.cli.request import Request
     from launcher.doctor.estimate import needs_of
     from launcher.nodes.options import ONE_NODE, NodePlace
+    from launcher.request.request import Request
     from launcher.run.rundir import RUNS
-    from workers.engines.model_files import weight_files
+    from workers.data.model_files import weight_files
 
     place, run_dir = ONE_NODE, order.run_dir
     if order.num_nodes > 1:

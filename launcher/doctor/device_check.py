@@ -190,8 +190,9 @@ def check_swap(needs: Needs) -> list[Finding]:
     from weightsync.shard_writer import ShardCopies, ShardWriter, describe
     from weightsync.slot_memory import SlotMemory, map_slot
     from weightsync.version import Version
-    from workers.engines.base import GenerateRequest, Sequences, generate
+    from workers.engines.base import GenerateRequest, generate
     from workers.engines.hf.engine import HfEngine
+    from workers.rows.rows import Sequences
     from workers.settings.rollout import SamplingConfig
     from workers.settings.run import ModelConfig
 
@@ -247,8 +248,8 @@ def _updates(device: "torch.device", autocast: str = "float32") -> tuple[Any, li
     both updates. In bfloat16 the attention's kernel is that of accelerators, and it computes the prompt once."""
     import torch
 
-    from workers.engines.base import Sequences
     from workers.engines.fsdp.engine import FsdpEngine
+    from workers.rows.rows import Sequences
     from workers.settings.engines import ActorConfig
 
     actor = ActorConfig.model_validate({"lr": 1e-3, "autocast": autocast})

@@ -12,10 +12,10 @@ from asyncflow.job import GangSpec
 from asyncflow.size_text import size_text
 from launcher.checks.models import ranks_per_instance
 from launcher.checks.preflight import Preflight
-from launcher.cli.request import Accepted
 from launcher.doctor.messages import Needs
-from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
+from launcher.request.request import Accepted
 from workers.engines.device_memory import DTYPE_BYTES
+from workers.settings.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
 from workers.settings.engines import TrainingConfig
 from workers.settings.run import RunConfig
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncflow.extras import DISTRIBUTION
-from launcher.checks.engine_libraries import install, is_installed
+from asyncflow.extras import DISTRIBUTION, is_installed
+from launcher.checks.engine_libraries import install
 from launcher.doctor.messages import Finding, Needs, reason
 
 PACKAGES, ENGINES, SLURM = "packages", "engines", "slurm"

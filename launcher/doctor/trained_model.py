@@ -13,7 +13,7 @@ from workers.engines.device_memory import ModelSizes, Parts, fsdp_memory
 if TYPE_CHECKING:
     import torch
 
-    from workers.engines.base import Sequences
+    from workers.rows.rows import Sequences
 
 SAMPLES, PROMPT, RESPONSE = 24, 16, 72
 TOKENS = SAMPLES * (PROMPT + RESPONSE)
@@ -46,7 +46,7 @@ def random_batch() -> "Sequences":
     """Return a micro-batch of `TOKENS` tokens."""
     import torch
 
-    from workers.engines.base import Sequences
+    from workers.rows.rows import Sequences
 
     tokens_NT = torch.randint(2, 1000, (SAMPLES, PROMPT + RESPONSE))
     return Sequences.of(list(tokens_NT[:, :PROMPT]), list(tokens_NT[:, PROMPT:]))

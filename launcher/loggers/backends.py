@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from asyncflow.errors import ConfigError
-from asyncflow.extras import pip_line
+from asyncflow.extras import is_installed, pip_line
 from asyncflow.run_files import LOGGERS
 from asyncflow.settings import Settings, own_options
-from launcher.checks.engine_libraries import is_installed
 from launcher.loggers.base import COLUMNS, Histogram, LoggedRun, Logger
 from workers.calls.user_function import check_function, load_function
 from workers.settings.run import LOGGERS as NAMES

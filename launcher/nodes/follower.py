@@ -24,8 +24,8 @@ from launcher.nodes.messages import (
     StartPart,
     StopAsked,
 )
+from launcher.process.events import FAILED, RESUMABLE, GangExited, StopRequested
 from launcher.process.gang_hosts import GangHost
-from launcher.run.events import FAILED, RESUMABLE, GangExited, StopRequested
 
 LOOK_S = 0.25
 """How often it looks whether node 0 is there, and whether it sees the job that an order is about (s)."""

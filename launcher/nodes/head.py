@@ -47,9 +47,9 @@ from launcher.nodes.messages import (
     read_body,
     read_envelope,
 )
+from launcher.process.events import FAILED, USAGE, GangExited, NodeLost, StopRequested
 from launcher.process.gang_hosts import GangHost
 from launcher.process.job_store import JobStoreClient
-from launcher.run.events import FAILED, USAGE, GangExited, NodeLost, StopRequested
 
 HEAD_NAME = "head"
 EVERYBODY = "nodes"

@@ -22,7 +22,7 @@ import msgspec
 from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.mac import Mac
-from launcher.run.events import GangExited
+from launcher.process.events import GangExited
 
 
 class Hello(msgspec.Struct, tag=True):

@@ -25,11 +25,11 @@ from launcher.nodes.membership import own_name
 from launcher.nodes.messages import FinishRun, Hello, Refuse
 from launcher.nodes.options import NodePlace
 from launcher.process import fork_server
+from launcher.process.events import FAILED, RESUMABLE, StopRequested
 from launcher.process.gang_hosts import LocalGangs
+from launcher.process.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
+from launcher.process.progress import print_line
 from launcher.process.worker_entry import ENTRYPOINT
-from launcher.run.events import FAILED, RESUMABLE, StopRequested
-from launcher.run.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
-from launcher.run.progress import print_line
 from workers.settings.run import LauncherConfig
 
 if TYPE_CHECKING:

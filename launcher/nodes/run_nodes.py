@@ -14,13 +14,13 @@ from typing import Self
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job, Node
 from asyncflow.network import LOOPBACK, address_to_listen_on, endpoint
+from launcher.checks.placement import HEAD
 from launcher.nodes.head import NodeHead
 from launcher.nodes.membership import Membership, needed_devices, own_name
 from launcher.nodes.options import NodePlace
+from launcher.process.events import RESUMABLE, Event, Finish
 from launcher.process.gang_hosts import AllHosts
 from launcher.process.job_store import JobStore
-from launcher.run.events import RESUMABLE, Event, Finish
-from launcher.run.placement import HEAD
 
 
 def open_store(place: NodePlace, secret: str) -> JobStore:

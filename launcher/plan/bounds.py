@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from launcher.plan.cost_model import Workload
 from launcher.plan.scenario import Times, Work, training_of, workers_of
-from tq.config import ScheduleConfig, ScheduleMode
 from workers.settings.engines import ActorConfig
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleConfig, ScheduleMode
 
 
 def longest_tokens(schedule: ScheduleConfig, tokens: Callable[[int], int], *, steps: int, skip: int) -> float:

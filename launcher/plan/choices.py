@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from launcher.plan.scenario import rollout_ranks
-from tq.config import Fill, ScheduleConfig, ScheduleMode
 from workers.engines.device_memory import ModelSizes
 from workers.settings.engines import RefConfig
 from workers.settings.run import RunConfig
+from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode
 
 Choice = tuple[RunConfig, tuple[str, ...]]
 """A configuration, and what is changed in it, as `--set` takes that."""

@@ -2,7 +2,7 @@
 
 from launcher.plan.world import World
 from tq.policies import Item
-from workers.dataflow import PlacedTask
+from workers.settings.dataflow import PlacedTask
 
 
 class ColumnWorker:

@@ -13,9 +13,9 @@ from launcher.plan.columns import work_s
 from launcher.plan.task_queue import Formed
 from launcher.plan.world import World
 from tq.policies import Item, Want
-from workers import micro_batches
-from workers.dataflow import CRITIC_TRAIN, PlacedTask
-from workers.micro_batches import MiniBatchAssigner
+from workers.rows import micro_batches
+from workers.rows.micro_batches import MiniBatchAssigner
+from workers.settings.dataflow import CRITIC_TRAIN, PlacedTask
 
 _AHEAD = 2
 """Rounds that a rank asks for beyond those that it took: one that is read, one that waits (`ReadAhead`)."""

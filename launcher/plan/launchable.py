@@ -3,10 +3,10 @@
 from launcher.checks.batch_sizes import check_batch_sizes
 from launcher.checks.devices import Devices
 from launcher.checks.models import check_broadcast, check_generating, check_reference, ranks_per_instance
+from launcher.checks.placement import place_gangs
 from launcher.checks.preflight import check_clients
 from launcher.plan.devices import Device
-from launcher.run.placement import place_gangs
-from workers.dataflow import place_tasks
+from workers.settings.dataflow import place_tasks
 from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.plan.simulation import Simulated
-from workers.dataflow import roles_on_device
+from workers.settings.dataflow import roles_on_device
 from workers.settings.run import RunConfig
 
 

@@ -20,8 +20,8 @@ from launcher.plan.profile import Profile
 from launcher.plan.scenario import Turns, prompt_tokens_of
 from launcher.plan.search import Objective, Planner
 from launcher.timeline.gantt_chart import GanttChart, gantt_html
+from workers.data.model_files import check_trainable, read_model_config
 from workers.engines.device_memory import ModelSizes
-from workers.engines.model_files import check_trainable, read_model_config
 from workers.engines.sim.lengths import SimLengths
 from workers.settings.run import RunConfig
 

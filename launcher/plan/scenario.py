@@ -8,12 +8,12 @@ from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from asyncflow.errors import ConfigError
-from tq.config import ScheduleConfig
 from tq.task_spec import TaskSpec
-from workers.dataflow import OBSERVERS, PlacedTask, place_tasks
 from workers.engines.sim.lengths import SimLengths
+from workers.settings.dataflow import OBSERVERS, PlacedTask, place_tasks
 from workers.settings.engines import ActorConfig
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleConfig
 from workers.tasks.graph import graph_of, task_specs
 
 

@@ -28,9 +28,9 @@ from launcher.plan.profile import Profile
 from launcher.plan.scenario import Latency, Scenario, Times, Turns, prompt_tokens_of, rollout_ranks, workers_of
 from launcher.plan.simulation import Simulated, simulate
 from launcher.plan.splits import SIZED, splits
-from tq.config import ScheduleMode
 from workers.engines.device_memory import ModelSizes
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleMode
 from workers.tasks.graph import graph_of
 
 Objective = Literal["time", "cost"]

@@ -17,7 +17,7 @@ from launcher.plan.instance import Instance
 from launcher.plan.scenario import Scenario
 from launcher.plan.world import World
 from launcher.timeline.run_timeline import RunTimeline
-from workers.dataflow import TRAINERS
+from workers.settings.dataflow import TRAINERS
 
 
 @dataclass(frozen=True)

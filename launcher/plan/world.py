@@ -11,7 +11,7 @@ from launcher.timeline.run_timeline import Span
 from tq.policies import Item, Want
 from weightsync.agent.swap_turns import SwapTurns
 from workers.admission.state import AdmissionState
-from workers.dataflow import ADMITTED, PlacedTask
+from workers.settings.dataflow import ADMITTED, PlacedTask
 
 
 class Follower(Protocol):

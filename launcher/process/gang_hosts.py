@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.job import GangSpec
 from launcher.process import fork_server
-from launcher.run.events import GangExited
-from workers.dataflow import STORAGE
+from launcher.process.events import GangExited
+from workers.settings.dataflow import STORAGE
 
 if TYPE_CHECKING:
     from launcher.process.gang import Gang

@@ -1,7 +1,7 @@
 """The job store: a TCPStore in the head launcher, and the keys through which launcher and workers see each other.
 
     phase              run | evaluate | stop | exit                             launcher -> workers
-    status/GANG/RANK   JSON of `launcher.run.progress.Status`, about twice a second  worker -> launcher
+    status/GANG/RANK   JSON of `launcher.process.progress.Status`, about twice a second  worker -> launcher
     warning/GANG/RANK  JSON: trouble that the run survives, or text ""           worker -> launcher
     first/reward_failure   why a response could not be scored, the first time     worker -> launcher
     reward_failure         the same, the last time                               worker -> actor, launcher
@@ -31,13 +31,13 @@ from asyncflow.errors import SealBroken
 from asyncflow.job import GangSpec, error_in
 from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import SealedStore, connect_store, serve_store
-from launcher.run.events import FAILED, GangExited, Phase
-from launcher.run.progress import STARTING, Status, Statuses
+from launcher.process.events import FAILED, GangExited, Phase
+from launcher.process.progress import STARTING, Status, Statuses
 from tq.unit.row_journal import JournalMemory
 
 TIMEOUT = timedelta(seconds=60)
 _FAILURES = ("rollout", "reward")
-"""Kinds of failures that a run survives; see `workers.context`."""
+"""Kinds of failures that a run survives; see `workers.rank.context`."""
 
 
 class JobStoreClient:

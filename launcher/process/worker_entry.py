@@ -19,7 +19,7 @@ from asyncflow.durable import replace_text
 from asyncflow.errors import AsyncFlowError
 from asyncflow.process import die_with_parent
 
-ENTRYPOINT = "workers.main:run_worker"
+ENTRYPOINT = "workers.roles.main:run_worker"
 """What every worker of a run is, unless a test says otherwise."""
 LOG_VARIABLE = "ASYNCFLOW_LOG"
 ATTEMPT_VARIABLE = "ASYNCFLOW_ATTEMPT"

@@ -36,9 +36,10 @@ from launcher.plan.profile import (
     TRAIN,
     Block,
 )
-from workers.engines.base import GenerateRequest, Sequences
+from workers.data.model_files import eos_token_ids, read_model_config, weight_files
+from workers.engines.base import GenerateRequest
 from workers.engines.load import load_frozen_model, load_generate_engine, load_train_engine
-from workers.engines.model_files import eos_token_ids, read_model_config, weight_files
+from workers.rows.rows import Sequences
 from workers.settings.run import RunConfig
 
 _DECODED = 5

@@ -5,10 +5,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
-from asyncflow.extras import pip_line
+from asyncflow.extras import is_installed, pip_line
 from asyncflow.json_lines import LineTail
 from asyncflow.run_files import EVALUATION_FILE, METRICS_FILE
-from launcher.checks.engine_libraries import is_installed
 from launcher.loggers.feed import figures
 
 Curves = Mapping[str, Mapping[int, float]]

@@ -7,8 +7,8 @@ from jinja2 import Environment, PackageLoader
 
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import CONFIG_FILE, REPORT_FILE
-from launcher.cli.samples import samples_text
 from launcher.report.curves import read_curves
+from launcher.report.samples import samples_text
 from launcher.timeline.run_timeline import RunTimeline, account_text
 
 _FIRST = ("reward_mean", "accuracy", "evaluation/accuracy", "response_tokens_mean", "loss", "kl", "entropy")

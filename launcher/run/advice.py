@@ -22,9 +22,9 @@ from launcher.checks.batch_sizes import check_batch_sizes
 from launcher.plan.report import open_planner
 from launcher.plan.scenario import rollout_ranks
 from launcher.run.rundir import read_plan
-from tq.config import ScheduleMode
-from workers.dataflow import OBSERVERS, TRAINERS, roles_on_device
+from workers.settings.dataflow import OBSERVERS, TRAINERS, roles_on_device
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleMode
 
 _FIRST = 2
 """Steps of a start that do not count: nothing is warm yet."""

@@ -1,6 +1,6 @@
 """Runs a job whose configuration was accepted: store, fork server, gangs, until the supervisor says how it ended.
 
-`launcher.cli.request` calls `run_job`. `launcher.run.supervisor` decides; this shell carries its decisions out.
+`launcher.request.request` calls `run_job`. `launcher.run.supervisor` decides; this shell carries its decisions out.
 One thread owns everything here: gang threads and signal handlers only put events into its queue.
 """
 
@@ -21,12 +21,11 @@ from asyncflow.job import GangSpec, Job
 from asyncflow.json_lines import VersionTail
 from asyncflow.network import choose_interfaces
 from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
+from launcher.checks.placement import HEAD
 from launcher.loggers.processes import feeding
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.process import fork_server
-from launcher.process.gang_hosts import LocalGangs
-from launcher.process.worker_entry import ENTRYPOINT
-from launcher.run.events import (
+from launcher.process.events import (
     FAILED,
     AllReady,
     Arm,
@@ -48,16 +47,17 @@ from launcher.run.events import (
     StopRequested,
     Timer,
 )
-from launcher.run.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
-from launcher.run.placement import HEAD
-from launcher.run.progress import Progress, Status, final_lines, print_line
+from launcher.process.gang_hosts import LocalGangs
+from launcher.process.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
+from launcher.process.progress import Progress, Status, final_lines, print_line
+from launcher.process.worker_entry import ENTRYPOINT
 from launcher.run.rank_watch import RankWatch
 from launcher.run.restarts import RestartBudget, RestartLog
 from launcher.run.restore import restore_run
 from launcher.run.rundir import has_checkpoint
 from launcher.run.status import RunEnd
 from launcher.run.supervisor import Supervisor
-from workers.dataflow import OBSERVERS, SERVICES
+from workers.settings.dataflow import OBSERVERS, SERVICES
 from workers.settings.run import RunConfig
 
 if TYPE_CHECKING:

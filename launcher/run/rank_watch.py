@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncflow.clock import excused
-from launcher.run.events import RankStuck
-from launcher.run.progress import Status, Statuses
+from launcher.process.events import RankStuck
+from launcher.process.progress import Status, Statuses
 
 Place = tuple[str, int]
 

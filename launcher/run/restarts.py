@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from asyncflow.job import GangSpec
-from workers.dataflow import CONTROLLER, OBSERVERS, STORAGE, TRAINERS
+from workers.settings.dataflow import CONTROLLER, OBSERVERS, STORAGE, TRAINERS
 
 FOLLOWERS = TRAINERS | OBSERVERS | {CONTROLLER, STORAGE, "actor_fwd"}
 """What starts again with the trainer: it holds samples, columns or figures of steps that are no more. Rollouts are not

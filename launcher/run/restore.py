@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncflow.checkpoint_files import HF, CheckpointMeta, damages
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
 from asyncflow.job import Job
 from asyncflow.run_files import (
@@ -30,8 +31,7 @@ from asyncflow.run_files import (
     checkpoint_step,
     list_checkpoints,
 )
-from launcher.run.events import Restored, RestoreFailed
-from workers.checkpoint.files import HF, CheckpointMeta, damages
+from launcher.process.events import Restored, RestoreFailed
 
 ABANDONED = "abandoned"
 """Inside `checkpoints/`: where checkpoints go that are newer than the one resumed from. They are kept, because only

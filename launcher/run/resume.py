@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncflow.checkpoint_files import HF
 from asyncflow.errors import CheckpointError, ConfigError
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE, FEED_FILE, SAMPLER_FILE
 from launcher.config.paths import user_path
@@ -25,10 +26,9 @@ from launcher.run.restore import (
 )
 from launcher.run.rundir import began_run, check_not_running, has_checkpoint, newest_run
 from workers.admission.task_sampler import missing_state
-from workers.checkpoint.files import HF
+from workers.data.model_files import model_fingerprint
 from workers.data.task_source import changed_data, data_identity
 from workers.data.tokenizer import changed_tokenizer
-from workers.engines.model_files import model_fingerprint
 from workers.records.ledger_file import trained_groups
 from workers.settings.run import RunConfig
 

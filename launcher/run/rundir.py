@@ -21,22 +21,12 @@ from asyncflow.errors import ConfigError
 from asyncflow.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
-    END_FILE,
-    EVALUATION_FILE,
-    FEED_FILE,
+    DIRECTORIES,
     INPUTS,
     JOB_FILE,
-    LEDGER_FILE,
-    LOGGERS,
+    LINE_FILES,
     LOGS,
-    METRICS_FILE,
     PLAN_FILE,
-    REPORT_FILE,
-    SAMPLER_FILE,
-    SAMPLES,
-    STATUS_FILE,
-    TIMELINE,
-    UPDATES_FILE,
     list_checkpoints,
 )
 from launcher.config.paths import why_not_writable
@@ -47,25 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
-DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
-_LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE, FEED_FILE)
-_LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
-OWN_NAMES = frozenset(
-    {
-        CONFIG_FILE,
-        PLAN_FILE,
-        *_LINES,
-        *_LIVE,
-        END_FILE,
-        *DIRECTORIES,
-        INPUTS,
-        LOGGERS,
-        REPORT_FILE,
-        "reference",
-        "export-id",
-    }
-)
-"""What a run may create in its directory."""
 _OF_BATCH_JOBS = (".sbatch", ".sh", ".out", ".err", ".log")
 _LONGEST_NAME = 200
 """Bytes; the time follows it, and file systems end at 255."""
@@ -92,7 +63,7 @@ def check_new_run_dir(path: Path) -> None:
         ConfigError: it holds a run already, or other files than the logs of a batch job, is not a directory, or cannot
             be written.
     """
-    held = [name for name in (CONFIG_FILE, *_LINES, *DIRECTORIES) if (path / name).exists()]
+    held = [name for name in (CONFIG_FILE, *LINE_FILES, *DIRECTORIES) if (path / name).exists()]
     if held == [CONFIG_FILE] and not began_run(path):
         raise ConfigError(f"run directory: {path} has a {CONFIG_FILE} that no run wrote; choose another --run-dir")
     if held:

@@ -23,7 +23,7 @@ from asyncflow.json_lines import LineTail
 from asyncflow.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, LOGS, METRICS_FILE, STATUS_FILE
 from asyncflow.size_text import size_text
 from launcher.process.fork_server import is_stopped
-from launcher.run.progress import Status, Statuses, accuracy_text, role_rows, table
+from launcher.process.progress import Status, Statuses, accuracy_text, role_rows, table
 from launcher.run.restarts import RestartLog
 from launcher.run.rundir import running_launcher
 from weightsync.version import Version

@@ -25,15 +25,15 @@ from asyncflow.run_files import STATUS_FILE
 from asyncflow.sealed_store import connect_store
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
+from launcher.process.progress import Metrics, Statuses
 from launcher.run.advice import Advisor
-from launcher.run.progress import Metrics, Statuses
 from launcher.run.restarts import RestartLog
 from launcher.run.status import RunStatus
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig
 from tq.directory import Directory
 from weightsync.messages import AgentStatus, AskStatus, Reply
-from workers.dataflow import WEIGHTS
+from workers.settings.dataflow import WEIGHTS
 from workers.settings.run import RunConfig
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 5.0

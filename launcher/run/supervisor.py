@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from asyncflow.job import GangSpec
-from launcher.run.events import (
+from launcher.process.events import (
     DONE,
     FAILED,
     RESUMABLE,
@@ -52,7 +52,7 @@ from launcher.run.events import (
     Timer,
 )
 from launcher.run.restarts import FirstStarts, Restart, RestartBudget, Scope, restarts_with
-from workers.dataflow import OBSERVERS, SERVICES, TRAINERS
+from workers.settings.dataflow import OBSERVERS, SERVICES, TRAINERS
 
 EXIT_TIMEOUT_S = 5.0
 """How long processes may take to leave in phase `exit` after a failure, when nothing is saved any more (s)."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import CONFIG_FILE
-from launcher.cli.request import Accepted, Request
 from launcher.config.paths import user_path
+from launcher.request.request import Accepted, Request
 from workers.settings.run import LauncherConfig
 
 COMMAND = "asyncflow-launch"

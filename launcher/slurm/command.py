@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from asyncflow.errors import ConfigError
-from launcher.cli.exits import OneLineCommand, errors_as_exits
+from launcher.request.exits import OneLineCommand, errors_as_exits
 
 SCRIPT_FILE = "run.sbatch"
 """In the run directory: what was submitted."""
@@ -69,7 +69,7 @@ def sbatch_command(
     goes there.
     """
     with errors_as_exits():
-        from launcher.cli.request import Request
+        from launcher.request.request import Request
         from launcher.slurm.batch_job import BatchRequest, script_text
 
         job = BatchRequest(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from launcher.timeline.run_timeline import BESIDE, CATEGORIES, ROLLOUTS, RunTimeline, Span, in_order, role_of
-from workers.dataflow import SERVICES
+from workers.settings.dataflow import SERVICES
 
 WAITING = "#e4e4e4"
 _COLOURS = {

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 
+from asyncflow.checkpoint_files import CRITIC, DCP, QUEUE, CheckpointMeta, damages
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
 from asyncflow.json_lines import Lines, read_lines
 from asyncflow.run_files import (
@@ -33,12 +34,11 @@ from tq.columns import PackedBatch
 from tq.snapshot import MANIFEST, SnapshotChunk, read_snapshot
 from workers.admission.task_sampler import read_draws
 from workers.calls.user_function import search_beside
-from workers.checkpoint.files import CRITIC, DCP, QUEUE, CheckpointMeta, damages
 from workers.data.prompt_dataset import open_prompts
 from workers.data.tokenizer import changed_tokenizer
-from workers.dataflow import SAMPLE_COLUMNS
 from workers.records.ledger import prompt_hash, token_hashes
 from workers.records.ledger_file import Ledger, read_ledger
+from workers.settings.dataflow import SAMPLE_COLUMNS
 from workers.settings.run import RunConfig
 
 _LOOKS = 5

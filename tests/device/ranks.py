@@ -95,8 +95,8 @@ def train(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
     from weightsync.slot_memory import SlotMemory, map_slot
     from weightsync.version import Version
     from workers.checkpoint.saved_shards import HostCopy
-    from workers.engines.base import Sequences
     from workers.engines.fsdp.engine import FsdpEngine
+    from workers.rows.rows import Sequences
     from workers.settings.engines import ActorConfig
 
     store = dist.FileStore(str(directory / "store"), num_ranks)

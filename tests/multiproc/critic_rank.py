@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.checkpoint.saved_shards import HostCopy, load_shards, save_shards
-from workers.engines.base import Sequences
 from workers.engines.fsdp.engine import FsdpValueEngine
+from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig, CriticConfig
 
 CPU = torch.device("cpu")

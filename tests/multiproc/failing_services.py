@@ -12,7 +12,7 @@ from peers import Pipe, credentials
 from asyncflow.errors import AsyncFlowError
 from tq import service_process
 from weightsync.config import WeightSyncConfig
-from workers import services
+from workers.roles import services
 
 
 def of_queue(_port: int, pipe: Pipe, address: str, service: str, part: str = "", from_call: int = 1) -> None:

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from workers.engines.base import Sequences
 from workers.engines.fsdp.engine import FsdpEngine
+from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig
 
 

@@ -1,6 +1,6 @@
 """What the workers of `test_gang` do. The fork server finds this file through PYTHONPATH.
 
-Each entrypoint gets the run directory and the name of its gang, like `workers.main:run_worker`.
+Each entrypoint gets the run directory and the name of its gang, like `workers.roles.main:run_worker`.
 """
 
 import ctypes

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 import asyncflow.device
 from asyncflow.errors import AsyncFlowError
 from asyncflow.vendors import Vendor
-from workers.peers import gather, meet_peers
+from workers.rank.peers import gather, meet_peers
 
 
 def connect_rudely(store: dist.Store, rank: int, size: int, timeout: timedelta) -> FakeProcessGroup:

@@ -9,10 +9,11 @@ from echo_peers import credentials
 
 import tq
 from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
-from tq.config import QueueConfig, ScheduleConfig
+from tq.config import QueueConfig
 from tq.messages import NoRowsReason
 from workers.admission.admitter import prompt_admission
 from workers.admission.state import AdmissionState, AdmittedGroup
+from workers.settings.schedule import ScheduleConfig
 
 QUEUE = QueueConfig(request_timeout_s=20)
 CPU = torch.device("cpu")

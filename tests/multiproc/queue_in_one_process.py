@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from asyncflow.transport.handshake import Credentials
 from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
-from tq.config import QueueConfig, ScheduleConfig
+from tq.config import QueueConfig
 from weightsync.agent.service import WeightAgent
 from weightsync.agreement import agree_on_plan
 from weightsync.boxes import Box
@@ -24,6 +24,7 @@ from weightsync.sender import WeightSender
 from weightsync.shard_writer import describe
 from weightsync.version import Version
 from workers.engines.base import LocalShard
+from workers.settings.schedule import ScheduleConfig
 
 
 def main() -> None:

@@ -19,10 +19,9 @@ from launcher.config.paths import find_recipe
 from tests.support.training_role import CountingRole
 from tq.columns import Column, PackedBatch
 from workers.engines.load import load_train_engine, load_value_engine
+from workers.rows.rows import sample_columns, sequences_of
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
-from workers.tasks.column_tasks import sequences_of
-from workers.tasks.rollouts import sample_columns
 from workers.trainer.trainer import Trainer, critic_learner, policy_learner
 from workers.trainer.tri_model import TriModel
 

@@ -31,7 +31,7 @@ from workers.engines.base import GenerateRequest, Generation
 from workers.records.samples import token_runs
 from workers.rewards.scorer import Scorer
 from workers.rollout.functions import FunctionRollouts
-from workers.rollout.rollouts import FinishedRollout, RolloutRequest
+from workers.rows.finished import FinishedRollout, RolloutRequest
 from workers.settings.rewards import RewardConfig
 
 MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from asyncflow.job import Job
 from asyncflow.sealed_store import SealedStore, connect_store
-from launcher.run.launcher_process import SAME_PRESS_S
+from launcher.process.launcher_process import SAME_PRESS_S
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -30,8 +30,8 @@ from launcher.nodes.messages import (
     StartPart,
     StopAsked,
 )
+from launcher.process.events import GangExited, NodeLost, StopRequested
 from launcher.process.job_store import JobStore
-from launcher.run.events import GangExited, NodeLost, StopRequested
 
 DEADLINE_S = 30.0
 SECRET = "5ec7e7"

@@ -15,8 +15,8 @@ import tq
 from asyncflow.errors import TransportError
 from asyncflow.transport.connection import Connection
 from tq import Column, QueueClient, StreamingDataLoader, TaskSpec
-from tq.config import ScheduleConfig, ScheduleMode
 from tq.messages import CONTROLLER_REPLIES, UNIT_REPLIES, FetchRound, GetUnitStats, LeaseGrant, NoRows, NoRowsReason
+from workers.settings.schedule import ScheduleConfig, ScheduleMode
 
 Start = Callable[..., Any]
 SYNC = ScheduleConfig(mode=ScheduleMode.SYNC, max_staleness=0, rollout_batch_size=4, n_samples_per_prompt=2)

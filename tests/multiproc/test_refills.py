@@ -8,10 +8,11 @@ from peers import CountingPrompts, Credentials
 from waiting import wait_until
 
 from tq import ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
-from tq.config import QueueConfig, ScheduleConfig
+from tq.config import QueueConfig
 from tq.refill import Refill, RemovalCause
 from workers.admission.admitter import prompt_admission
 from workers.admission.state import AdmissionState
+from workers.settings.schedule import ScheduleConfig
 
 CONFIG = QueueConfig(num_controllers=2, request_timeout_s=20)
 SCHEDULE = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=2, max_staleness=1)

@@ -14,7 +14,7 @@ from asyncflow.job import GangSpec, Job
 from asyncflow.network import LOOPBACK
 from asyncflow.run_files import STATUS_FILE
 from asyncflow.sealed_store import serve_store
-from launcher.run.progress import Status
+from launcher.process.progress import Status
 from launcher.run.restarts import RestartLog
 from launcher.run.status_writer import StatusWriter
 from workers.settings.run import RunConfig

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tq import TaskSpec
-from tq.config import ScheduleConfig, ScheduleMode
 from weightsync.version import Version
+from workers.settings.schedule import ScheduleConfig, ScheduleMode
 
 from .hosts import Host, Party
 

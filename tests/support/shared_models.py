@@ -90,7 +90,7 @@ def expected(root: Path, case: str) -> dict[str, Tensor]:
 
 def _batch(size: int) -> Any:
     """Samples of different lengths, of which pairs share a prompt."""
-    from workers.engines.base import Sequences
+    from workers.rows.rows import Sequences
 
     prompts = [_tokens(2 + row // 2 % 2, 100 + row // 2) for row in range(size)]
     return Sequences.of(prompts, [_tokens(1 + row % 5, row) for row in range(size)])

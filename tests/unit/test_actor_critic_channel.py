@@ -5,7 +5,7 @@ from torch.distributed import HashStore
 
 from asyncflow.errors import CheckpointError, SealBroken
 from asyncflow.sealed_store import SealedStore
-from workers.checkpoint.actor_critic_channel import ActorCriticChannel, Kind, Message
+from workers.rank.actor_critic_channel import ActorCriticChannel, Kind, Message
 
 SENT = [Message(Kind.COMMIT, 1), Message(Kind.SAVE, 1), Message(Kind.COMMIT, 2), Message(Kind.END)]
 

@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import HashStore
 
 from asyncflow.sealed_store import SealedStore
-from launcher.run.progress import Status
-from workers.context import REWARD, ROLLOUT, WorkerContext, _Status
+from launcher.process.progress import Status
+from workers.rank.context import REWARD, ROLLOUT, WorkerContext, _Status
 
 
 @pytest.mark.parametrize(("phase", "woken"), [("run", False), ("stop", True), ("exit", True)])

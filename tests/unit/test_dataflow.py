@@ -3,7 +3,7 @@
 import pytest
 
 from asyncflow.errors import ConfigError
-from workers.dataflow import Task, place_tasks
+from workers.settings.dataflow import Task, place_tasks
 
 ROLLOUT = Task("actor_rollout", "rollout", "rollout", ("prompts",), ("responses",))
 VALUES = Task("values", "critic", "critic", ("prompts", "responses"), ("values",))

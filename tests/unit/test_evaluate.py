@@ -20,7 +20,7 @@ from weightsync.version import Version
 from workers.data.tokenizer import load_tokenizer
 from workers.rewards.scorer import ScoredResponse
 from workers.rollout.evaluate import Evaluator
-from workers.rollout.rollouts import FinishedRollout, RolloutRequest
+from workers.rows.finished import FinishedRollout, RolloutRequest
 
 DEADLINE_S = 20
 

@@ -11,7 +11,8 @@ from weightsync.version import Version
 from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredResponse
 from workers.rollout.evaluate import evaluated_steps, evaluation_line, wilson_interval
-from workers.rollout.rollouts import FinishedRollout
+from workers.rollout.rollouts import single_turn
+from workers.rows.finished import FinishedRollout
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_wilson_interval_stays_inside_0_to_1() -> None:
 
 
 def rolled(generation: Generation) -> FinishedRollout:
-    return FinishedRollout.of(torch.zeros(1), generation)
+    return single_turn(torch.zeros(1), generation)
 
 
 def test_line_counts_responses_and_its_interval_counts_prompts() -> None:

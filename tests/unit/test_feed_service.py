@@ -20,7 +20,7 @@ from launcher.config.paths import find_recipe
 from workers.admission.feed_service import FeedService
 from workers.data.feed_file import FeedFile
 from workers.data.prompt_dataset import FedPrompts, PromptTokens
-from workers.feed_client import PromptFeed
+from workers.outside.feed_client import PromptFeed
 
 ROWS = [{"prompt": f"{k}+1=", "answer": str(k + 1)} for k in range(9)]
 
@@ -125,7 +125,7 @@ def test_feeder_that_does_not_know_what_became_of_a_put_asks(feed: Feed, monkeyp
 
     with monkeypatch.context() as patch, pytest.raises(TransportError, match="feed sums: no answer within 30 s"):
         patch.setattr(Connection, "call", call_and_lose_the_answer)
-        patch.setattr("workers.feed_client.time", SimpleNamespace(monotonic=itertools.count(0, 60).__next__))
+        patch.setattr("workers.outside.feed_client.time", SimpleNamespace(monotonic=itertools.count(0, 60).__next__))
         client.put(ROWS[:5])
     assert client.last_sequence == 5
     assert client.put(ROWS[5:]) == 9

@@ -10,10 +10,10 @@ import torch
 from asyncflow.errors import LeaseFenced, TransportError
 from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
-from tq.config import ScheduleMode
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 from weightsync.version import Version
 from workers.rollout.feeder import Feeder
+from workers.settings.schedule import ScheduleMode
 
 DEADLINE_S = 20
 

@@ -10,13 +10,13 @@ import pytest
 from torch.distributed import HashStore
 
 import configs
+from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.errors import ConfigError
 from asyncflow.sealed_store import SealedStore
-from workers.checkpoint.files import CheckpointMeta
-from workers.context import WorkerContext
 from workers.data.prompt_rows import data_hash
 from workers.data.tokenizer import tokenizer_files
-from workers.services import check_data
+from workers.rank.context import WorkerContext
+from workers.roles.services import check_data
 from workers.settings.data import DataConfig
 
 QUICKSTART = Path(configs.__path__[0]) / "quickstart" / "model"
@@ -92,7 +92,7 @@ def test_process_with_another_tokenizer_is_refused(data: Path, monkeypatch: pyte
     vocab = tokenizer["model"]["vocab"]
     vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
     file.write_text(json.dumps(tokenizer))
-    monkeypatch.setattr("workers.context.version", lambda name: "0.1")
+    monkeypatch.setattr("workers.rank.context.version", lambda name: "0.1")
     with pytest.raises(ConfigError) as caught:
         context(store, data, name="rollout/1").load_tokenizer()
     assert "rollout/1 (transformers 0.1 and tokenizers 0.1" in str(caught.value)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import ConfigError
+from workers.data.model_files import check_model_dir
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.hf.gguf import find_gguf, import_gguf
-from workers.engines.model_files import check_model_dir
 
 NUM_LAYERS, HIDDEN, INNER, KV = 2, 32, 64, 16
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

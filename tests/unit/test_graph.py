@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from workers.dataflow import ACTOR_TRAIN, ADVANTAGES, PlacedTask, place_tasks
 from workers.settings.algorithms import GRPOConfig
+from workers.settings.dataflow import ACTOR_TRAIN, ADVANTAGES, PlacedTask, place_tasks
 from workers.settings.run import RunConfig
 from workers.settings.tasks import UserTaskConfig
 from workers.tasks.graph import graph_of, prompt_columns, with_reward_parts, with_user_tasks

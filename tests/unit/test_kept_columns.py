@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from workers.services import usable_columns
+from workers.roles.services import usable_columns
 from workers.settings.run import RunConfig
 
 PROMPT = {"prompts", "ground_truth", "epochs"}

@@ -10,11 +10,11 @@ import torch
 from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.json_lines import JsonLines
 from tq.columns import Column, PackedBatch
-from tq.config import ScheduleConfig
 from tq.refill import Refill, RemovalCause
 from workers.records.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines, token_hashes
 from workers.records.ledger_file import DeadLetterLine, FilteredLine, filtered_groups, read_ledger, trained_groups
-from workers.tasks.rollouts import sample_columns
+from workers.rows.rows import sample_columns
+from workers.settings.schedule import ScheduleConfig
 
 
 def make_batch(prompts: list[list[int]], responses: list[list[int]], versions: list[list[int]]) -> PackedBatch:

@@ -11,7 +11,7 @@ from tests.support.two_engines import ENGINES, RIGHT, SEEN, drawn
 from tq.columns import Column, PackedBatch
 from workers.records.log_prob_gap import Comparison, GapLimits, LogProbGap, MoveProbe
 from workers.records.step_totals import numbers
-from workers.tasks.rollouts import sample_columns, samples_of
+from workers.rows.rows import sample_columns, samples_of
 
 
 def batch(versions: list[list[int]], log_probs: list[list[float]]) -> PackedBatch:

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tq.columns import Column, PackedBatch
+from workers.rows.rows import drawn_per_row, micro_batches, sample_columns, samples_of, sequences_of
 from workers.settings.engines import ActorConfig
-from workers.tasks.column_tasks import sequences_of
-from workers.tasks.rollouts import drawn_per_row, sample_columns, samples_of
-from workers.trainer.batching import micro_batches
 
 
 def rows_of(groups: Sequence[tuple[int, Sequence[int]]]) -> PackedBatch:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq.columns import PackedBatch
-from workers.micro_batches import MiniBatchAssigner
+from workers.rows.micro_batches import MiniBatchAssigner
 from workers.settings.engines import ActorConfig
 from workers.trainer.batching import Round, StepRounds
 

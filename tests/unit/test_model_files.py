@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import configs
 from asyncflow.errors import ConfigError
-from workers.engines.model_files import (
+from workers.data.model_files import (
     BACKBONE,
     INDEX_FILE,
     check_model_dir,

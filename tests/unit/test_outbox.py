@@ -28,7 +28,8 @@ from workers.rewards.group_filter import GroupFilter
 from workers.rewards.load import exact_reward
 from workers.rewards.scorer import Scorer
 from workers.rollout.outbox import Outbox, RolloutLease
-from workers.rollout.rollouts import FinishedRollout
+from workers.rollout.rollouts import single_turn
+from workers.rows.finished import FinishedRollout
 from workers.settings.rewards import RewardConfig
 
 DEADLINE_S = 30
@@ -112,7 +113,7 @@ def response(index: int) -> Generation:
 
 
 def rolled(lease: RolloutLease, generation: Generation) -> FinishedRollout:
-    return FinishedRollout.of(lease.prompts[lease.position[generation.index]], generation)
+    return single_turn(lease.prompts[lease.position[generation.index]], generation)
 
 
 def test_slow_reward_holds_up_neither_generation_nor_other_responses(scorer: GatedScorer, samples: SampleLog) -> None:

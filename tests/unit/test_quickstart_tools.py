@@ -18,7 +18,7 @@ from configs.quickstart_tools.renderer import CALL, EOS, CalculatorRenderer
 from configs.quickstart_tools.tools import multiply
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from workers.engines.model_files import check_model_dir, stored_tensors
+from workers.data.model_files import check_model_dir, stored_tensors
 
 FOLDER = Path(configs.__path__[0]) / "quickstart_tools"
 ROUNDING = 0.01

@@ -16,8 +16,8 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from weightsync.plan import Need
 from weightsync.version import Version
-from workers.engines.base import Sequences
 from workers.engines.hf.frozen import FrozenModel
+from workers.rows.rows import Sequences
 from workers.tasks.reference import Reference, reference_step
 
 CPU = torch.device("cpu")

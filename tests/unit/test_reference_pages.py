@@ -17,7 +17,7 @@ from workers.records.ledger_file import DeadLetterLine, FilteredLine, TrainedLin
 from workers.records.step_totals import UpdateTotals
 from workers.rewards.scorer import ScoredResponse
 from workers.rollout.evaluate import evaluation_line
-from workers.rollout.rollouts import FinishedRollout
+from workers.rollout.rollouts import single_turn
 from workers.trainer.trainer import Model
 
 from .test_records import finished_step, recorder
@@ -78,7 +78,7 @@ def test_every_key_that_a_run_writes_is_explained(tmp_path: Path) -> None:
     written = {field for line in lines for field in line.__struct_fields__} | {"filtered", "dead_letter"}
     assert written == named_in("ledger.jsonl")
     drawn = Generation(0, torch.zeros(3), torch.zeros(3), torch.zeros(3), truncated=False)
-    response = FinishedRollout.of(torch.zeros(1), drawn)
+    response = single_turn(torch.zeros(1), drawn)
     score = ScoredResponse("p", "r", "a", 1.0, correct=True)
     line = evaluation_line([response], [score], version=Version(0, 1), num_prompts=1, time_s=1.0, seconds=1.0)
     assert set(line) == named_in("evaluation.jsonl")

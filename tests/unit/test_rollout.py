@@ -15,16 +15,17 @@ from asyncflow.errors import TrainingDiverged, WeightSyncError
 from asyncflow.timeline import NoTimeline
 from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
-from tq.config import ScheduleMode
 from tq.messages import LeaseGrant
 from weightsync.version import Version
 from workers.engines.sim.engine import SimGenerateEngine
 from workers.engines.sim.lengths import SimLengths
+from workers.engines.weight_path import HeldWeights
 from workers.rollout.loop import Rollout
 from workers.rollout.outbox import RolloutLease
-from workers.rollout.rollouts import RolloutRequest, SingleTurn
+from workers.rollout.rollouts import SingleTurn
+from workers.rows.finished import RolloutRequest
+from workers.settings.schedule import ScheduleMode
 from workers.settings.sim import SimConfig
-from workers.weight_path import HeldWeights
 
 DEADLINE_S = 20
 

@@ -3,7 +3,7 @@
 import torch
 
 from tq.columns import Column, PackedBatch
-from workers.tasks.rollouts import (
+from workers.rows.rows import (
     ROW_BEGINS,
     ROW_DRAWN,
     SAMPLE_DRAWN,

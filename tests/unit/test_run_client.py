@@ -24,9 +24,9 @@ from tq.columns import Column, PackedBatch
 from tq.config import QueueConfig
 from tq.messages import LeaseGrant
 from weightsync.version import Version
-from workers.outside_lease import OutsideLease, OutsideTask
+from workers.outside.lease import OutsideLease, OutsideTask
+from workers.outside.run_client import Announcement, connect
 from workers.records.outside_metrics import OutsideMetrics, report_metrics
-from workers.run_client import Announcement, connect
 
 SECRET = "5e" * 32
 GENERATED = ("tokens", "sample_lengths", "response_mask", "rollout_log_probs", "versions", "truncated")

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from asyncflow.errors import PeerRefused
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from tq.config import Fill, ScheduleMode
 from tq.control.events import Answer, Event, Fence, Fenced, OwnerGone
 from tq.control.state import ControlState
 from tq.lease_tokens import first_token
@@ -37,8 +36,9 @@ from tq.messages import (
 )
 from tq.task_spec import TaskSpec
 from workers.admission.state import AdmissionState
-from workers.dataflow import TRAINERS, NeededWeights, PlacedTask, place_tasks
+from workers.settings.dataflow import TRAINERS, NeededWeights, PlacedTask, place_tasks
 from workers.settings.run import RunConfig
+from workers.settings.schedule import Fill, ScheduleMode
 from workers.tasks.graph import graph_of, prompt_columns, task_specs
 from workers.tasks.reference import reference_step
 from workers.tasks.task_worker import is_held_back

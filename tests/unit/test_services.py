@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.errors import RoleFailed
 from asyncflow.service_threads import ServiceThreads
-from workers import services
+from workers.roles import services
 
 
 class FakeController:

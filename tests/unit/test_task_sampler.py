@@ -12,10 +12,10 @@ import pytest
 from asyncflow.errors import ConfigError, DeadlineExceeded, UserCodeFailed
 from asyncflow.run_files import LEDGER_FILE, SAMPLER_FILE
 from launcher.run.restore import CUT_FILES, cut_lines
-from tq.config import ScheduleConfig
 from workers.admission.state import AdmissionState
 from workers.admission.task_sampler import StepResults, TaskSampler, UserSampler, read_draws, try_sampler
 from workers.settings.data import DataConfig
+from workers.settings.schedule import ScheduleConfig
 
 OWN = """
 from pydantic import Field

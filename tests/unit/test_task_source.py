@@ -10,9 +10,9 @@ import pytest
 import configs
 from asyncflow.errors import ConfigError, UserCodeFailed
 from launcher.checks.preflight import check_run
-from launcher.cli.dry_run import describe
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from launcher.request.dry_run import describe
 from workers.data.prompt_dataset import PromptTokens, SourcePrompts, open_prompts
 from workers.data.task_source import HELD_OUT_SEEDS, TaskSource, data_identity, held_out_rows
 from workers.settings.data import DataConfig

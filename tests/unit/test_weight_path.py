@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from workers import weight_path
+from workers.engines import weight_path
 
 
 class Engine:

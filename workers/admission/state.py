@@ -32,8 +32,8 @@ from typing import Self
 import msgspec
 
 from asyncflow.errors import NothingToLearn, TooManyFailures
-from tq.config import ScheduleConfig
 from tq.refill import UNKNOWN, AdmissionMark, Refill, RemovalCause
+from workers.settings.schedule import ScheduleConfig
 
 
 class AdmittedGroup(msgspec.Struct, frozen=True):

@@ -32,8 +32,8 @@ from workers.agents.other_model import OtherModel, Utterance
 from workers.agents.requests import ChatRequest
 from workers.agents.tools import Tool, call_tool
 from workers.agents.wire import Begin
-from workers.engines.stop_strings import unusable_stop
 from workers.rewards.base import metrics_of
+from workers.settings.rollout import unusable_stop
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message, Tools, call_id, normalized
 from workers.agents.parsing import MARKS, CallForm, read_reply
 from workers.calls.user_function import load_function
+from workers.data.model_files import eos_token_ids
 from workers.data.tokenizer import load_tokenizer
-from workers.engines.model_files import eos_token_ids
 from workers.settings.data import TemplateSettings
 
 logger = logging.getLogger(__name__)

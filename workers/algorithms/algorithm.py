@@ -35,9 +35,9 @@ from workers.algorithms.parts import (
     policy_parts,
     token_weights,
 )
-from workers.dataflow import LOSS_WEIGHTS
+from workers.rows.rows import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN
 from workers.settings.algorithms import PolicyConfig, PPOClipConfig
-from workers.tasks.rollouts import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN
+from workers.settings.dataflow import LOSS_WEIGHTS
 
 SettingsT = TypeVar("SettingsT", bound=PolicyConfig)
 
@@ -122,7 +122,7 @@ class Algorithm(ABC, Generic[SettingsT]):
         """Return the loss of a micro-batch.
 
         Args:
-            batch: of samples (`workers.tasks.rollouts.samples_of`), columns `rollout_log_probs`, `advantages` (one per
+            batch: of samples (`workers.rows.rows.samples_of`), columns `rollout_log_probs`, `advantages` (one per
                 row or token), `truncated`, `rewards`, with a KL penalty `ref_log_probs`; where a task writes them also
                 `old_log_probs`, of the policy that the step found (without them: the one in training), and
                 `loss_weights`, one per row.

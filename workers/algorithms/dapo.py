@@ -16,8 +16,8 @@ from torch import Tensor
 from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
 from workers.algorithms.algorithm import Algorithm
+from workers.rows.rows import drawn_per_row
 from workers.settings.algorithms import DAPOConfig
-from workers.tasks.rollouts import drawn_per_row
 
 
 class DAPO(Algorithm[DAPOConfig]):

@@ -12,10 +12,10 @@ from asyncflow.settings import own_settings
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
 from workers.calls.user_class import load_class
-from workers.dataflow import ACTOR_TRAIN, ADVANTAGES, DRAWN_COLUMNS, Task
+from workers.rows.rows import sample_columns
 from workers.settings.algorithm_names import NAMES, AlgorithmConfig, OutsideConfig
 from workers.settings.algorithms import KlLossConfig, PolicyConfig
-from workers.tasks.rollouts import sample_columns
+from workers.settings.dataflow import ACTOR_TRAIN, ADVANTAGES, DRAWN_COLUMNS, Task
 
 FIELD = "algorithm.name"
 _NOT_ITS_OWN = ("name", "dataflow", "needs_group_size", "needs_whole_step")

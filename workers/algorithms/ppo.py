@@ -14,8 +14,8 @@ from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import generalized_advantages, token_penalties, token_rewards
 from workers.algorithms.algorithm import Algorithm, Moments
 from workers.algorithms.losses import ValueLoss
+from workers.rows.rows import drawn_per_sample
 from workers.settings.algorithms import PPOConfig
-from workers.tasks.rollouts import drawn_per_sample
 
 
 class PPO(Algorithm[PPOConfig]):

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from tq.columns import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages, penalties_to_come
 from workers.algorithms.algorithm import Algorithm, Moments
+from workers.rows.rows import drawn_per_sample
 from workers.settings.algorithms import ReinforcePlusPlusConfig
-from workers.tasks.rollouts import drawn_per_sample
 
 
 class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):

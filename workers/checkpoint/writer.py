@@ -23,11 +23,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncflow.durable import DISK_FULL, sync
-from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
-from workers.checkpoint.actor_critic_channel import ActorCriticChannel
-from workers.checkpoint.directory import CheckpointDirectory, beside
-from workers.checkpoint.files import (
+from asyncflow.checkpoint_files import (
     DCP,
     HF,
     QUEUE,
@@ -38,8 +34,12 @@ from workers.checkpoint.files import (
     describe,
     files_below,
 )
+from asyncflow.durable import DISK_FULL, sync
+from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
+from workers.checkpoint.directory import CheckpointDirectory, beside
 from workers.checkpoint.saved_shards import own_shards, save_shards
-from workers.peers import gather
+from workers.rank.actor_critic_channel import ActorCriticChannel
+from workers.rank.peers import gather
 
 logger = logging.getLogger(__name__)
 

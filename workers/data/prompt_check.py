@@ -16,6 +16,7 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import excerpt
+from workers.data.model_files import eos_token_ids, vocabulary_size
 from workers.data.prompt_rows import (
     PromptRow,
     check_fit,
@@ -26,7 +27,6 @@ from workers.data.prompt_rows import (
     plain_text,
 )
 from workers.data.tokenizer import ModelTokenizer
-from workers.engines.model_files import eos_token_ids, vocabulary_size
 from workers.settings.data import DataConfig
 
 CHUNK = 256

@@ -27,6 +27,7 @@ from torch import Tensor
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import FEED_FILE
 from workers.data.feed_file import FeedFile
+from workers.data.model_files import eos_token_ids, load_raw_tokenizer
 from workers.data.prompt_rows import (
     PromptRow,
     as_row,
@@ -40,7 +41,6 @@ from workers.data.prompt_rows import (
 )
 from workers.data.task_source import TaskSource
 from workers.data.tokenizer import PROBES, load_tokenizer, missing_chat_template, says_all
-from workers.engines.model_files import eos_token_ids, load_raw_tokenizer
 from workers.settings.data import BLOCK, DataConfig
 from workers.settings.run import RunConfig
 

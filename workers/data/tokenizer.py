@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.checkpoint_files import content_hash
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import Callee
-from workers.checkpoint.files import content_hash
-from workers.engines.model_files import TOKENIZER_SETTINGS, load_raw_tokenizer, read_object
+from workers.data.model_files import TOKENIZER_SETTINGS, load_raw_tokenizer, read_object
 from workers.settings.data import TemplateSettings
 
 TOKENIZER_FILE = "tokenizer.json"

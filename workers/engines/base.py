@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +18,7 @@ from asyncflow.errors import BadRequest
 from weightsync.boxes import Box
 from weightsync.plan import Need
 from workers.engines.stop_strings import Stopped, StopStrings
+from workers.rows.rows import Sequences
 
 
 @dataclass(frozen=True)
@@ -209,38 +209,6 @@ def generate(engine: GenerateEngine, requests: Sequence[GenerateRequest]) -> Ite
         if number:
             engine.submit([waiting.popleft() for _ in range(number)])
         yield from engine.step(never)
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """A packed micro-batch of N samples.
-
-    Attributes:
-        tokens_T: int64 [T], one sample after another.
-        lengths_N: int32 [N], tokens of each sample.
-        response_mask_T: uint8 [T], 1: the token was drawn. What a result says of the A drawn tokens is in their order.
-    """
-
-    tokens_T: Tensor
-    lengths_N: Tensor
-    response_mask_T: Tensor
-
-    @cached_property
-    def prompt_lengths(self) -> Tensor:
-        """Return int32 [N]: the tokens before the first drawn one; all of a sample without any."""
-        starts_N = self.lengths_N.cumsum(0) - self.lengths_N
-        sample_T = torch.arange(len(self.lengths_N)).repeat_interleave(self.lengths_N)
-        place_T = (torch.arange(len(self.tokens_T)) - starts_N[sample_T]).int()
-        drawn_T = self.response_mask_T.bool()
-        return self.lengths_N.int().scatter_reduce(0, sample_T[drawn_T], place_T[drawn_T], "amin")
-
-    @staticmethod
-    def of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> "Sequences":
-        """Join the prompt and the response of each of N >= 1 samples of one turn; int64 [P] and int64 [R] each."""
-        parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
-        length_NP = torch.tensor([len(part) for part in parts], dtype=torch.int32).reshape(-1, 2)
-        is_response = torch.tensor([0, 1], dtype=torch.uint8).repeat(len(length_NP))
-        return Sequences(torch.cat(parts), length_NP.sum(1).int(), is_response.repeat_interleave(length_NP.flatten()))
 
 
 def check_sequences(batch: Sequences, *, vocab_size: int) -> None:

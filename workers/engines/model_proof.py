@@ -36,7 +36,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncflow.errors import ConfigError, one_line
 from workers.calls.user_function import Callee
-from workers.engines.base import GenerateRequest, Sequences
+from workers.data.model_files import SCORE_HEAD, name_pattern
+from workers.engines.base import GenerateRequest
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.engine import FsdpEngine, FsdpValueEngine
 from workers.engines.fsdp.sharding import divide, reshard
@@ -52,9 +53,9 @@ from workers.engines.hf.model import (
     stored_names,
 )
 from workers.engines.hf.weights import HfWeights
-from workers.engines.model_files import SCORE_HEAD, name_pattern
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
+from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from asyncflow.device import to_device
-from workers.engines.base import Sequences, check_sequences
+from workers.engines.base import check_sequences
 from workers.engines.log_prob_head import HeadRequest, head_log_probs, note_entropy_gradient
 from workers.engines.packed_layout import ALONE, PackedLayout
+from workers.rows.rows import Sequences
 
 _IDLE = Sequences(
     tokens_T=torch.zeros(2, dtype=torch.int64),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from asyncflow.errors import ConfigError
-from workers.engines.model_files import max_positions
+from workers.data.model_files import max_positions
 from workers.settings.engines import ActorConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig

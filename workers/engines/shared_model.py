@@ -15,7 +15,7 @@ from weightsync.boxes import Box
 from weightsync.plan import Need
 from workers.engines.base import LocalShard
 from workers.engines.hf.weights import HfWeights, write_weights
-from workers.peers import gather, waiting_for_peers
+from workers.rank.peers import gather, waiting_for_peers
 
 
 class SharedModel(ABC):

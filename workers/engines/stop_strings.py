@@ -114,15 +114,6 @@ class StopTokenizer:
         return self._load()
 
 
-def unusable_stop(text: object) -> str:
-    """Return what is wrong with a stop string, "" if nothing is."""
-    if not isinstance(text, str) or not text:
-        return "must be a text that is not empty"
-    if any(each == "\ufffd" or "\ud800" <= each <= "\udfff" for each in text):
-        return "must be whole characters: no half of one, and no U+FFFD, which stands for such"
-    return ""
-
-
 def _first(numbers: range, holds: Callable[[int], bool]) -> int:
     """Return the first number for which something holds; it holds for the last, and for all behind the first."""
     low, high = numbers.start, numbers.stop - 1

@@ -17,7 +17,7 @@ from asyncflow.json_lines import Lines, read_lines
 from asyncflow.run_files import LEDGER_FILE
 
 if TYPE_CHECKING:
-    from tq.config import ScheduleConfig
+    from workers.settings.schedule import ScheduleConfig
 
 
 class TrainedLine(msgspec.Struct, frozen=True):

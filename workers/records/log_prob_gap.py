@@ -29,9 +29,8 @@ from workers.algorithms.losses import kl_divergence
 from workers.algorithms.parts import bounded_ratio
 from workers.engines.base import LossFunction, TrainEngine
 from workers.records.step_totals import effective_sample_size
+from workers.rows.rows import SAMPLE_DRAWN, sequences_of
 from workers.settings.run import RunConfig
-from workers.tasks.column_tasks import sequences_of
-from workers.tasks.rollouts import SAMPLE_DRAWN
 
 _FLOAT32_ERROR, _BFLOAT16_ERROR = 2e-3, 0.05
 """Mean difference (nats) of a token's log-probability between two engines that compute the same weights, of an entropy

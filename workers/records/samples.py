@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncflow.json_lines import open_spare
 from asyncflow.run_files import SAMPLES
 from workers.rewards.scorer import ScoredResponse
-from workers.rollout.rollouts import FinishedRollout
+from workers.rows.finished import FinishedRollout
 
 logger = logging.getLogger(__name__)
 

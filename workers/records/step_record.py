@@ -22,14 +22,14 @@ from asyncflow.run_files import LEDGER_FILE, METRICS_FILE, UPDATES_FILE
 from tq.columns import PackedBatch
 from tq.refill import Refill
 from workers.algorithms.parts import LossCounts
-from workers.context import WorkerContext
-from workers.dataflow import OBSERVERS, SERVICES, roles_on_device
 from workers.engines.base import StepStats
+from workers.rank.context import WorkerContext
 from workers.records.ledger import refill_lines
 from workers.records.log_prob_gap import LogProbGap
 from workers.records.outside_metrics import OutsideMetrics
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 from workers.rewards.base import FailedShare
+from workers.settings.dataflow import OBSERVERS, SERVICES, roles_on_device
 
 _UNFAIR_SHARE = 0.1
 """So many responses without a reward fail by more than chance, such as a deadline now and then."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from asyncflow.device import exact_dtype
 from tq.columns import PackedBatch
 from workers.algorithms.parts import LossCounts
-from workers.dataflow import REWARD_PARTS, SOURCES
-from workers.tasks.rollouts import responses_of
+from workers.rows.rows import responses_of
+from workers.settings.dataflow import REWARD_PARTS, SOURCES
 
 _DIFFERENT = "different_response/"
 

@@ -18,7 +18,7 @@ from asyncflow.errors import UserCodeFailed
 from asyncflow.repeated import RepeatedWarnings
 from workers.rewards.pooled import GroupPool
 from workers.rewards.scorer import ScoredResponse
-from workers.rollout.rollouts import FinishedRollout
+from workers.rows.finished import FinishedRollout
 from workers.settings.rewards import RewardConfig
 
 logger = logging.getLogger(__name__)

@@ -24,12 +24,12 @@ from asyncflow.errors import UserCodeFailed
 from asyncflow.repeated import RepeatedWarnings
 from tq.columns import Column
 from workers.data.tokenizer import TextDecoder
-from workers.dataflow import REWARD_PARTS
 from workers.rewards.base import NO_FIELDS, DrawnResponse, Score
 from workers.rewards.load import load_reward
 from workers.rewards.pooled import PooledReward
 from workers.rewards.remote import RemoteReward, is_url
-from workers.rollout.rollouts import FinishedRollout
+from workers.rows.finished import FinishedRollout
+from workers.settings.dataflow import REWARD_PARTS
 from workers.settings.rewards import RewardConfig
 
 logger = logging.getLogger(__name__)

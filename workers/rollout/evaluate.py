@@ -2,9 +2,10 @@
 
     wait for a due version -> load it -> generate -> score -> a line in evaluation.jsonl -> wait ...
 
-Called by `workers.main`. It reads no queue, and nothing waits for it: its receiver keeps only versions that are due, as
-a best-effort reader of the weight agent. Weights are never swapped inside an evaluation; a version that came and went
-meanwhile is left out, and the newest due one is next. The configuration alone says which versions are due, and whose:
+Called by `workers.roles.main`. It reads no queue, and nothing waits for it: its receiver keeps only versions that are
+due, as a best-effort reader of the weight agent. Weights are never swapped inside an evaluation; a version that came
+and went meanwhile is left out, and the newest due one is next. The configuration alone says which versions are due, and
+whose:
 
     interval = 4, last step 10, two instances      due             0   4   8   10
                                                    instance        0   1   0   0
@@ -27,16 +28,16 @@ from asyncflow.errors import UserCodeFailed
 from asyncflow.json_lines import JsonLines, LineTail
 from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
-from workers.context import WorkerContext
 from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.task_source import held_out_rows
 from workers.engines.load import load_generate_engine
+from workers.engines.weight_path import open_receiver
+from workers.rank.context import WorkerContext
 from workers.records.samples import SampleLog
 from workers.rewards.base import NO_FIELDS, FailedShare
 from workers.rewards.scorer import ScoredResponse, Scorer, no_rewards
 from workers.rollout.functions import open_rollouts
-from workers.rollout.rollouts import FinishedRollout, RolloutRequest
-from workers.weight_path import open_receiver
+from workers.rows.finished import FinishedRollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
 

@@ -42,15 +42,16 @@ from workers.agents.wire import (
     Undraw,
     Warned,
 )
-from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 from workers.engines.setup import longest_call
 from workers.engines.stop_strings import StopStrings, StopTokenizer
+from workers.rank.context import WorkerContext
 from workers.rollout.live_rollouts import LiveRollouts
-from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
+from workers.rollout.rollouts import Rollouts, SingleTurn
 from workers.rollout.room import room
 from workers.rollout.session_service import open_service
+from workers.rows.finished import FinishedRollout, RolloutRequest
 from workers.settings.rollout import SamplingConfig, of_rollout
 
 logger = logging.getLogger(__name__)
@@ -273,7 +274,7 @@ class FunctionRollouts:
     def _result(self, request: RolloutRequest, message: Finished | Failed) -> FinishedRollout:
         if isinstance(message, Finished):
             self._came_to_an_end()
-            return FinishedRollout.told(request, message, beside_s=self._beside_engine_s())
+            return _finished(request, message, beside_s=self._beside_engine_s())
         nothing = FinishedRollout.without_tokens(request, why=message.text)
         if message.skipped:
             self._came_to_an_end()
@@ -386,3 +387,26 @@ def open_rollouts(
         engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake, spans=context.timeline,
         what=own.own_name, max_failures=own.max_failures_in_a_row, failed=context.rollout_failed, warn=context.warn,
     )  # fmt: skip
+
+
+def _finished(request: RolloutRequest, message: Finished, *, beside_s: float) -> FinishedRollout:
+    """Return a rollout of which the session service told; `beside_s` is in `cpu_s`, too."""
+    samples = message.samples
+    return FinishedRollout(
+        index=request.index,
+        ticket=request.ticket,
+        tokens_T=torch.tensor([token for one in samples for token in one.token_ids], dtype=torch.int64),
+        sample_lengths=[len(one.token_ids) for one in samples],
+        response_mask_T=torch.tensor([bit for one in samples for bit in one.response_mask], dtype=torch.uint8),
+        log_probs_A=torch.tensor([number for one in samples for number in one.log_probs], dtype=torch.float32),
+        versions_A=torch.tensor([step for one in samples for step in one.versions], dtype=torch.int32),
+        truncated=message.truncated,
+        reward=message.reward,
+        response=message.response,
+        metrics=message.metrics,
+        conversations=message.conversations,
+        turns=message.turns,
+        tool_s=message.tool_s,
+        bridge_failures=message.bridge_failures,
+        cpu_s=message.cpu_s + beside_s,
+    )

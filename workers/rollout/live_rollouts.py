@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from asyncflow.timeline import Spans
 from workers.agents.wire import Failed, Finished
 from workers.engines.base import Generation
-from workers.rollout.rollouts import RolloutRequest
+from workers.rows.finished import RolloutRequest
 
 _FIRST_CALL_S = 1.0
 """How long a rollout that has not called yet counts as if it would in a moment (s)."""

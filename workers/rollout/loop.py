@@ -3,7 +3,7 @@
     fill -> step -> fill -> step, a response ended -> outbox ... newer weights ready -> swap, if the schedule says so
 
 Prompts are leased by the `Feeder`'s thread and responses put by the `Outbox`'s, so neither holds up generation. Called
-by `workers.main`. Never decides which groups may start: admission does.
+by `workers.roles.main`. Never decides which groups may start: admission does.
 """
 
 import itertools
@@ -18,9 +18,9 @@ import numpy as np
 
 from asyncflow.errors import TrainingDiverged
 from weightsync.version import Version
-from workers.context import WorkerContext
-from workers.dataflow import TASKS
 from workers.engines.load import load_generate_engine
+from workers.engines.weight_path import follow_policy
+from workers.rank.context import WorkerContext
 from workers.records.samples import SampleLog
 from workers.rewards.group import GroupReward
 from workers.rewards.group_filter import load_group_filter
@@ -28,9 +28,9 @@ from workers.rewards.scorer import Scorer
 from workers.rollout.feeder import Feeder
 from workers.rollout.functions import open_rollouts
 from workers.rollout.outbox import Outbox, RolloutLease
-from workers.rollout.rollouts import FinishedRollout, RolloutRequest
+from workers.rows.finished import FinishedRollout, RolloutRequest
+from workers.settings.dataflow import TASKS
 from workers.tasks.graph import task_of
-from workers.weight_path import follow_policy
 
 logger = logging.getLogger(__name__)
 

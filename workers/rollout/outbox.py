@@ -27,7 +27,7 @@ from workers.records.samples import SampleLog
 from workers.rewards.group import GroupReward
 from workers.rewards.group_filter import GroupFilter
 from workers.rewards.scorer import ScoredResponse, Scorer
-from workers.rollout.rollouts import FinishedRollout
+from workers.rows.finished import FinishedRollout
 
 STOP_POLL_S = 0.2
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 from pydantic import AfterValidator, ConfigDict, Discriminator, Tag
 
 from asyncflow.registry import Registry
-from workers.dataflow import Task
 from workers.settings.algorithms import (
     CISPOConfig,
     DAPOConfig,
@@ -21,6 +20,7 @@ from workers.settings.algorithms import (
     ReinforcePlusPlusConfig,
     RLOOConfig,
 )
+from workers.settings.dataflow import Task
 
 ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
     {
@@ -43,7 +43,7 @@ NAMES = Registry("asyncflow.algorithms", {name: kind.implementation for name, ki
 class OutsideConfig(KlLossConfig):
     """An algorithm of your own: a class outside the package, with settings of its own beside those of every algorithm.
 
-    The launcher has a child import it and ask its `Config` (`workers.outside`); here is what that answered.
+    The launcher has a child import it and ask its `Config` (`workers.roles.own_classes`); here is what that answered.
     """
 
     model_config = ConfigDict(extra="allow")

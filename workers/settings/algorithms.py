@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
-from workers.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic_free_tasks
+from workers.settings.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic_free_tasks
 from workers.settings.off_policy import OffPolicyConfig
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -144,7 +144,7 @@ class PolicyConfig(Settings):
         )
 
     def check(self, run: Any) -> None:
-        """Refuse other settings of the run (`workers.settings.run.RunConfig`) that the algorithm cannot be trained with.
+        """Refuse other settings of the run (a `RunConfig`) that the algorithm cannot be trained with.
 
         Raises:
             ConfigError: says which.

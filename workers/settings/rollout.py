@@ -7,7 +7,6 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
-from workers.engines.stop_strings import unusable_stop
 from workers.settings.openai import check_address
 
 _COLDEST = 0.01
@@ -199,3 +198,12 @@ class RolloutConfig(SamplingConfig):
         if self.models and self.function is None:
             raise ValueError("models are given, but no rollout.function to ask them; agents have clients of their own")
         return self
+
+
+def unusable_stop(text: object) -> str:
+    """Return what is wrong with a stop string, "" if nothing is."""
+    if not isinstance(text, str) or not text:
+        return "must be a text that is not empty"
+    if any(each == "\ufffd" or "\ud800" <= each <= "\udfff" for each in text):
+        return "must be whole characters: no half of one, and no U+FFFD, which stands for such"
+    return ""

@@ -13,7 +13,7 @@ from asyncflow.durable import replace_text
 from asyncflow.registry import Registry
 from asyncflow.run_files import CONFIG_FILE
 from asyncflow.settings import Settings
-from tq.config import QueueConfig, ScheduleConfig
+from tq.config import QueueConfig
 from tq.policies import policy_name
 from weightsync.config import WeightSyncConfig
 from workers.settings.algorithm_names import AlgorithmConfig
@@ -23,6 +23,7 @@ from workers.settings.engines import ActorConfig, CriticConfig, RefConfig, Train
 from workers.settings.openai import OpenAIConfig
 from workers.settings.rewards import RewardConfig
 from workers.settings.rollout import ENGINES, RolloutConfig, SamplingConfig, Temperature
+from workers.settings.schedule import ScheduleConfig
 from workers.settings.sim import SimConfig
 from workers.settings.tasks import UserTaskConfig
 from workers.settings.vllm import VllmConfig

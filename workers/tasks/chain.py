@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from tq.columns import Column, PackedBatch
-from workers.context import WorkerContext
 from workers.data.tokenizer import TextDecoder
-from workers.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS
-from workers.engines.base import Sequences, TrainEngine, ValueEngine
-from workers.peers import max_over_ranks
-from workers.replicas import ReplicaPeers
+from workers.engines.base import TrainEngine, ValueEngine
+from workers.rank.context import WorkerContext
+from workers.rank.peers import max_over_ranks
+from workers.rank.replicas import ReplicaPeers
+from workers.rows.rows import Sequences, drawn_per_row, micro_batches, samples_of
+from workers.settings.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS
 from workers.settings.engines import TrainingConfig
 from workers.settings.run import RunConfig
 from workers.tasks.column_tasks import (
@@ -27,9 +28,7 @@ from workers.tasks.column_tasks import (
     Rewards,
     cut_of,
 )
-from workers.tasks.rollouts import drawn_per_row, samples_of
 from workers.tasks.user import UserTask
-from workers.trainer.batching import micro_batches
 
 _EMPTY = PackedBatch((), {})
 

@@ -18,19 +18,19 @@ from tq.columns import Column, PackedBatch
 from weightsync.version import Version
 from workers.algorithms.load import load_algorithm
 from workers.calls.user_function import excerpt
-from workers.context import WorkerContext
-from workers.dataflow import SAMPLE_COLUMNS, TASKS
-from workers.engines.base import Sequences, TrainEngine
+from workers.engines.base import TrainEngine
 from workers.engines.load import load_forward_model, load_reward_model
-from workers.peers import all_ranks, max_over_ranks
+from workers.engines.weight_path import HeldWeights, open_receiver
+from workers.rank.context import WorkerContext
+from workers.rank.peers import all_ranks, max_over_ranks
 from workers.rewards.base import LARGEST_REWARD, NO_FIELDS
 from workers.rewards.scorer import ScoredResponse, Scorer
+from workers.rows.rows import Sequences, drawn_per_row, responses_of, sequences_of
+from workers.settings.dataflow import TASKS
 from workers.settings.engines import TrainingConfig
 from workers.settings.rewards import RewardModelConfig
 from workers.settings.run import RunConfig
 from workers.tasks.reference import Reference, reference_step
-from workers.tasks.rollouts import drawn_per_row, responses_of
-from workers.weight_path import HeldWeights, open_receiver
 
 _GROUPS = 8
 """Whole groups whose advantages are computed at a time."""
@@ -257,15 +257,6 @@ class Advantages(ColumnTask):
 def cut_of(config: RunConfig, training: TrainingConfig) -> TrainingConfig | None:
     """Return how the forwards of a model are cut: by tokens where rows have any number of samples, else not."""
     return training if config.rollout.is_own and training.max_tokens_per_micro_batch else None
-
-
-def sequences_of(batch: PackedBatch) -> Sequences:
-    """Return the engines' packed sequences: one sample after another; neither padded nor sorted.
-
-    Args:
-        batch: columns `tokens`, `sample_lengths`, `response_mask`, N >= 1 rows.
-    """
-    return Sequences(*(batch[name].values for name in SAMPLE_COLUMNS))
 
 
 def _column(log_probs_A: Tensor, batch: PackedBatch) -> Column:

@@ -9,10 +9,9 @@ from difflib import get_close_matches
 
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
-from tq.config import ScheduleMode
 from tq.policies import load_policy
 from tq.task_spec import StepSpec, TaskSpec
-from workers.dataflow import (
+from workers.settings.dataflow import (
     ADMITTED,
     ALIASES,
     CRITIC_TRAIN,
@@ -34,6 +33,7 @@ from workers.dataflow import (
     producers_first,
 )
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleMode
 from workers.settings.tasks import UserTaskConfig
 
 

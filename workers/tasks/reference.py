@@ -19,11 +19,11 @@ from torch import Tensor
 from asyncflow.errors import ConfigError, WeightSyncError
 from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
-from workers.context import WorkerContext
-from workers.engines.base import Sequences
 from workers.engines.load import load_frozen_model
-from workers.peers import all_ranks, max_over_ranks
-from workers.weight_path import open_receiver
+from workers.engines.weight_path import open_receiver
+from workers.rank.context import WorkerContext
+from workers.rank.peers import all_ranks, max_over_ranks
+from workers.rows.rows import Sequences
 
 logger = logging.getLogger(__name__)
 

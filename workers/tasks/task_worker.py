@@ -9,7 +9,7 @@ compute, it goes on asking: those weights may need rows that are not here yet, o
 Where several ranks share a model, the first one, the lead, fetches and puts. The others get the same rows by broadcast
 (`tq.client.replica`), so all compute together.
 
-Called by `workers.main`. What is computed is in `workers.tasks`.
+Called by `workers.roles.main`. What is computed is in `workers.tasks`.
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from tq.client.replica import Round
 from tq.client.stall_monitor import StallMonitor
 from tq.columns import PackedBatch
 from tq.messages import NoRows, NoRowsReason
-from workers.context import WorkerContext
-from workers.dataflow import PlacedTask
-from workers.peers import meet_peers
-from workers.replicas import ReplicaPlace, open_replica
+from workers.rank.context import WorkerContext
+from workers.rank.peers import meet_peers
+from workers.rank.replicas import ReplicaPlace, open_replica
 from workers.rewards.group_filter import load_group_filter
+from workers.settings.dataflow import PlacedTask
 from workers.tasks.chain import TaskChain
 from workers.tasks.graph import task_of
 

@@ -11,10 +11,10 @@ from tq.columns import Column, PackedBatch
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import excerpt
 from workers.data.tokenizer import TextDecoder
-from workers.dataflow import LOSS_WEIGHTS, TEXT_COLUMNS
+from workers.rows.rows import responses_of
+from workers.settings.dataflow import LOSS_WEIGHTS, TEXT_COLUMNS
 from workers.settings.tasks import UserTaskConfig
 from workers.tasks.column_tasks import ColumnTask
-from workers.tasks.rollouts import responses_of
 from workers.tasks.row import TaskRow
 
 _LARGEST = torch.finfo(torch.float32).max

@@ -14,26 +14,26 @@ from asyncflow.errors import LastSaveFailed, UserCodeFailed, WeightSyncError
 from asyncflow.run_files import CONFIG_FILE
 from tq.columns import PackedBatch
 from weightsync.version import Version
-from workers.checkpoint.actor_critic_channel import ActorCriticChannel, Kind, Message
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.writer import Contents, RunFacts
-from workers.context import REWARD, ROLLOUT, WorkerContext
-from workers.dataflow import CRITIC_TRAIN
+from workers.data.model_files import model_fingerprint
 from workers.engines.load import load_train_engine, load_value_engine
-from workers.engines.model_files import model_fingerprint
-from workers.peers import gather, meet_peers, sum_over_ranks
+from workers.engines.weight_path import open_sender
+from workers.rank.actor_critic_channel import ActorCriticChannel, Kind, Message
+from workers.rank.context import REWARD, ROLLOUT, WorkerContext
+from workers.rank.peers import gather, meet_peers, sum_over_ranks
+from workers.rank.replicas import ReplicaPeers, ReplicaPlace, open_replica
 from workers.records.ledger import check_staleness, ledger_lines
 from workers.records.log_prob_gap import GapWatch
 from workers.records.step_record import StepRecord, StepRecorder, check_reference
-from workers.replicas import ReplicaPeers, ReplicaPlace, open_replica
 from workers.rewards.base import FailedShare
 from workers.rewards.scorer import no_rewards
+from workers.settings.dataflow import CRITIC_TRAIN
 from workers.tasks.chain import TaskChain
 from workers.tasks.graph import task_of
 from workers.tasks.reference import saved_reference
 from workers.trainer.trainer import Trainer, critic_learner, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
-from workers.weight_path import open_sender
 
 logger = logging.getLogger(__name__)
 

@@ -25,12 +25,9 @@ Neither changes the gradient: the loss is a sum over tokens, and scaled once for
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tq.balance import split_by_tokens
 from tq.columns import PackedBatch
-from workers.micro_batches import MiniBatchAssigner, cut_by_rows, cut_by_tokens
-from workers.settings.engines import ActorConfig, TrainingConfig
-from workers.tasks.column_tasks import sequences_of
-from workers.tasks.rollouts import ROW_BEGINS
+from workers.rows.micro_batches import MiniBatchAssigner
+from workers.settings.engines import ActorConfig
 
 
 @dataclass(frozen=True)
@@ -100,23 +97,3 @@ class StepRounds:
         return MiniBatchAssigner(
             num_mini_batches=self._num_mini_batches, size=self._size, seed=f"{self._seed}/{pass_number}"
         )
-
-
-def micro_batches(batch: PackedBatch, config: TrainingConfig) -> list[Sequence[int]]:
-    """Return the positions of samples in each micro-batch, every sample once.
-
-    Args:
-        batch: N >= 0 samples.
-    """
-    if not len(batch):
-        return []
-    if not config.max_tokens_per_micro_batch:
-        begins = batch[ROW_BEGINS].values.nonzero()[:, 0].tolist()
-        return cut_by_rows(begins, len(batch), config.micro_batch_size)
-    tokens, budget = batch["tokens"].lengths.tolist(), config.max_tokens_per_micro_batch
-    if not config.shared_prompt:
-        return [*split_by_tokens(tokens, budget)]
-    before = sequences_of(batch).prompt_lengths.tolist()
-    prompts = [row[:size].numpy().tobytes() for row, size in zip(batch["tokens"].rows(), before, strict=True)]
-    lengths = [(size, total - size) for size, total in zip(before, tokens, strict=True)]
-    return [*cut_by_tokens(prompts, lengths, budget)]

@@ -5,7 +5,7 @@
 
 All values of a step come from the weights that the critic had when it began the step, since it updates only after the
 step's last row; the actor gets advantages as rows arrive.
-`workers.checkpoint.actor_critic_channel` says how the two keep step.
+`workers.rank.actor_critic_channel` says how the two keep step.
 `CriticSaver` writes the critic's part of a checkpoint.
 """
 
@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from asyncflow.checkpoint_files import CRITIC, describe
 from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
 from asyncflow.run_files import checkpoint_path
 from tq.columns import PackedBatch
-from workers.checkpoint.actor_critic_channel import ActorCriticChannel, Kind
 from workers.checkpoint.directory import beside
-from workers.checkpoint.files import CRITIC, describe
 from workers.checkpoint.saved_shards import HostCopy, load_shards, own_shards, save_shards
-from workers.context import WorkerContext
 from workers.engines.base import ValueEngine
 from workers.engines.load import load_value_engine
-from workers.peers import gather, meet_peers, sum_over_ranks
+from workers.rank.actor_critic_channel import ActorCriticChannel, Kind
+from workers.rank.context import WorkerContext
+from workers.rank.peers import gather, meet_peers, sum_over_ranks
 from workers.records.step_record import StepRecord
 from workers.tasks.chain import TaskChain
 from workers.tasks.graph import task_of

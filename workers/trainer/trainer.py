@@ -27,19 +27,18 @@ from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import MicroLoss
 from workers.algorithms.ppo import PPO
-from workers.context import WorkerContext
-from workers.dataflow import PlacedTask
 from workers.engines.base import TrainedEngine, TrainEngine, ValueEngine
-from workers.peers import gather, max_over_ranks, sum_over_ranks
+from workers.rank.context import WorkerContext
+from workers.rank.peers import gather, max_over_ranks, sum_over_ranks
 from workers.records.log_prob_gap import Comparison, MoveProbe
 from workers.records.step_record import Model, StepRecord
 from workers.records.step_totals import UpdateTotals
+from workers.rows.rows import micro_batches, samples_of, sequences_of
+from workers.settings.dataflow import PlacedTask
 from workers.settings.engines import ActorConfig, TrainingConfig
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
-from workers.tasks.column_tasks import sequences_of
-from workers.tasks.rollouts import samples_of
-from workers.trainer.batching import Round, StepRounds, micro_batches
+from workers.trainer.batching import Round, StepRounds
 from workers.trainer.tri_model import LossOfMicroStep, MicroStep, TriModel
 
 

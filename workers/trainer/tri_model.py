@@ -26,9 +26,9 @@ from torch import Tensor
 from asyncflow.device import to_device
 from tq.columns import Column, PackedBatch
 from workers.algorithms.losses import MicroLoss
-from workers.engines.base import CopyingEngine, PolicyCopy, Sequences, TrainEngine
+from workers.engines.base import CopyingEngine, PolicyCopy, TrainEngine
+from workers.rows.rows import Sequences, sequences_of
 from workers.settings.run import RunConfig
-from workers.tasks.column_tasks import sequences_of
 
 MakeLoss = Callable[[PackedBatch], MicroLoss]
 """(a batch with all columns) -> the algorithm's loss of it."""

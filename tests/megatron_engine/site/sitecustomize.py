@@ -17,7 +17,7 @@ class _BeforeMegatron(importlib.abc.MetaPathFinder):
             import cpu_shim
 
             cpu_shim.install()
-        if name == "launcher.cli.request":
+        if name == "launcher.request.request":
             import launcher.checks.engine_libraries
 
             launcher.checks.engine_libraries.ACCELERATED = ()

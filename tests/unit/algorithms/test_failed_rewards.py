@@ -15,10 +15,10 @@ from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.ppo import PPO
 from workers.algorithms.rloo import leave_one_out
+from workers.rows.rows import sample_columns, samples_of
 from workers.settings.algorithm_names import AlgorithmConfig
 from workers.settings.off_policy import OffPolicyConfig
 from workers.settings.rollout import RolloutConfig
-from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 4, 2)

@@ -15,8 +15,8 @@ from workers.algorithms.algorithm import Moments
 from workers.algorithms.losses import ValueLoss, clipped_value_loss
 from workers.algorithms.parts import loss_scale
 from workers.algorithms.ppo import PPO
+from workers.rows.rows import sample_columns, samples_of
 from workers.settings.algorithms import PPOConfig
-from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")
 number = st.floats(-3, 3)

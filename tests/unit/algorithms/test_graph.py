@@ -8,8 +8,8 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from workers.dataflow import NeededWeights, PlacedTask, place_tasks
 from workers.settings.algorithms import GRPOConfig, PPOConfig
+from workers.settings.dataflow import NeededWeights, PlacedTask, place_tasks
 from workers.settings.tasks import UserTaskConfig
 from workers.tasks.graph import graph_of, task_specs, with_user_tasks
 

@@ -9,8 +9,8 @@ from tq.columns import Column, PackedBatch
 from workers.algorithms.grpo import GRPO
 from workers.algorithms.losses import PolicyLoss
 from workers.algorithms.parts import LossCounts, PolicyParts, PPOClip
+from workers.rows.rows import sample_columns, samples_of
 from workers.settings.algorithms import GRPOConfig
-from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 4, 2)

@@ -17,9 +17,9 @@ from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import PolicyLoss
 from workers.algorithms.parts import DualClip, PPOClip, Tokens, policy_parts, response_means
+from workers.rows.rows import sample_columns, samples_of
 from workers.settings.off_policy import OffPolicyConfig
 from workers.settings.run import RunConfig
-from workers.tasks.rollouts import sample_columns, samples_of
 
 LENGTHS = torch.tensor([2, 0, 3])
 NEW = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5], dtype=torch.float64)

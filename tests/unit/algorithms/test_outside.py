@@ -17,12 +17,12 @@ from launcher.config.paths import find_recipe
 from launcher.plan.scenario import Training
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm, outside_algorithm
-from workers.dataflow import place_tasks
+from workers.rows.rows import sample_columns, samples_of
 from workers.settings.algorithm_names import OutsideConfig
 from workers.settings.algorithms import GRPOConfig
+from workers.settings.dataflow import place_tasks
 from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of
-from workers.tasks.rollouts import sample_columns, samples_of
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_algorithm.py"
 NAME = "custom_algorithm:SoftGated"

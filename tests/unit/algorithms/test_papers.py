@@ -16,9 +16,9 @@ from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.parts import LossCounts
+from workers.rows.rows import sample_columns, samples_of
 from workers.settings.algorithm_names import AlgorithmConfig
 from workers.settings.rollout import RolloutConfig
-from workers.tasks.rollouts import sample_columns, samples_of
 
 GROUP, LENGTHS, MOST = 3, (3, 1, 4, 2, 6, 5), 6
 REWARDS = (1.0, 0.0, 0.25, 0.5, 0.0, 0.0)

@@ -12,10 +12,10 @@ from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.parts import LossCounts
 from workers.algorithms.ppo import PPO
+from workers.rows.rows import samples_of
 from workers.settings.algorithm_names import AlgorithmConfig
 from workers.settings.algorithms import DAPOConfig
 from workers.settings.rollout import RolloutConfig
-from workers.tasks.rollouts import samples_of
 
 CPU = torch.device("cpu")
 MASKS = ([[0, 1, 1, 0, 0, 1]], [[0, 0, 1, 0], [0, 1, 0, 1, 1]], [[0, 1], [0, 0], [0, 1, 1]], [[0, 1, 1, 1, 1]])

@@ -3,7 +3,7 @@
 import pytest
 from ablation_parts.staleness import under_fire
 
-from tq.config import Fill, ScheduleMode
+from workers.settings.schedule import Fill, ScheduleMode
 
 
 @pytest.mark.parametrize(

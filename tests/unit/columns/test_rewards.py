@@ -16,9 +16,9 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.columns import Column, PackedBatch
 from workers.data.tokenizer import load_tokenizer
+from workers.rows.rows import sample_columns
 from workers.settings.run import RunConfig
 from workers.tasks.column_tasks import Rewards
-from workers.tasks.rollouts import sample_columns
 
 CPU = torch.device("cpu")
 ROWS = [("1+2=", "3", "3"), ("1+2=", "4", "3"), ("4+8=", "12", "12"), ("4+8=", "1", "12"), ("4+8=", "=7", "12")]

@@ -12,8 +12,8 @@ import torch
 from asyncflow.errors import ConfigError, UserCodeFailed
 from tq.columns import Column, PackedBatch
 from workers.data.tokenizer import TextDecoder
+from workers.rows.rows import sample_columns
 from workers.settings.tasks import UserTaskConfig
-from workers.tasks.rollouts import sample_columns
 from workers.tasks.row import TaskRow
 from workers.tasks.user import UserTask
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from asyncflow.testing.generating import one_thread as one_thread
 from asyncflow.testing.tiny_model import save_tiny_model
-from workers.engines.base import Sequences
+from workers.rows.rows import Sequences
 
 sys.path.append(str(Path(__file__).parent))  # tests import `test_trainer` by name; behind other conftests
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncflow.errors import CheckpointError, TransportError
-from workers.checkpoint.actor_critic_channel import ActorCriticChannel
 from workers.engines.base import ValueEngine
+from workers.rank.actor_critic_channel import ActorCriticChannel
 from workers.trainer.critic import CriticSaver
 
 pytestmark = pytest.mark.usefixtures("single_rank")

@@ -17,13 +17,12 @@ from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.parts import LossCounts
 from workers.algorithms.ppo import PPO
-from workers.engines.base import Sequences, TrainEngine, ValueEngine
+from workers.engines.base import TrainEngine, ValueEngine
 from workers.engines.load import load_train_engine, load_value_engine
 from workers.records.step_record import StepRecord
+from workers.rows.rows import Sequences, sample_columns, samples_of, sequences_of
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
-from workers.tasks.column_tasks import sequences_of
-from workers.tasks.rollouts import sample_columns, samples_of
 from workers.trainer.trainer import Trainer, critic_learner, policy_learner
 
 pytestmark = pytest.mark.usefixtures("single_rank")

@@ -16,12 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from asyncflow.testing.plain import decay_groups
-from workers.engines.base import Sequences
 from workers.engines.fsdp.engine import FsdpEngine
 from workers.engines.fsdp.sharding import mixed_precision
 from workers.engines.hf.model import DTYPES, decoder_layers
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs, response_logits
+from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig
 
 pytestmark = pytest.mark.usefixtures("single_rank")

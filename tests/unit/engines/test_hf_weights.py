@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from asyncflow.errors import ConfigError
+from workers.data.model_files import INDEX_FILE
 from workers.engines.hf.weights import HfWeights, copy_without_weights, write_weights
-from workers.engines.model_files import INDEX_FILE
 
 
 def test_weights_come_back_from_several_files(tmp_path: Path) -> None:

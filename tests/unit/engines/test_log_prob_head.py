@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from workers.engines import log_prob_head
-from workers.engines.base import Sequences
 from workers.engines.log_prob_head import HeadRequest, head_log_probs, note_entropy_gradient
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
+from workers.rows.rows import Sequences
 
 A, D, V = 21, 16, 150
 TEMPERATURE = 0.7

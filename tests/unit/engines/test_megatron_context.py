@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from workers.engines.base import Sequences
 from workers.engines.megatron.context import TokenShare
 from workers.engines.packed_forward import PackedInputs
 from workers.engines.packed_layout import ALONE
+from workers.rows.rows import Sequences
 
 CPU = torch.device("cpu")
 PROMPT = torch.tensor([3, 4, 5, 6, 7, 8])

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from asyncflow.errors import BadRequest, ConfigError
-from workers.engines.base import Sequences
 from workers.engines.hf.frozen import RewardModel
+from workers.rows.rows import Sequences
 
 CPU = torch.device("cpu")
 CLASSES: dict[str, Any] = {

@@ -24,10 +24,11 @@ from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.hf.engine import HfEngine
 from workers.engines.sim.engine import SimGenerateEngine
 from workers.engines.sim.lengths import SimLengths
-from workers.engines.stop_strings import Stopped, StopStrings, StopTokenizer, unusable_stop
+from workers.engines.stop_strings import Stopped, StopStrings, StopTokenizer
 from workers.engines.vllm.engine import VllmEngine
-from workers.rollout.rollouts import RolloutRequest, SingleTurn
-from workers.settings.rollout import RolloutConfig, SamplingConfig
+from workers.rollout.rollouts import SingleTurn
+from workers.rows.finished import RolloutRequest
+from workers.settings.rollout import RolloutConfig, SamplingConfig, unusable_stop
 from workers.settings.run import ModelConfig
 from workers.settings.sim import SimConfig
 

@@ -18,14 +18,13 @@ from tests.support.training_role import CountingRole
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.parts import LossCounts
-from workers.dataflow import SAMPLE_COLUMNS
-from workers.engines.base import Sequences, StepStats, TrainEngine
+from workers.engines.base import StepStats, TrainEngine
 from workers.engines.load import load_train_engine
-from workers.micro_batches import MiniBatchAssigner
+from workers.rows.micro_batches import MiniBatchAssigner
+from workers.rows.rows import Sequences, sample_columns, samples_of, sequences_of
+from workers.settings.dataflow import SAMPLE_COLUMNS
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
-from workers.tasks.column_tasks import sequences_of
-from workers.tasks.rollouts import sample_columns, samples_of
 from workers.trainer.trainer import Trainer, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
 

@@ -14,8 +14,8 @@ from workers.algorithms.losses import MicroLoss
 from workers.engines.base import TrainEngine
 from workers.engines.fsdp.engine import FsdpEngine
 from workers.engines.load import load_frozen_model, load_train_engine
+from workers.rows.rows import sequences_of
 from workers.settings.run import RunConfig
-from workers.tasks.column_tasks import sequences_of
 from workers.tasks.graph import graph_of
 
 pytestmark = pytest.mark.usefixtures("single_rank")

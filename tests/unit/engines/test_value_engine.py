@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncflow.errors import ConfigError
-from workers.engines.base import Sequences
 from workers.engines.fsdp.engine import FsdpValueEngine
+from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig, CriticConfig
 
 pytestmark = pytest.mark.usefixtures("single_rank")

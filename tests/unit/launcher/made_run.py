@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncflow.checkpoint_files import CheckpointMeta, FileEntry, describe
 from launcher.verify.records import Prompts, Readers
-from tq.config import ScheduleConfig
 from tq.refill import Refill, RemovalCause
 from workers.admission.state import AdmissionState
-from workers.checkpoint.files import CheckpointMeta, FileEntry, describe
 from workers.records.ledger_file import Ledger
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleConfig
 
 Line = dict[str, Any]
 NUM_PROMPTS = 7

@@ -9,14 +9,14 @@ import torch
 from asyncflow.errors import ConfigError
 from launcher.checks.algorithms import settings_without_effect
 from launcher.checks.preflight import check_run
-from launcher.cli.dry_run import describe
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from launcher.request.dry_run import describe
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.ppo import PPO
+from workers.rows.rows import sample_columns, samples_of
 from workers.settings.run import RunConfig
-from workers.tasks.rollouts import sample_columns, samples_of
 
 GSPO = ("algorithm={name: gspo}", "algorithm.off_policy.method=none")
 

@@ -60,7 +60,7 @@ def refuse(tmp_path: Path, *arguments: object) -> str:
 
 
 def make_checkpoint(run_dir: Path, step: int, *, fingerprint: str, data: str) -> None:
-    from workers.checkpoint.files import CheckpointMeta, describe
+    from asyncflow.checkpoint_files import CheckpointMeta, describe
 
     path = run_dir / "checkpoints" / f"step_{step:06d}"
     (path / "dcp").mkdir(parents=True)
@@ -77,8 +77,8 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
     """A stopped run of `source` with one checkpoint, and what its steps trained."""
     from launcher.config.load import load_config
     from launcher.run.rundir import create_run_dir
+    from workers.data.model_files import model_fingerprint
     from workers.data.prompt_rows import data_hash
-    from workers.engines.model_files import model_fingerprint
 
     config = load_config(source)
     create_run_dir(run_dir, config)
@@ -478,7 +478,7 @@ def test_dry_run_prints_the_placement_and_writes_nothing(write_config: WriteConf
         "actor         2      cpu      ",
         "ref-0         1      cpu      ref_log_probs",
         "127.0.0.1",
-        "-m workers.main ",
+        "-m workers.roles.main ",
     ):
         assert expected in result.stdout
     assert tree(tmp_path) == before
@@ -568,7 +568,7 @@ def test_no_torch_is_imported_before_a_run_is_accepted(tmp_path: Path, option: s
 
 
 def test_output_that_cannot_show_a_character_does_not_end_the_command() -> None:
-    code = "from launcher.cli.exits import prepare_streams; prepare_streams(); print('\xfc')"
+    code = "from launcher.request.exits import prepare_streams; prepare_streams(); print('\xfc')"
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=ascii_only)
     assert (result.returncode, result.stdout) == (0, "\\xfc\n")
@@ -576,7 +576,7 @@ def test_output_that_cannot_show_a_character_does_not_end_the_command() -> None:
 
 def test_command_started_without_standard_streams_hands_some_to_its_children() -> None:
     code = (
-        "import os, subprocess, sys; from launcher.cli.exits import prepare_streams; prepare_streams();"
+        "import os, subprocess, sys; from launcher.request.exits import prepare_streams; prepare_streams();"
         "sys.exit(subprocess.call([sys.executable, '-c', 'import os; [os.fstat(n) for n in range(3)]']))"
     )
     shell = f"{shlex.join([sys.executable, '-c', code])} <&- >&- 2>&-"
@@ -633,7 +633,7 @@ def test_library_that_is_not_installed_is_told_before_anything_is_written(
     overrides: list[str],
     expected: str,
 ) -> None:
-    monkeypatch.setattr("launcher.checks.engine_libraries.is_installed", lambda module: False)
+    monkeypatch.setattr("asyncflow.extras.is_installed", lambda module: False)
     sets = [word for override in overrides for word in ("--set", override)]
     message = refuse(tmp_path, write_config(), *sets, *option)
     assert message.startswith(expected)
@@ -644,7 +644,7 @@ def test_library_that_is_not_installed_is_told_before_anything_is_written(
 def test_megatron_on_a_cpu_is_told_before_anything_is_written(
     write_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
 ) -> None:
-    monkeypatch.setattr("launcher.checks.engine_libraries.is_installed", lambda module: True)
+    monkeypatch.setattr("asyncflow.extras.is_installed", lambda module: True)
     (tmp_path / "model" / "config.json").write_text(json.dumps(MEGATRON_MODEL))
     message = refuse(tmp_path, write_config(), "--set", "actor.engine=megatron", *option)
     assert message.startswith("actor.engine: megatron computes on CUDA and NPU")

@@ -8,8 +8,8 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe, packaged_recipes
-from tq.config import Fill, ScheduleConfig
 from workers.settings.run import RunConfig
+from workers.settings.schedule import Fill, ScheduleConfig
 
 WriteConfig = Callable[..., Path]
 

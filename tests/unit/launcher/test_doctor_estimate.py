@@ -8,8 +8,8 @@ import pytest
 
 from asyncflow.job import GangSpec
 from launcher.checks.devices import Devices
+from launcher.checks.placement import place_gangs
 from launcher.checks.preflight import Preflight, check_run
-from launcher.cli.request import Accepted, Request
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.doctor.child import resolve
@@ -25,7 +25,7 @@ from launcher.doctor.estimate import (
     threads,
 )
 from launcher.doctor.messages import Order
-from launcher.run.placement import place_gangs
+from launcher.request.request import Accepted, Request
 
 WriteConfig = Callable[..., Path]
 PARAMETERS = 1_000_000

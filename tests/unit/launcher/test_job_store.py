@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.sealed_store import SealedStore
 from launcher.process.job_store import JobStore
-from workers.context import WorkerContext
+from workers.rank.context import WorkerContext
 
 SECRET = "5ec7e7"
 RANKS = [("actor", 0), ("actor", 1), ("rollout-0", 0), ("rollout-1", 0)]

@@ -20,7 +20,7 @@ from launcher.nodes.messages import (
     StopAsked,
     Welcome,
 )
-from launcher.run.events import GangExited, StopRequested
+from launcher.process.events import GangExited, StopRequested
 
 DONE = FinishRun(0, "done")
 CLOCK = HostClock.measure()

@@ -14,7 +14,7 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.backends.config import BackendConfig
 from tq.backends.load import load_backend
-from workers.outside import resolving
+from workers.roles.own_classes import resolving
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_engine.py"
 PLAIN = {"engine": "custom_engine:PlainEngine"}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.checks.devices import Devices
+from launcher.checks.placement import place_gangs
 from launcher.config.load import load_config
-from launcher.run.placement import place_gangs
 from workers.settings.run import RunConfig
 
 Configure = Callable[..., RunConfig]

@@ -15,9 +15,9 @@ from launcher.plan.launchable import check_launchable
 from launcher.plan.report import model_sizes, open_planner
 from launcher.plan.search import _Candidate, _next
 from launcher.plan.splits import splits
-from tq.config import ScheduleMode
 from workers.settings.algorithms import PPOConfig
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleMode
 
 
 def with_roles(config: RunConfig, **roles: int) -> RunConfig:

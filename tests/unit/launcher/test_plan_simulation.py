@@ -13,16 +13,16 @@ from launcher.plan.cost_model import Workload
 from launcher.plan.scenario import Latency, Scenario, Times, Turns, Work
 from launcher.plan.simulation import Simulated, simulate
 from tq import task_spec
-from tq.config import ScheduleMode
 from tq.policies import Fifo, Item
 from tq.task_spec import Offer, StepSpec, choose
 from weightsync.agent.swap_turns import SwapTurns
-from workers import micro_batches
 from workers.admission.state import AdmissionState
-from workers.dataflow import PlacedTask, Task, place_tasks
 from workers.engines.sim.decoding import Decoding
-from workers.micro_batches import MiniBatchAssigner
+from workers.rows import micro_batches
+from workers.rows.micro_batches import MiniBatchAssigner
+from workers.settings.dataflow import PlacedTask, Task, place_tasks
 from workers.settings.run import RunConfig
+from workers.settings.schedule import ScheduleMode
 
 FREE = Latency(0, 0, 0, 0, 0, 0, 0, 0)
 

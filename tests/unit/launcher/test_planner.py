@@ -18,9 +18,9 @@ from launcher.plan.devices import device_of, find_device
 from launcher.plan.report import auto_plan, open_planner, plan_json, plan_text, recorded_lengths
 from launcher.plan.scenario import Turns
 from launcher.plan.simulation import simulate
-from tq.config import Fill
 from workers.settings.algorithms import PPOConfig
 from workers.settings.run import RunConfig
+from workers.settings.schedule import Fill
 
 
 def test_context_parallelism_is_planned_where_nothing_else_fits_the_longest_response(

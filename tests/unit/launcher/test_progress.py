@@ -10,7 +10,7 @@ from rich.console import Console
 
 from asyncflow.job import GangSpec
 from asyncflow.json_lines import VersionTail
-from launcher.run.progress import (
+from launcher.process.progress import (
     Progress,
     Status,
     evaluation_line,

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.checkpoint_files import CheckpointMeta, describe
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
-from launcher.cli.request import Request
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from launcher.request.request import Request
 from launcher.run.restore import Checkpoint, cut_lines, newest_checkpoint, next_lineage, rewind_run, rewind_to_start
 from launcher.run.resume import check_resume, find_checkpoint, unsaved_run
 from launcher.run.rundir import running_launcher
-from workers.checkpoint.files import CheckpointMeta, describe
+from workers.data.model_files import model_fingerprint
 from workers.data.task_source import data_identity
 from workers.data.tokenizer import tokenizer_files
-from workers.engines.model_files import model_fingerprint
 from workers.settings.run import RunConfig
 
 SHARD = "dcp/__0_0.distcp"

@@ -12,12 +12,12 @@ from safetensors.numpy import load_file, save_file
 
 from asyncflow.errors import ConfigError
 from launcher.checks.devices import Devices
+from launcher.checks.placement import place_gangs
 from launcher.checks.preflight import Preflight, check_run
-from launcher.cli.dry_run import describe
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.doctor.estimate import memory_parts
-from launcher.run.placement import place_gangs
+from launcher.request.dry_run import describe
 
 ROLES = "rollout:1,actor:1,reward:2"
 

@@ -16,7 +16,7 @@ from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
 from asyncflow.run_files import STATUS_FILE
-from launcher.run.progress import Status
+from launcher.process.progress import Status
 from launcher.run.restarts import RestartLog
 from launcher.run.status import RunEnd, RunStatus, read_status
 from tq.messages import QueueStats, TaskStats, UnitStats

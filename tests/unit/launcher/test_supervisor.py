@@ -3,7 +3,7 @@
 import pytest
 
 from asyncflow.job import GangSpec
-from launcher.run.events import (
+from launcher.process.events import (
     AllReady,
     Arm,
     DeadlinePassed,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from asyncflow.job import GangSpec
-from launcher.run.events import (
+from launcher.process.events import (
     AllReady,
     Arm,
     AtWork,

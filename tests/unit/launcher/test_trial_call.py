@@ -7,9 +7,9 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_run
 from launcher.checks.rollouts import try_rollout
-from launcher.cli.request import try_functions, try_rewards
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
+from launcher.request.request import try_functions, try_rewards
 from workers.agents.preflight import trial
 from workers.calls.pool import Entry
 from workers.data.prompt_rows import PromptRow

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.errors import CheckpointError
 from asyncflow.json_lines import JsonLines
 from launcher.config.load import load_config
@@ -20,13 +21,12 @@ from tq.unit.block import BlockStore
 from tq.unit.snapshots import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
-from workers.checkpoint.files import CheckpointMeta
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.data.tokenizer import tokenizer_files
 from workers.records.ledger import ledger_lines, token_hashes
 from workers.records.ledger_file import Ledger, read_ledger
-from workers.tasks.rollouts import sample_columns
+from workers.rows.rows import sample_columns
 
 WriteConfig = Callable[..., Path]
 

@@ -15,7 +15,7 @@ from launcher.config.paths import find_recipe
 from workers.data.tokenizer import load_tokenizer
 from workers.rewards.base import Score
 from workers.rewards.scorer import Scorer
-from workers.rollout.rollouts import FinishedRollout
+from workers.rows.finished import FinishedRollout
 from workers.settings.rewards import RewardConfig
 
 DEADLINE_S = 20

@@ -16,7 +16,6 @@ import torch
 from asyncflow.service_threads import ServiceThreads
 from tq import Column, TaskSpec
 from tq.backends.backend import MemoryBackend
-from tq.config import ScheduleConfig
 from tq.control.events import Answer, DeadlinePassed, Instruction
 from tq.control.state import ControlState
 from tq.messages import (
@@ -40,6 +39,7 @@ from tq.wire import describe
 from workers.admission.admitter import PromptAdmitter
 from workers.admission.saved_rows import KeepRule, SavedRows
 from workers.admission.state import AdmissionState, AdmittedGroup
+from workers.settings.schedule import ScheduleConfig
 
 FIRST = frozenset({"prompts"})
 GENERATED = frozenset({"responses", "versions"})

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.errors import NothingToLearn, TooManyFailures
-from tq.config import Fill, ScheduleConfig, ScheduleMode
 from tq.refill import RemovalCause
 from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.settings.rollout import RolloutConfig
+from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode
 
 
 def schedule(max_staleness: int = 1, batch: int = 3, size: int = 2) -> ScheduleConfig:

@@ -9,7 +9,7 @@ import pytest
 from asyncflow.errors import RowsExist
 from asyncflow.service_threads import ServiceThreads
 from tq import Column
-from tq.config import Fill, QueueConfig, ScheduleConfig
+from tq.config import QueueConfig
 from tq.control.admission import AdmissionPlace
 from tq.control.events import GroupRemoved, Lost
 from tq.refill import AdmissionMark, RemovalCause
@@ -17,6 +17,7 @@ from tq.snapshot import SnapshotChunk
 from workers.admission.admitter import PromptAdmitter, prompt_admission
 from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.data.feed_file import Fed
+from workers.settings.schedule import Fill, ScheduleConfig
 
 SCHEDULE = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=2, max_staleness=1)
 

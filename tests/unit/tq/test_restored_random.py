@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from restored_queue import Life, Saved
 
-from tq.config import Fill, ScheduleConfig
+from workers.settings.schedule import Fill, ScheduleConfig
 
 LAST_STEP = 12
 ENOUGH = 20_000

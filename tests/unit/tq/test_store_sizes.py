@@ -5,13 +5,13 @@ import itertools
 import pytest
 from counting_store import CountingStore, memory_in
 
-from tq.config import ScheduleConfig
 from tq.control.events import RowsLacking, RowsLost
 from tq.control.losses import Losses
 from tq.control.row_set import RowSet
 from tq.messages import RowRecords
 from tq.refill import AdmissionMark, Refill, RemovalCause
 from workers.admission.state import AdmissionState
+from workers.settings.schedule import ScheduleConfig
 
 SCHEDULE = ScheduleConfig(rollout_batch_size=64, n_samples_per_prompt=2)
 CAUSE = RemovalCause("a_task_with_quite_a_long_name", 3, True)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message
-from workers.engines.stop_strings import unusable_stop
+from workers.settings.rollout import unusable_stop
 
 logger = logging.getLogger(__name__)
 

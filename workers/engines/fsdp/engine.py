@@ -21,16 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from workers.engines.base import LocalShard, LossFunction, Sequences, ValueLossFunction, check_sequences
+from workers.data.model_files import HEAD_TENSORS, SCORE_HEAD
+from workers.engines.base import LocalShard, LossFunction, ValueLossFunction, check_sequences
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import ShardedModel, over_ranks, reshard, shard
 from workers.engines.hf.model import DTYPES, check_stored, empty_causal_lm, materialize, stored_names, vocab_size
 from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
-from workers.engines.model_files import HEAD_TENSORS, SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs, response_logits
 from workers.engines.setup import EngineSetup
 from workers.engines.shared_model import SharedModel
+from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
 
 

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from workers.engines.base import LocalShard, Sequences, StepStats
+from workers.data.model_files import POLICY_KEY
+from workers.engines.base import LocalShard, StepStats
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.hf.model import (
     check_stored,
@@ -29,10 +30,10 @@ from workers.engines.hf.model import (
     vocab_size,
 )
 from workers.engines.hf.weights import HfWeights
-from workers.engines.model_files import POLICY_KEY
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, cut
 from workers.engines.updates import Updates, decay, decays
+from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
 
 COMPILER = "inductor"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from weightsync.plan import Need
+from workers.data.model_files import eos_token_ids, max_positions
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.attention import STEP_ATTENTION
 from workers.engines.hf.batch import Response, RunningBatch, StepInputs
@@ -34,7 +35,6 @@ from workers.engines.hf.model import (
     vocab_size,
     weight_needs,
 )
-from workers.engines.model_files import eos_token_ids, max_positions
 from workers.engines.setup import EngineSetup
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from asyncflow.errors import ConfigError
-from workers.engines.base import LocalShard
-from workers.engines.model_files import (
+from workers.data.model_files import (
     FLOATS,
     INDEX_FILE,
     POLICY_KEY,
@@ -31,6 +30,7 @@ from workers.engines.model_files import (
     stored_tensors,
     untied,
 )
+from workers.engines.base import LocalShard
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx"})
 

@@ -27,15 +27,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.checkpoint.saved_shards import BoxedTensor, BoxPart
-from workers.engines.base import LocalShard, LossFunction, Sequences, StepStats, check_sequences
+from workers.data.model_files import read_model_config
+from workers.engines.base import LocalShard, LossFunction, StepStats, check_sequences
 from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
 from workers.engines.megatron.forward import MegatronForward
 from workers.engines.megatron.model import MegatronParts, build_megatron, build_network, join_groups, prepare_megatron
 from workers.engines.megatron.names import FlatBox, flat_boxes, hf_weight_names, megatron_shards
-from workers.engines.model_files import read_model_config
 from workers.engines.setup import EngineSetup
 from workers.engines.shared_model import SharedModel
 from workers.engines.updates import Updates, decay, decays
+from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig
 from workers.settings.megatron import DenseModel
 

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.device import to_device
-from workers.engines.base import Sequences
 from workers.engines.log_prob_head import HeadRequest, head_log_probs, note_entropy_gradient
 from workers.engines.megatron.context import TokenShare
 from workers.engines.megatron.model import MegatronParts
 from workers.engines.packed_forward import PackedInputs, cut
+from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig
 
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from asyncflow.errors import ConfigError, EngineFailed
 from weightsync.plan import Need
 from workers.calls.pool import CallPool
+from workers.data.model_files import eos_token_ids, max_positions
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.hf.weights import copy_without_weights, write_weights
-from workers.engines.model_files import eos_token_ids, max_positions
 from workers.engines.openai.server import Completion, OpenAIServer, pauses
 from workers.engines.openai.weights import ServedWeights, open_updates
 from workers.engines.response_tasks import ResponseTasks

@@ -24,11 +24,12 @@ from torch import Tensor
 from asyncflow.errors import BadRequest
 from weightsync.boxes import Box
 from weightsync.plan import Need
-from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFunction, Sequences, StepStats
+from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFunction, StepStats
 from workers.engines.hf.weights import SavedTensors
 from workers.engines.setup import EngineSetup
 from workers.engines.sim.decoding import Decoding
 from workers.engines.sim.lengths import SimLengths
+from workers.rows.rows import Sequences
 from workers.settings.sim import SimConfig
 
 _TOKEN = 2

@@ -26,9 +26,9 @@ from asyncflow.errors import EngineFailed
 from weightsync.plan import Need
 from weightsync.rank_receivers import Following
 from weightsync.version import Version
+from workers.data.model_files import eos_token_ids, max_positions
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
-from workers.engines.model_files import eos_token_ids, max_positions
 from workers.engines.response_tasks import ResponseTasks
 from workers.engines.setup import EngineSetup
 from workers.engines.vllm.mailbox import WeightMailbox

@@ -22,8 +22,8 @@ from asyncflow.device import connect_group
 from tq.client.replica import Replica
 from tq.columns import Column
 from tq.wire import ColumnHeader, describe, unpack
-from workers.context import WorkerContext
-from workers.peers import waiting_for_peers
+from workers.rank.context import WorkerContext
+from workers.rank.peers import waiting_for_peers
 from workers.settings.engines import ActorConfig
 
 _CPU = torch.device("cpu")

@@ -38,10 +38,10 @@ from tq.config import QueueConfig
 from tq.messages import NoRows, NoRowsReason
 from weightsync.external import WeightFeed
 from weightsync.version import Version
-from workers.dataflow import TRAINERS, WEIGHTS
-from workers.feed_client import PromptFeed
-from workers.outside_lease import OutsideLease, OutsideTask
+from workers.outside.feed_client import PromptFeed
+from workers.outside.lease import OutsideLease, OutsideTask
 from workers.records.outside_metrics import report_metrics
+from workers.settings.dataflow import TRAINERS, WEIGHTS
 from workers.settings.run import RunConfig
 from workers.tasks.graph import launched_tasks, task_specs
 

@@ -54,7 +54,7 @@ def resolve(config: RunConfig) -> RunConfig:
     # What was given alone: a default of the class's own may be another.
     algorithm = config.algorithm.model_dump(mode="json", exclude_unset=True)
     pool = CallPool(
-        Entry("workers.outside:resolving", {"run": config.model_dump(mode="json"), "algorithm": algorithm}),
+        Entry("workers.roles.own_classes:resolving", {"run": config.model_dump(mode="json"), "algorithm": algorithm}),
         what=", ".join(f"{field}: {name}" for field, _, name in outside),
         limit="the deadline",
         timeout_s=_TIMEOUT_S,

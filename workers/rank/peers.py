@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.device import group_backends
 from asyncflow.errors import DeadlineExceeded
-from workers.context import WorkerContext
+from workers.rank.context import WorkerContext
 
 _DECODER = msgpack_decoder(Any)
 _HEADER_BYTES = 8

@@ -24,12 +24,12 @@ from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
 from launcher.checks.engine_libraries import check_libraries
 from launcher.checks.preflight import Preflight, check_node, check_run
 from launcher.checks.rollouts import try_rollout
-from launcher.cli.dry_run import describe
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe, user_path
 from launcher.loggers.backends import check_loggers
 from launcher.nodes.node_run import NodeRun
 from launcher.nodes.options import ONE_NODE, NodePlace
+from launcher.request.dry_run import describe
 from launcher.run.restore import Checkpoint, next_lineage, rewind_run, rewind_to_start
 from launcher.run.resume import LATEST, check_resume, find_checkpoint, recorded_time, resume_path, unsaved_run
 from launcher.run.rundir import (
@@ -126,8 +126,8 @@ class Accepted:
         Args:
             started_at: unix time (s) of the user's command.
         """
+        from launcher.process.progress import print_line
         from launcher.run.job import run_job
-        from launcher.run.progress import print_line
 
         for note in self.checked.notes:
             print_line(f"note: {note}")
@@ -160,7 +160,7 @@ class Accepted:
 
     def _cut_back(self) -> int:
         """Cut a resumed run back to where it goes on; return its lineage, 0 for a new run."""
-        from launcher.run.progress import print_line
+        from launcher.process.progress import print_line
 
         if self.checkpoint is None and not self.started_over:
             return 0

@@ -12,7 +12,7 @@
 
 The calls are those of AsyncFlow (arXiv 2507.01663, section 5). The queue, the engines, the algorithms and the settings
 are those of a run; launcher, admission, staleness gate, checkpoints and ledger are not there. Leases are those of a
-process outside of a run (`workers.run_client`), and are checked alike.
+process outside of a run (`workers.outside.run_client`), and are checked alike.
 """
 
 import reprlib
@@ -40,16 +40,14 @@ from workers.algorithms.load import load_algorithm
 from workers.data.prompt_dataset import PromptTokens
 from workers.data.prompt_rows import as_row
 from workers.data.tokenizer import load_tokenizer
-from workers.dataflow import ACTOR_TRAIN, place_tasks
 from workers.engines.base import FrozenEngine, GenerateRequest, generate
 from workers.engines.load import load_frozen_model, load_generate_engine, load_train_engine
-from workers.outside_lease import OutsideLease, OutsideTask
+from workers.outside.lease import OutsideLease, OutsideTask
 from workers.records.step_totals import UpdateTotals
+from workers.rows.rows import drawn_per_row, micro_batches, responses_of, samples_of, sequences_of
+from workers.settings.dataflow import ACTOR_TRAIN, place_tasks
 from workers.settings.run import RunConfig
-from workers.tasks.column_tasks import sequences_of
 from workers.tasks.graph import graph_of, prompt_columns
-from workers.tasks.rollouts import drawn_per_row, responses_of, samples_of
-from workers.trainer.batching import micro_batches
 from workers.trainer.trainer import policy_learner
 
 _FUSED = {"ref_log_probs", "actor_log_probs", "compute_advantages_and_returns"}

@@ -38,7 +38,7 @@ SOURCES = "sources"
 ADMITTED = frozenset({*PROMPT_COLUMNS, TASKS, SOURCES})
 """All that admission may write."""
 SAMPLE_COLUMNS = ("tokens", "sample_lengths", "response_mask")
-"""What was generated: see `workers.tasks.rollouts`."""
+"""What was generated: see `workers.rows.rows`."""
 DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns")
 """Columns of AsyncFlow's own tasks with a value per drawn token."""
 LOSS_WEIGHTS = "loss_weights"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.checks.devices import Devices
-from workers.dataflow import CONTROLLER, STORAGE, WEIGHTS, roles_on_device
+from workers.settings.dataflow import CONTROLLER, STORAGE, WEIGHTS, roles_on_device
 from workers.settings.run import RunConfig
 
 ONE_GANG = ("actor", "critic")

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncflow.job import GangSpec
-from launcher.run.events import FAILED, RESUMABLE
+from launcher.process.events import FAILED, RESUMABLE
 
 STARTING = "starting"
 """The state of a rank that is not at work yet; every other state counts as at work."""

@@ -9,11 +9,11 @@ from asyncflow.job import GangSpec
 from asyncflow.network import endpoint
 from launcher.checks.batch_sizes import num_micro_batches
 from launcher.checks.device_memory import sum_text
+from launcher.checks.placement import HEAD
 from launcher.checks.preflight import Preflight
 from launcher.nodes.options import ONE_NODE, NodePlace
-from launcher.run.placement import HEAD
-from launcher.run.progress import table
-from workers.dataflow import OBSERVERS
+from launcher.process.progress import table
+from workers.settings.dataflow import OBSERVERS
 from workers.settings.run import RunConfig
 
 SERVICES = {
@@ -69,7 +69,7 @@ def torchrun_line(run_dir: Path, gang: GangSpec) -> str:
         *("--nproc-per-node", str(gang.num_ranks)),
         *("--local-addr", "127.0.0.1", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"),
     ]
-    worker = ["-m", "workers.main", str(run_dir), gang.name]
+    worker = ["-m", "workers.roles.main", str(run_dir), gang.name]
     environment = "PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     return f'{environment} {shlex.join(command)} --rdzv-endpoint "$(mktemp)" {shlex.join(worker)}'
 

@@ -12,15 +12,52 @@ Legend of shapes: N rows, S their samples, T tokens of these, A drawn tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from tq.balance import split_by_tokens
 from tq.columns import Column, PackedBatch
-from workers.dataflow import DRAWN_COLUMNS, SAMPLE_COLUMNS
+from workers.rows.micro_batches import cut_by_rows, cut_by_tokens
+from workers.settings.dataflow import DRAWN_COLUMNS, SAMPLE_COLUMNS
+from workers.settings.engines import TrainingConfig
 
 SAMPLE_DRAWN, ROW_DRAWN, ROW_BEGINS = "sample_drawn", "row_drawn", "row_begins"
 """Of a sample, in the trainer alone: drawn tokens of it, and of its whole row; whether it is the first of its row."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A packed micro-batch of N samples.
+
+    Attributes:
+        tokens_T: int64 [T], one sample after another.
+        lengths_N: int32 [N], tokens of each sample.
+        response_mask_T: uint8 [T], 1: the token was drawn. What a result says of the A drawn tokens is in their order.
+    """
+
+    tokens_T: Tensor
+    lengths_N: Tensor
+    response_mask_T: Tensor
+
+    @cached_property
+    def prompt_lengths(self) -> Tensor:
+        """Return int32 [N]: the tokens before the first drawn one; all of a sample without any."""
+        starts_N = self.lengths_N.cumsum(0) - self.lengths_N
+        sample_T = torch.arange(len(self.lengths_N)).repeat_interleave(self.lengths_N)
+        place_T = (torch.arange(len(self.tokens_T)) - starts_N[sample_T]).int()
+        drawn_T = self.response_mask_T.bool()
+        return self.lengths_N.int().scatter_reduce(0, sample_T[drawn_T], place_T[drawn_T], "amin")
+
+    @staticmethod
+    def of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> "Sequences":
+        """Join the prompt and the response of each of N >= 1 samples of one turn; int64 [P] and int64 [R] each."""
+        parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+        length_NP = torch.tensor([len(part) for part in parts], dtype=torch.int32).reshape(-1, 2)
+        is_response = torch.tensor([0, 1], dtype=torch.uint8).repeat(len(length_NP))
+        return Sequences(torch.cat(parts), length_NP.sum(1).int(), is_response.repeat_interleave(length_NP.flatten()))
 
 
 def sample_columns(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, Column]:
@@ -86,3 +123,32 @@ def _ones(mask_T: Tensor, length_K: Tensor) -> Tensor:
     """Return int32 [K]: the ones in each run of the mask."""
     piece_T = torch.arange(len(length_K)).repeat_interleave(length_K.long())
     return torch.zeros(len(length_K), dtype=torch.int32).index_add(0, piece_T, mask_T.int())
+
+
+def sequences_of(batch: PackedBatch) -> Sequences:
+    """Return the engines' packed sequences: one sample after another; neither padded nor sorted.
+
+    Args:
+        batch: columns `tokens`, `sample_lengths`, `response_mask`, N >= 1 rows.
+    """
+    return Sequences(*(batch[name].values for name in SAMPLE_COLUMNS))
+
+
+def micro_batches(batch: PackedBatch, config: TrainingConfig) -> list[Sequence[int]]:
+    """Return the positions of samples in each micro-batch, every sample once.
+
+    Args:
+        batch: N >= 0 samples.
+    """
+    if not len(batch):
+        return []
+    if not config.max_tokens_per_micro_batch:
+        begins = batch[ROW_BEGINS].values.nonzero()[:, 0].tolist()
+        return cut_by_rows(begins, len(batch), config.micro_batch_size)
+    tokens, budget = batch["tokens"].lengths.tolist(), config.max_tokens_per_micro_batch
+    if not config.shared_prompt:
+        return [*split_by_tokens(tokens, budget)]
+    before = sequences_of(batch).prompt_lengths.tolist()
+    prompts = [row[:size].numpy().tobytes() for row, size in zip(batch["tokens"].rows(), before, strict=True)]
+    lengths = [(size, total - size) for size, total in zip(before, tokens, strict=True)]
+    return [*cut_by_tokens(prompts, lengths, budget)]

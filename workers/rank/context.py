@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.device import grow_segments, make_deterministic, name_device, open_device
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec, Job, last_words
@@ -33,10 +34,9 @@ from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client.queue_client import QueueClient
 from workers.calls.user_function import extend_path, search_beside
-from workers.checkpoint.files import CheckpointMeta
 from workers.data.task_source import data_identity
 from workers.data.tokenizer import load_tokenizer, token_probe, tokenizer_files
-from workers.dataflow import OBSERVERS
+from workers.settings.dataflow import OBSERVERS
 from workers.settings.run import RunConfig
 
 logger = logging.getLogger(__name__)

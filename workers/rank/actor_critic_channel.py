@@ -20,9 +20,9 @@ from typing import Any
 
 from torch.distributed import DistStoreError
 
+from asyncflow.checkpoint_files import CRITIC
 from asyncflow.errors import CheckpointError
 from asyncflow.sealed_store import SealedStore
-from workers.checkpoint.files import CRITIC
 
 _SLICE_S = 30.0
 """A store's wait has a deadline; waiting for the other trainer has none here, so the wait is repeated. A trainer that

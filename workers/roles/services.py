@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from yaml import YAMLError
 
+from asyncflow.checkpoint_files import QUEUE
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import FEED_FILE
 from tq.columns import Column
@@ -22,16 +23,15 @@ from workers.admission.feed_service import FeedService
 from workers.admission.saved_rows import KeepRule, SavedRows
 from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.admission.task_sampler import TaskSampler, UserSampler
-from workers.checkpoint.files import QUEUE
-from workers.context import ROLLOUT, WorkerContext
 from workers.data.feed_file import FeedFile
 from workers.data.prompt_dataset import FedPrompts, Prompt, Prompts, PromptTokens, open_prompts
 from workers.data.task_source import changed_data, data_identity
 from workers.data.tokenizer import changed_tokenizer
-from workers.dataflow import PROMPT_COLUMNS, WEIGHTS
 from workers.engines.hf.weights import copy_without_weights, write_weights
+from workers.outside.run_client import Announcement
+from workers.rank.context import ROLLOUT, WorkerContext
 from workers.records.ledger_file import filtered_groups, trained_groups
-from workers.run_client import Announcement
+from workers.settings.dataflow import PROMPT_COLUMNS, WEIGHTS
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, launched_tasks, prompt_columns, task_of, task_specs

@@ -1,6 +1,6 @@
 """Entry of every worker process, under the launcher's elastic agent or a literal `torchrun` line:
 
-torchrun --nproc-per-node 1 -m workers.main RUN_DIR GANG
+torchrun --nproc-per-node 1 -m workers.roles.main RUN_DIR GANG
 """
 
 import importlib
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from asyncflow.process import die_with_parent, ignore_stop_signals
-from workers.context import WorkerContext
+from workers.rank.context import WorkerContext
 
 ROLE_LOOPS = {
     "rollout": "workers.rollout.loop:run_rollout",
     "actor": "workers.trainer.actor:run_actor",
     "critic": "workers.trainer.critic:run_critic",
     "evaluate": "workers.rollout.evaluate:run_evaluate",
-    "storage": "workers.services:run_storage",
-    "controller": "workers.services:run_controller",
-    "weights": "workers.services:run_weights",
+    "storage": "workers.roles.services:run_storage",
+    "controller": "workers.roles.services:run_controller",
+    "weights": "workers.roles.services:run_weights",
 }
 """Role -> its loop, `module:function(context)`."""
 COLUMN_LOOP = "workers.tasks.task_worker:run_task"
@@ -47,7 +47,7 @@ def _main() -> None:
 
     die_with_parent()
     if len(sys.argv) != 3:
-        raise ConfigError(f"workers.main: expected RUN_DIR GANG, got {sys.argv[1:]}")
+        raise ConfigError(f"workers.roles.main: expected RUN_DIR GANG, got {sys.argv[1:]}")
     record(run_worker)(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

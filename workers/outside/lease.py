@@ -15,9 +15,9 @@ from tq.client.arguments import check_rows_of
 from tq.client.lease import Lease, LeaseCalls
 from tq.columns import Column
 from weightsync.version import Version
-from workers.dataflow import DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS, SCALAR_COLUMNS
 from workers.rewards.base import as_number
-from workers.tasks.rollouts import drawn_per_row, responses_of
+from workers.rows.rows import drawn_per_row, responses_of
+from workers.settings.dataflow import DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS, SCALAR_COLUMNS
 
 _DTYPES = {
     **dict.fromkeys(DRAWN_COLUMNS, torch.float32),

@@ -10,7 +10,7 @@ from typing import IO, Any
 import click
 
 from asyncflow.errors import AsyncFlowError, ConfigError
-from launcher.run.events import FAILED, USAGE
+from launcher.process.events import FAILED, USAGE
 
 _LONGEST = 1000
 """Characters of a line; a longer one, made by a value of the user's, loses its middle."""

@@ -17,9 +17,9 @@ from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
 from weightsync.shard_writer import describe
 from weightsync.version import Version
-from workers.context import WorkerContext
-from workers.dataflow import WEIGHTS
 from workers.engines.base import GenerateEngine, LocalShard
+from workers.rank.context import WorkerContext
+from workers.settings.dataflow import WEIGHTS
 
 
 def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightSender:
