@@ -156,7 +156,6 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
             launcher.process.stdout.close()
 
 
-@pytest.mark.gate
 def test_gangs_run_to_the_end(launch: Launch) -> None:
     launcher = launch("train_to_the_end")
     code, output = launcher.finish()
@@ -322,7 +321,6 @@ def test_worker_that_is_killed_or_stopped_starts_again_and_nobody_else(launch: L
     assert launcher.finish()[0] == 75
 
 
-@pytest.mark.gate
 def test_dead_actor_takes_the_queue_with_it_and_rollouts_stay(launch: Launch) -> None:
     launcher = launch("obey_phase", actor_ranks=2)
     (launcher.run_dir / "metrics.jsonl").write_text('{"step": 1, "lineage": 0}\n')

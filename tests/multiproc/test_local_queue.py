@@ -412,7 +412,6 @@ def test_a_stopped_consumer_loses_its_leases_and_its_late_put_is_fenced(start: C
         assert take(client, "train", 1)["score"].values.tolist() == [2.0]
 
 
-@pytest.mark.gate
 def test_a_stopped_unit_delays_no_rows_of_another_one() -> None:
     patient = FAST.model_copy(update={"request_timeout_s": 10 * DEADLINE_S, "unit_grace_s": 10 * DEADLINE_S})
     with tq.start({"score": ["prompt"]}, config=patient) as queue:

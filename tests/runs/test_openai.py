@@ -38,7 +38,6 @@ def _server() -> Iterator[CompletionsServer]:
     server.close()
 
 
-@pytest.mark.gate
 def test_responses_of_a_server_are_trained_and_it_takes_every_version(
     server: CompletionsServer, tmp_path: Path
 ) -> None:

@@ -16,7 +16,6 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.mark.gate
 def test_stop_on_one_of_two_nodes_ends_the_run_on_both(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     head = ("--nnodes", "2", "--head", f"localhost:{free_port()}")
