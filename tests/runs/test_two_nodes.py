@@ -4,8 +4,6 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
 from tests.support.ports import free_port
 
 from . import command
