@@ -10,6 +10,7 @@ Readers may read while the file is written, and after a crash, which leaves at m
 """
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -218,3 +219,25 @@ def _finite(line: dict[str, Any]) -> dict[str, Any]:
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
     }
+
+
+# What must outlive a crash: of a process, of the machine.
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk, and of a full quota."""
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a directory's list of names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file at once: who reads it, also after a crash of this process, finds the text before or this one."""
+    beside = path.with_suffix(".tmp")
+    beside.write_text(text)
+    beside.replace(path)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from asyncflow.errors import SealBroken
+from asyncflow.job import endpoint, family_of
 from asyncflow.mac import MAC_BYTES, Mac
-from asyncflow.network import endpoint, family_of
 
 logger = logging.getLogger(__name__)
 

@@ -108,12 +108,12 @@ class Vendor:
 
 class _Cpu(Vendor):
     def group(self, store: "Store", rank: int, size: int, timeout: timedelta) -> "ProcessGroup":
-        from asyncflow.transport.gloo import gloo_group
+        from asyncflow.transport.channel import gloo_group
 
         return gloo_group(store, rank, size, timeout=timeout, num_threads=_GLOO_THREADS)
 
     def abort(self, group: "ProcessGroup") -> None:
-        from asyncflow.transport.gloo import abort_gloo
+        from asyncflow.transport.channel import abort_gloo
 
         abort_gloo(group)
 

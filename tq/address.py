@@ -10,7 +10,7 @@ from torch.distributed import DistError
 
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.sealed_store import connect_store
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.config import QueueConfig, TaskConfig
 from tq.task_spec import TaskSpec
 

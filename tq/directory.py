@@ -15,7 +15,7 @@ import torch.distributed as dist
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.sealed_store import SealedStore
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 
 _KEY = "tq/directory"
 _NEXT_ROW = "tq/next_row"

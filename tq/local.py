@@ -32,9 +32,9 @@ from types import TracebackType
 from torch.distributed import TCPStore
 
 from asyncflow.errors import ConfigError, TransportError
-from asyncflow.network import LOOPBACK, choose_interface, resolve
+from asyncflow.job import LOOPBACK, choose_interface, resolve
+from asyncflow.process import ServiceThreads
 from asyncflow.sealed_store import SealedStore, serve_store
-from asyncflow.service_threads import ServiceThreads
 from tq.address import QueueAddress
 from tq.backends.config import BACKENDS
 from tq.backends.load import backend_class

@@ -11,9 +11,9 @@ from typing import Any
 
 from asyncflow.clock import awake_result
 from asyncflow.errors import DeadlineExceeded, TransportError
-from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection, Reply
 
 
 class ServiceChannels:

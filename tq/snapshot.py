@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncflow.decoding import json_decoder
-from asyncflow.durable import sync
 from asyncflow.errors import CheckpointError, TransportError
+from asyncflow.json_lines import sync
 from asyncflow.transport.frame import Payload, Piece
 from tq.columns import Column
 from tq.wire import ColumnHeader, unpack

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncflow.errors import PlanError, TransportError, WeightsLate
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Session
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Call, ChannelServer, Connection, Session
 from weightsync.plan import ShardSpec, TransferPlan, plan_transfer
 
 _LEAVE_S = 10.0

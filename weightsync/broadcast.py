@@ -22,8 +22,8 @@ from torch.distributed import Store
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.device import use_device
 from asyncflow.errors import TransportError, WeightSyncError
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials, key_appears
+from asyncflow.transport.meeting import Credentials, key_appears
+from asyncflow.transport.server import Connection
 from weightsync.broadcast_group import STALL_S, BroadcastGroup, aborting, sender_name
 from weightsync.bucket_buffer import BucketLayout, bucket_layouts
 from weightsync.messages import BeginBroadcast, OpenPlan, Reply, Transfer

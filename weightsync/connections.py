@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from asyncflow.errors import TransportError
-from asyncflow.transport.connection import Connection
 from asyncflow.transport.frame import Limits
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection
 from weightsync.messages import FetchPlan, PlanFetched, Reply
 from weightsync.plan import TransferPlan
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from asyncflow.durable import sync
 from asyncflow.errors import WeightSyncError, one_line
+from asyncflow.json_lines import sync
 from weightsync.config import ExportConfig
 from weightsync.external import WeightFeed
 from weightsync.notify import Notifier

@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 
 from asyncflow.errors import ConfigError, TransportError, WeightSyncError
-from asyncflow.job import Job
-from asyncflow.network import GLOO_INTERFACE, interface_towards, is_loopback
+from asyncflow.job import GLOO_INTERFACE, Job, interface_towards, is_loopback
 from asyncflow.sealed_store import connect_store
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection
 from weightsync.messages import Reply
 from weightsync.receiver import WeightReceiver
 from weightsync.version import Version

@@ -29,8 +29,8 @@ from asyncflow.errors import EngineFailed, WeightSyncError
 from asyncflow.job import Job
 from asyncflow.sealed_store import connect_store
 from asyncflow.timeline import Spans
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection
 from weightsync.broadcast import BroadcastMember
 from weightsync.broadcast_group import STALL_S
 from weightsync.messages import Offered, Release

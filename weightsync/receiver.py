@@ -25,8 +25,8 @@ from torch import Tensor
 from asyncflow.device import use_device
 from asyncflow.errors import PeerRefused, PlanError, TransportError, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection
 from weightsync.broadcast import BroadcastMember
 from weightsync.connections import connections, parked_reply
 from weightsync.messages import (

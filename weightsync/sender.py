@@ -25,8 +25,8 @@ from torch import Tensor
 
 from asyncflow.errors import PeerRefused, TransportError, WeightsLate, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection
 from weightsync.broadcast import Broadcaster
 from weightsync.connections import connections
 from weightsync.messages import (

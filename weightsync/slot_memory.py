@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asyncflow.device import pin
 from asyncflow.errors import TransportError, WeightSyncError
-from asyncflow.transport.arena import create_memfd, open_memfd
+from asyncflow.transport.frame import create_memfd, open_memfd
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import EngineFailed, PlanError, TransportError, WeightsLate
-from asyncflow.transport.connection import Connection
+from asyncflow.transport.server import Connection
 from weightsync.connections import fetch_plan
 from weightsync.plan import Bucket, Need, Piece, buckets_of, match_needs
 from weightsync.region import Region, RegionLayout

@@ -22,7 +22,7 @@ class TrainAdapter:
     options: ClassVar[Mapping[str, Any]] = {}
     """`actor.engine_options`."""
     families: ClassVar[tuple[str, ...]] = ("llama", "qwen2", "qwen3")
-    """Of tiny models (`asyncflow.testing.tiny_model`)."""
+    """Of tiny models (`asyncflow.testing.training`)."""
     model: ClassVar[Mapping[str, Any]] = {}
     """Changes of the tiny models' configurations, such as a head size that the engine's kernels have."""
     layouts: ClassVar[tuple[str, ...]] = ("1", "2")

@@ -11,24 +11,42 @@ receives have no timeout; deadlines are kept by the thread that waits for a repl
 channel, open another.
 """
 
+import contextlib
+import fcntl
+import mmap
+import os
+import select
+import stat
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo
 
 from asyncflow.errors import DeadlineExceeded, TransportError
-from asyncflow.transport.arena import take_released
+from asyncflow.job import GLOO_INTERFACE, LOOPBACK
 from asyncflow.transport.frame import (
+    ALIGN_BYTES,
     FRAME_BYTES,
     MOST_RELEASES,
     ROOM_BYTES,
+    Arena,
+    Extents,
     Frame,
     FrameKind,
     Limits,
     Payload,
+    PeerArena,
     Route,
     decode_frame,
     encode_frame,
@@ -36,8 +54,178 @@ from asyncflow.transport.frame import (
     seal_frame,
     segment_bytes,
     segments,
+    take_released,
+    tracked_view,
 )
-from asyncflow.transport.gloo import GlooPair, as_timeout, buffer_pool
+
+# Gloo between two processes, or more: groups, frames whose receives are posted ahead, and memory for what arrives.
+#
+# A group is built directly on a store, so it needs no global group, and when one end dies only this group fails. A
+# Gloo timeout kills the pair, so idle receives have none.
+
+NO_TIMEOUT = timedelta(days=365)
+_TIMEOUTS_OF_A_MEETING = 5  # so many Gloo waits for an end that came and died before the two were connected
+_LEAST_MEETING = timedelta(seconds=4.0)  # a busy process may need it for its half of the work
+_SHORTEST_S = 0.001  # Gloo takes 0 for none
+_FRAME_TAG, _ABORT_TAG, _BULK_TAG = 0, 1, 2
+_POSTED, _POSTED_LEAST = 8, 4
+_POOL_BYTES = 2**33  # of addresses; pages come with their first use
+_MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE appeared in Python 3.13
+
+
+@cache
+def gloo_device() -> Any:
+    """Return this process's one Gloo device: one thread and one descriptor however many channels share it."""
+    interfaces = os.environ.get(GLOO_INTERFACE)
+    if interfaces:  # PyTorch takes several, with commas; a pair needs one
+        return ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
+    return ProcessGroupGloo.create_device(hostname=LOOPBACK)
+
+
+def gloo_group(
+    store: dist.Store, rank: int, size: int, *, timeout: timedelta, num_threads: int = 1
+) -> dist.ProcessGroup:
+    """Connect a private Gloo group under `store`'s prefix; blocks until all ranks came, or the time is up.
+
+    Args:
+        store: of this group alone.
+        rank, size: of this process in it.
+        timeout: of operations, and of the meeting: ranks must come within a fifth of it (some seconds at least), since
+            Gloo waits five times for one that came and died before it was connected.
+        num_threads: so many operations run at a time; the others wait for their turn.
+    """
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [gloo_device()]
+    options._threads = num_threads
+    options._timeout = max(_LEAST_MEETING, timeout / _TIMEOUTS_OF_A_MEETING)
+    group = ProcessGroupGloo(store, rank, size, options)
+    group._set_default_timeout(timeout)
+    return group  # type: ignore[return-value]
+
+
+def abort_gloo(group: dist.ProcessGroup) -> None:
+    """Close this rank's pairs from any thread: every wait in `group`, here or at a peer, ends with an error.
+
+    Gloo has no call for this. What it has: a timeout kills the pair; so this waits a moment for what never comes.
+    """
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1, dtype=torch.uint8)], rank, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
+class GlooPair:
+    """One end of a two-rank group. Frames and bulk messages have a tag each, so neither waits behind the other.
+
+    In Gloo a send to an end that has not posted the receive waits for it: a further round trip, and for ever when the
+    process is stopped. So receives of frames are posted ahead: the bytes leave at once, and the kernel keeps them for a
+    stopped process. Any thread may post and send; one receives.
+
+    All methods raise RuntimeError when the pair is broken, or is now because a timeout passed.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, *, frame_bytes: int, timeout: timedelta) -> None:
+        """Connect; see `gloo_group`.
+
+        Args:
+            store: of this pair alone.
+            rank: 0 or 1.
+            frame_bytes: of every frame.
+            timeout: for the other end to come.
+        """
+        self._group = gloo_group(store, rank, 2, timeout=timeout)
+        self._other = 1 - rank
+        self._frame_bytes = frame_bytes
+        self._lock = threading.Lock()
+        self._posted: deque[tuple[Tensor, dist.Work]] = deque()
+        self._spare: list[Tensor] = []
+        self.expect(_POSTED)
+
+    def expect(self, frames: int) -> None:
+        """Have at least so many receives of frames posted."""
+        if len(self._posted) >= frames:
+            return
+        with self._lock:
+            while len(self._posted) < frames:
+                buffer = self._spare.pop() if self._spare else torch.empty(self._frame_bytes, dtype=torch.uint8)
+                self._posted.append((buffer, self._group.recv([buffer], self._other, _FRAME_TAG)))
+
+    def send_frame(self, frame: Tensor, timeout_s: float | None) -> None:
+        """Send one frame, and wait until it left."""
+        self._group.send([frame], self._other, _FRAME_TAG).wait(as_timeout(timeout_s))
+
+    def next_frame(self, timeout: timedelta = NO_TIMEOUT) -> Tensor:
+        """Wait for the next frame; give its buffer back with `reuse`."""
+        if len(self._posted) <= _POSTED_LEAST:  # several at once: each wakes the peer's Gloo thread
+            self.expect(_POSTED)
+        buffer, work = self._posted[0]
+        work.wait(timeout)
+        self._posted.popleft()
+        return buffer
+
+    def reuse(self, buffer: Tensor) -> None:
+        """Post this buffer again one day."""
+        self._spare.append(buffer)
+
+    def begin_send(self, part: Tensor) -> dist.Work:
+        """Begin to send a bulk message; the other end must have asked for it or be about to."""
+        return self._group.send([part], self._other, _BULK_TAG)
+
+    def receive_into(self, buffers: list[Tensor]) -> None:
+        """Receive bulk messages of exactly these sizes, in order; without a timeout."""
+        for work in [self._group.recv([buffer], self._other, _BULK_TAG) for buffer in buffers]:
+            work.wait(NO_TIMEOUT)
+
+    def abort(self) -> None:
+        """End every wait at both ends; see `abort_gloo`."""
+        abort_gloo(self._group)
+
+
+def as_timeout(timeout_s: float | None) -> timedelta:
+    """Return seconds as Gloo wants them; None: no timeout."""
+    return NO_TIMEOUT if timeout_s is None else timedelta(seconds=max(_SHORTEST_S, timeout_s))
+
+
+class BufferPool:
+    """Lends buffers of one anonymous mapping, for bulk messages; what does not fit is allocated as usual. Thread-safe.
+
+    A fresh buffer of 288 MB costs 70,000 page faults, more than its transfer. So channels borrow receive and staging
+    buffers here, which come back when their last view is gone. Never shared with other processes (see `arena`).
+    """
+
+    def __init__(self, num_bytes: int = _POOL_BYTES) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            memory = mmap.mmap(-1, num_bytes, flags=flags)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a limit on addresses, or a kernel without huge pages
+            memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._memory = np.frombuffer(memory, dtype=np.uint8)
+        self._extents = Extents(len(memory))
+        self._released: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    def borrow(self, num_bytes: int) -> Tensor:
+        """Return uint8 [num_bytes], undefined content; it comes back when the last view of it is gone."""
+        with self._lock:
+            while self._released:
+                self._extents.free(self._released.popleft())
+            start = self._extents.allocate(num_bytes)
+        if start is None or not num_bytes:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        return tracked_view(self._memory, start, num_bytes, self._released)
+
+    @property
+    def highest(self) -> int:
+        """How far the memory was ever used (bytes)."""
+        return self._extents.highest
+
+
+@cache
+def buffer_pool() -> BufferPool:
+    """Return this process's pool."""
+    return BufferPool()
+
 
 _GOODBYE_TIMEOUT_S = 5.0
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -317,3 +505,240 @@ class GlooChannel(Channel):
 def tensor_of(data: bytes) -> Tensor:
     """Return uint8 of a copy; `data` is not empty."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # of the bytes themselves it would warn
+
+
+# A channel between two processes of one host: frames go through a pipe each way, payloads through shared memory.
+#
+# Gloo sends three messages for one, and its loop thread spins while another thread holds the pair; on a busy host a
+# frame then takes milliseconds. A write of at most PIPE_BUF bytes into a pipe is one system call, atomic, and wakes
+# the reader once. Nothing listens and nothing has to be removed: the writer opens the reader's pipe through
+# /proc/PID/fd, as it does with the reader's arena, and when either process dies the other sees the end.
+#
+#     reader   pipe(), offers (descriptor, inode) in its hello ......... closes its copy of the write end
+#     writer             opens /proc/PID/fd/N, checks the inode, writes frames
+
+_PIPE_BYTES = 2**20
+"""So much may wait for a process that is stopped; a frame takes a page of it."""
+_CHECK_S = 0.2
+"""How often a writer whose peer does not read looks whether the channel was given up (s)."""
+_ABORT_TIMEOUT_S = 1.0
+
+
+class PipeOffer(msgspec.Struct):
+    """Where to write to an end.
+
+    Attributes:
+        fd: descriptor of the write end in the offering process.
+        inode: of the pipe, so that a descriptor that was used again is noticed.
+    """
+
+    fd: int
+    inode: int
+
+
+class Pipes:
+    """One end: its own pipe, to read from, and the peer's, to write to. Frames are at most PIPE_BUF bytes."""
+
+    def __init__(self) -> None:
+        self._in, self._in_writer = os.pipe2(os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a user has so many pages for pipes; 16 frames fit without
+            fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._frames = select.poll()
+        self._frames.register(self._in, select.POLLIN)
+        self._out = -1
+        self._closed = False
+        self.offer = PipeOffer(self._in_writer, os.fstat(self._in).st_ino)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def open_peer(self, pid: int, offer: PipeOffer) -> None:
+        """Open the peer's pipe for writing.
+
+        Raises:
+            TransportError: it is not there, or may not be opened.
+        """
+        try:
+            self._out = os.open(f"/proc/{pid}/fd/{offer.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            found = os.fstat(self._out)
+        except OSError as error:
+            raise TransportError(f"the peer's pipe cannot be opened ({error.strerror})") from error
+        if not stat.S_ISFIFO(found.st_mode) or found.st_ino != offer.inode:
+            raise TransportError("the peer's descriptor is not the pipe that it offered")
+
+    def let_end_with_peer(self) -> None:
+        """The peer has opened our pipe: when it closes that end, or dies, the pipe ends."""
+        os.close(self._in_writer)
+        self._in_writer = -1
+
+    def send(self, frame: memoryview, timeout_s: float | None) -> None:
+        """Write one frame; the caller serialises. Waits while the peer has not read what is there.
+
+        Raises:
+            TransportError: the peer is gone, the pipes were closed, or the peer did not read in time.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._closed:
+            try:
+                os.write(self._out, frame)
+            except BlockingIOError:
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TransportError("it took no message in time") from None
+                poll = select.poll()
+                poll.register(self._out, select.POLLOUT)
+                poll.poll(_CHECK_S * 1000)
+            except OSError as error:
+                raise TransportError(f"the peer is gone ({error.strerror})") from error
+            else:
+                return
+        raise TransportError("closed")
+
+    def readable(self, timeout_s: float) -> bool:
+        """Wait until `receive` would not block; False when the timeout passes. The peer's end counts, too.
+
+        One thread at a time.
+        """
+        return bool(self._frames.poll(max(0.0, timeout_s) * 1000))
+
+    def watch(self, other: int) -> None:
+        """Wait for the peer's end, whether or not frames are there, or for the descriptor `other` to be readable."""
+        poll = select.poll()
+        poll.register(self._in, 0)
+        poll.register(other, select.POLLIN)
+        poll.poll()
+
+    def receive(self, into: memoryview) -> None:
+        """Wait for one frame of exactly this size.
+
+        Raises:
+            TransportError: the peer is gone, or the pipes were closed.
+        """
+        number = os.readv(self._in, [into])
+        if number != len(into) or self._closed:
+            raise TransportError("closed" if self._closed else "the peer is gone")
+
+    def wake(self) -> None:
+        """End a `receive` that waits in another thread, now and later; sends nothing more. Idempotent."""
+        self._closed = True
+        with contextlib.suppress(OSError):  # full: then no thread waits
+            writer = os.open(f"/proc/self/fd/{self._in}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.write(writer, b"\0")
+            finally:
+                os.close(writer)
+
+    def close_out(self) -> None:
+        """The peer reads the end; the caller has made sure that no thread sends."""
+        self._closed = True
+        if self._out >= 0:
+            os.close(self._out)
+            self._out = -1
+
+    def close(self) -> None:
+        """Close everything; no thread may be inside. Idempotent."""
+        self.close_out()
+        for fd in (self._in, self._in_writer):
+            if fd >= 0:
+                os.close(fd)
+        self._in = self._in_writer = -1
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """What two ends on one host share, once each has opened the other's.
+
+    Attributes:
+        pipes: carry the frames.
+        arena: where this end writes payloads. It costs a page until then, no thread, and no descriptor any more.
+        peer_arena: where the peer does.
+    """
+
+    pipes: Pipes
+    arena: Arena
+    peer_arena: PeerArena
+
+
+class PipeChannel(Channel):
+    """See `Channel`. A payload for which the arena has no room goes over the Gloo pair."""
+
+    shared = True
+
+    def __init__(self, pair: GlooPair, peer: str, limits: Limits, link: HostLink) -> None:
+        """Args:
+        pair, peer, limits: see `Channel`.
+        link: with this peer.
+        """
+        super().__init__(pair, peer, limits)
+        self.pipes = link.pipes
+        """Here a reader may wait with a deadline, and be interrupted."""
+        self._in = memoryview(bytearray(FRAME_BYTES))
+        self._arena: Arena | None = link.arena
+        self._peer_arena: PeerArena | None = link.peer_arena
+        self._released = link.peer_arena.released
+
+    def expect(self, frames: int) -> None:
+        """See `Channel`: a pipe takes them as they come."""
+
+    def abort(self) -> None:
+        """See `Channel`."""
+        self._broken = True
+        self.pipes.wake()
+        if self._frame_lock.acquire(timeout=_ABORT_TIMEOUT_S):
+            self.pipes.close_out()
+            self._frame_lock.release()
+        super().abort()
+
+    def _put_frame(self, timeout_s: float | None) -> None:
+        try:
+            self.pipes.send(self._out_view, timeout_s)
+        except TransportError as error:
+            raise self._gone(str(error)) from error
+
+    def _next_frame(self) -> Frame:
+        try:
+            self.pipes.receive(self._in)
+        except TransportError as error:
+            raise self._gone(str(error)) from error
+        frame = decode_frame(self._in, self._limits)
+        if frame.releases and self._arena is not None:
+            self._arena.release(frame.releases)
+        return frame
+
+    def _place(self, frame: Frame, payload: Payload | None) -> bool:
+        arena = self._arena
+        body_bytes = _body_room(frame, len(frame.body))
+        num_bytes = body_bytes + frame.payload_bytes
+        offset = None if arena is None else arena.allocate(num_bytes)
+        if arena is None or offset is None:
+            return False
+        region = arena.region(offset, num_bytes)
+        try:
+            if frame.outside:
+                region.numpy()[: len(frame.body)] = memoryview(frame.body)
+            if payload is not None:
+                payload.write(region[body_bytes:])
+        except BaseException:
+            arena.release([offset])
+            raise
+        frame.route, frame.offset, frame.generation = Route.SHARED, offset, arena.offer.generation
+        return True
+
+    def _take_shared(self, frame: Frame) -> Tensor:
+        peer_arena = self._peer_arena
+        if peer_arena is None:
+            raise TransportError(f"channel to {self.peer}: closed")
+        body_bytes = _body_room(frame, frame.body_bytes)
+        region = peer_arena.borrow(frame.offset, body_bytes + frame.payload_bytes, frame.generation)
+        if frame.outside:
+            frame.accept_body(region[: frame.body_bytes].numpy().tobytes())
+        return region[body_bytes:]
+
+    def _end_frames(self) -> None:
+        self.pipes.close_out()  # the peer sees the end even if it does not read
+
+    def _forget_shared(self) -> None:
+        self._arena = self._peer_arena = None
+
+
+def _body_room(frame: Frame, body_bytes: int) -> int:
+    return -(-body_bytes // ALIGN_BYTES) * ALIGN_BYTES if frame.outside else 0

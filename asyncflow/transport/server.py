@@ -4,10 +4,15 @@ Threads: one waits for asks; one per handshake, so that a slow or dead one block
 runs the handler. A reply may be sent later from any thread (a parked request).
 """
 
+import contextlib
 import itertools
 import logging
+import os
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -17,9 +22,11 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncflow.clock import awake_result
 from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import (
     AsyncFlowError,
+    DeadlineExceeded,
     LeaseFenced,
     PeerRefused,
     PutPending,
@@ -29,12 +36,20 @@ from asyncflow.errors import (
     TransportError,
     one_line,
 )
+from asyncflow.process import ServiceThreads
 from asyncflow.sealed_store import SealedStore
-from asyncflow.service_threads import ServiceThreads
-from asyncflow.transport.channel import Channel
+from asyncflow.transport.channel import Channel, PipeChannel, Pipes
 from asyncflow.transport.frame import FrameKind, Limits, Payload
-from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store, refuse_channel
-from asyncflow.transport.meeting import open_channel
+from asyncflow.transport.meeting import (
+    Ask,
+    Credentials,
+    accept_channel,
+    ask_for_channel,
+    ask_key,
+    open_channel,
+    pair_store,
+    refuse_channel,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -336,3 +351,382 @@ def refused(error: AsyncFlowError) -> Refused:
 def refusal(reply: Refused, service: str) -> TransportError:
     """Return the error to raise for a reply: the same as at the service."""
     return _ERRORS[reply.kind](f"{service}: {reply.message}")
+
+
+# The thread that waits for a reply reads it, so that no other thread has to be woken to hand it over.
+#
+#     reply.result()             reads until its own reply is there, settles others' on the way, passes the turn on
+#     reply.add_done_callback()  no thread waits: the connection's own thread reads
+#     nothing is asked           the own thread watches for the peer's end
+#
+# Used by `connection.Connection` where frames come through pipes: only there may a reader wait with a deadline, and be
+# interrupted. Exactly one thread has the turn.
+
+_EXPECTED, _CAME = "RUNNING", "FINISHED"  # states of a `Future`
+
+
+class ReadingTurns:
+    """Gives the turn to read to one thread at a time."""
+
+    def __init__(self, pipes: Pipes, read_one: Callable[[], bool]) -> None:
+        """Args:
+        pipes: where frames come from.
+        read_one: takes in one message and settles its reply; False when none will follow.
+        """
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # entering it costs more than its lock
+        """The turn is free, or a reply came."""
+        self._pipes = pipes
+        self._read_one = read_one
+        self._taken = False
+        self._waiting = 0
+        self._standing_by = False
+        self._watched = 0
+        self._over = False
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def __del__(self) -> None:
+        os.close(self._bell)
+
+    def end(self) -> None:
+        """No message will follow; all replies are settled. Idempotent."""
+        with self.lock:
+            self._over = True
+            self.changed.notify_all()
+        self._ring()
+
+    def read_until(self, reply: "ExpectedReply", timeout_s: float | None) -> None:
+        """Read, or let another thread read, until `reply` is settled or the time is up."""
+        deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
+        while not reply.settled and self._take(reply, deadline):
+            try:
+                while not reply.settled and self._pipes.readable(deadline - time.monotonic()):
+                    if not self._read_one():
+                        break
+                    if self._waiting:
+                        self._tell_waiting()
+                if reply.settled or time.monotonic() >= deadline:
+                    return
+            finally:
+                self._pass_on()
+
+    def watch(self) -> None:
+        """A reply has callbacks and perhaps no waiter: the own thread reads."""
+        with self.lock:
+            self._watched += 1
+        self._ring()
+
+    def unwatch(self) -> None:
+        """Stop waiting for a reply that came."""
+        with self.lock:
+            self._watched -= 1
+
+    def stand_by(self, closed: Callable[[], bool]) -> None:
+        """The own thread: read while replies with callbacks are due, and once the peer has ended; return at the end."""
+        while not self._over:
+            self._pipes.watch(self._bell)
+            rung = self._hear()
+            with self.lock:
+                self._standing_by = True
+                while self._taken and not self._over:
+                    self.changed.wait()
+                self._standing_by = False
+                if self._over or (rung and not self._watched and not closed()):
+                    continue
+                self._taken = True
+            try:
+                going_on = self._read_one()
+                while going_on and self._watched:
+                    self._tell_waiting()
+                    going_on = self._read_one()
+            finally:
+                self._pass_on()
+
+    def _take(self, reply: "ExpectedReply", deadline: float) -> bool:
+        with self.lock:
+            self._waiting += 1  # before the reply is looked at: its reader looks in the other order
+            try:
+                while self._taken and not reply.settled:
+                    if not self.changed.wait(min(deadline - time.monotonic(), threading.TIMEOUT_MAX)):
+                        return False
+                if reply.settled or self._over:
+                    return False
+                self._taken = True
+                return True
+            finally:
+                self._waiting -= 1
+
+    def _pass_on(self) -> None:
+        with self.lock:
+            self._taken = False
+            if self._waiting or self._standing_by:
+                self.changed.notify_all()
+            watched = self._watched
+        if watched:
+            self._ring()
+
+    def _tell_waiting(self) -> None:
+        if self._waiting:
+            with self.lock:
+                self.changed.notify_all()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._bell, 1)
+
+    def _hear(self) -> bool:
+        try:
+            os.eventfd_read(self._bell)
+        except BlockingIOError:
+            return False
+        return True
+
+
+class ExpectedReply(Future[Any]):
+    """Waiting for it is reading. It cannot be cancelled, and all of a connection share one lock, which is cheaper."""
+
+    def __init__(self, turns: ReadingTurns) -> None:
+        self._condition = turns.changed  # instead of the base's own fields, which cost as much as a system call
+        self._state = _EXPECTED
+        self._result = self._exception = None
+        self._waiters = []
+        self._done_callbacks: list[Callable[[Future[Any]], Any]] = []
+        self.settled = False
+        """As `done`, without its lock: the waiter looks often."""
+        self._turns = turns
+
+    def set_result(self, result: Any) -> None:
+        """The reply is there."""
+        with self._turns.lock:
+            if not self._waiters and not self._done_callbacks:
+                self._result, self._state = result, _CAME
+                self.settled = True
+                return
+        super().set_result(result)
+        self.settled = True
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """There will be none."""
+        super().set_exception(exception)
+        self.settled = True
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the reply; see `Future.result`."""
+        if not self.settled and self._state == _EXPECTED:  # inside a callback it came, but is not marked as settled
+            self._turns.read_until(self, timeout)
+            timeout = 0.0 if timeout is not None else None
+        if self.settled and self._exception is None:
+            return self._result
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return why there is no reply, or None; see `Future.exception`."""
+        if not self.settled and self._state == _EXPECTED:
+            self._turns.read_until(self, timeout)
+            timeout = 0.0 if timeout is not None else None
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[["Future[Any]"], object]) -> None:
+        """Have `fn` called when the reply is there, by the thread that reads it."""
+        if not self.done():
+            self._turns.watch()
+            super().add_done_callback(lambda _: self._turns.unwatch())
+        super().add_done_callback(fn)
+
+
+# The calling side of a channel: many requests in flight, each with its own deadline.
+
+Reply = tuple[Any, Tensor]
+
+_SEND_CLOSE_TIMEOUT_S = 5.0
+_SPARE_FRAMES = 1  # a goodbye comes unasked
+
+
+class Connection:
+    """A client's channel to one service. Thread-safe; a broken one stays broken, open another.
+
+    Replies are read by the thread that waits for one (`ReadingTurns`), or, with `callbacks_only`, by its own thread.
+    """
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        service: str,
+        client: str,
+        replies: Any,
+        *,
+        limits: Limits | None = None,
+        callbacks_only: bool = False,
+        timeout_s: float | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """Prove the secret and connect.
+
+        Args:
+            credentials: store and secret.
+            service: whom to call.
+            client: this process's name, for the other side's messages.
+            replies: msgspec type (tagged union) of what the service answers, without `Refused`.
+            limits: largest reply accepted, and whether memory is shared.
+            callbacks_only: all replies have callbacks, none has a waiter, so turns would only cost time.
+            timeout_s: for the service to answer, if that is less than the handshake's deadline.
+            stop: once set, an answer that did not come yet is not waited for.
+
+        Raises:
+            PeerRefused: the service has as many clients as it takes.
+            TransportError: the service does not answer within the deadline, or fails its proof; or no thread is to be
+                had.
+        """
+        self.service = service
+        self._client = client
+        self._decoder = msgpack_decoder(replies | Refused)
+        self._encoder = msgspec.msgpack.Encoder()
+        with credentials.borrowed_store() as store:
+            wait_s = min(credentials.timeout_s, timeout_s or credentials.timeout_s)
+            key = ask_for_channel(store, credentials.secret, service, client, timeout_s=wait_s, stop=stop)
+            pair = pair_store(store, service, key)
+            self._channel = open_channel(
+                pair, key, is_server=False, peer=service, limits=limits or Limits(), timeout_s=credentials.meeting_s
+            )
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[Reply]] = {}
+        self._closed = threading.Event()
+        self._turns: ReadingTurns | None = None
+        if isinstance(self._channel, PipeChannel) and not callbacks_only:
+            self._turns = ReadingTurns(self._channel.pipes, self._read_one)
+        self._thread = threading.Thread(target=self._receive, name=f"replies-{service}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            self._fail(str(error))
+            raise TransportError(f"channel to {service}: {error}") from error
+
+    def submit(
+        self, message: Any, payload: Payload | None = None, *, timeout_s: float | None = None
+    ) -> "Future[Reply]":
+        """Send a request; the future yields (reply, payload uint8) or raises PeerRefused or TransportError.
+
+        Args:
+            message: of the service's requests.
+            payload: must not change until this returns. The reply's belongs to the caller.
+            timeout_s: for the service to take it, if it is busy; then the channel is given up.
+
+        Raises:
+            TransportError: the channel is broken.
+        """
+        request_id = next(self._ids)
+        future: Future[Reply]
+        if self._turns is not None:
+            future = ExpectedReply(self._turns)
+        else:
+            future = Future()
+            future.set_running_or_notify_cancel()  # a cancelled one would break the thread that settles it
+        meta = self._encoder.encode(message)
+        with self._lock:
+            if self._closed.is_set():
+                raise TransportError(f"channel to {self.service}: closed")
+            self._pending[request_id] = future
+            open_requests = len(self._pending)
+        try:
+            self._channel.expect(open_requests + _SPARE_FRAMES)
+            self._channel.send(FrameKind.REQUEST, request_id, meta, payload, timeout_s=timeout_s)
+        except TransportError:
+            with self._lock:
+                self._pending.pop(request_id, None)
+            raise
+        return future
+
+    def call(self, message: Any, payload: Payload | None = None, *, timeout_s: float) -> Reply:
+        """Send a request and wait for its reply.
+
+        Raises:
+            DeadlineExceeded: no reply within `timeout_s`; the channel is given up.
+            TransportError: the peer is gone.
+            PeerRefused, LeaseFenced: the service answered no.
+        """
+        deadline = time.monotonic() + timeout_s
+        future = self.submit(message, payload, timeout_s=timeout_s)
+        try:
+            return awake_result(future, deadline - time.monotonic())
+        except FutureTimeout as error:
+            self._fail(f"no reply to {type(message).__name__} within {timeout_s:g} s")
+            raise DeadlineExceeded(
+                f"{self._client}: {self.service} gave no reply to {type(message).__name__} within {timeout_s:g} s"
+            ) from error
+
+    @property
+    def closed(self) -> bool:
+        """Whether requests are refused from now on: closed here, by the service, or broken."""
+        return self._closed.is_set()
+
+    @property
+    def shared(self) -> bool:
+        """Whether payloads of requests go through shared memory: the service runs on this host."""
+        return self._channel.shared
+
+    def wait_closed(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is `closed`; returns whether it is."""
+        return self._closed.wait(timeout_s)
+
+    def close(self) -> None:
+        """Say goodbye; idempotent. Requests in flight fail."""
+        with self._lock:
+            closed = self._closed.is_set()
+            self._closed.set()
+        if not closed:
+            self._channel.goodbye()
+            self._thread.join(timeout=_SEND_CLOSE_TIMEOUT_S)
+        self._fail("closed", cut=self._thread.is_alive())
+        self._thread.join(timeout=_SEND_CLOSE_TIMEOUT_S)
+
+    def _receive(self) -> None:
+        if self._turns is not None:
+            self._turns.stand_by(self._closed.is_set)
+            return
+        while self._read_one():
+            pass
+
+    def _read_one(self) -> bool:
+        """Take in one message; False when none will follow."""
+        try:
+            frame, meta, payload = self._channel.receive()
+            if frame.kind is FrameKind.REQUEST:
+                raise TransportError(f"channel to {self.service}: a request from the serving side")
+            if frame.kind is FrameKind.GOODBYE:
+                self._fail("the service closed it", cut=False)
+                return False
+            with self._lock:
+                future = self._pending.pop(frame.request_id, None)
+            if future is not None:
+                self._settle(future, meta, payload)
+        except TransportError as error:
+            self._fail(str(error))
+            return False
+        except Exception as error:  # the boundary of a thread: the waiters hear of it
+            logger.exception("channel to %s", self.service)
+            self._fail(one_line(error))
+            return False
+        return True
+
+    def _settle(self, future: "Future[Reply]", meta: bytes, payload: Tensor) -> None:
+        try:
+            reply = self._decoder.decode(meta)
+        except UNREADABLE as error:
+            future.set_exception(TransportError(f"channel to {self.service}: a reply that cannot be read ({error})"))
+            raise TransportError(f"a reply could not be read ({error})") from error
+        if not isinstance(reply, Refused):
+            future.set_result((reply, payload))
+        else:
+            future.set_exception(refusal(reply, self.service))
+
+    def _fail(self, reason: str, *, cut: bool = True) -> None:
+        with self._lock:
+            self._closed.set()
+            pending, self._pending = self._pending, {}
+        if cut:
+            self._channel.abort()
+        for future in pending.values():
+            future.set_exception(TransportError(f"channel to {self.service}: {reason}"))
+        if self._turns is not None:
+            self._turns.end()

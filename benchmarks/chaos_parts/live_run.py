@@ -7,7 +7,7 @@ from types import TracebackType
 
 from asyncflow.job import Job
 from asyncflow.sealed_store import SealedStore, connect_store
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from launcher.process.progress import Status
 from tq.client.queue_client import QueueClient
 from workers.settings.run import RunConfig

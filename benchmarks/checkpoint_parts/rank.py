@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from asyncflow.checkpoint_files import sync_tree
+from asyncflow.run_files import sync_tree
 from checkpoint_parts.state import SyntheticEngine
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.writer import Contents, RunFacts

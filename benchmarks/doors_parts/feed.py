@@ -21,10 +21,10 @@ Put = Callable[[Sequence[dict[str, str]]], object]
 
 def measure(_: int) -> dict[str, float]:
     """Return the figures of this part."""
-    from asyncflow.network import LOOPBACK
+    from asyncflow.job import LOOPBACK
+    from asyncflow.process import ServiceThreads
     from asyncflow.sealed_store import serve_store
-    from asyncflow.service_threads import ServiceThreads
-    from asyncflow.transport.handshake import Credentials
+    from asyncflow.transport.meeting import Credentials
     from launcher.config.load import load_config
     from launcher.config.paths import find_recipe
     from workers.admission.feed_service import FeedService

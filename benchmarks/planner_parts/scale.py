@@ -29,11 +29,10 @@ from transferqueue_parts.queue_simulation import ACK, GET, PUT, Load, Outcome, S
 from transferqueue_parts.samples import percentile
 from transferqueue_parts.workload import micro_batches
 
-from asyncflow.job import GangSpec
-from asyncflow.network import LOOPBACK
+from asyncflow.job import LOOPBACK, GangSpec
 from asyncflow.sealed_store import SealedStore, connect_store, serve_store
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection
 from launcher.process.progress import Status
 from launcher.run.rank_watch import RankWatch
 from launcher.run.restarts import RestartLog

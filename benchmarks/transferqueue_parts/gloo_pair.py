@@ -11,7 +11,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup
 
 from asyncflow.device import connect_group
-from asyncflow.network import LOOPBACK
+from asyncflow.job import LOOPBACK
 from asyncflow.sealed_store import connect_store, serve_store
 from transferqueue_parts.child import Child
 

@@ -10,7 +10,7 @@ from torch.distributed import PrefixStore
 
 import tq
 from asyncflow.device import connect_group
-from asyncflow.network import LOOPBACK
+from asyncflow.job import LOOPBACK
 from asyncflow.sealed_store import connect_store, serve_store
 from tq.client.replica import Replica
 from tq.columns import Column

@@ -13,7 +13,7 @@ import torch
 from transferqueue_parts.child import Child
 
 from asyncflow.errors import TransportError
-from asyncflow.network import LOOPBACK
+from asyncflow.job import LOOPBACK
 from asyncflow.sealed_store import SealedStore, serve_store
 from tq.service_process import serve_only
 from weightsync.agent.service import WeightAgent

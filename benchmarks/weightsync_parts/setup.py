@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.network import LOOPBACK
+from asyncflow.job import LOOPBACK
 from asyncflow.sealed_store import connect_store
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from weightsync.config import WeightSyncConfig
 from weightsync.version import Version
 from weightsync_parts.shapes import Shapes

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from asyncflow.errors import ConfigError
-from asyncflow.size_text import size_text
+from asyncflow.errors import ConfigError, size_text
 from workers.data.model_files import read_model_config
 from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
 from workers.settings.run import RunConfig

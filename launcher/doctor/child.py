@@ -15,9 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, size_text
 from asyncflow.process import die_with_parent
-from asyncflow.size_text import size_text
 from launcher.doctor import devices, disk, host, network, software
 from launcher.doctor.messages import RESOLVE, Answer, Finding, Needs, Order, decode_order, encode, reason
 

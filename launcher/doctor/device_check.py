@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.size_text import size_text
+from asyncflow.errors import size_text
 from launcher.doctor.child import Check
 from launcher.doctor.messages import Finding, Needs, reason
 from launcher.doctor.rank_processes import rank_devices, started_ranks

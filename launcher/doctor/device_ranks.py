@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.device import abort_group, connect_group, group_backends, on_device, open_device, pin
-from asyncflow.network import LOOPBACK
+from asyncflow.job import LOOPBACK
 from asyncflow.process import variables_set
 from asyncflow.sealed_store import connect_store
 from launcher.doctor.messages import reason

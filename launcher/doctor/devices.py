@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from asyncflow.errors import ConfigError
-from asyncflow.network import GLOO_INTERFACE, LOOPBACK_INTERFACE
+from asyncflow.errors import ConfigError, size_text
+from asyncflow.job import GLOO_INTERFACE, LOOPBACK_INTERFACE
 from asyncflow.process import variables_set
-from asyncflow.size_text import size_text
 from launcher.checks.devices import find_devices
 from launcher.doctor.messages import Finding, Needs, reason
 from launcher.doctor.network import between_nodes, find_interfaces
@@ -201,7 +200,7 @@ def _try(kind: str, index: int) -> Device:
 def _gloo_error(interface: str) -> str:
     import torch
 
-    from asyncflow.transport.gloo import gloo_device
+    from asyncflow.transport.channel import gloo_device
 
     with variables_set({GLOO_INTERFACE: interface}):
         gloo_device.cache_clear()
@@ -213,7 +212,7 @@ def _gloo_error(interface: str) -> str:
 
 def _error_of(devices: "list[torch.device]") -> str:
     """Have one thread per device meet the others and add; returns what went wrong first, or nothing."""
-    from asyncflow.network import LOOPBACK
+    from asyncflow.job import LOOPBACK
     from asyncflow.sealed_store import connect_store, serve_store
 
     try:

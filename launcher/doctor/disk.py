@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncflow.durable import sync
-from asyncflow.errors import TransportError
-from asyncflow.size_text import size_text
+from asyncflow.errors import TransportError, size_text
+from asyncflow.json_lines import sync
 from launcher.doctor.messages import Finding, Needs, reason
 
 if TYPE_CHECKING:
-    from asyncflow.transport.arena import Arena
+    from asyncflow.transport.frame import Arena
 
 DISK, SHARED_MEMORY = "disk", "shared memory"
 _PROBE_BYTES = 2**16
@@ -165,8 +164,7 @@ def judge_disk(facts: DiskFacts, needs: Needs) -> list[Finding]:
 
 def try_sharing(needs: Needs) -> SharingFacts:
     """Make a channel's memory and have another process map it, as channels do."""
-    from asyncflow.transport.arena import Arena
-    from asyncflow.transport.frame import Limits
+    from asyncflow.transport.frame import Arena, Limits
     from asyncflow.transport.meeting import wants_sharing
 
     own_error = peer_error = ""
@@ -341,7 +339,7 @@ def _judge_shm(facts: SharingFacts, needs: Needs) -> list[Finding]:
 
 def _peer_error(arena: "Arena") -> str:
     """Have a forked process map the arena through /proc; returns what it could not do, or nothing."""
-    from asyncflow.transport.arena import PeerArena
+    from asyncflow.transport.frame import PeerArena
 
     owner = os.getpid()
     read, write = os.pipe()

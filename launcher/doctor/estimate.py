@@ -8,8 +8,8 @@ data structures.
 import math
 from collections.abc import Sequence
 
+from asyncflow.errors import size_text
 from asyncflow.job import GangSpec
-from asyncflow.size_text import size_text
 from launcher.checks.models import ranks_per_instance
 from launcher.checks.preflight import Preflight
 from launcher.doctor.messages import Needs

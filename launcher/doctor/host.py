@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncflow.size_text import size_text
+from asyncflow.errors import size_text
 from launcher.doctor.messages import Finding, Needs
 
 OPEN_FILES, PROCESSES, MEMORY, CLOCK = "open files", "processes", "memory", "clock"

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from asyncflow.extras import pip_line
-from asyncflow.network import LOOPBACK, is_loopback
+from asyncflow.job import LOOPBACK, is_loopback
 from launcher.doctor.messages import Finding, Needs, reason
 
 NETWORK, PORTS, BACKEND = "network", "ports", "storage backend"

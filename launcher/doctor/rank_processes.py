@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from asyncflow.network import LOOPBACK
+from asyncflow.job import LOOPBACK
 
 _MOST_RANKS = 8
 _DEADLINE_S = 60.0

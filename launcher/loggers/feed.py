@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncflow.durable import replace_text
 from asyncflow.errors import ConfigError, one_line
-from asyncflow.json_lines import LineTail
+from asyncflow.json_lines import LineTail, replace_text
 from asyncflow.process import die_with_parent, ignore_stop_signals
 from asyncflow.run_files import EVALUATION_FILE, LOGGERS, METRICS_FILE, SAMPLES
 from launcher.loggers.backends import make_logger

@@ -24,7 +24,7 @@ from torch.distributed import DistError
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import GangSpec, Job, Node
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from launcher.nodes.membership import HEARTBEAT_S, HeartbeatTimeout, Membership
 from launcher.nodes.messages import (
     DumpStacks,

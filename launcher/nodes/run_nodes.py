@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from asyncflow.errors import ConfigError
-from asyncflow.job import Job, Node
-from asyncflow.network import LOOPBACK, address_to_listen_on, endpoint
+from asyncflow.job import LOOPBACK, Job, Node, address_to_listen_on, endpoint
 from launcher.checks.placement import HEAD
 from launcher.nodes.head import NodeHead
 from launcher.nodes.membership import Membership, needed_devices, own_name

@@ -14,8 +14,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from asyncflow.durable import replace_text
 from asyncflow.errors import ConfigError
+from asyncflow.json_lines import replace_text
 from launcher.plan.scenario import Work, prompt_tokens_of
 from workers.engines.device_memory import ModelSizes
 from workers.settings.run import RunConfig

@@ -28,8 +28,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 from asyncflow.errors import SealBroken
-from asyncflow.job import GangSpec, error_in
-from asyncflow.network import LOOPBACK
+from asyncflow.job import LOOPBACK, GangSpec, error_in
 from asyncflow.sealed_store import SealedStore, connect_store, serve_store
 from launcher.process.events import FAILED, GangExited, Phase
 from launcher.process.progress import STARTING, Status, Statuses

@@ -15,8 +15,8 @@ import time
 import traceback
 from pathlib import Path
 
-from asyncflow.durable import replace_text
 from asyncflow.errors import AsyncFlowError
+from asyncflow.json_lines import replace_text
 from asyncflow.process import die_with_parent
 
 ENTRYPOINT = "workers.roles.main:run_worker"

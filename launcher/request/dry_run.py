@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncflow.job import GangSpec
-from asyncflow.network import endpoint
+from asyncflow.job import GangSpec, endpoint
 from launcher.checks.batch_sizes import num_micro_batches
 from launcher.checks.device_memory import sum_text
 from launcher.checks.placement import HEAD

@@ -17,9 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from asyncflow.clock import HostClock
-from asyncflow.job import GangSpec, Job
+from asyncflow.job import GangSpec, Job, choose_interfaces
 from asyncflow.json_lines import VersionTail
-from asyncflow.network import choose_interfaces
 from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
 from launcher.checks.placement import HEAD
 from launcher.loggers.processes import feeding

@@ -16,19 +16,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncflow.checkpoint_files import HF, CheckpointMeta, damages
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
 from asyncflow.job import Job
 from asyncflow.run_files import (
     CHECKPOINTS,
     EVALUATION_FILE,
+    HF,
     JOB_FILE,
     LEDGER_FILE,
     META_FILE,
     METRICS_FILE,
     SAMPLER_FILE,
     UPDATES_FILE,
+    CheckpointMeta,
     checkpoint_step,
+    damages,
     list_checkpoints,
 )
 from launcher.process.events import Restored, RestoreFailed

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncflow.checkpoint_files import HF
 from asyncflow.errors import CheckpointError, ConfigError
-from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE, FEED_FILE, SAMPLER_FILE
+from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE, FEED_FILE, HF, SAMPLER_FILE
 from launcher.config.paths import user_path
 from launcher.config.yaml_file import read_yaml
 from launcher.run.restore import (

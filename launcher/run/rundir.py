@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.clock import HostClock
-from asyncflow.durable import replace_text
 from asyncflow.errors import ConfigError
+from asyncflow.json_lines import replace_text
 from asyncflow.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.clock import HostClock
-from asyncflow.durable import replace_text
-from asyncflow.errors import ConfigError, TransportError
+from asyncflow.errors import ConfigError, TransportError, size_text
 from asyncflow.job import GangSpec, Job
-from asyncflow.json_lines import LineTail
+from asyncflow.json_lines import LineTail, replace_text
 from asyncflow.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, LOGS, METRICS_FILE, STATUS_FILE
-from asyncflow.size_text import size_text
 from launcher.process.fork_server import is_stopped
 from launcher.process.progress import Status, Statuses, accuracy_text, role_rows, table
 from launcher.run.restarts import RestartLog

@@ -18,13 +18,13 @@ from typing import Any, Self, TypeVar
 import msgspec
 from torch.distributed import DistError
 
-from asyncflow.durable import replace_text
 from asyncflow.errors import TransportError
 from asyncflow.job import Job
+from asyncflow.json_lines import replace_text
 from asyncflow.run_files import STATUS_FILE
 from asyncflow.sealed_store import connect_store
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection
 from launcher.process.progress import Metrics, Statuses
 from launcher.run.advice import Advisor
 from launcher.run.restarts import RestartLog

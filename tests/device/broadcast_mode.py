@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from weightsync.agent.service import WeightAgent
 from weightsync.agreement import agree_on_plan
 from weightsync.boxes import Box

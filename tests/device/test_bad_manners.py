@@ -23,9 +23,8 @@ import torch.distributed as dist
 import asyncflow.device
 from asyncflow.device import abort_group, connect_group
 from asyncflow.errors import WeightSyncError
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Session
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Call, ChannelServer, Connection, Session
 from asyncflow.vendors import Vendor, _Cuda, vendor_of, vendors
 from weightsync.agent.service import WeightAgent
 from weightsync.boxes import Box

@@ -21,8 +21,8 @@ from echo_peers import Pong, echo_server
 from waiting import wait_until
 from weight_run import WeightRun
 
-from asyncflow.transport.connection import Connection
 from asyncflow.transport.frame import Limits
+from asyncflow.transport.server import Connection
 
 DEADLINE_S = 60.0
 

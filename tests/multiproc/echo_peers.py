@@ -11,11 +11,10 @@ from torch.distributed import TCPStore
 
 from asyncflow.errors import QueueFull
 from asyncflow.sealed_store import GlooStore
-from asyncflow.transport.connection import Connection
+from asyncflow.transport.channel import gloo_group
 from asyncflow.transport.frame import Limits, Payload
-from asyncflow.transport.gloo import gloo_group
-from asyncflow.transport.handshake import Credentials, ask_for_channel, pair_store
-from asyncflow.transport.server import Call, ChannelServer, Session
+from asyncflow.transport.meeting import Credentials, ask_for_channel, pair_store
+from asyncflow.transport.server import Call, ChannelServer, Connection, Session
 
 SECRET = b"the job's secret"
 HOST_VARIABLE = "TEST_STORE_HOST"

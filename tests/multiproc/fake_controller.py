@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Session
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Call, ChannelServer, Connection, Session
 from tq import Column, StorageUnit
 from tq.config import QueueConfig
 from tq.messages import (

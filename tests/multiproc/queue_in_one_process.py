@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore
 
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.config import QueueConfig
 from weightsync.agent.service import WeightAgent

@@ -13,7 +13,7 @@ import tq
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.testing.backends import *  # noqa: F403
 from asyncflow.testing.backends import OpenBackend, block
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq import Column, StorageUnit
 from tq.backends.backend import FileBackend
 from tq.backends.config import BACKENDS, BackendConfig

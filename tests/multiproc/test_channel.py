@@ -15,12 +15,10 @@ from torch.distributed import TCPStore
 
 from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.sealed_store import GlooStore
-from asyncflow.transport import gloo
-from asyncflow.transport.connection import Connection
+from asyncflow.transport import channel as gloo
 from asyncflow.transport.frame import Limits, Payload
-from asyncflow.transport.handshake import Ask, ask_key, pair_store
-from asyncflow.transport.meeting import open_channel
-from asyncflow.transport.server import ChannelServer
+from asyncflow.transport.meeting import Ask, ask_key, open_channel, pair_store
+from asyncflow.transport.server import ChannelServer, Connection
 
 Start = Callable[..., Any]
 Connect = Callable[..., Connection]

@@ -15,7 +15,7 @@ from fake_controller import (
 )
 
 from asyncflow.errors import LeaseFenced, PeerRefused, PutPending, QueueFull, RowsExist, TransportError
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.config import QueueConfig
 from tq.messages import (
     Done,

@@ -10,9 +10,8 @@ import pytest
 from fake_controller import WAIT_S, until
 
 from asyncflow.errors import PeerRefused, TransportError
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Session
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Call, ChannelServer, Connection, Session
 from tq import ControllerService, TaskSpec
 from tq.config import QueueConfig
 from tq.control import controller

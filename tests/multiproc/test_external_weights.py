@@ -24,10 +24,9 @@ from waiting import wait_until
 import configs
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, WeightSyncError
-from asyncflow.job import GangSpec, Job
-from asyncflow.network import LOOPBACK
+from asyncflow.job import LOOPBACK, GangSpec, Job
 from asyncflow.sealed_store import serve_store
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from weightsync.agent.service import WeightAgent
 from weightsync.boxes import Box
 from weightsync.config import ExportConfig, WeightSyncConfig

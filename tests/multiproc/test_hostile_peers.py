@@ -10,12 +10,9 @@ import torch
 from echo_peers import SECRET, Credentials, Echo, Ping, Pong, silent_client
 
 from asyncflow.errors import PeerRefused, QueueFull, TransportError
-from asyncflow.transport.arena import ArenaOffer, PeerArena
-from asyncflow.transport.channel import Channel
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.frame import FRAME_BYTES, Frame, FrameKind, Limits, Payload, Route
-from asyncflow.transport.pipe_channel import PipeChannel
-from asyncflow.transport.server import ChannelServer
+from asyncflow.transport.channel import Channel, PipeChannel
+from asyncflow.transport.frame import FRAME_BYTES, ArenaOffer, Frame, FrameKind, Limits, Payload, PeerArena, Route
+from asyncflow.transport.server import ChannelServer, Connection
 
 
 @pytest.fixture(name="here")

@@ -26,7 +26,7 @@ from asyncflow.errors import (
     RowsExist,
     TransportError,
 )
-from asyncflow.transport.connection import Connection
+from asyncflow.transport.server import Connection
 from tq.address import QueueAddress
 from tq.messages import (
     CONTROLLER_REPLIES,

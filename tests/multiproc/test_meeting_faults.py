@@ -8,10 +8,9 @@ from echo_peers import SECRET, Credentials, Echo, Ping, Pong
 from torch.distributed import DistNetworkError
 
 from asyncflow.errors import RoleFailed, TransportError
+from asyncflow.process import ServiceThreads
 from asyncflow.sealed_store import SealedStore
-from asyncflow.service_threads import ServiceThreads
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.server import ChannelServer, Session
+from asyncflow.transport.server import ChannelServer, Connection, Session
 from weightsync.connections import connections
 
 

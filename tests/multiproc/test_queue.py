@@ -13,7 +13,7 @@ from peers import QUEUE, Credentials, controller, doubler, holder, storage_unit,
 
 import tq
 from asyncflow.errors import TransportError
-from asyncflow.transport.connection import Connection
+from asyncflow.transport.server import Connection
 from tq import Column, QueueClient, StreamingDataLoader, TaskSpec
 from tq.messages import CONTROLLER_REPLIES, UNIT_REPLIES, FetchRound, GetUnitStats, LeaseGrant, NoRows, NoRowsReason
 from workers.settings.schedule import ScheduleConfig, ScheduleMode

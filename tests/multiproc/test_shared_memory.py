@@ -13,10 +13,9 @@ import torch
 from echo_peers import Credentials, Echo, Ping, Pong, holding_client, parked_client
 from torch import Tensor
 
-from asyncflow.transport.connection import Connection
 from asyncflow.transport.frame import Payload, Piece
 from asyncflow.transport.meeting import SWITCH
-from asyncflow.transport.server import ChannelServer
+from asyncflow.transport.server import ChannelServer, Connection
 
 Start = Callable[..., Any]
 Connect = Callable[..., Connection]

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from asyncflow.clock import HostClock
-from asyncflow.job import GangSpec, Job
-from asyncflow.network import LOOPBACK
+from asyncflow.job import LOOPBACK, GangSpec, Job
 from asyncflow.run_files import STATUS_FILE
 from asyncflow.sealed_store import serve_store
 from launcher.process.progress import Status

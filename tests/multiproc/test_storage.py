@@ -8,7 +8,7 @@ import torch
 from fake_controller import CONFIG, Bench, done, numbers, refused, same, stats, until
 
 from asyncflow.errors import LeaseFenced, PeerRefused, PutPending, QueueFull, RowsExist, TransportError
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq import Column
 from tq.directory import TaskOutputs
 from tq.messages import (

@@ -10,7 +10,7 @@ from waiting import wait_until
 
 import tq
 from asyncflow.errors import SealBroken
-from asyncflow.transport.handshake import ask_key
+from asyncflow.transport.meeting import ask_key
 from tq.address import QueueAddress
 from tq.control.durable_facts import Mark
 

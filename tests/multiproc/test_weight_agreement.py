@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from asyncflow.errors import PlanError, WeightsLate
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from weightsync.agreement import agree_on_plan
 from weightsync.boxes import Box
 from weightsync.plan import ShardSpec

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection as Pipe
 import torch
 from echo_peers import HOST_VARIABLE, credentials
 
-from asyncflow.network import choose_interfaces
+from asyncflow.job import choose_interfaces
 from asyncflow.sealed_store import serve_store
 from tq import Column, QueueClient
 from tq.config import QueueConfig

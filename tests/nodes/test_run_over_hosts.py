@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.job import Job
-from asyncflow.network import endpoint
+from asyncflow.job import Job, endpoint
 from tests.support.run_files import last_step, lines
 
 from .hosts import Host, ends, eventually, some_hosts

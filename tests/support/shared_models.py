@@ -42,7 +42,7 @@ def available() -> list[str]:
 
 def save_models(root: Path) -> None:
     """Write two models of every family."""
-    from asyncflow.testing.tiny_model import FAMILIES, save_tiny_model
+    from asyncflow.testing.training import FAMILIES, save_tiny_model
 
     for family in FAMILIES:
         for number in range(2):

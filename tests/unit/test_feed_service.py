@@ -12,9 +12,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from asyncflow.errors import ConfigError, TransportError
-from asyncflow.service_threads import ServiceThreads
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
+from asyncflow.process import ServiceThreads
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from workers.admission.feed_service import FeedService

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow import network
+from asyncflow import job as network
 from asyncflow.errors import ConfigError
-from asyncflow.network import address_to_listen_on, address_towards, choose_interfaces, interface_towards
+from asyncflow.job import address_to_listen_on, address_towards, choose_interfaces, interface_towards
 from asyncflow.sealed_store import connect_store, serve_store
 
 ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT

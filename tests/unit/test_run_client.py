@@ -14,8 +14,7 @@ import torch
 from asyncflow.clock import HostClock
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, LeaseFenced, TransportError
-from asyncflow.job import GangSpec, Job
-from asyncflow.network import LOOPBACK
+from asyncflow.job import LOOPBACK, GangSpec, Job
 from asyncflow.sealed_store import SealedStore, serve_store
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 
 DEADLINE_S = 30.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import RoleFailed
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from workers.roles import services
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from asyncflow.errors import PeerRefused, TransportError
-from asyncflow.transport.connection import Connection
+from asyncflow.transport.server import Connection
 from tq.messages import Alive, Heartbeat
 from tq.service_channels import await_reply
 

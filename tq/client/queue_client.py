@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from asyncflow.errors import ConfigError, TransportError
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.client.arguments import (
     as_columns,
     check_marks,

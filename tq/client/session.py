@@ -13,9 +13,9 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from asyncflow.errors import DeadlineExceeded, LeaseFenced, PeerRefused, SealBroken, TransportError
-from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection, Reply
 from tq.client.heartbeat import Heartbeats
 from tq.config import QueueConfig
 from tq.directory import Directory, TaskOutputs, allocate_rows, reserve_rows

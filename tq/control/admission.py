@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from tq.control.events import GroupRemoved, Lost
 from tq.refill import AdmissionMark, Refill
 

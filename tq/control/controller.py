@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
 from tq.config import QueueConfig
 from tq.control.admission import AdmissionPlace, MakeAdmission

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.control.events import Event, RowsFinished, RowsLacking, RowsLost
 from tq.control.row_set import RowSet, Span
 from tq.messages import CloseWriting, OpenPartition, PublishVersion, RowRecords, Stop

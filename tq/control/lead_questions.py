@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable
 
 from asyncflow.errors import TransportError
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.control.events import DoneElsewhere
 from tq.messages import CONTROLLER_REPLIES, TellLost, UnitLoss
 from tq.service_channels import ServiceChannels, await_reply

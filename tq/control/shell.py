@@ -17,7 +17,7 @@ from typing import TypeGuard
 from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, SealBroken
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from asyncflow.transport.server import Call
 from tq.control.admission import Admission
 from tq.control.durable_facts import Memory

@@ -21,9 +21,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.control.events import Commit, Fence, FenceAll, Fenced, RemoveGroup
 from tq.messages import UNIT_REPLIES, FenceRows, FenceTask, Message, PutOutputs, RemoveRows
 from tq.service_channels import ServiceChannels, await_reply

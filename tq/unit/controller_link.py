@@ -18,10 +18,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, LeaseFenced, PeerRefused, PutPending, TransportError
-from asyncflow.service_threads import ServiceThreads
-from asyncflow.transport.connection import Connection, Reply
+from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection, Reply
 from tq.messages import CONTROLLER_REPLIES, Message, OutputsWritten, RegisterUnit, RowsCreated, UnitAccepted
 from tq.timers import Timer, Timers
 

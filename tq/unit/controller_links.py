@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.messages import Message, OutputsWritten, RegisterUnit, UnitAccepted
 from tq.timers import Timers
 from tq.unit.controller_link import Completions, ControllerLink

@@ -34,7 +34,7 @@ import msgspec
 from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.sealed_store import SealedStore
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.messages import (
     OutputsWritten,
     RegisterUnit,

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from asyncflow.errors import PeerRefused, TransportError
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits, Payload
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
 from tq.backends.backend import Backend, FileBackend
 from tq.backends.load import agree_on_run_id, key_prefix, load_backend

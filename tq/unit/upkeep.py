@@ -7,7 +7,7 @@ import threading
 import time
 
 from asyncflow.errors import TransportError
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from tq.unit.block import Block, BlockStore
 from tq.unit.state import UnitState
 

@@ -16,10 +16,10 @@ from typing import Protocol
 from torch import Tensor
 
 from asyncflow.errors import PeerRefused, TransportError, WeightSyncError
-from asyncflow.service_threads import ServiceThreads
-from asyncflow.transport.connection import Connection
+from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection
 from weightsync.agent.instructions import Pull
 from weightsync.connections import connections
 from weightsync.messages import BucketFetched, FetchBucket, FetchPlan, Held, PeerHas, PlanFetched, WatchPeer

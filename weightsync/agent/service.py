@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError, PeerRefused, WeightSyncError
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits, Payload
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
 from weightsync.agent.instructions import (
     Answer,

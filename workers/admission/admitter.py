@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from asyncflow.errors import RowsExist, TooManyFailures
+from asyncflow.process import ServiceThreads
 from asyncflow.repeated import RepeatedWarnings
-from asyncflow.service_threads import ServiceThreads
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.client.queue_client import QueueClient
 from tq.columns import Column
 from tq.config import QueueConfig

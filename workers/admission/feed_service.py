@@ -12,8 +12,8 @@ import msgspec
 
 from asyncflow.decoding import UNREADABLE, json_decoder
 from asyncflow.errors import ConfigError
-from asyncflow.service_threads import ServiceThreads
-from asyncflow.transport.handshake import Credentials
+from asyncflow.process import ServiceThreads
+from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
 from workers.data.prompt_dataset import FedPrompts
 

@@ -30,9 +30,8 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.durable import DISK_FULL
 from asyncflow.errors import ConfigError, DeadlineExceeded, UserCodeFailed
-from asyncflow.json_lines import JsonLines, LineTail, read_lines
+from asyncflow.json_lines import DISK_FULL, JsonLines, LineTail, read_lines
 from asyncflow.run_files import LEDGER_FILE, SAMPLER_FILE
 from workers.calls.user_object import UserObject
 from workers.settings.data import DataConfig

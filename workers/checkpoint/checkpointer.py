@@ -7,7 +7,7 @@
 
 So training is held up while the copy begins, by what is left of it when the weights are about to change, and by a save
 that is still being written when the next is due. A save that fails costs a warning: what was there stays, and the next
-one is tried in its turn. The directory is described in `asyncflow.checkpoint_files`.
+one is tried in its turn. The directory is described in `asyncflow.run_files`.
 """
 
 import logging
@@ -26,9 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncflow.checkpoint_files import CRITIC, DCP, RNG, CheckpointMeta
 from asyncflow.device import rng_states, set_rng_states
 from asyncflow.errors import CheckpointError
+from asyncflow.run_files import CRITIC, DCP, RNG, CheckpointMeta
 from asyncflow.timeline import NoTimeline, Spans
 from workers.checkpoint.directory import CheckpointDirectory
 from workers.checkpoint.saved_shards import HostCopy, SavedEngine, load_shards

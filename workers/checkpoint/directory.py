@@ -13,9 +13,8 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from asyncflow.checkpoint_files import sync_tree
-from asyncflow.durable import sync
-from asyncflow.run_files import CHECKPOINTS, checkpoint_path, list_checkpoints
+from asyncflow.json_lines import sync
+from asyncflow.run_files import CHECKPOINTS, checkpoint_path, list_checkpoints, sync_tree
 from workers.settings.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)

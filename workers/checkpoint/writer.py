@@ -23,7 +23,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncflow.checkpoint_files import (
+from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
+from asyncflow.json_lines import DISK_FULL, sync
+from asyncflow.run_files import (
     DCP,
     HF,
     QUEUE,
@@ -34,8 +36,6 @@ from asyncflow.checkpoint_files import (
     describe,
     files_below,
 )
-from asyncflow.durable import DISK_FULL, sync
-from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
 from workers.checkpoint.directory import CheckpointDirectory, beside
 from workers.checkpoint.saved_shards import own_shards, save_shards
 from workers.rank.actor_critic_channel import ActorCriticChannel

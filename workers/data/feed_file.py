@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from asyncflow.decoding import json_decoder
-from asyncflow.durable import sync
 from asyncflow.errors import ConfigError, QueueFull
+from asyncflow.json_lines import sync
 
 
 @dataclass(frozen=True)

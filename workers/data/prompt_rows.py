@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from asyncflow.checkpoint_files import content_hash
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
+from asyncflow.run_files import content_hash
 from workers.settings.data import DataConfig
 
 PLACEHOLDER = "{prompt}"

@@ -22,8 +22,8 @@ import msgspec
 from torch.distributed import DistError
 
 from asyncflow.errors import ConfigError, PeerRefused, QueueFull, TransportError
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
+from asyncflow.transport.server import Connection
 from workers.admission.feed_service import SERVICE, EndFeed, FedUpTo, OpenFeed, PutFeed
 
 _MOST_BYTES = 2**25

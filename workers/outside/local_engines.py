@@ -30,7 +30,7 @@ from torch import Tensor
 
 from asyncflow.device import group_backends
 from asyncflow.errors import ConfigError, DeadlineExceeded, LeaseFenced
-from asyncflow.network import LOOPBACK, choose_interface
+from asyncflow.job import LOOPBACK, choose_interface
 from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
 from tq.config import TaskConfig

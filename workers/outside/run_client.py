@@ -28,10 +28,9 @@ from torch.distributed import DistError
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, SealBroken, TransportError
-from asyncflow.job import Job
-from asyncflow.network import address_towards, choose_interface, endpoint, resolve
+from asyncflow.job import Job, address_towards, choose_interface, endpoint, resolve
 from asyncflow.sealed_store import connect_store
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.client.lease import Lease, LeaseStream
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig

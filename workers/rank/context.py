@@ -23,15 +23,13 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from asyncflow.checkpoint_files import CheckpointMeta
 from asyncflow.device import grow_segments, make_deterministic, name_device, open_device
 from asyncflow.errors import ConfigError
-from asyncflow.job import GangSpec, Job, last_words
-from asyncflow.network import choose_interfaces
-from asyncflow.run_files import META_FILE, TIMELINE
+from asyncflow.job import GangSpec, Job, choose_interfaces, last_words
+from asyncflow.run_files import META_FILE, TIMELINE, CheckpointMeta
 from asyncflow.sealed_store import SealedStore, connect_store
 from asyncflow.timeline import Timeline
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.client.queue_client import QueueClient
 from workers.calls.user_function import extend_path, search_beside
 from workers.data.task_source import data_identity

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import AfterValidator, Field, model_validator
 
-from asyncflow.durable import replace_text
+from asyncflow.json_lines import replace_text
 from asyncflow.registry import Registry
 from asyncflow.run_files import CONFIG_FILE
 from asyncflow.settings import Settings

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from asyncflow.checkpoint_files import CRITIC, describe
 from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
-from asyncflow.run_files import checkpoint_path
+from asyncflow.run_files import CRITIC, checkpoint_path, describe
 from tq.columns import PackedBatch
 from workers.checkpoint.directory import beside
 from workers.checkpoint.saved_shards import HostCopy, load_shards, own_shards, save_shards

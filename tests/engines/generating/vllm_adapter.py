@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncflow.testing.adapter import Adapter
-from asyncflow.testing.tiny_model import MAX_POSITIONS
+from asyncflow.testing.training import MAX_POSITIONS
 from workers.engines.vllm.engine import VllmEngine
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig

@@ -18,7 +18,7 @@ import pytest
 
 import configs
 from asyncflow.testing.adapter import Adapter
-from asyncflow.testing.tiny_model import MAX_POSITIONS
+from asyncflow.testing.training import MAX_POSITIONS
 from workers.engines.openai.engine import OpenAIEngine
 from workers.settings.openai import OpenAIConfig
 from workers.settings.rollout import SamplingConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.errors import size_text
 from asyncflow.extras import pip_line
-from asyncflow.size_text import size_text
 from launcher.doctor import software
 from launcher.doctor.child import CHECKS
 from launcher.doctor.devices import AcceleratorFacts, Device, judge_devices, try_devices

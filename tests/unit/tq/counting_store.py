@@ -4,9 +4,9 @@ from typing import Any, cast
 
 from torch.distributed import DistStoreError, HashStore
 
+from asyncflow.process import ServiceThreads
 from asyncflow.sealed_store import SealedStore
-from asyncflow.service_threads import ServiceThreads
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.control.durable_facts import DurableMark, Memory
 from tq.control.shell import StateShell
 from tq.control.state import ControlState

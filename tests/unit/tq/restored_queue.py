@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from tq import Column, TaskSpec
 from tq.backends.backend import MemoryBackend
 from tq.control.events import Answer, DeadlinePassed, Instruction

@@ -8,7 +8,7 @@ from counting_store import shell_of
 from torch.distributed import HashStore
 
 from asyncflow.sealed_store import SealedStore
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq import TaskSpec
 from tq.control.durable_facts import DurableMark, Memory
 from tq.control.events import Instruction, RecoveryDeadline

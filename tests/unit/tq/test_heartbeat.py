@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.transport.connection import Connection
+from asyncflow.transport.server import Connection
 from tq.client.heartbeat import Heartbeats
 from tq.client.session import QueueSession
 from tq.messages import Alive, Heartbeat

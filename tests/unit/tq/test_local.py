@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import TransportError
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from tq import local
 from tq.local import LocalQueue
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import RowsExist
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from tq import Column
 from tq.config import QueueConfig
 from tq.control.admission import AdmissionPlace

@@ -20,7 +20,7 @@ from asyncflow.errors import (
     TransportError,
 )
 from asyncflow.sealed_store import SealedStore
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.client.data_plane import PUT_GRACE_S
 from tq.client.lease import Lease
 from tq.client.queue_client import QueueClient

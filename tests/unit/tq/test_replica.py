@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from asyncflow.device import connect_group
 from asyncflow.errors import ConfigError, LeaseFenced, ProducersGone, TransportError
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.client.dataloader import StreamingDataLoader
 from tq.client.queue_client import QueueClient
 from tq.client.replica import HEADER_BYTES, Replica, Round

@@ -10,7 +10,7 @@ from counting_store import CountingStore
 
 from asyncflow.errors import TransportError
 from asyncflow.sealed_store import SealedStore
-from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.meeting import Credentials
 from tq.messages import (
     OutputsWritten,
     RegisterUnit,

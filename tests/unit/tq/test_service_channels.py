@@ -8,7 +8,7 @@ from torch.distributed import TCPStore
 
 from asyncflow.errors import TransportError
 from asyncflow.transport.frame import Limits
-from asyncflow.transport.handshake import Credentials, ask_key
+from asyncflow.transport.meeting import Credentials, ask_key
 from tq.config import QueueConfig
 from tq.messages import CONTROLLER_REPLIES
 from tq.service_channels import ServiceChannels

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.process import ServiceThreads
 from tq.control import unit_orders
 from tq.control.events import Commit, Fence, FenceAll, Fenced, RemoveGroup
 from tq.control.unit_orders import UnitOrders

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncflow.errors import TransportError
-from asyncflow.transport.arena import Arena, ArenaOffer, PeerArena, create_memfd, open_memfd, take_released
+from asyncflow.transport.frame import Arena, ArenaOffer, PeerArena, create_memfd, open_memfd, take_released
 
 NUM_BYTES = 2**20
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from asyncflow.transport.gloo import BufferPool
+from asyncflow.transport.channel import BufferPool
 
 
 def test_buffer_is_used_again_after_its_last_view_is_gone() -> None:

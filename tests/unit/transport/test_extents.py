@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.transport.arena import ALIGN_BYTES, Extents
+from asyncflow.transport.frame import ALIGN_BYTES, Extents
 
 SPAN = 64 * ALIGN_BYTES
 

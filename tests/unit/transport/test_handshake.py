@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from asyncflow.errors import TransportError
-from asyncflow.transport import handshake
-from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_for_channel, ask_key, pair_key
+from asyncflow.transport import meeting as handshake
+from asyncflow.transport.meeting import Ask, Credentials, accept_channel, ask_for_channel, ask_key, pair_key
 
 SECRET = b"secret"
 ASK = Ask("0123", "ref-0/0", b"n" * 16)

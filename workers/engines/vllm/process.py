@@ -19,7 +19,7 @@ import torch
 from asyncflow.device import visible_alone, without_growing
 from asyncflow.errors import ConfigError, EngineFailed
 from asyncflow.extras import pip_line
-from asyncflow.network import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE, NCCL_INTERFACE
+from asyncflow.job import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE, NCCL_INTERFACE
 from asyncflow.process import PR_SET_PDEATHSIG, variables_set
 from workers.engines.vllm.mailbox import BACKEND
 from workers.settings.rollout import SamplingConfig

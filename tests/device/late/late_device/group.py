@@ -75,7 +75,7 @@ class LateGroup(dist.ProcessGroup):
         return self._names["desc"]
 
     def abort(self) -> None:
-        from asyncflow.transport.gloo import abort_gloo
+        from asyncflow.transport.channel import abort_gloo
 
         abort_gloo(self._gloo)
 
