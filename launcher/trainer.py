@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.errors import ConfigError, RoleFailed
 from asyncflow.json_lines import LineTail
 from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, HF, INPUTS, METRICS_FILE, list_checkpoints
-from launcher.checks.devices import find_devices
+from launcher.checks.placement import find_devices
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe, user_path
 from launcher.inputs import DATA_FILE, MODULE, ship_functions, write_rows

@@ -268,8 +268,8 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "logger",
-        "from launcher.loggers.base import Logger\n\nclass Own(Logger):\n    def __init__(self, run):\n        pass\n"
-        "    def log(self, step, metrics):\n        {deed}\n",
+        "from launcher.loggers.backends import Logger\n\nclass Own(Logger):\n    def __init__(self, run):\n"
+        "        pass\n    def log(self, step, metrics):\n        {deed}\n",
         {"loggers": [{"name": "door:Own"}]},
         survives=frozenset(_WAYS),
     ),

@@ -19,7 +19,7 @@ from ablation_parts.launched import Ran, read_run
 
 from launcher.config.paths import find_recipe
 from launcher.plan.scenario import Scenario, Times
-from launcher.plan.simulation import simulate
+from launcher.plan.world import simulate
 from workers.settings.run import RunConfig
 
 _MODULE = "from launcher.cli.launch import launch; launch()"

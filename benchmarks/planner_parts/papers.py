@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError
-from launcher.checks.batch_sizes import check_batch_sizes
+from launcher.checks.preflight import check_batch_sizes
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from launcher.plan.choices import batch_sizes
-from launcher.plan.plan import Plan
 from launcher.plan.report import open_planner
-from launcher.plan.search import Planner
+from launcher.plan.search import Plan, Planner, batch_sizes
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode
 

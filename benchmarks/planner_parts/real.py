@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.plan.report import open_planner
-from launcher.plan.simulation import simulate
+from launcher.plan.world import simulate
 from launcher.profile.command import profile_run
 from planner_parts.drawn import launch
 

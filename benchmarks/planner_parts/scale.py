@@ -35,8 +35,8 @@ from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Connection
 from launcher.process.progress import Status
 from launcher.run.rank_watch import RankWatch
-from launcher.run.restarts import RestartLog
 from launcher.run.status import RunStatus
+from launcher.run.supervisor import RestartLog
 from tq.columns import Column
 from weightsync.agent.instructions import Pull
 from weightsync.agent.service import WeightAgent

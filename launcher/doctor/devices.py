@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from asyncflow.errors import ConfigError, size_text
 from asyncflow.job import GLOO_INTERFACE, LOOPBACK_INTERFACE
 from asyncflow.process import variables_set
-from launcher.checks.devices import find_devices
+from launcher.checks.placement import find_devices
 from launcher.doctor.messages import Finding, Needs, reason
 from launcher.doctor.network import between_nodes, find_interfaces
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from launcher.checks.devices import find_devices
+from launcher.checks.placement import find_devices
 
 RESOLVE = "configuration"
 """Name of what comes before the checks: its answer has `needs` or `refused`."""

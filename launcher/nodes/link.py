@@ -22,13 +22,13 @@ from torch.distributed import DistError
 from asyncflow.clock import HostClock, RoundTrip
 from asyncflow.errors import TransportError, one_line
 from asyncflow.job import Job, address_towards
-from launcher.nodes.follower import Inbound
 from launcher.nodes.head import EVENTS, EVERYBODY, HEAD_BEAT, HEAD_NAME, IDLE, beat_key, orders_key
 from launcher.nodes.membership import HEARTBEAT_S, HeartbeatTimeout
 from launcher.nodes.messages import (
     FinishRun,
     FromNode,
     Hello,
+    Inbound,
     Opener,
     Order,
     Ping,

@@ -15,6 +15,13 @@ and an HMAC over both and the receiver: it cannot be forged, changed, replayed o
 one that was taken away.
 """
 
+from typing import TYPE_CHECKING
+
+from launcher.process.events import GangExited, StopRequested
+
+if TYPE_CHECKING:
+    pass
+
 from typing import Any
 
 import msgspec
@@ -22,7 +29,6 @@ import msgspec
 from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.mac import Mac
-from launcher.process.events import GangExited
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -223,3 +229,7 @@ def read_body(body: bytes, messages: Any) -> Any:
 
 def _fields(sender: str, receiver: str, number: int, body: bytes) -> tuple[bytes, ...]:
     return sender.encode(), receiver.encode(), number.to_bytes(8, "little"), body
+
+
+Inbound = Order | GangExited | StopRequested
+"""What such a launcher handles."""

@@ -11,14 +11,11 @@ from typing import Any
 
 from asyncflow.errors import ConfigError
 from launcher.checks.models import KEY as REWARD_KEY
-from launcher.checks.preflight import count_parameters
-from launcher.checks.simulated import check_lengths
-from launcher.plan.cost_model import parameters_of
-from launcher.plan.devices import device_of, find_device
-from launcher.plan.plan import Plan
+from launcher.checks.preflight import check_lengths, count_parameters
+from launcher.plan.cost_model import device_of, find_device, parameters_of
 from launcher.plan.profile import Profile
 from launcher.plan.scenario import Turns, prompt_tokens_of
-from launcher.plan.search import Objective, Planner
+from launcher.plan.search import Objective, Plan, Planner
 from launcher.timeline.gantt_chart import GanttChart, gantt_html
 from workers.data.model_files import check_trainable, read_model_config
 from workers.engines.device_memory import ModelSizes

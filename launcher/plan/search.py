@@ -8,6 +8,7 @@ A bound is what a step takes at least: the work of the busiest role, spread even
 longest response.
 """
 
+import itertools
 import math
 from bisect import insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,22 +17,387 @@ from functools import cached_property
 from typing import Any, Literal
 
 from asyncflow.errors import ConfigError
-from launcher.checks.batch_sizes import check_batch_sizes
-from launcher.checks.device_memory import device_memory
-from launcher.plan.bounds import Bounds, longest_tokens
-from launcher.plan.choices import Choice, batch_sizes, layouts, micro_batches, schedules
-from launcher.plan.cost_model import CostModel, Workload, at_full_speed
-from launcher.plan.devices import Device
-from launcher.plan.launchable import check_launchable
-from launcher.plan.plan import Plan, devices_of
+from launcher.checks.models import check_broadcast, check_generating, check_reference, device_memory, ranks_per_instance
+from launcher.checks.placement import Devices, place_gangs
+from launcher.checks.preflight import check_batch_sizes, check_clients
+from launcher.plan.cost_model import CostModel, Device, Workload, at_full_speed
 from launcher.plan.profile import Profile
-from launcher.plan.scenario import Latency, Scenario, Times, Turns, prompt_tokens_of, rollout_ranks, workers_of
-from launcher.plan.simulation import Simulated, simulate
-from launcher.plan.splits import SIZED, splits
+from launcher.plan.scenario import (
+    Latency,
+    Scenario,
+    Times,
+    Turns,
+    Work,
+    prompt_tokens_of,
+    rollout_ranks,
+    training_of,
+    workers_of,
+)
+from launcher.plan.world import Simulated, simulate
 from workers.engines.device_memory import ModelSizes
+from workers.settings.dataflow import place_tasks, roles_on_device
+from workers.settings.engines import ActorConfig, RefConfig
 from workers.settings.run import RunConfig
-from workers.settings.schedule import ScheduleMode
+from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode
 from workers.tasks.graph import graph_of
+
+# What a step takes at least: bounds that prune the planner's candidates. Pure.
+#
+# Work of the busiest role, spread evenly, with nothing else in the way; or the longest responses, each with what must
+# follow it, one after the other.
+
+
+def longest_tokens(schedule: ScheduleConfig, tokens: Callable[[int], int], *, steps: int, skip: int) -> float:
+    """Return the tokens of the longest response that a step waits for.
+
+    A response may take 1 + staleness steps, so in a simulated run of `steps` the longest ones of steps that far apart
+    follow each other; the first `skip` steps do not count.
+    """
+    rows, late, apart = schedule.step_rows, schedule.lateness, 1 + schedule.staleness_bound
+    ends = [(step - late) * rows for step in range(steps, skip + apart - 1, -apart)]
+    return sum(max(map(tokens, range(end - rows, end))) for end in ends) / (steps - skip)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of one run, whatever its layout and split.
+
+    Attributes:
+        workload: its tokens.
+        longest_tokens: see there.
+        scores: there is a reference.
+        at_full_speed: see `Scenario`.
+    """
+
+    workload: Workload
+    longest_tokens: float
+    scores: bool
+    at_full_speed: float
+
+    def step_s(self, config: RunConfig, times: Times, slots: int) -> float:
+        """Return what a step takes at least (s).
+
+        Args:
+            config: with its roles.
+            times: of its engines.
+            slots: responses that fit an instance.
+        """
+        work, workers = self.work_s(config, times, slots), workers_of(config)
+        computing_s = sum(seconds * workers[role] for role, seconds in work.items())
+        longest_s = self.longest_tokens * times.decode_s(1)
+        critic_s = work.pop("critic", 0.0)  # it trains beside the actor, and beside the next rollout
+        if config.schedule.mode is ScheduleMode.SYNC:
+            least_s = sum(work.values()) + max(0.0, longest_s - work["rollout"])
+        else:
+            least_s = max(*work.values(), longest_s + self._behind_s(config, times))
+        least_s = max(least_s, critic_s)
+        return max(least_s, computing_s / self.at_full_speed) if self.at_full_speed else least_s
+
+    def _behind_s(self, config: RunConfig, times: Times) -> float:
+        """Return what follows a step's longest response before the next one that waits for it may begin, a step (s):
+        it is scored and trained, and weights are updated."""
+        apart = 1 + config.schedule.staleness_bound
+        tokens = times.prompt_tokens + self.longest_tokens * apart
+        works = [times.train["actor"], *([times.tasks["ref_log_probs"]] if self.scores else [])]
+        behind_s = sum(work.seconds(round(tokens), tokens * tokens) for work in works)
+        return (behind_s + config.actor.num_updates * times.update_s["actor"]) / apart
+
+    def work_s(self, config: RunConfig, times: Times, slots: int) -> dict[str, float]:
+        """Return how long each role works on a step at least, all its workers alike (s)."""
+        workers, schedule, mean = workers_of(config), config.schedule, self.workload
+        rows = schedule.step_rows
+        in_flight = rows * (1 + schedule.staleness_bound)
+        # On devices of their own even shares are best; a machine that all share does least with few full batches.
+        together = min(slots, in_flight if self.at_full_speed else -(-in_flight // workers["rollout"]))
+        fastest = min(times.decode_s(number) / number for number in {1, together})
+        work = {"rollout": rows * mean.mean_tokens * fastest / workers["rollout"]}
+        scored = rows * (
+            times.tasks["ref_log_probs"].token_s * (mean.mean_tokens + times.prompt_tokens)
+            + times.tasks["ref_log_probs"].squared_s * mean.mean_square
+        )
+        for role, training in training_of(config).items():
+            pass_s = self._train_s(config, training, times, times.train[role], rows / workers[role])
+            work[role] = training.ppo_epochs * pass_s + training.num_updates * times.update_s[role]
+        if "ref" in config.roles:
+            work["ref"] = scored / workers["ref"]
+        elif self.scores:
+            work["actor"] += scored / workers["actor"]
+        return work
+
+    def _train_s(self, config: RunConfig, training: ActorConfig, times: Times, work: Work, rows: float) -> float:
+        """Return the least time of a pass over a replica's rows, in as few micro-batches as can be (s)."""
+        mean, group_size = self.workload, config.schedule.n_samples_per_prompt
+        tokens = rows * (mean.mean_tokens + times.prompt_tokens / (group_size if training.shared_prompt else 1))
+        number = rows / training.micro_batch_size
+        if training.max_tokens_per_micro_batch:
+            # A sample that is longer than the budget is alone; no micro-batch is larger than a round.
+            most = max(training.max_tokens_per_micro_batch, times.prompt_tokens + config.rollout.max_response_tokens)
+            number = max(rows / max(training.micro_batch_size, group_size), tokens / most)
+        computing_s = number * work.call_s + work.token_s * tokens + work.squared_s * rows * mean.mean_square
+        return max(computing_s, number * work.floor_s)
+
+
+# What a plan may change beside the sizes of roles: layouts, the actor's micro-batch, the schedule. Pure.
+
+Choice = tuple[RunConfig, tuple[str, ...]]
+"""A configuration, and what is changed in it, as `--set` takes that."""
+_DIVISIONS = (1, 2, 4, 8)
+_FACTORS = (1, 2, 4, 8, 1 / 2, 1 / 4, 1 / 8)
+_SCHEDULES = (
+    (ScheduleMode.SYNC, 0),
+    (ScheduleMode.PERIODIC, 0),
+    (ScheduleMode.ASYNC, 1),
+    (ScheduleMode.ASYNC, 2),
+    (ScheduleMode.ASYNC, 4),
+    (ScheduleMode.SUBSTEP, 1),
+)
+_LEAST_OF_FIRST_READY = 2
+"""Staleness that `fill: first_ready` needs."""
+
+
+def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iterator[Choice]:
+    """Yield every layout that divides the model: tensor parallelism of vLLM; tensor, context and pipeline parallelism
+    of the actor's Megatron; where the reference is sharded, the ranks that share a copy, or its Megatron's tensor
+    parallelism. Tensor parallelism and copies stay inside a node."""
+    divides = [n for n in _DIVISIONS if model.num_heads % n == 0 and model.ffn_size % n == 0]
+    inside = [n for n in divides if n <= devices_per_node]
+    # vLLM repeats heads of keys and values where ranks are more.
+    generating = [n for n in inside if model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0]
+    if config.rollout.engine != "vllm":
+        generating = [0]
+    training: list[dict[str, int]] = [{}]
+    if config.actor.engine == "megatron":
+        shares = sorted({*_DIVISIONS, config.actor.megatron.context_parallel})
+        training = [
+            {"tensor_parallel": tensor, "context_parallel": context, "pipeline_parallel": stages}
+            for tensor, context, stages in itertools.product(inside, shares, _DIVISIONS)
+            if model.num_kv_heads % tensor == model.num_heads // tensor % context == model.num_layers % stages == 0
+        ]
+    ref = config.ref
+    scoring: list[tuple[RefConfig, dict[str, int]]] = [(ref, {})]
+    scores = config.algorithm.kl_coef > 0 and not config.actor.tri_model
+    if scores and ref.engine == "fsdp":
+        shards = sorted({*(n for n in _DIVISIONS if 1 < n <= devices_per_node), ref.shards})
+        scoring = [(ref.model_copy(update={"shards": number}), {"ref.shards": number}) for number in shards]
+    if scores and ref.engine == "megatron":
+        own = ref.megatron
+        others = own.context_parallel * own.pipeline_parallel
+        able = [
+            n for n in inside
+            if model.num_kv_heads % n == model.num_heads // n % own.context_parallel == 0
+            and 1 < n * others <= devices_per_node
+        ]  # fmt: skip
+        scoring = [
+            (
+                ref.model_copy(update={"megatron": own.model_copy(update={"tensor_parallel": tensor})}),
+                {"ref.megatron.tensor_parallel": tensor},
+            )
+            for tensor in able or [own.tensor_parallel]
+        ]
+    for size, divided, (sharing, shared) in itertools.product(generating, training, scoring):
+        vllm = config.vllm.model_copy(update={"tensor_parallel_size": size or 1})
+        actor = config.actor.model_copy(update={"megatron": config.actor.megatron.model_copy(update=divided)})
+        told = {"vllm.tensor_parallel_size": size} if size else {}
+        told |= {f"actor.megatron.{name}": number for name, number in divided.items()}
+        yield config.model_copy(update={"vllm": vllm, "actor": actor, "ref": sharing}), _told(told | shared)
+
+
+def batch_sizes(config: RunConfig) -> Iterator[Choice]:
+    """Yield how many responses an instance generates at most: each one's part of all that may be in flight, then of a
+    step, in whole groups, and never more than configured. Instances that may take more take all there is, and leave
+    nothing to the others."""
+    schedule, own = config.schedule, config.rollout.batch_size
+    instances = config.roles["rollout"] // rollout_ranks(config)
+    groups = [-(-schedule.rollout_batch_size * steps // instances) for steps in (1 + schedule.staleness_bound, 1)]
+    for size in dict.fromkeys(min(own, number * schedule.n_samples_per_prompt) for number in groups):
+        rollout = config.rollout.model_copy(update={"batch_size": size})
+        changed = _told({"rollout.batch_size": size}) if size != own else ()
+        yield config.model_copy(update={"rollout": rollout}), changed
+
+
+def micro_batches(config: RunConfig) -> Iterator[Choice]:
+    """Yield the actor's micro-batch as it is, then up to eight times as large, then down to an eighth. With a token
+    budget a rank gets more rows at a time, too, so that larger ones can fill."""
+    actor = config.actor
+    for factor in _FACTORS:
+        sized = {"micro_batch_size": int(actor.micro_batch_size * factor)}
+        if actor.max_tokens_per_micro_batch:
+            budget = int(actor.max_tokens_per_micro_batch * factor)
+            rows = int(actor.micro_batch_size * max(1, factor))
+            sized = {"max_tokens_per_micro_batch": budget, "micro_batch_size": rows}
+        if min(sized.values()) < 1:
+            return
+        changed = {f"actor.{name}": value for name, value in sized.items() if value != getattr(actor, name)}
+        yield config.model_copy(update={"actor": actor.model_copy(update=sized)}), _told(changed)
+
+
+def schedules(config: RunConfig) -> Iterator[Choice]:
+    """Yield the configuration with other schedules, the strictest first; they change what is trained on."""
+    own = config.schedule
+    for mode, staleness in _SCHEDULES:
+        schedule = own.model_copy(update={"mode": mode, "max_staleness": staleness})
+        changed = {"schedule.mode": mode.value} | ({"schedule.max_staleness": staleness} if staleness else {})
+        if schedule.lateness and schedule.staleness_bound < _LEAST_OF_FIRST_READY:
+            schedule = schedule.model_copy(update={"fill": Fill.IN_ORDER})
+            changed["schedule.fill"] = Fill.IN_ORDER.value
+        allowed = not (config.deterministic and staleness)  # whose weights must not depend on timing
+        if allowed and _ways(schedule) != _ways(own):
+            yield config.model_copy(update={"schedule": schedule}), _told(changed)
+
+
+def _ways(schedule: ScheduleConfig) -> tuple[ScheduleMode, int, Fill]:
+    return schedule.mode, schedule.staleness_bound, schedule.fill
+
+
+def _told(changes: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(f"{name}={value}" for name, value in changes.items())
+
+
+# Whether the launcher would take a plan: the checks of a start that depend on what a plan changes.
+
+
+def check_launchable(config: RunConfig, device: Device | None, num_devices: int) -> None:
+    """Refuse what a start would refuse.
+
+    Args:
+        config: of a plan.
+        device: of the catalogue, whose nodes have so many; None: ranks share the machine.
+        num_devices: of the cluster; the last node may have fewer.
+
+    Raises:
+        ConfigError: as at a start.
+    """
+    check_batch_sizes(config)
+    place_tasks(graph_of(config), config.roles)
+    check_clients(config)
+    check_generating(config)
+    check_reference(config)
+    devices, num_nodes = Devices("cpu"), 1
+    if device is not None and not device.shared_by:
+        a_node = min(num_devices, device.devices_per_node)
+        devices, num_nodes = Devices("accelerator", a_node), -(-num_devices // a_node)
+    check_broadcast(config, devices.kind)
+    place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
+
+
+# What the search finds: one way to use the devices, with the run as it was simulated. Pure.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to use the devices, simulated.
+
+    Attributes:
+        config: with its roles, layouts and batches.
+        changes: of the configuration, beside the roles, as `--set` takes them.
+        bound_s: a step takes at least so long.
+        step_s, tokens_per_s: of the simulated run; tokens of responses.
+        idle: role -> share of the time in which its workers do not compute.
+        headroom_gb: device memory that the fullest rank leaves; None: not known.
+        simulated: the run.
+    """
+
+    config: RunConfig
+    changes: tuple[str, ...]
+    bound_s: float
+    step_s: float
+    tokens_per_s: float
+    idle: Mapping[str, float]
+    headroom_gb: float | None
+    simulated: Simulated
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it takes."""
+        return devices_of(self.config)
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Tokens of responses per second and device."""
+        return self.tokens_per_s / self.num_devices
+
+    def values(self) -> dict[str, Any]:
+        """Return it as `--json` and plan.json have it."""
+        return {
+            "roles": self.config.roles,
+            "set": list(self.changes),
+            "devices": self.num_devices,
+            "step_s": self.step_s,
+            "bound_s": self.bound_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "idle_fraction": dict(self.idle),
+            "memory_headroom_gb": self.headroom_gb,
+        }
+
+    @property
+    def roles_text(self) -> str:
+        """As `--roles` takes them."""
+        return ",".join(f"{role}:{number}" for role, number in self.config.roles.items())
+
+
+def devices_of(config: RunConfig) -> int:
+    """Return the devices that its roles take."""
+    taking = roles_on_device(reward_model=config.reward.model is not None)
+    return sum(number for role, number in config.roles.items() if role in taking)
+
+
+# How many ranks each role gets: splits of a number of devices. Pure.
+
+SIZED = ("rollout", "actor", "ref", "critic")
+"""Roles that a plan sizes; all others stay as configured."""
+
+
+def splits(config: RunConfig, totals: Sequence[int], share: float | None) -> Iterator[dict[str, int]]:
+    """Yield roles: all replicas of the actor over which the batch divides, and the rest shared by work.
+
+    Args:
+        config: with its layouts.
+        totals: devices of the sized roles together.
+        share: of rollout's and reference's devices that are the reference's; None: the run has none.
+    """
+    replica = config.actor.megatron.ranks_per_copy if config.actor.engine == "megatron" else 1
+    instance = rollout_ranks(config)
+    fixed = {role: number for role, number in config.roles.items() if role not in SIZED}
+    for total, replicas in itertools.product(totals, _divisors(config.schedule.rollout_batch_size)):
+        actor = replicas * replica
+        for critic in _critics(config, actor):
+            for ref in (0,) if share is None else _copies(config, total - actor - critic, share):
+                rollout = (total - actor - critic - ref) // instance * instance
+                if config.rollout.engine == "openai":  # one feeds all servers
+                    rollout = min(rollout, 1)
+                if rollout > 0:
+                    own = {"rollout": rollout, "actor": actor, "ref": ref, "critic": critic}
+                    yield {role: number for role, number in (own | fixed).items() if number or role in fixed}
+
+
+def _copies(config: RunConfig, room: int, share: float) -> Sequence[int]:
+    """Return numbers of the reference's ranks: none (the actor hosts one that is not sharded), and those around their
+    share of the work."""
+    copy = config.ranks_per_copy("ref")
+    none = {0} if copy == 1 or config.actor.tri_model else set()
+    if room < 2:
+        return sorted(none)
+    best = room * share / copy
+    near = {math.floor(best), math.ceil(best), math.ceil(best) + 1}
+    return sorted(none | {number * copy for number in near if 1 <= number * copy < room})
+
+
+def _critics(config: RunConfig, actor: int) -> Sequence[int]:
+    """Return numbers of the critic's ranks: none (an actor of FSDP2 hosts it), and those around the actor's, whose work
+    is alike, over which the batch divides."""
+    if not config.algorithm.has_critic:
+        return (0,)
+    divisors = _divisors(config.schedule.rollout_batch_size)
+    own = [number for number in divisors if actor <= 2 * number <= 4 * actor]
+    own = own or [max(number for number in divisors if number <= actor)]
+    hosts, alone = config.actor.engine == "fsdp", not config.schedule.lateness
+    return [*([0] if hosts else []), *(own if alone else [])]
+
+
+def _divisors(groups: int) -> list[int]:
+    return [number for number in range(1, groups + 1) if groups % number == 0]
+
 
 Objective = Literal["time", "cost"]
 _SIMULATED = ((512, 8), (4096, 3), (math.inf, 2))
@@ -220,7 +586,7 @@ class Planner:
         return (candidate.bound_s + house_s) * devices_of(candidate.config)
 
     def layouts(self) -> Iterator[Choice]:
-        """Yield the configuration with every layout that divides the model; see `launcher.plan.choices`."""
+        """Yield the configuration with every layout that divides the model; see `launcher.plan.search`."""
         if self.device is None or self._sizes is None:
             return iter([(self.config, ())])
         return layouts(self.config, self._sizes, self.device.devices_per_node)

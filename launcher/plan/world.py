@@ -1,17 +1,23 @@
 """Clock and queue of a simulated run; processes are told what happens, and say what comes next. Pure."""
 
 import heapq
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from launcher.plan.scenario import Scenario
-from launcher.plan.task_queue import TaskQueue
-from launcher.timeline.run_timeline import Span
+from launcher.plan.task_queue import Formed, TaskQueue
+from launcher.timeline.run_timeline import RunTimeline, Span
 from tq.policies import Item, Want
 from weightsync.agent.swap_turns import SwapTurns
 from workers.admission.state import AdmissionState
-from workers.settings.dataflow import ADMITTED, PlacedTask
+from workers.engines.sim.decoding import Decoding
+from workers.rollout.room import room
+from workers.rows import micro_batches
+from workers.rows.micro_batches import MiniBatchAssigner
+from workers.settings.dataflow import ADMITTED, CRITIC_TRAIN, TRAINERS, PlacedTask
 
 
 class Follower(Protocol):
@@ -262,3 +268,588 @@ def _dependencies(tasks: Sequence[PlacedTask]) -> tuple[Mapping[str, set[str]], 
     writers = {name: task.name for task in tasks for name in task.outputs}
     needs = {task.name: {writers[name] for name in task.inputs if name not in ADMITTED} for task in tasks}
     return needs, {task.name: [other for other in needs if task.name in needs[other]] for task in tasks}
+
+
+# A simulated worker of a role that only computes columns (`workers.tasks.task_worker`), in simulated time. Pure.
+
+
+class ColumnWorker:
+    """Fetch, compute, put."""
+
+    def __init__(self, world: World, task: PlacedTask, number: int) -> None:
+        """Args:
+        world: it is in.
+        task: that it serves.
+        number: of the copy.
+        """
+        self._name = f"{task.role}-{number}-0"
+        self._world = world
+        self._task = task
+        self._version = 0
+        self._ready = 0
+        self._needed = 0
+
+    def start(self) -> None:
+        """Ask for rows."""
+        self._ask()
+
+    def weights_arrived(self, version: int) -> None:
+        """A version is ready to be loaded."""
+        self._ready = version
+        if self._needed > self._version and version >= self._needed:
+            self._version = version
+            self._ask()
+
+    def _ask(self) -> None:
+        want = self._world.scenario.rows_per_fetch[self._task.role]
+        self._world.fetch(self._task.name, want, self._version, self._granted, self._outdated)
+
+    def _outdated(self, version: int) -> None:
+        self._needed = version
+        if self._ready >= version:
+            self._version = self._ready
+            self._world.after(0.0, self._ask)
+
+    def _granted(self, partition: int, items: list[Item]) -> None:
+        world = self._world
+        rows = [row for item in items for row in item.rows]
+        start = world.now + world.scenario.latency.fetch_s
+        seconds = sum(work_s(world, name, rows) for name in (*self._task.fused, self._task.name))
+
+        def computed() -> None:
+            world.span(self._name, self._task.name, start, world.now, step=partition, rows=len(rows))
+            world.after(world.scenario.latency.put_s, done)
+
+        def done() -> None:
+            world.put(self._task.name, rows)
+            self._ask()
+
+        world.at(start, lambda: world.compute(seconds, computed))
+
+
+def work_s(world: World, task: str, rows: list[int]) -> float:
+    """Return the time of a task for rows, in one call (s)."""
+    times = world.scenario.times
+    work = times.tasks.get(task)
+    if work is None or not rows:
+        return 0.0
+    lengths = [world.tokens[row] + times.prompt_tokens for row in rows]
+    return work.seconds(sum(lengths), sum(length * length for length in lengths), len(rows))
+
+
+# A simulated role that trains: rounds, micro-batches, mini-batches of `workers.trainer`, in simulated time. Pure.
+#
+# ask for rounds (two ahead of the one in work) -> columns, micro-batches -> the last round -> updates -> publish
+#
+# A critic in a role of its own puts advantages after a round's columns, updates once the actor's last round is there,
+# and publishes nothing; the actor begins its next step when both are done with this one.
+
+_AHEAD = 2
+"""Rounds that a rank asks for beyond those that it took: one that is read, one that waits (`ReadAhead`)."""
+
+
+class Gang:
+    """All replicas of the actor, or of a critic. Replicas that wait for each other at every micro-batch go as one."""
+
+    def __init__(self, world: World, task: PlacedTask) -> None:
+        """Args:
+        world: it is in.
+        task: that it serves.
+        """
+        self.task = task
+        self._world = world
+        scenario = world.scenario
+        self._role = task.role
+        self._replicas = scenario.workers[task.role]
+        self._training = scenario.training[task.role]
+        settings = self._training.settings
+        self._together = task.role in scenario.times.in_step or not self._training.streams
+        self._fused = [name for name in task.fused if name != CRITIC_TRAIN]
+        rows = max(settings.micro_batch_size, scenario.schedule.n_samples_per_prompt)
+        self._want = Want(rows * self._replicas, self._training.round_tokens * self._replicas, self._replicas)
+        self._formed: list[Formed] = []
+        self._asking_for = 1
+        num_walkers = 1 if self._together else self._replicas
+        self._walkers = [list(range(self._replicas))] if self._together else [[rank] for rank in range(self._replicas)]
+        self._taken = [0] * num_walkers
+        self._idle = [False] * num_walkers
+        self._at_end = 0
+        self._step = 0
+        self.num_arrived = 0
+        """Steps whose last round is there."""
+        self.num_updated = 0
+        """Steps whose updates are made."""
+        self._arriving = self._assigner(0)
+        self._kept: list[tuple[Formed, int]] = []
+
+    def look(self) -> None:
+        """Rows came: form the rounds that are asked for."""
+        world = self._world
+        queue = world.queues[self.task.name]
+        while self._asking_for <= world.steps and len(self._formed) < max(self._taken) + _AHEAD:
+            formed = queue.form(self._asking_for, self._want, world.now)
+            if formed is None:
+                return
+            self._formed.append(formed)
+            world.request(self._replicas)
+            if formed.last:
+                self._asking_for += 1
+            for walker, idle in enumerate(self._idle):
+                if idle and self._taken[walker] == len(self._formed) - 1:
+                    self._idle[walker] = False
+                    world.after(world.scenario.latency.fetch_s, partial(self._take, walker))
+
+    def begin(self) -> None:
+        """Begin the next step."""
+        self._step += 1
+        if self._step > self._world.steps:
+            return
+        self._at_end = 0
+        self._kept = []
+        self._arriving = self._assigner(0)
+        for walker in range(len(self._walkers)):
+            self._next(walker)
+
+    def _next(self, walker: int) -> None:
+        if self._taken[walker] < len(self._formed):
+            formed = self._formed[self._taken[walker]]
+            ready = formed.time + self._world.scenario.latency.fetch_s
+            self._world.at(ready, lambda: self._take(walker))
+        else:
+            self._idle[walker] = True
+
+    def _take(self, walker: int) -> None:
+        """Compute a round."""
+        world = self._world
+        formed = self._formed[self._taken[walker]]
+        self._taken[walker] += 1
+        self.look()
+        ranks = self._walkers[walker]
+        slices = [_rows(formed.slices[rank]) for rank in ranks]
+        columns_s = max(sum(self._column_s(name, rows) for name in self._fused) for rows in slices)
+        train_s = 0.0
+        if self._trains_now(walker, formed):
+            train_s = self._train_s(slices)
+
+        def columns() -> None:
+            self._compute(ranks, self._fused[0] if self._fused else "", columns_s, train)
+
+        def train() -> None:
+            for rows in slices if self.task.outputs else ():
+                world.after(world.scenario.latency.put_s, partial(world.put, self.task.name, rows))
+            self._compute(ranks, "forward_backward", train_s, lambda: self._after_round(walker, formed.last))
+
+        world.compute(world.scenario.latency.round_s, columns, workers=len(ranks))
+
+    def _compute(self, ranks: Sequence[int], name: str, seconds: float, done: Callable[[], None]) -> None:
+        world, begin = self._world, self._world.now
+        if not seconds:
+            done()
+            return
+
+        def ended() -> None:
+            for rank in ranks:
+                world.span(f"{self._role}-{rank}", name, begin, world.now, step=self._step)
+            done()
+
+        world.compute(seconds, ended, workers=len(ranks))
+
+    def _trains_now(self, walker: int, formed: Formed) -> bool:
+        """Whether a round is of the first mini-batch; the others are kept, or all."""
+        if self._training.streams:
+            return True
+        total = sum(len(item.rows) for part in formed.slices for item in part)
+        self._kept.append((formed, total))
+        return self._arriving.assign(total) == 0 and not self._training.whole_step
+
+    def _after_round(self, walker: int, last: bool) -> None:
+        if not last:
+            self._next(walker)
+            return
+        self._at_end += 1
+        if self._at_end == len(self._walkers):
+            self.num_arrived = self._step
+            self._world.arrived(self)
+
+    def update(self) -> None:
+        """All rounds are there: the updates of the step, one after the other."""
+        settings = self._training.settings
+        num_mini_batches = settings.num_mini_batches
+        total_s = 0.0
+        for number in range(settings.ppo_epochs if self._kept else 1):
+            assigner = self._assigner(number)
+            seconds = [0.0] * num_mini_batches
+            for formed, total in self._kept:
+                place = assigner.assign(total)
+                if (number, place) != (0, 0) or self._training.whole_step:
+                    seconds[place] += self._train_s([_rows(part) for part in formed.slices])
+            total_s += sum(seconds) + num_mini_batches * self._world.scenario.times.update_s[self._role]
+        done = self._publish if self._role == "actor" else self._updated
+        self._compute(range(self._replicas), "optimizer", total_s, done)
+
+    def _publish(self) -> None:
+        world = self._world
+        published = world.now + world.scenario.latency.publish_s
+        world.span("actor-0", "publish weights", world.now, published, step=self._step)
+        world.at(published, self._published)
+
+    def _published(self) -> None:
+        world = self._world
+        rows = [row for formed in self._formed[: self._taken[0]] for part in formed.slices for row in _rows(part)]
+        world.trained.append(sum(world.tokens[row] - world.scenario.turns.read_tokens for row in rows))
+        world.publish(self._step)
+        self._updated()
+
+    def _updated(self) -> None:
+        self._formed = self._formed[self._taken[0] :]
+        self._taken = [0] * len(self._taken)
+        self.num_updated = self._step
+        self._world.updated(self)
+
+    def _column_s(self, task: str, rows: list[int]) -> float:
+        size = self._training.rows_per_call
+        return sum(work_s(self._world, task, rows[start : start + size]) for start in range(0, len(rows), size))
+
+    def _train_s(self, slices: Sequence[list[int]]) -> float:
+        """Return how long the micro-batches of a round take, each as long as its slowest replica (s)."""
+        cuts = [self._micro_batches(rows) for rows in slices]
+        return sum(
+            max((part[number] for part in cuts if number < len(part)), default=0.0)
+            for number in range(max(map(len, cuts)))
+        )
+
+    def _micro_batches(self, rows: list[int]) -> list[float]:
+        """Return how long each micro-batch of a replica takes (s)."""
+        world = self._world
+        training, times = self._training.settings, world.scenario.times
+        size, prompt = world.scenario.schedule.n_samples_per_prompt, times.prompt_tokens
+        if not training.max_tokens_per_micro_batch:
+            cuts = micro_batches.cut_by_rows(range(len(rows)), len(rows), training.micro_batch_size) if rows else []
+        else:
+            shared = training.shared_prompt
+            prompts = [row // size if shared else row for row in rows]
+            lengths = [(max(1, prompt), world.tokens[row]) for row in rows]
+            cuts = list(micro_batches.cut_by_tokens(prompts, lengths, training.max_tokens_per_micro_batch))
+        seconds = []
+        for cut in cuts:
+            lengths = [(prompt, world.tokens[rows[position]]) for position in cut]
+            groups = {rows[position] // size for position in cut} if training.shared_prompt else cut
+            tokens = prompt * len(groups) + sum(length for _, length in lengths)
+            squares = sum((prompt + length) ** 2 for _, length in lengths)
+            seconds.append(times.train[self._role].seconds(tokens, squares))
+        return seconds
+
+    def _assigner(self, pass_number: int) -> MiniBatchAssigner:
+        scenario = self._world.scenario
+        number = self._training.settings.num_mini_batches
+        seed = f"{scenario.seed}/{self._step}/{pass_number}"
+        return MiniBatchAssigner(num_mini_batches=number, size=scenario.schedule.step_rows // number, seed=seed)
+
+
+def _rows(items: Sequence[Item]) -> list[int]:
+    return [row for item in items for row in item.rows]
+
+
+# A simulated generating instance: what `workers.rollout.loop` does, in simulated time. Pure.
+
+_RETRY_S = 0.05
+"""As `workers.rollout.loop`: after a refused turn."""
+
+
+@dataclass
+class _Lease:
+    """Rows that came together; their responses are put so many at a time."""
+
+    partition: int
+    left: int
+    finished: list[int]
+
+
+class Instance:
+    """A simulated rollout instance."""
+
+    def __init__(self, world: World, task: str, number: int) -> None:
+        """Args:
+        world: it is in.
+        task: that it fetches.
+        number: of the instance.
+        """
+        self.name = f"rollout-{number}-0"
+        self._world = world
+        self._task = task
+        times = world.scenario.times
+        self._decoding = Decoding(times.decode_s)
+        self._alone_s = times.decode_s(1)
+        self._waiting: deque[tuple[_Lease, int]] = deque()
+        self._running: dict[int, _Lease] = {}
+        self._turns: dict[int, list[tuple[float, float]]] = {}
+        """Row -> its turns to come, the last one first: tokens of the prompt, and how long drawing takes alone (s)."""
+        self._calls: list[int] = []
+        """Rows whose next turn waits for a place, a heap: what began earlier goes first."""
+        self._replied: deque[int] = deque()
+        """Rows whose replies the session service has still to pass on."""
+        self._num_drawing = 0
+        self._entered_until = 0.0
+        """End of the engine's step that the last prompts entered (s of work)."""
+        self._ready = self._version = -1
+        self._needed = -1
+        self._step = 0
+        self._asked = self._draining = self._swapping = False
+        self._looks = 0
+        self._busy_since: float | None = None
+        self._computing = False
+
+    def weights_arrived(self, version: int) -> None:
+        """A version is ready to be loaded."""
+        self._ready = max(self._ready, version)
+        self.look()
+
+    def look(self) -> None:
+        """Go on: responses that ended, newer weights, free places."""
+        world = self._world
+        if self._swapping:
+            return
+        ended = self._decoding.ended(world.worked)
+        for row in ended:
+            self._drawn(row)
+        self._swap_if_due()
+        if self._swapping:
+            return
+        self._fill()
+        if ended and not self._running:
+            self.note_idle()
+        if self._computing != bool(self._num_drawing):
+            self._computing = bool(self._num_drawing)
+            world.computing(1 if self._computing else -1)
+        self._looks += 1
+        end, number = self._decoding.next_end, self._looks
+        if end is not None:
+            world.at_work(end, lambda: self._look_again(number))
+
+    def _look_again(self, number: int) -> None:
+        if number == self._looks:  # else the end is another one by now
+            self.look()
+
+    def note_idle(self) -> None:
+        """Nothing runs: the span of the timeline ends."""
+        if self._busy_since is not None:
+            if self._world.now > self._busy_since:
+                self._world.span(self.name, "generate", self._busy_since, self._world.now, step=self._step)
+            self._busy_since = None
+
+    def _drawn(self, row: int) -> None:
+        """A turn ended; behind it come the session service, tools, then the next one."""
+        self._num_drawing -= 1
+        if not self._world.scenario.most_live:
+            self._end(row)
+            return
+        self._replied.append(row)
+        if len(self._replied) == 1:
+            self._serve()
+
+    def _serve(self) -> None:
+        """The service passes a reply on, then the next."""
+        world, turns = self._world, self._world.scenario.turns
+
+        def served() -> None:
+            row = self._replied.popleft()
+            world.after(max(0.0, turns.tool_s - turns.cpu_s) / turns.replies, lambda: self._go_on(row))
+            if self._replied:
+                self._serve()
+
+        world.compute(turns.cpu_s / turns.replies, served)
+
+    def _go_on(self, row: int) -> None:
+        """Resume a rollout after its tool call."""
+        if self._turns[row]:
+            heapq.heappush(self._calls, row)
+        else:
+            self._end(row)
+            if not self._running:
+                self.note_idle()
+        self.look()
+
+    def _end(self, row: int) -> None:
+        world = self._world
+        lease = self._running.pop(row)
+        del self._turns[row]
+        lease.finished.append(row)
+        if len(lease.finished) >= min(world.scenario.rows_per_put, lease.left):
+            rows, lease.finished = lease.finished, []
+            lease.left -= len(rows)
+            world.after(world.scenario.latency.put_s, lambda: world.put(self._task, rows))
+
+    def _swap_if_due(self) -> None:
+        self._draining = False
+        if self._ready <= self._version:
+            return
+        world = self._world
+        scenario = world.scenario
+        newest = self._waiting[-1][0].partition if self._waiting else 0
+        boundary = newest > self._step or self._needed > self._version
+        mode, running = scenario.schedule.mode, self._num_drawing
+        due = mode.may_swap(interruptible=scenario.interruptible, num_running=running, boundary=boundary)
+        self._draining = not due and mode.may_swap(interruptible=True, num_running=running, boundary=boundary)
+        if not due:
+            return
+        if world.turns.ask(self, self, None):
+            self._swapping = True
+            world.after(scenario.latency.swap_s, self._swapped)
+        else:
+            world.after(_RETRY_S, self.look)
+
+    def _swapped(self) -> None:
+        self._swapping = False
+        self._version = self._ready
+        self._world.turns.end(self)
+        self.look()
+
+    def _fill(self) -> None:
+        world = self._world
+        scenario = world.scenario
+        turns, times, waiting = scenario.turns, scenario.times, self._waiting
+        begun = min(self._room(), len(waiting)) if waiting else 0
+        for _ in range(begun):
+            lease, row = waiting.popleft()
+            self._running[row] = lease
+            if lease.partition > self._step:
+                self.note_idle()
+                self._step = lease.partition
+            tokens, number = scenario.tokens(row), turns.of(row)
+            world.tokens[row] = tokens + turns.read_tokens
+            share_s = self._alone_s * tokens / number
+            self._turns[row] = [(times.later_tokens, share_s)] * (number - 1) + [(times.first_tokens, share_s)]
+            heapq.heappush(self._calls, row)
+        if begun and self._busy_since is None:
+            self._busy_since = world.now
+        self._enter()
+        if self._asked or self._version < max(0, self._needed):
+            return
+        want = self._room() - len(waiting)
+        if want > 0:
+            self._asked = True
+            world.fetch(self._task, want, self._version, self._granted, self._outdated)
+
+    def _enter(self) -> None:
+        """Begin turns that wait, in free places. Their prompts cost a call, or join the engine's step that others
+        entered, which have paid for it."""
+        scenario, now = self._world.scenario, self._world.worked
+        begun: list[tuple[int, float, float]] = []
+        while self._calls and self._num_drawing < scenario.slots and not self._draining:
+            row = heapq.heappop(self._calls)
+            begun.append((row, *self._turns[row].pop()))
+            self._num_drawing += 1
+        if not begun:
+            return
+        prefill = scenario.times.prefill
+        seconds = prefill.seconds(sum(tokens for _, tokens, _ in begun), rows=len(begun))
+        if now < self._entered_until:
+            seconds -= prefill.call_s
+            self._entered_until += seconds
+        else:
+            self._entered_until = now + seconds + scenario.times.decode_s(self._num_drawing)
+        self._decoding.stall(seconds, now)
+        for row, _, drawing_s in begun:
+            self._decoding.begin(row, drawing_s, now)
+
+    def _room(self) -> int:
+        scenario, live = self._world.scenario, len(self._running)
+        if live and (scenario.deterministic or self._draining):
+            return 0
+        if not (most := scenario.most_live):
+            return scenario.slots - live
+        return room(places=scenario.slots, drawing=self._num_drawing, calls=len(self._calls), live=live, most=most)
+
+    def _granted(self, partition: int, items: list[Item]) -> None:
+        rows = [row for item in items for row in item.rows]
+        lease = _Lease(partition, len(rows), [])
+
+        def came() -> None:
+            self._asked = False
+            self._waiting.extend((lease, row) for row in rows)
+            self.look()
+
+        self._world.after(self._world.scenario.latency.fetch_s, came)
+
+    def _outdated(self, version: int) -> None:
+        self._asked = False
+        self._needed = version
+        self._world.after(0.0, self.look)
+
+
+# A run in simulated time: the real schedule, with computing replaced by times. Pure: no clock, thread or process.
+#
+#     admission --prompts--> instances --responses--> reference ... --columns--> actor --version--> admission, instances
+#
+# What decides is the run's own code: admission (`AdmissionState`), policies, the choice of rounds, micro-batches and
+# mini-batches, when an instance swaps (`ScheduleMode.may_swap`) and whose turn it is (`SwapTurns`), and how responses
+# slow each other down (`Decoding`). What is simulated here are processes that wait for each other.
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulated run showed.
+
+    Attributes:
+        step_ends: when each version was published, from version 0 (s).
+        tokens: response tokens of each step that was trained.
+        timeline: spans of all processes, as a real run records them.
+        workers: of each role.
+    """
+
+    step_ends: Sequence[float]
+    tokens: Sequence[int]
+    timeline: RunTimeline
+    workers: Mapping[str, int]
+
+    def step_s(self, skip: int) -> float:
+        """Return the mean time of a step after the first ones (s)."""
+        return (self.step_ends[-1] - self.step_ends[skip]) / (len(self.step_ends) - 1 - skip)
+
+    def tokens_per_s(self, skip: int) -> float:
+        """Return the response tokens that are trained per second after the first steps."""
+        return sum(self.tokens[skip:]) / (self.step_ends[-1] - self.step_ends[skip])
+
+    def idle(self, skip: int) -> dict[str, float]:
+        """Return, per role, the share of that time in which its workers do not compute."""
+        start, end = self.step_ends[skip], self.step_ends[-1]
+        busy: dict[str, list[float]] = defaultdict(list)
+        for process, spans in self.timeline.spans.items():
+            inside = (max(0.0, min(end, span.end) - max(start, span.start)) for span in spans)
+            busy[process.partition("-")[0]].append(sum(inside) / (end - start))
+        return {role: 1 - sum(shares) / self.workers[role] for role, shares in busy.items()}
+
+
+def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
+    """Run so many steps.
+
+    Args:
+        scenario: what is run.
+        steps: that are trained.
+        further: steps that are admitted beyond them, as in a run that goes on.
+
+    Raises:
+        AssertionError: everybody waits for each other.
+    """
+    world = World(scenario, steps, further)
+    by_role = {task.role: task for task in scenario.tasks}
+    instances = [Instance(world, by_role["rollout"].name, number) for number in range(scenario.workers["rollout"])]
+    columns = [
+        ColumnWorker(world, task, number)
+        for role, task in by_role.items()
+        if role != "rollout" and role not in TRAINERS
+        for number in range(scenario.workers[role])
+    ]
+    gangs = [Gang(world, by_role[role]) for role in scenario.training]
+    world.followers += [*instances, *columns]
+    world.gangs += gangs
+    world.publish(0)
+    for worker in columns:
+        worker.start()
+    for gang in gangs:
+        gang.begin()
+    world.run()
+    for instance in instances:
+        instance.note_idle()
+    timeline = RunTimeline(world.spans, dict(enumerate(world.step_ends)), {})
+    return Simulated(world.step_ends, world.trained, timeline, scenario.workers)

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from asyncflow.device import open_device
 from asyncflow.process import die_with_parent
-from launcher.doctor.device_check import default_group
+from launcher.doctor.device_check import default_group, rank_devices, started_ranks
 from launcher.doctor.messages import reason
-from launcher.doctor.rank_processes import rank_devices, started_ranks
 from launcher.plan.profile import (
     COLLECTIVES,
     COPY_IN,

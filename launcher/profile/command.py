@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from asyncflow.errors import AsyncFlowError, ConfigError
-from launcher.checks.devices import find_devices
+from launcher.checks.placement import find_devices
 from launcher.plan.profile import Profile
 from launcher.plan.report import model_sizes
 from launcher.process.fork_server import environment

@@ -1,15 +1,152 @@
 """`report.html` of a run: curves, where the time went, samples and settings on one page that needs nothing else."""
 
-from collections.abc import Callable, Mapping
+import heapq
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
 from asyncflow.errors import ConfigError
-from asyncflow.run_files import CONFIG_FILE, REPORT_FILE
-from launcher.report.curves import read_curves
-from launcher.report.samples import samples_text
+from asyncflow.extras import is_installed, pip_line
+from asyncflow.json_lines import LineTail, readable_lines
+from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, METRICS_FILE, REPORT_FILE, SAMPLES
+from launcher.loggers.feed import figures
 from launcher.timeline.run_timeline import RunTimeline, account_text
+
+# The curves of runs: read from their files, and drawn into one picture by matplotlib (extra `plot`). Torch-free.
+
+Curves = Mapping[str, Mapping[int, float]]
+"""Name of a figure -> step -> value."""
+
+
+def read_curves(run_dir: Path) -> Curves:
+    """Read every figure of a run, which may be live; those of evaluations are `evaluation/...`.
+
+    Raises:
+        ConfigError: it has no finished step, or a line is not JSON.
+    """
+    curves: dict[str, dict[int, float]] = {}
+    try:
+        lines = [(line["step"], line) for line in LineTail(run_dir / METRICS_FILE).read()]
+        evaluations = LineTail(run_dir / EVALUATION_FILE).read()
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ConfigError(f"RUN: {run_dir}: its metrics cannot be read ({error}); repair the file") from error
+    for step, line in [*lines, *((each["step"], {"evaluation": each}) for each in evaluations)]:
+        for name, value in figures(line).items():
+            curves.setdefault(name, {})[step] = value
+    if not lines:
+        raise ConfigError(f"RUN: {run_dir} has no finished step; name the directory of a run that has begun")
+    return curves
+
+
+def plot(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) -> None:
+    """Draw a panel for each metric, with a curve for each run, into a PNG, SVG or PDF file.
+
+    Raises:
+        ConfigError: matplotlib is not installed, a run has no such figure, or the file cannot be written.
+    """
+    if not is_installed("matplotlib"):
+        raise ConfigError(f"plot: matplotlib is not installed; {pip_line('plot')}, or see each run's report.html")
+    runs = {run_dir: read_curves(run_dir) for run_dir in run_dirs}
+    known = sorted(set().union(*runs.values()))
+    for metric in metrics:
+        if metric not in known:
+            near = get_close_matches(metric, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"they have {' '.join(known)}"
+            raise ConfigError(f"--metric: no run has {metric!r}; {hint}")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.2 * len(metrics)), layout="constrained")
+    for number, metric in enumerate(metrics, start=1):
+        axes = figure.add_subplot(len(metrics), 1, number, xlabel="step", ylabel=metric)
+        for run_dir, curves in runs.items():
+            if curve := curves.get(metric):
+                axes.plot(list(curve), list(curve.values()), label=str(run_dir))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    try:
+        figure.savefig(output, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"-o: {output} cannot be written ({error}); name a .png, .svg or .pdf file") from error
+
+
+# `asyncflow samples`: what the policy said in a step, as a person reads it.
+
+_RULE = "=" * 100
+
+
+def samples_text(run_dir: Path, *, step: int | None, worst: int, best: int, number: int) -> str:
+    """Return the rollouts of a step.
+
+    Args:
+        run_dir: of a run, which may be live.
+        step: None: the newest.
+        worst, best: so many with the lowest, the highest reward; 0 both: the first ones.
+        number: of the first ones.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    lines = list(_lines(run_dir))
+    if not lines:
+        raise ConfigError(f"RUN_DIR: {run_dir / SAMPLES} has no samples; see rollout.samples_per_step")
+    steps = sorted({line["step"] for line in lines})
+    step = steps[-1] if step is None else step
+    chosen = [line for line in lines if line["step"] == step]
+    if not chosen:
+        raise ConfigError(f"--step: {step} has no samples; there are steps {steps[0]} to {steps[-1]}")
+    if worst or best:
+        scored = [line for line in chosen if line["reward"] is not None]
+        low = heapq.nsmallest(worst, scored, key=lambda line: line["reward"])
+        high = heapq.nlargest(best, scored, key=lambda line: line["reward"])
+        shown = low + [line for line in reversed(high) if line not in low]
+    else:
+        shown = chosen[:number]
+    return "\n".join(map(_text, shown)) + f"\n{_RULE}\n{len(shown)} of {len(chosen)} rollouts kept of step {step}"
+
+
+def _lines(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield what whole lines hold; a live run may be writing the last one."""
+    for path in sorted((run_dir / SAMPLES).glob("rollout-*.jsonl")):
+        yield from readable_lines(path)
+
+
+def _text(line: dict[str, Any]) -> str:
+    """Return a rollout: its conversations, and their tokens, those that are trained in angle quotation marks."""
+    reward = "no reward" if line["reward"] is None else f"reward {line['reward']:g}"
+    versions = ", ".join(f"{count} by version {version}" for version, count in line["versions"])
+    cut = ", truncated" if line["truncated"] else ""
+    tokens = f"{line['response_tokens']} tokens ({versions}){cut}"
+    head = f"{_RULE}\ngroup {line['group']}, row {line['index']}: {reward}, {tokens}"
+    conversations = line.get("conversations") or [
+        [{"role": "user", "content": line["prompt"]}, {"role": "assistant", "content": line["response"]}]
+    ]
+    if line.get("metrics"):
+        head += "\n" + ", ".join(f"{name} {value:g}" for name, value in line["metrics"].items())
+    bodies = ["\n".join(map(_message_text, messages)) for messages in conversations]
+    for place, runs in enumerate(line.get("samples") or ()):
+        bodies[place] += "\n[tokens] " + "".join(f"«{plain(text)}»" if drawn else plain(text) for drawn, text in runs)
+    return f"{head}\n" + f"\n{'-' * 100}\n".join(bodies) + f"\n[ground truth] {plain(line.get('ground_truth', ''))}"
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = json.dumps(content, ensure_ascii=False)
+    for call in message.get("tool_calls") or ():
+        content += f"\n  -> {call['function']['name']}({call['function']['arguments']})"
+    if thought := message.get("reasoning_content"):
+        content = f"<thinks> {thought} </thinks> {content}"
+    return f"[{message['role']}] {plain(content)}"
+
+
+def plain(text: str) -> str:
+    """Return a text without what would command a terminal; lines stay."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+
 
 _FIRST = ("reward_mean", "accuracy", "evaluation/accuracy", "response_tokens_mean", "loss", "kl", "entropy")
 _HIDDEN = frozenset({"step", "lineage", "time_s", "evaluation/step", "evaluation/lineage", "evaluation/time_s"})

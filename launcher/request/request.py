@@ -21,7 +21,7 @@ import click
 
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
-from launcher.checks.engine_libraries import check_libraries
+from launcher.checks.models import check_libraries
 from launcher.checks.preflight import Preflight, check_node, check_run
 from launcher.checks.rollouts import try_rollout
 from launcher.config.load import load_config
@@ -30,8 +30,18 @@ from launcher.loggers.backends import check_loggers
 from launcher.nodes.node_run import NodeRun
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.request.dry_run import describe
-from launcher.run.restore import Checkpoint, next_lineage, rewind_run, rewind_to_start
-from launcher.run.resume import LATEST, check_resume, find_checkpoint, recorded_time, resume_path, unsaved_run
+from launcher.run.restore import (
+    LATEST,
+    Checkpoint,
+    check_resume,
+    find_checkpoint,
+    next_lineage,
+    recorded_time,
+    resume_path,
+    rewind_run,
+    rewind_to_start,
+    unsaved_run,
+)
 from launcher.run.rundir import (
     RUNS,
     check_new_run_dir,
@@ -58,7 +68,7 @@ from workers.settings.run import RunConfig
 from workers.tasks.row import ARGUMENTS
 
 if TYPE_CHECKING:
-    from launcher.plan.plan import Plan
+    from launcher.plan.search import Plan
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from asyncflow.job import GangSpec, Job, choose_interfaces
 from asyncflow.json_lines import VersionTail
 from asyncflow.run_files import END_FILE, EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
 from launcher.checks.placement import HEAD
-from launcher.loggers.processes import feeding
+from launcher.loggers.feed import feeding
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.process import fork_server
 from launcher.process.events import (
@@ -51,11 +51,10 @@ from launcher.process.launcher_process import keep_torch_off_the_terminal, launc
 from launcher.process.progress import Progress, Status, final_lines, print_line
 from launcher.process.worker_entry import ENTRYPOINT
 from launcher.run.rank_watch import RankWatch
-from launcher.run.restarts import RestartBudget, RestartLog
 from launcher.run.restore import restore_run
 from launcher.run.rundir import has_checkpoint
 from launcher.run.status import RunEnd
-from launcher.run.supervisor import Supervisor
+from launcher.run.supervisor import RestartBudget, RestartLog, Supervisor
 from workers.settings.dataflow import OBSERVERS, SERVICES
 from workers.settings.run import RunConfig
 

@@ -5,7 +5,7 @@ and stay where they are: a disk that could not be read may be readable again, an
 a run goes on from an older one, `rewind_run` sets them aside with all that is newer. The run goes on in its own
 directory with the next lineage. Workers restore their own state.
 
-Called by `launcher.run.resume` for `--resume`, and by `launcher.run.job` when the trainer starts again.
+Called by `launcher.run.restore` for `--resume`, and by `launcher.run.job` when the trainer starts again.
 """
 
 import contextlib
@@ -15,12 +15,15 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
 from asyncflow.job import Job
 from asyncflow.run_files import (
     CHECKPOINTS,
+    CONFIG_FILE,
     EVALUATION_FILE,
+    FEED_FILE,
     HF,
     JOB_FILE,
     LEDGER_FILE,
@@ -33,7 +36,16 @@ from asyncflow.run_files import (
     damages,
     list_checkpoints,
 )
+from launcher.config.load import read_yaml
+from launcher.config.paths import user_path
 from launcher.process.events import Restored, RestoreFailed
+from launcher.run.rundir import began_run, check_not_running, has_checkpoint, newest_run
+from workers.admission.task_sampler import missing_state
+from workers.data.model_files import model_fingerprint
+from workers.data.task_source import changed_data, data_identity
+from workers.data.tokenizer import changed_tokenizer
+from workers.records.ledger_file import trained_groups
+from workers.settings.run import RunConfig
 
 ABANDONED = "abandoned"
 """Inside `checkpoints/`: where checkpoints go that are newer than the one resumed from. They are kept, because only
@@ -232,3 +244,183 @@ def _set_newer_aside(run_dir: Path, step: int, *, suffix: str) -> None:
 def _joined(found: list[str]) -> str:
     more = f"; and {len(found) - _SHOWN_DAMAGES} more" if len(found) > _SHOWN_DAMAGES else ""
     return "; ".join(found[:_SHOWN_DAMAGES]) + more
+
+
+# `--resume`: find the checkpoint that the user means, and check that this command may continue from it.
+#
+#     find_checkpoint -> check_resume -> (everything else accepted) -> restore.rewind_run -> start
+#
+# A run that was stopped or killed before it saved anything (`unsaved_run`) starts again from step 0:
+# `restore.rewind_to_start`.
+
+LATEST = "latest"
+_FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_per_prompt", "schedule.fill")
+"""Settings that decide which prompt, which rows and which step group g has."""
+_COMPARED_OTHERWISE = ("data.path", "data.mixture", "data.timeout_s")
+"""The contents of files count (`data_identity`), wherever they are."""
+_REVISION = "model.revision"
+"""Of a model of the Hub; null: a directory, whose fingerprint is compared."""
+_TIME = "data.template_time"
+"""Of a start; null: nothing was told to templates."""
+_REFERENCE = "algorithm.ref_update_interval"
+"""Decides which weights are the reference of a step; checkpoints hold that one alone."""
+
+
+def resume_path(target: str) -> Path:
+    """Return the run or checkpoint that `--resume TARGET` names, absolute; nothing needs to exist there.
+
+    A run's `checkpoints/` may be a link to another disk. It is not followed: the run would not be known from its
+    target.
+
+    Raises:
+        ConfigError: the system cannot look at such a path.
+    """
+    path = user_path(target, "--resume")
+    root = Path(target).expanduser().absolute().parent
+    is_of_run = root.name == CHECKPOINTS and (root.parent / CONFIG_FILE).is_file() and root.resolve() == path.parent
+    return root.parent.resolve() / CHECKPOINTS / path.name if is_of_run else path
+
+
+def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
+    """Return the checkpoint that `--resume TARGET` means.
+
+    Args:
+        target: `latest`, a run directory, or one checkpoint directory.
+        run_dir: `--run-dir`, absolute, when given; for `latest` the run to look in, else it must be the target's run.
+    Raises:
+        ConfigError: nothing to resume, a damaged checkpoint, or two different runs named.
+    """
+    if target == LATEST:
+        return _newest_in(run_dir if run_dir is not None else newest_run())
+    path = resume_path(target)
+    if not path.is_dir():
+        raise ConfigError(f"--resume: {target!r} is not a directory; give a run, one of its checkpoints, or 'latest'")
+    names_one = is_checkpoint(path)
+    if names_one and path.parent.name != CHECKPOINTS:
+        raise ConfigError(f"--resume: {path} is not in the {CHECKPOINTS}/ of a run; name a run or a checkpoint in it")
+    checkpoint = _verified_or_refused(path) if names_one else _newest_in(path)
+    if run_dir is not None and run_dir != checkpoint.run_dir:
+        raise ConfigError(
+            f"--run-dir: {run_dir} is not the run of --resume ({checkpoint.run_dir}), and a run continues in its own "
+            f"directory; leave --run-dir out"
+        )
+    return checkpoint
+
+
+def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
+    """Return the run that `--resume TARGET` means if it never saved anything, else None.
+
+    A run whose checkpoints cannot be read, or are gone, is not one: to start that again would throw away what they
+    hold. Nor is a directory with another `config.yaml` than a run's, which would be overwritten.
+
+    Args:
+        target: as in `find_checkpoint`.
+        run_dir: as in `find_checkpoint`.
+    Raises:
+        ConfigError: `latest` without any run, or a path that the system cannot look at.
+    """
+    path = resume_path(target) if target != LATEST else run_dir if run_dir is not None else newest_run()
+    is_other = run_dir is not None and run_dir != path
+    is_run = began_run(path) and not is_checkpoint(path)
+    return path if is_run and not is_other and not has_checkpoint(path) else None
+
+
+def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Check that `config` may continue from `checkpoint`; write nothing.
+
+    Raises:
+        ConfigError: its run is still running, the last step is reached already, a setting is another one that decides
+            which prompt a group has, the data, the model or its tokenizer are others, ledger, metrics or evaluations
+            cannot be read, the sampler's state is missing, or the ledger does not name the groups that were trained.
+    """
+    check_not_running(checkpoint.run_dir)
+    if config.steps <= checkpoint.step:
+        raise ConfigError(
+            f"steps: {config.steps} is reached already, {checkpoint.path.name} is of step {checkpoint.step}; "
+            f"raise it with --steps N"
+        )
+    _check_same_prompts(checkpoint, config)
+    content = data_identity(config.data)
+    if content != checkpoint.data_hash:
+        raise ConfigError(
+            f"{changed_data(config.data)} (checksum {content}, not {checkpoint.data_hash}), and prompts would be "
+            f"trained twice or never; restore {'it' if config.data.source else 'the file'}, or start a new run from "
+            f"{checkpoint.path / HF} (--set model.path=...)"
+        )
+    fingerprint = model_fingerprint(Path(config.model.path))
+    if fingerprint != checkpoint.fingerprint:
+        raise ConfigError(
+            f"model.path: {config.model.path} (fingerprint {fingerprint[:12]}) is not the model that "
+            f"{checkpoint.path} was trained from ({checkpoint.fingerprint[:12]}); resume with that model"
+        )
+    if what := changed_tokenizer(Path(config.model.path), checkpoint.tokenizer_files):
+        restore = "" if ";" in what else "; restore it"
+        raise ConfigError(f"{what}{restore}, or start a new run from {checkpoint.path / HF} (--set model.path=...)")
+    left = {name: lines_up_to(checkpoint.run_dir / name, checkpoint.step) for name in CUT_FILES}
+    if config.data.sampler is not None and not left[SAMPLER_FILE]:
+        raise missing_state(checkpoint.run_dir / SAMPLER_FILE)
+    if config.data.is_feed and not (checkpoint.run_dir / FEED_FILE).is_file():
+        raise ConfigError(f"data.source: {checkpoint.run_dir / FEED_FILE} is missing, and with it the rows; restore it")
+    trained_groups(checkpoint.run_dir, config.schedule, completed=checkpoint.step)
+
+
+def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Check that group g still is the prompt, the rows and the step that it was: else some would be trained twice.
+
+    The checkpoint's own copy of the settings counts: its checksum was checked, and the run's file may be edited.
+    """
+    own = checkpoint.path / CONFIG_FILE
+    before, now = _flat(read_yaml(own).values), _flat(config.model_dump(mode="json"))
+    for name in now:
+        if not name.startswith((*_FIXED, _REFERENCE, _REVISION)) or name not in before or before[name] == now[name]:
+            continue
+        if name in _COMPARED_OTHERWISE or (name == _REVISION and None in (before[name], now[name])):
+            continue
+        if name == _TIME and before[name] is None:
+            continue
+        if name in (_REFERENCE, _REVISION):
+            raise ConfigError(
+                f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and the checkpoint holds "
+                f"no other reference; leave it out, or start a new run from {checkpoint.path / 'hf'} "
+                f"(--set model.path=...)"
+            )
+        raise ConfigError(
+            f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and prompts would be trained "
+            f"twice or never; leave it out, or start a new run from {checkpoint.path / 'hf'} (--set model.path=...)"
+        )
+
+
+def recorded_time(run_dir: Path) -> str | None:
+    """Return the `data.template_time` that a run was told; None: it is of a version that wrote none down."""
+    own = run_dir / CONFIG_FILE
+    data = read_yaml(own).values.get("data") if own.is_file() and own.stat().st_size else None
+    told = data.get("template_time") if isinstance(data, dict) else None
+    return None if told is None else str(told)
+
+
+def _flat(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return dotted key -> value of settings and of those in sections; options of the user's stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def _newest_in(run_dir: Path) -> Checkpoint:
+    if run_dir.name == CHECKPOINTS and not (run_dir / CONFIG_FILE).exists():
+        raise ConfigError(f"--resume: {run_dir} holds a run's checkpoints; name one of them, or their run")
+    newest = newest_checkpoint(run_dir)
+    if newest is None:
+        raise ConfigError(
+            f"--resume: {run_dir} holds no complete checkpoint, so there is nothing to resume; name another run"
+        )
+    return newest
+
+
+def _verified_or_refused(path: Path) -> Checkpoint:
+    try:
+        return verified_checkpoint(path, logger.warning)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"--resume: {path} is not a valid checkpoint: {error}; name another, or the run {path.parent.parent}"
+        ) from error

@@ -22,8 +22,8 @@ from asyncflow.json_lines import LineTail, replace_text
 from asyncflow.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, LOGS, METRICS_FILE, STATUS_FILE
 from launcher.process.fork_server import is_stopped
 from launcher.process.progress import Status, Statuses, accuracy_text, role_rows, table
-from launcher.run.restarts import RestartLog
 from launcher.run.rundir import running_launcher
+from launcher.run.supervisor import RestartLog
 from weightsync.version import Version
 
 Fields = Mapping[str, Any]
@@ -48,7 +48,7 @@ class RunStatus:
         units: `tq.messages.UnitStats` of each storage unit.
         weights: `weightsync.messages.AgentStatus` of each weight agent that answers.
         evaluation: on held-out prompts, of the newest version that was evaluated; None: there is none yet.
-        restarts: what failed and was started again; see `launcher.run.restarts`.
+        restarts: what failed and was started again; see `launcher.run.supervisor`.
         advice: `launcher.run.advice.Advice` as JSON has it; None: there is none yet.
         failures: why a rollout, and a reward, failed last, by kind.
     """

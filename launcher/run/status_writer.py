@@ -27,8 +27,8 @@ from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Connection
 from launcher.process.progress import Metrics, Statuses
 from launcher.run.advice import Advisor
-from launcher.run.restarts import RestartLog
 from launcher.run.status import RunStatus
+from launcher.run.supervisor import RestartLog
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig
 from tq.directory import Directory

@@ -14,7 +14,6 @@ from waiting import wait_until
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import GangSpec, Job
-from launcher.nodes.follower import Inbound
 from launcher.nodes.head import EVENTS, NodeHead, beat_key, orders_key
 from launcher.nodes.link import HeadLink
 from launcher.nodes.membership import Membership, needed_devices
@@ -22,6 +21,7 @@ from launcher.nodes.messages import (
     DumpStacks,
     FinishRun,
     Hello,
+    Inbound,
     KillPart,
     Left,
     PartExited,

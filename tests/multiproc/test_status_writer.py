@@ -14,8 +14,8 @@ from asyncflow.job import LOOPBACK, GangSpec, Job
 from asyncflow.run_files import STATUS_FILE
 from asyncflow.sealed_store import serve_store
 from launcher.process.progress import Status
-from launcher.run.restarts import RestartLog
 from launcher.run.status_writer import StatusWriter
+from launcher.run.supervisor import RestartLog
 from workers.settings.run import RunConfig
 
 from ..support.processes import wait_until

@@ -9,7 +9,7 @@ from . import command
 
 LOGGER = """
 import json
-from launcher.loggers.base import Logger
+from launcher.loggers.backends import Logger
 
 class Notes(Logger):
     def __init__(self, run):

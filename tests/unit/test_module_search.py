@@ -80,7 +80,7 @@ def test_a_folder_named_as_our_recipes_hides_neither_them_nor_its_own_modules(tm
     (tmp_path / "configs" / "__init__.py").touch()
     write(tmp_path / "configs" / "mine.py", 5)
     program = (
-        "from launcher.config.paths import find_recipe; from launcher.plan.devices import _catalogue\n"
+        "from launcher.config.paths import find_recipe; from launcher.plan.cost_model import _catalogue\n"
         "from workers.calls.user_function import load_function\n"
         "import configs\n"
         "print(configs.__file__, find_recipe(None).name, len(_catalogue()) > 3)\n"

@@ -72,7 +72,7 @@ def test_names_of_installed_packages_are_import_paths_in_a_run(install: Install,
         rollouts="walk = their_code:walk",
     )
     (tmp_path / "their_code.py").write_text(
-        "from tq.policies import Fifo\nfrom launcher.loggers.base import Logger\n"
+        "from tq.policies import Fifo\nfrom launcher.loggers.backends import Logger\n"
         "class Oldest(Fifo): pass\nclass Paper(Logger):\n    def __init__(self, run): pass\n"
         "from tq.backends.backend import MemoryBackend\nclass Tape(MemoryBackend): pass\n"
     )

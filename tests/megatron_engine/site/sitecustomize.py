@@ -18,9 +18,9 @@ class _BeforeMegatron(importlib.abc.MetaPathFinder):
 
             cpu_shim.install()
         if name == "launcher.request.request":
-            import launcher.checks.engine_libraries
+            import launcher.checks.models
 
-            launcher.checks.engine_libraries.ACCELERATED = ()
+            launcher.checks.models.ACCELERATED = ()
 
 
 sys.meta_path.insert(0, _BeforeMegatron())

@@ -9,9 +9,8 @@ import torch
 import yaml
 
 from asyncflow.errors import ConfigError
-from launcher.config.load import load_config
+from launcher.config.load import load_config, read_yaml
 from launcher.config.paths import find_recipe
-from launcher.config.yaml_file import read_yaml
 from tests.support.two_engines import RIGHT, drawn
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError
-from launcher.checks.batch_sizes import check_batch_sizes
+from launcher.checks.preflight import check_batch_sizes
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.plan.scenario import Training

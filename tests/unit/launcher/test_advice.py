@@ -10,7 +10,7 @@ import pytest
 
 from asyncflow.job import GangSpec
 from launcher.plan.scenario import Scenario, Times
-from launcher.plan.simulation import Simulated, simulate
+from launcher.plan.world import Simulated, simulate
 from launcher.run.advice import Advice, Advisor, Load, better_split
 from launcher.run.rundir import write_plan
 from workers.settings.run import RunConfig

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.checks.batch_sizes import check_batch_sizes, num_micro_batches
+from launcher.checks.preflight import check_batch_sizes, num_micro_batches
 from launcher.config.load import load_config
 from workers.settings.run import RunConfig
 

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from asyncflow.errors import ConfigError
-from launcher.checks.devices import Devices
+from launcher.checks.placement import Devices
 from launcher.checks.preflight import check_run
 from launcher.cli.launch import launch
 from launcher.config.load import load_config

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.doctor import device_check, device_ranks, rank_processes
-from launcher.doctor.rank_processes import started_ranks
+from launcher.doctor import device_check, device_ranks
+from launcher.doctor import device_check as rank_processes
+from launcher.doctor.device_check import started_ranks
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.checks.devices import Devices, find_devices
 from launcher.checks.models import check_broadcast
+from launcher.checks.placement import Devices, find_devices
 from launcher.config.load import load_config
 from workers.settings.run import RunConfig
 

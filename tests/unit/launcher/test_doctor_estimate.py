@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.job import GangSpec
-from launcher.checks.devices import Devices
-from launcher.checks.placement import place_gangs
+from launcher.checks.placement import Devices, place_gangs
 from launcher.checks.preflight import Preflight, check_run
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe

@@ -5,9 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from launcher.doctor import disk, host
-from launcher.doctor.disk import DiskFacts, FileSystem, Mount, file_system_of
-from launcher.doctor.host import Allowance, ClockFacts, LimitFacts, MemoryFacts, memory_allowance, process_allowance
+from launcher.doctor import disk
+from launcher.doctor import disk as host
+from launcher.doctor.disk import (
+    Allowance,
+    ClockFacts,
+    DiskFacts,
+    FileSystem,
+    LimitFacts,
+    MemoryFacts,
+    Mount,
+    file_system_of,
+    memory_allowance,
+    process_allowance,
+)
 from launcher.doctor.messages import Finding, Level, Needs
 from launcher.doctor.network import PortFacts, judge_ports, parse_ranges, read_ports
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.checks.engine_libraries import check_libraries
+from launcher.checks.models import check_libraries
 from launcher.config.load import load_config
 
 

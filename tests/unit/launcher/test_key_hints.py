@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.config.errors import _OTHER_NUMBERS, _OTHER_WORDS, _key_hint, _meant_key
+from launcher.config.load import _OTHER_NUMBERS, _OTHER_WORDS, _key_hint, _meant_key
 from launcher.config.reference import key_paths
 
 

@@ -12,9 +12,8 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from launcher.loggers.backends import TABLE, check_loggers, make_logger
-from launcher.loggers.base import LoggedRun
-from launcher.loggers.processes import feeding
+from launcher.loggers.backends import TABLE, LoggedRun, check_loggers, make_logger
+from launcher.loggers.feed import feeding
 from tests.support.logged_runs import add_steps, append, go_back, make_run
 from workers.settings.run import LOGGERS, LoggerConfig, RunConfig
 

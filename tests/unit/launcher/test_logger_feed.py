@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.loggers.base import Histogram, Logger
+from launcher.loggers.backends import Histogram, Logger
 from launcher.loggers.feed import SHOW_EVERY_S, Feed, Progress, figures
 from tests.support.logged_runs import add_sample, add_steps, append, go_back
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.loggers.processes import RETRY_S, feeding
+from launcher.loggers.feed import RETRY_S, feeding
 from tests.support.logged_runs import add_steps, make_run
 from tests.support.processes import wait_until
 from workers.settings.run import RunConfig

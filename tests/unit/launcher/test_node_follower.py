@@ -8,11 +8,11 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec, Job
-from launcher.nodes.follower import SIGHT_TIMEOUT_S, End, Inbound, NodeFollower
 from launcher.nodes.messages import (
     DumpStacks,
     FinishRun,
     FromNode,
+    Inbound,
     KillPart,
     Left,
     PartExited,
@@ -20,6 +20,7 @@ from launcher.nodes.messages import (
     StopAsked,
     Welcome,
 )
+from launcher.nodes.node_run import SIGHT_TIMEOUT_S, End, NodeFollower
 from launcher.process.events import GangExited, StopRequested
 
 DONE = FinishRun(0, "done")
@@ -92,7 +93,7 @@ def test_what_happens_here_is_told() -> None:
 
 
 def test_times_are_told_as_node_0_reads_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.nodes.follower.time.time", lambda: CLOCK.now() + 3600.0)
+    monkeypatch.setattr("launcher.nodes.node_run.time.time", lambda: CLOCK.now() + 3600.0)
     _, _, sent = follow(GangExited("ref-0", 1, "no", at=CLOCK.now() + 3600.0 - 5.0), DONE)
     assert isinstance(sent[0], PartExited)
     assert sent[0].exited.at == pytest.approx(CLOCK.now() - 5.0, abs=60.0)

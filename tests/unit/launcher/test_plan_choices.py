@@ -9,12 +9,9 @@ import pytest
 from planned import QWEN_7B, changed, changed_vllm, sim_run
 
 from asyncflow.errors import ConfigError
-from launcher.plan.choices import batch_sizes, layouts, schedules
-from launcher.plan.devices import find_device
-from launcher.plan.launchable import check_launchable
+from launcher.plan.cost_model import find_device
 from launcher.plan.report import model_sizes, open_planner
-from launcher.plan.search import _Candidate, _next
-from launcher.plan.splits import splits
+from launcher.plan.search import _Candidate, _next, batch_sizes, check_launchable, layouts, schedules, splits
 from workers.settings.algorithms import PPOConfig
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode

@@ -10,8 +10,7 @@ from planned import QWEN_7B, changed, changed_vllm, cost_model, train_work
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from launcher.plan.cost_model import parameters_of
-from launcher.plan.devices import find_device
+from launcher.plan.cost_model import find_device, parameters_of
 from launcher.plan.report import open_planner
 from launcher.plan.scenario import Latency
 from workers.settings.algorithms import PPOConfig

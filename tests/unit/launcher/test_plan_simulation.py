@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.plan import instance, scenario
-from launcher.plan.bounds import Bounds, longest_tokens
+from launcher.plan import scenario
+from launcher.plan import world as instance
 from launcher.plan.cost_model import Workload
 from launcher.plan.scenario import Latency, Scenario, Times, Turns, Work
-from launcher.plan.simulation import Simulated, simulate
+from launcher.plan.search import Bounds, longest_tokens
+from launcher.plan.world import Simulated, simulate
 from tq import task_spec
 from tq.policies import Fifo, Item
 from tq.task_spec import Offer, StepSpec, choose

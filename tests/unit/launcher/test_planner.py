@@ -14,10 +14,10 @@ from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from launcher.plan.devices import device_of, find_device
+from launcher.plan.cost_model import device_of, find_device
 from launcher.plan.report import auto_plan, open_planner, plan_json, plan_text, recorded_lengths
 from launcher.plan.scenario import Turns
-from launcher.plan.simulation import simulate
+from launcher.plan.world import simulate
 from workers.settings.algorithms import PPOConfig
 from workers.settings.run import RunConfig
 from workers.settings.schedule import Fill

@@ -17,8 +17,7 @@ from launcher.cli.commands import main
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.doctor.device_ranks import exchanges
-from launcher.plan.cost_model import CostModel, Workload
-from launcher.plan.devices import find_device
+from launcher.plan.cost_model import CostModel, Workload, find_device
 from launcher.plan.profile import (
     DECODE,
     EXCHANGED,

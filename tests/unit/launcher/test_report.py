@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.report.curves import plot, read_curves
-from launcher.report.report import polyline, write_report
+from launcher.report.report import plot, polyline, read_curves, write_report
 from tests.support.logged_runs import add_steps, append, make_run
 
 
@@ -63,6 +62,6 @@ def test_runs_are_drawn_into_one_picture(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_one_line_says_what_to_do(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.report.curves.is_installed", lambda name: False)
+    monkeypatch.setattr("launcher.report.report.is_installed", lambda name: False)
     with pytest.raises(ConfigError, match=r"matplotlib is not installed; pip install .*report.html"):
         plot([run_dir], ["reward_mean"], run_dir / "curves.png")

@@ -16,8 +16,17 @@ from asyncflow.run_files import CheckpointMeta, describe
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.request.request import Request
-from launcher.run.restore import Checkpoint, cut_lines, newest_checkpoint, next_lineage, rewind_run, rewind_to_start
-from launcher.run.resume import check_resume, find_checkpoint, unsaved_run
+from launcher.run.restore import (
+    Checkpoint,
+    check_resume,
+    cut_lines,
+    find_checkpoint,
+    newest_checkpoint,
+    next_lineage,
+    rewind_run,
+    rewind_to_start,
+    unsaved_run,
+)
 from launcher.run.rundir import running_launcher
 from workers.data.model_files import model_fingerprint
 from workers.data.task_source import data_identity

@@ -11,8 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from asyncflow.errors import ConfigError
-from launcher.checks.devices import Devices
-from launcher.checks.placement import place_gangs
+from launcher.checks.placement import Devices, place_gangs
 from launcher.checks.preflight import Preflight, check_run
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.report.samples import samples_text
+from launcher.report.report import samples_text
 
 
 def line(step: int, index: int, reward: float | None, **more: object) -> dict[str, object]:

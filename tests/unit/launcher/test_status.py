@@ -17,8 +17,8 @@ from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
 from asyncflow.run_files import STATUS_FILE
 from launcher.process.progress import Status
-from launcher.run.restarts import RestartLog
 from launcher.run.status import RunEnd, RunStatus, read_status
+from launcher.run.supervisor import RestartLog
 from tq.messages import QueueStats, TaskStats, UnitStats
 from weightsync.messages import AgentStatus
 from weightsync.version import Version

@@ -18,8 +18,7 @@ from launcher.process.events import (
     StopRequested,
     Timer,
 )
-from launcher.run.restarts import RestartBudget
-from launcher.run.supervisor import Supervisor
+from launcher.run.supervisor import RestartBudget, Supervisor
 
 STOP = [SetPhase(Phase.STOP), Arm(Timer.STOP, 30.0)]
 EXIT = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 5.0)]

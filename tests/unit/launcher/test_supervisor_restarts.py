@@ -30,8 +30,7 @@ from launcher.process.events import (
     StopRequested,
     Timer,
 )
-from launcher.run.restarts import FirstStarts, RestartBudget
-from launcher.run.supervisor import Supervisor
+from launcher.run.supervisor import FirstStarts, RestartBudget, Supervisor
 
 NAMES = ("controller-0", "storage-0", "weights-0", "actor", "rollout-0", "rollout-1", "ref-0", "evaluate-0")
 WITH_THE_ACTOR = ("controller-0", "storage-0", "actor", "evaluate-0")
