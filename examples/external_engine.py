@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError
-from weightsync.external import connect_weights
+from weightsync.export import connect_weights
 
 
 def checksum(weights: Mapping[str, Tensor]) -> str:

@@ -28,11 +28,9 @@ if TYPE_CHECKING:
         RowsExist,
         TransportError,
     )
-    from tq.client.async_client import AsyncLease, AsyncQueueClient
-    from tq.client.dataloader import StreamingDataLoader
+    from tq.client.dataloader import Replica, StreamingDataLoader
     from tq.client.lease import Lease, LeaseStream
-    from tq.client.queue_client import QueueClient
-    from tq.client.replica import Replica
+    from tq.client.queue_client import AsyncLease, AsyncQueueClient, QueueClient
     from tq.columns import Column, PackedBatch
     from tq.columns import column_of as column
     from tq.config import QueueConfig, TaskConfig
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from tq.local import LocalQueue, connect
     from tq.local import LocalQueue as start  # noqa: N813
     from tq.messages import LostRows, NoRows, NoRowsReason, RowInfo
-    from tq.task_spec import TaskSpec
+    from tq.policies import TaskSpec
     from tq.unit.storage import StorageUnit
 
 __all__ = [
@@ -81,8 +79,8 @@ __all__ = [
 
 _HOMES = {
     "AsyncFlowError": "asyncflow.errors",
-    "AsyncLease": "tq.client.async_client",
-    "AsyncQueueClient": "tq.client.async_client",
+    "AsyncLease": "tq.client.queue_client",
+    "AsyncQueueClient": "tq.client.queue_client",
     "CheckpointError": "asyncflow.errors",
     "Column": "tq.columns",
     "ConfigError": "asyncflow.errors",
@@ -101,14 +99,14 @@ _HOMES = {
     "QueueClient": "tq.client.queue_client",
     "QueueConfig": "tq.config",
     "QueueFull": "asyncflow.errors",
-    "Replica": "tq.client.replica",
+    "Replica": "tq.client.dataloader",
     "RowInfo": "tq.messages",
     "RowsExist": "asyncflow.errors",
     "StorageUnit": "tq.unit.storage",
     "StreamingDataLoader": "tq.client.dataloader",
     "LeaseFenced": "asyncflow.errors",
     "TaskConfig": "tq.config",
-    "TaskSpec": "tq.task_spec",
+    "TaskSpec": "tq.policies",
     "TransportError": "asyncflow.errors",
     "column": "tq.columns:column_of",
     "connect": "tq.local",

@@ -6,16 +6,23 @@
 `TaskOutputs`    the columns that each task was seen to write; outlives all services
 """
 
+import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed import DistError
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import TransportError
-from asyncflow.sealed_store import SealedStore
+from asyncflow.errors import ConfigError, TransportError
+from asyncflow.sealed_store import SealedStore, connect_store
 from asyncflow.transport.meeting import Credentials
+from tq.config import QueueConfig, TaskConfig
+from tq.policies import TaskSpec
 
 _KEY = "tq/directory"
 _NEXT_ROW = "tq/next_row"
@@ -124,3 +131,84 @@ def reserve_rows(store: SealedStore, beyond: int) -> int:
     end = store.add(_NEXT_ROW, 0)
     missing = min(beyond + 1, _MOST_COUNTED) - end
     return store.add(_NEXT_ROW, missing) if missing > 0 else end
+
+
+# How to reach a queue that runs alone: a file with mode 0600, since it holds the queue's secret.
+
+
+@dataclass(frozen=True)
+class QueueAddress:
+    """Endpoint, secret and settings.
+
+    Attributes:
+        host, port: of the queue's store.
+        secret: proved by challenge-response, never sent.
+        config: settings of all processes.
+        tasks: what the controllers hand out.
+    """
+
+    host: str
+    port: int
+    secret: bytes
+    config: QueueConfig
+    tasks: tuple[TaskConfig, ...]
+
+    def credentials(self) -> Credentials:
+        """Connect to the store.
+
+        Raises:
+            TransportError: the store does not answer.
+        """
+        timeout_s = self.config.request_timeout_s
+        try:
+            store = connect_store(self.host, self.port, timedelta(seconds=timeout_s))
+        except DistError as error:
+            raise TransportError(f"no queue answers at {self.host}:{self.port}; has it been closed?") from error
+        return Credentials(store, self.secret, timeout_s)
+
+    def specs(self) -> list[TaskSpec]:
+        """Return the tasks as controllers want them."""
+        return [task.spec(self.config) for task in self.tasks]
+
+    def save(self, path: Path) -> None:
+        """Write the file (mode 0600), in place of any that is there.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        fields = {
+            "host": self.host,
+            "port": self.port,
+            "secret": self.secret.hex(),
+            "config": self.config.model_dump(mode="json"),
+            "tasks": [task.model_dump(mode="json") for task in self.tasks],
+        }
+        try:
+            path.unlink(missing_ok=True)  # its mode would stay
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                json.dump(fields, file)
+        except OSError as error:
+            raise ConfigError(f"queue: {path} cannot be written ({error.strerror}); name another file") from error
+
+    @staticmethod
+    def load(path: Path) -> "QueueAddress":
+        """Read the file.
+
+        Raises:
+            ConfigError: there is none, or it is no queue's.
+        """
+        try:
+            fields = json.loads(path.read_text())
+            return QueueAddress(
+                fields["host"],
+                fields["port"],
+                bytes.fromhex(fields["secret"]),
+                QueueConfig.model_validate(fields["config"]),
+                tuple(TaskConfig.model_validate(task) for task in fields["tasks"]),
+            )
+        except FileNotFoundError as error:
+            raise ConfigError(f"queue: {path} does not exist; start a queue there first") from error
+        except OSError as error:
+            raise ConfigError(f"queue: {path} cannot be read ({error.strerror})") from error
+        except (ValueError, KeyError, TypeError) as error:  # also pydantic's
+            raise ConfigError(f"queue: {path} is no queue's address; give the path of LocalQueue.address") from error

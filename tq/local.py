@@ -35,12 +35,10 @@ from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import LOOPBACK, choose_interface, resolve
 from asyncflow.process import ServiceThreads
 from asyncflow.sealed_store import SealedStore, serve_store
-from tq.address import QueueAddress
-from tq.backends.config import BACKENDS
-from tq.backends.load import backend_class
+from tq.backends.backend import backend_class
 from tq.client.queue_client import QueueClient
-from tq.config import QueueConfig, TaskConfig
-from tq.directory import Directory
+from tq.config import BACKENDS, QueueConfig, TaskConfig
+from tq.directory import Directory, QueueAddress
 from tq.unit.row_journal import JournalMemory
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,11 @@ it looks at is what it costs. Every pick takes the front item, so no item waits 
     group-affinity  rows of one group go to one rank, though they are leased row by row
 """
 
+import heapq
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,73 @@ import msgspec
 
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.registry import Registry
-from tq.balance import split_evenly
+
+# Sharing out work of unequal size: equal sums for ranks, bins under a budget. Pure arithmetic on integers.
+
+_Subset = tuple[int, list[int]]  # (sum of weights, indices)
+
+
+def split_evenly(weights: Sequence[int], num_parts: int, *, equal_counts: bool) -> list[list[int]]:
+    """Split weights into parts of nearly equal sum; the sums differ by the largest weight at most.
+
+    The largest differencing method: partial partitions are joined, those with the widest spread first, the heaviest
+    subset of one with the lightest of the other; a join never widens the larger spread, whence the bound.
+
+    Args:
+        weights: not negative.
+        num_parts: at least 1.
+        equal_counts: the parts' counts differ by 1 at most. The method then starts from runs of `num_parts` sorted
+            weights, one for each part, instead of from single weights.
+
+    Returns:
+        Indices into `weights`, ascending, per part; parts in the order of their first index, empty ones last.
+
+    Source: Karmarkar & Karp 1982; k parts and equal counts: Michiels et al. 2003 (balanced LDM).
+    """
+    # A part's count breaks ties between sums, so that weights of zero (unknown lengths) are spread out as well.
+    scaled = [weight * (len(weights) + 1) + 1 for weight in weights]
+    order = sorted(range(len(weights)), key=lambda i: -scaled[i])
+    step = num_parts if equal_counts else 1
+    heap = []
+    for k in range(0, len(order), step):
+        subsets: list[_Subset] = [(scaled[i], [i]) for i in order[k : k + step]]
+        subsets += [(0, [])] * (num_parts - len(subsets))
+        heap.append((subsets[-1][0] - subsets[0][0], k, subsets))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, k, wide = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        joined = [(a + b, left + right) for (a, left), (b, right) in zip(wide, reversed(other), strict=True)]
+        joined.sort(key=lambda subset: -subset[0])
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], k, joined))
+    parts = [sorted(indices) for _, indices in heap[0][2]] if heap else [[] for _ in range(num_parts)]
+    return sorted(parts, key=lambda part: part[0] if part else len(weights))
+
+
+def split_by_tokens(tokens: Sequence[int], budget: int) -> list[list[int]]:
+    """Split rows into micro-batches of at most `budget` tokens; a row longer than that is alone in its own.
+
+    First fit, longest first: at most 11/9 of the fewest possible micro-batches, and 6/9 of one.
+
+    Args:
+        tokens: length of each row.
+        budget: at least 1.
+
+    Returns:
+        Positions of rows, ascending, per micro-batch; micro-batches in the order of their first row.
+
+    Source: Johnson 1973; the bound: Dosa 2007.
+    """
+    loads: list[int] = []
+    bins: list[list[int]] = []
+    for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
+        k = next((k for k, load in enumerate(loads) if load + tokens[i] <= budget), len(bins))
+        if k == len(bins):
+            loads.append(0)
+            bins.append([])
+        loads[k] += tokens[i]
+        bins[k].append(i)
+    return sorted(sorted(rows) for rows in bins)
 
 
 class Item(NamedTuple):
@@ -329,3 +396,107 @@ def _fitting(items: Iterable[Item], want: Want) -> list[Item]:
         rows += len(item.rows)
         tokens += item.tokens
     return chosen
+
+
+# A task of a queue as controllers know it. Made from configs when the queue starts; plain data.
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """Steps of a training gang that are not its partitions: each takes rows of several ones.
+
+    Attributes:
+        num_rows: of each step.
+        lateness: a row is handed out at most so many steps after its partition.
+    """
+
+    num_rows: int
+    lateness: int
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """What a controller must know of a task.
+
+    Attributes:
+        name: unique.
+        inputs: columns that must be written before a row is ready.
+        outputs: columns that the task writes for every row; what it writes beside them is learnt.
+        whole_groups: a group is handed out only when all its rows are ready, and never split.
+        max_staleness: rows of step s go only to consumers whose weights are of a version v with
+            (s - 1) - v <= max_staleness; None: weights do not matter.
+        version_interval: consumers compute with weights of every so many steps (0, N, 2N, ...); those between are of no
+            use to them. With `max_staleness` N - 1 a row goes to those of the last such step before its own.
+        barrier: rows of a partition are handed out only when all of them are ready (`sync`).
+        in_order: rows go out in ascending order, as many as asked for or the partition's rest; a fetch waits for
+            the next ones. So which rows go out together does not depend on when they became ready.
+        keeps_leases: leases survive a lost channel; they end only with the whole gang (the trainer).
+        max_deliveries: a row that comes back so often makes its group a dead letter; 0: never.
+        policy: which ready rows make a lease, and how a round is shared.
+        steps: of a gang whose rounds come from several partitions; None: a partition is a step.
+    """
+
+    name: str
+    inputs: frozenset[str]
+    outputs: frozenset[str] = frozenset()
+    whole_groups: bool = False
+    max_staleness: int | None = None
+    version_interval: int = 1
+    barrier: bool = False
+    in_order: bool = False
+    keeps_leases: bool = False
+    max_deliveries: int = 0
+    policy: Policy = field(default_factory=Fifo)
+    steps: StepSpec | None = None
+
+    def usable_version(self, newest: int) -> int:
+        """Return the newest weights, up to some, that consumers of the task can compute with."""
+        return newest // self.version_interval * self.version_interval
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a partition has to give.
+
+    Attributes:
+        partition: number.
+        num_ready: rows that may be handed out now.
+        num_left: rows that were not handed out yet, ready or not.
+    """
+
+    partition: int
+    num_ready: int
+    num_left: int
+
+
+def choose(spec: StepSpec, step: int, num_assigned: int, offers: Sequence[Offer], full: int) -> Offer | None:
+    """Return from where the next round of a step is taken, and how much, if a step trains what is finished first.
+
+    A step takes `spec.num_rows` rows, the oldest partition first that has a full round ready. Rows of a partition that
+    may not become later (`lateness`) are due: once they are all that the step has room for, nothing else is taken.
+
+        lateness 1, step 4      3: 8 rows left, 4 ready     4: 16 left, 4 ready     5: 16 left, 12 ready
+        rounds of 8, room 16    due: 8                      not full                -> a round of 5, then wait for 3
+
+    Partitions up to a step have at least as many rows left as the step has room for, so it never needs later ones and
+    can always be completed. What is due fits into it: all older partitions are assigned, a partition is a step large.
+
+    Args:
+        spec: of the steps.
+        step: number.
+        num_assigned: rows that it has already.
+        offers: partitions of which rows are left, oldest first.
+        full: rows of a full round.
+
+    Returns:
+        The offer, with as many rows ready as may be taken, or None: nothing may be taken now.
+    """
+    room = spec.num_rows - num_assigned
+    newest_due = step - spec.lateness
+    due = sum(offer.num_left for offer in offers if offer.partition <= newest_due)
+    for offer in offers:
+        size = min(full, room if offer.partition <= newest_due else room - due)
+        is_rest = offer.num_ready == offer.num_left
+        if size > 0 and offer.num_ready and (offer.num_ready >= size or is_rest):
+            return Offer(offer.partition, min(size, offer.num_ready), offer.num_left)
+    return None

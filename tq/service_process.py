@@ -18,8 +18,8 @@ import torch
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.process import die_with_parent
-from tq.address import QueueAddress
 from tq.control.controller import ControllerService
+from tq.directory import QueueAddress
 from tq.unit.storage import StorageUnit
 
 logger = logging.getLogger(__name__)

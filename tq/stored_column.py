@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tq.columns import ColumnKind
-from tq.spans import SMALL_BYTES, Int64s, as_array, merge_neighbours, positions_array, take
+from tq.columns import SMALL_BYTES, ColumnKind, Int64s, as_array, merge_neighbours, positions_array, take
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,7 @@ from torch import Tensor
 from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.transport.frame import ALIGN, Payload, Piece, aligned
-from tq.columns import Column, ColumnKind
-from tq.spans import SMALL_BYTES, Int64s, offsets_of
+from tq.columns import SMALL_BYTES, Column, ColumnKind, Int64s, offsets_of
 from tq.stored_column import StoredColumn
 
 _NARROW = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32)  # narrowest first

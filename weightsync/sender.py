@@ -14,21 +14,22 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from asyncflow.device import CopiesDone, CopyStream, Staging
 from asyncflow.errors import PeerRefused, TransportError, WeightsLate, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Connection
-from weightsync.broadcast import Broadcaster
-from weightsync.connections import connections
+from weightsync.broadcast_group import Broadcaster, bucket_layouts
 from weightsync.messages import (
     AwaitRepair,
     NoRepair,
@@ -39,12 +40,337 @@ from weightsync.messages import (
     SlotGranted,
     TakeSlot,
     Unneeded,
+    connections,
 )
-from weightsync.plan import TransferPlan
-from weightsync.sender_state import SenderState, Staged, Where
-from weightsync.shard_writer import Shard, ShardCopies, ShardWriter, Target
-from weightsync.slot_memory import SlotMappings, private_memory
+from weightsync.plan import Box, Piece, ShardSpec, TransferPlan
+from weightsync.slot_memory import Region, RegionLayout, SlotMappings, private_memory
 from weightsync.version import Version
+
+# Copies a trainer rank's shards to where they lie in a region. The trainer waits for it, so it does little else.
+
+
+class Shard(Protocol):
+    """One part of a tensor that this rank holds; `workers.engines.base.LocalShard` is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def box(self) -> Box: ...
+    @property
+    def values(self) -> Tensor: ...
+
+
+def describe(shards: Iterable[Shard]) -> list[ShardSpec]:
+    """Return what this rank holds, for the plan."""
+    return [
+        ShardSpec(shard.name, tuple(shard.shape), str(shard.values.dtype).removeprefix("torch."), shard.box)
+        for shard in shards
+    ]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A region that one rank writes its part into.
+
+    Attributes:
+        region: of a whole version.
+        views: by bucket, of the rank's pieces in it.
+    """
+
+    region: Region
+    views: Mapping[int, Sequence[Tensor]]
+
+
+class ShardWriter:
+    """One rank's part of a plan."""
+
+    def __init__(self, plan: TransferPlan, rank: int) -> None:
+        """Args:
+        plan: agreed on by all ranks.
+        rank: whose buckets are written.
+        """
+        self.layout = RegionLayout(plan)
+        self.buckets = plan.of_sender(rank)
+        self._known: list[tuple[str, Box]] = []
+        self._sources: dict[int, list[tuple[int, Box]]] = {}  # by bucket, of each piece: which shard, where in it
+
+    def target(self, memory: Tensor) -> Target:
+        """Lay the plan over memory, uint8 [region_bytes]; once, ahead of time."""
+        region = Region(memory, self.layout)
+        return Target(
+            region, {bucket.index: [region.piece(piece) for piece in bucket.pieces] for bucket in self.buckets}
+        )
+
+    def match(self, shards: Sequence[Shard]) -> None:
+        """Find each piece's shard; they are the same ones at every version.
+
+        Raises:
+            WeightSyncError: a piece is not in them.
+        """
+        held = [(shard.name, shard.box) for shard in shards]
+        if held == self._known:
+            return
+        by_name: dict[str, list[tuple[int, Box]]] = {}
+        for number, (name, box) in enumerate(held):
+            by_name.setdefault(name, []).append((number, box))
+        self._sources = {
+            bucket.index: [self._find(piece, by_name) for piece in bucket.pieces] for bucket in self.buckets
+        }
+        self._known = held
+
+    def write(self, bucket: int, views: Sequence[Tensor], shards: Sequence[Shard]) -> None:
+        """Copy a bucket's pieces, with the cast to the type of `views`; may return before a device has.
+
+        Args:
+            bucket: its index.
+            views: where its pieces go.
+            shards: what this rank holds now, as `match` was told.
+        """
+        whole: dict[int, Tensor] = {}
+        sources: list[Tensor] = []
+        for number, box in self._sources[bucket]:
+            size = shards[number].box.size
+            if number not in whole:  # a view, but for some strided ones
+                whole[number] = shards[number].values.detach().reshape(size)
+            sources.append(whole[number] if box.size == size else whole[number][box.slices])
+        torch._foreach_copy_(list(views), sources, non_blocking=True)
+
+    def copy(self, source: Target, target: Target) -> None:
+        """Copy all pieces from one region to another."""
+        for bucket, views in target.views.items():
+            torch._foreach_copy_(list(views), list(source.views[bucket]))
+
+    def _find(self, piece: Piece, held: Mapping[str, Sequence[tuple[int, Box]]]) -> tuple[int, Box]:
+        name = self.layout.plan.names[piece.tensor]
+        for number, box in held.get(name, ()):
+            relative = piece.box.within(box)
+            if relative is not None:
+                return number, relative
+        raise WeightSyncError(f"{name}: this rank no longer holds {piece.box}")
+
+
+class ShardCopies:
+    """Copies shards beside what the trainer computes next. Its thread copies and waits; the sender's repeats.
+
+    run v1 -> buckets are copied one after another -> wait -> the weights change -> run v2
+                              '- repeat: buckets of v1 once more, while the shards are still v1
+    """
+
+    def __init__(self, writer: ShardWriter, *, device: torch.device, timeline: Spans) -> None:
+        """Args:
+        writer: knows which part of which shard goes where.
+        device: where the shards are.
+        timeline: records every copy.
+        """
+        self._writer = writer
+        self._timeline = timeline
+        self._stream = CopyStream(device)
+        self._on_host = device.type == "cpu"
+        self._reading = threading.Lock()  # held while shards are read, so that `wait` waits for that
+        self._ends: Collection[CopiesDone] = ()
+        self._shards: tuple[Version, Sequence[Shard]] | None = None  # whose weights they still are
+
+    def run(self, version: Version, target: Target, shards: Sequence[Shard]) -> dict[int, CopiesDone]:
+        """Begin to copy all buckets; returns the end of each. The shards are read until `wait` returns.
+
+        Raises:
+            WeightSyncError: a piece is not in the shards.
+        """
+        with self._reading:
+            self._writer.match(shards)
+            indices = [bucket.index for bucket in self._writer.buckets]
+            ends = self._begin(target, shards, indices)
+            self._ends, self._shards = ends, (version, shards)
+        return dict(zip(indices, ends, strict=True))
+
+    def wait(self) -> None:
+        """Wait until the shards are not read any more: they are about to change."""
+        with self._reading:
+            for end in self._ends:
+                end.wait()
+            self._ends, self._shards = (), None
+
+    def repeat(self, version: Version, target: Target, buckets: Sequence[int]) -> bool:
+        """Copy some buckets once more and wait for that; returns False if the shards are not that version any more."""
+        with self._reading:
+            if self._shards is None or self._shards[0] != version:
+                return False
+            for copied in self._begin(target, self._shards[1], buckets):
+                copied.wait()
+        return True
+
+    def close(self) -> None:
+        """End the thread that copies; idempotent."""
+        self._stream.close()
+
+    def _begin(self, target: Target, shards: Sequence[Shard], buckets: Sequence[int]) -> list[CopiesDone]:
+        if self._on_host:
+            return self._stream.run([partial(self._copy_bucket, target, shards, index) for index in buckets])
+        return self._stream.stage([self._staging(target, shards, index) for index in buckets])
+
+    def _copy_bucket(self, target: Target, shards: Sequence[Shard], index: int) -> None:
+        with self._timeline.span("copy weights", bucket=index):
+            self._writer.write(index, target.views[index], shards)
+
+    def _staging(self, target: Target, shards: Sequence[Shard], index: int) -> Staging:
+        """Cast and gather a bucket on the device; on the host its pieces go to where they lie, columns too."""
+        layout = bucket_layouts(self._writer.layout)[index]
+
+        def pack(there: Tensor) -> None:
+            self._writer.write(index, layout.pieces(there.view(torch.int64)), shards)
+
+        def unpack(host: Tensor) -> None:
+            with self._timeline.span("copy weights", bucket=index):
+                torch._foreach_copy_(list(target.views[index]), layout.pieces(host.view(torch.int64)))
+
+        return Staging(8 * layout.num_words, pack, unpack)
+
+
+# What a trainer rank knows of its versions and of its agent: where the next copy goes, what is delivered. Pure.
+#
+#     place(v) -> ASK -> TakeSlot ... -> grant -> place(v) -> the granted slot -> stage -> [sealed] -> arrived
+#              -> OWN_MEMORY while the agent is gone           (moved into a slot once it is back) -^
+#              -> NEEDLESS: the agent has it already
+#
+# `weightsync.sender` holds its lock around every call, and keeps deadlines.
+
+
+class Where(Enum):
+    """Where a version's copy goes, if not into a slot that was granted."""
+
+    ASK = auto()
+    """Into a slot that the agent is to be asked for now."""
+    SOON = auto()
+    """Into the slot that it was asked for; look again."""
+    OWN_MEMORY = auto()
+    """Into memory of this process; the agent gets it when it is back."""
+    NEEDLESS = auto()
+    """Nowhere: the agent has the version."""
+    REFUSED = auto()
+    """Nowhere: see `SenderState.refused`."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version's copy.
+
+    Attributes:
+        version, target: what and where.
+        slot: token of the agent's memory that holds it; None: it is this process's own.
+        copied: the ends of the copies from the device, by bucket; one that is not there has ended.
+    """
+
+    version: Version
+    target: Target
+    slot: bytes | None
+    copied: Mapping[int, CopiesDone] = field(default_factory=dict)
+
+
+class SenderState:
+    """The state of one rank's sender."""
+
+    def __init__(self) -> None:
+        self.staged: Staged | None = None
+        """The newest copy."""
+        self.refused: str | None = None
+        """Why the agent refused what was published last."""
+        self.no_room = ""
+        """What the agent waits for before it can give a slot."""
+        self._linked: bool | None = None  # None: not yet
+        self._granted: Staged | None = None
+        self._asked: Version | None = None
+        self._complete: Version | None = None
+        self._delivered: Version | None = None
+
+    @property
+    def undelivered(self) -> Version | None:
+        """The staged version, until the agent has it."""
+        if self.staged is None or self.staged.version == self._delivered:
+            return None
+        return self.staged.version
+
+    def begin(self) -> None:
+        """Another version is published: what was said of the last one counts no more."""
+        self.refused = None
+        self.no_room = ""
+
+    def place(self, version: Version) -> Staged | Where:
+        """Return where to copy a version; a slot that was granted is the caller's from now on."""
+        if self._complete is not None and version <= self._complete:
+            return Where.NEEDLESS
+        if self._granted is not None and self._granted.version == version:
+            granted, self._granted = self._granted, None
+            return granted
+        if self._linked is False:
+            return Where.OWN_MEMORY
+        if self.refused is not None:
+            return Where.REFUSED
+        if self._asked != version:
+            self._asked = version
+            return Where.ASK
+        return Where.SOON
+
+    def take_own_memory(self) -> Target | None:
+        """Return this process's memory that the last copy is in, if it is not read and will not be; else None."""
+        staged = self.staged
+        if staged is None or staged.slot is not None or self._linked is not False:
+            return None
+        self.staged = None
+        return staged.target
+
+    def link(self) -> Staged | Version | None:
+        """The agent can be asked; returns what to begin with: a copy to deliver, or a version to ask a slot for."""
+        self._linked = True
+        if self.staged is not None:
+            self._asked = None
+            return self.staged
+        return self._asked
+
+    def unlink(self) -> None:
+        """The agent is gone, and with it all that it held."""
+        self._linked = False
+        self._granted = self._complete = self._delivered = None
+
+    def grant(self, granted: Staged) -> None:
+        """A slot is there; nothing is copied into it yet."""
+        self._granted = granted
+        self._asked = None
+
+    def settle(self, *, complete: Version | None = None, refused: str | None = None) -> None:
+        """The agent gave no slot: it has the version (and those before) already, or refuses it."""
+        self._complete = complete or self._complete
+        self.refused = refused
+        self._asked = None
+
+    def wait_on(self, reason: str) -> Version | None:
+        """The agent has no room yet; returns the version that it is to be asked for again."""
+        self.no_room = reason
+        return self._asked
+
+    def is_due(self, staged: Staged) -> bool:
+        """Return whether a copy still is the newest one, and not delivered."""
+        return staged is self.staged and staged.version != self._delivered
+
+    def move(self, staged: Staged, moved: Staged) -> None:
+        """A copy lies somewhere else now."""
+        if self.staged is staged:
+            self.staged = moved
+
+    def arrived(self, version: Version) -> None:
+        """The agent has this rank's part of a version."""
+        self._delivered = version
+
+    def take_ahead(self, version: Version) -> bool:
+        """Return whether to ask for the slot of a version that is yet to come; it counts as asked then."""
+        if self._granted is not None and self._granted.version < version:
+            self._granted = None  # that version went another way
+        if self._asked is not None or self._granted is not None:
+            return False
+        self._asked = version
+        return True
+
 
 logger = logging.getLogger(__name__)
 

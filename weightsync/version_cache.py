@@ -17,10 +17,9 @@ from torch import Tensor
 
 from asyncflow.errors import EngineFailed, PlanError, TransportError, WeightsLate
 from asyncflow.transport.server import Connection
-from weightsync.connections import fetch_plan
+from weightsync.messages import fetch_plan
 from weightsync.plan import Bucket, Need, Piece, buckets_of, match_needs
-from weightsync.region import Region, RegionLayout
-from weightsync.slot_memory import private_memory
+from weightsync.slot_memory import Region, RegionLayout, private_memory
 from weightsync.version import Version
 
 _CPU = torch.device("cpu")

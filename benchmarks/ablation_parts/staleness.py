@@ -29,7 +29,7 @@ from tq.messages import (
     PublishVersion,
     RowsCreated,
 )
-from tq.task_spec import StepSpec, TaskSpec
+from tq.policies import StepSpec, TaskSpec
 from workers.admission.state import AdmissionState
 from workers.engines.sim.lengths import SimLengths
 from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode

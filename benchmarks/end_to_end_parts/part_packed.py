@@ -24,7 +24,7 @@ from end_to_end_parts.training_case import (
     process_group,
     save_model,
 )
-from tq.balance import split_by_tokens
+from tq.policies import split_by_tokens
 from workers.rows.rows import Sequences
 
 ROWS, SIZE = 32, 8

@@ -38,13 +38,11 @@ from launcher.run.rank_watch import RankWatch
 from launcher.run.status import RunStatus
 from launcher.run.supervisor import RestartLog
 from tq.columns import Column
-from weightsync.agent.instructions import Pull
 from weightsync.agent.service import WeightAgent
-from weightsync.agent.state import AgentState
-from weightsync.boxes import Box
+from weightsync.agent.state import AgentState, Pull
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import Held, OpenPlan, Reply, SealBuckets, TakeSlot, WatchPeer
-from weightsync.plan import ShardSpec, TransferPlan, plan_transfer
+from weightsync.plan import Box, ShardSpec, TransferPlan, plan_transfer
 from weightsync.version import Version
 
 ROWS_PER_S, RANKS, PER_NODE, STEP_S = 0.36, 46 / 64, 8, 44.6

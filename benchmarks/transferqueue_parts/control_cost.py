@@ -12,7 +12,7 @@ from tq.columns import column_of
 from tq.control.events import Answer
 from tq.control.state import ControlState
 from tq.messages import FetchRows, LeaseGrant, OutputsWritten, RowsCreated
-from tq.task_spec import TaskSpec
+from tq.policies import TaskSpec
 from transferqueue_parts.our_queue import OurQueue
 from transferqueue_parts.part import Result, Settings
 

@@ -12,7 +12,7 @@ import tq
 from asyncflow.device import connect_group
 from asyncflow.job import LOOPBACK
 from asyncflow.sealed_store import connect_store, serve_store
-from tq.client.replica import Replica
+from tq.client.dataloader import Replica
 from tq.columns import Column
 from tq.config import ReplicaFetch
 from transferqueue_parts.child import Child

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightsync.broadcast import BroadcastMember
+from weightsync.broadcast_group import BroadcastMember
 from weightsync.messages import Transfer
 from weightsync.plan import Need, Piece, TransferPlan
 from weightsync.receiver import WeightReceiver
-from weightsync.region import RegionLayout
+from weightsync.slot_memory import RegionLayout
 from weightsync.version import Version
 from weightsync_parts.masters import WIRE, engine_digests
 from weightsync_parts.raw_gloo import RawReceiver

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from weightsync.boxes import Box
+from weightsync.plan import Box
 from weightsync_parts.shapes import Shapes, rows_of
 from workers.engines.base import LocalShard
 

@@ -17,11 +17,9 @@ from transferqueue_parts.child import Child
 from transferqueue_parts.part import Result
 
 from launcher.config.load import load_config
-from weightsync.delta import apply_delta, encode_delta
 from weightsync.plan import TransferPlan, plan_transfer
-from weightsync.region import Region, RegionLayout
-from weightsync.shard_writer import describe
-from weightsync.slot_memory import private_memory
+from weightsync.sender import describe
+from weightsync.slot_memory import Region, RegionLayout, apply_delta, encode_delta, private_memory
 from weightsync_parts.options import Options
 from weightsync_parts.setup import begin_process
 from workers.engines.base import LocalShard

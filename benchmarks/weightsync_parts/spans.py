@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from weightsync.plan import Bucket
-from weightsync.region import Region
+from weightsync.slot_memory import Region
 
 
 class Span(NamedTuple):

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 
 from weightsync.agreement import agree_on_plan
-from weightsync.broadcast import Broadcaster, Cast
-from weightsync.bucket_buffer import BucketLayout
+from weightsync.broadcast_group import Broadcaster, BucketLayout, Cast
 from weightsync.plan import TransferPlan
-from weightsync.sender import WeightSender
-from weightsync.shard_writer import describe
+from weightsync.sender import WeightSender, describe
 from weightsync.version import Version
 from weightsync_parts.masters import WIRE, WIRE_NAME, Masters
 from weightsync_parts.raw_gloo import RawSender

@@ -253,9 +253,8 @@ def check_swap(needs: Needs) -> list[Finding]:
 
     from asyncflow.timeline import NoTimeline
     from weightsync.plan import match_needs, plan_transfer
-    from weightsync.region import Region
-    from weightsync.shard_writer import ShardCopies, ShardWriter, describe
-    from weightsync.slot_memory import SlotMemory, map_slot
+    from weightsync.sender import ShardCopies, ShardWriter, describe
+    from weightsync.slot_memory import Region, SlotMemory, map_slot
     from weightsync.version import Version
     from workers.engines.base import GenerateRequest, generate
     from workers.engines.hf.engine import HfEngine

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from asyncflow.errors import ConfigError
-from tq.task_spec import TaskSpec
+from tq.policies import TaskSpec
 from workers.engines.sim.lengths import SimLengths
 from workers.settings.dataflow import OBSERVERS, PlacedTask, place_tasks
 from workers.settings.engines import ActorConfig

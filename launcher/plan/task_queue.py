@@ -1,16 +1,15 @@
 """One task's rows in a simulated queue: which are ready, who gets them. Pure.
 
 A light twin of `tq.control`: no leases, units or failures. Which rows go out together, and to which rank, is decided by
-the run's own policies (`tq.policies`) and, where steps take rows of several partitions, by `tq.task_spec.choose`.
+the run's own policies (`tq.policies`) and, where steps take rows of several partitions, by `tq.policies.choose`.
 """
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tq import task_spec
-from tq.policies import Fifo, Item, Policy, Want
-from tq.task_spec import Offer, TaskSpec
+from tq import policies as task_spec
+from tq.policies import Fifo, Item, Offer, Policy, TaskSpec, Want
 
 
 @dataclass

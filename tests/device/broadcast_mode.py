@@ -15,14 +15,11 @@ from torch.utils._pytree import tree_leaves
 from asyncflow.transport.meeting import Credentials
 from weightsync.agent.service import WeightAgent
 from weightsync.agreement import agree_on_plan
-from weightsync.boxes import Box
-from weightsync.broadcast import Broadcaster, BroadcastMember
-from weightsync.bucket_buffer import checksum
+from weightsync.broadcast_group import Broadcaster, BroadcastMember, checksum
 from weightsync.config import WeightSyncConfig
-from weightsync.plan import Need
+from weightsync.plan import Box, Need
 from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender
-from weightsync.shard_writer import describe
+from weightsync.sender import WeightSender, describe
 from weightsync.version import Version
 from workers.engines.base import LocalShard
 

@@ -90,9 +90,8 @@ def train(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
     """Three updates; a version of the weights and a checkpoint are copied while the third one is computed."""
     from asyncflow.timeline import NoTimeline
     from weightsync.plan import plan_transfer
-    from weightsync.region import Region, RegionLayout
-    from weightsync.shard_writer import ShardCopies, ShardWriter, describe
-    from weightsync.slot_memory import SlotMemory, map_slot
+    from weightsync.sender import ShardCopies, ShardWriter, describe
+    from weightsync.slot_memory import Region, RegionLayout, SlotMemory, map_slot
     from weightsync.version import Version
     from workers.checkpoint.saved_shards import HostCopy
     from workers.engines.fsdp.engine import FsdpEngine
@@ -178,11 +177,9 @@ def generate(device: torch.device, rank: int, num_ranks: int, directory: Path) -
     """Sampled responses, with weights that change under way. Each version lies in a slot, which is given back then."""
     from safetensors.torch import load_file
 
-    from weightsync.boxes import Box
-    from weightsync.plan import match_needs, plan_transfer
-    from weightsync.region import Region, RegionLayout
-    from weightsync.shard_writer import describe
-    from weightsync.slot_memory import SlotMemory, map_slot
+    from weightsync.plan import Box, match_needs, plan_transfer
+    from weightsync.sender import describe
+    from weightsync.slot_memory import Region, RegionLayout, SlotMemory, map_slot
     from workers.engines.base import GenerateRequest, LocalShard
     from workers.engines.base import generate as responses_of
     from workers.engines.hf.engine import HfEngine

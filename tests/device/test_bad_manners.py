@@ -27,15 +27,13 @@ from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Connection, Session
 from asyncflow.vendors import Vendor, _Cuda, vendor_of, vendors
 from weightsync.agent.service import WeightAgent
-from weightsync.boxes import Box
-from weightsync.broadcast import Broadcaster, BroadcastMember
-from weightsync.broadcast_group import STALL_S, BroadcastGroup, sender_name
+from weightsync.broadcast_group import STALL_S, Broadcaster, BroadcastGroup, BroadcastMember, sender_name
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import AskStatus, JoinBroadcast, Reply, Request, Transfer
-from weightsync.plan import Need, plan_transfer
+from weightsync.plan import Box, Need, plan_transfer
 from weightsync.receiver import WeightReceiver
-from weightsync.region import Region, RegionLayout
-from weightsync.shard_writer import describe
+from weightsync.sender import describe
+from weightsync.slot_memory import Region, RegionLayout
 from weightsync.version import Version
 from weightsync.version_cache import VersionCache
 from workers.engines.base import LocalShard
@@ -315,7 +313,7 @@ def test_a_stop_that_comes_while_it_connects_ends_what_follows(job: Job, monkeyp
         def disconnected(self, session: Session) -> None:
             """Nothing is kept."""
 
-    monkeypatch.setattr("weightsync.broadcast.Connection", connect)
+    monkeypatch.setattr("weightsync.broadcast_group.Connection", connect)
     server = ChannelServer(job.credentials, "silent", Request, Silent())
     sender = Sender(job.credentials, "silent", "actor/0", PLAN, 0, device=CPU, epoch="0", timeout_s=DEADLINE_S)
     took_s = stopped_after_s(sender)

@@ -27,8 +27,7 @@ from transformers import (
 )
 
 from asyncflow.testing.plain import decay_groups
-from weightsync.boxes import Box
-from weightsync.plan import ShardSpec, plan_transfer
+from weightsync.plan import Box, ShardSpec, plan_transfer
 
 from .samples import NUM_SAMPLES, TEMPERATURE, make_sample
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.machine import obstacle
 from tests.support.ports import free_port
-from tq.backends.config import BackendConfig
+from tq.config import BackendConfig
 
 NEEDS = {
     "redis": "apt-get install redis-server",

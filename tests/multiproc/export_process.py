@@ -13,8 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from weightsync.config import ExportConfig
-from weightsync.export import WeightExporter
-from weightsync.external import connect_weights
+from weightsync.export import WeightExporter, connect_weights
 from workers.engines.hf.weights import copy_without_weights, write_weights
 
 

@@ -11,8 +11,7 @@ from torch.distributed import PrefixStore
 
 from asyncflow.device import connect_group
 from asyncflow.errors import TransportError
-from tq.client.dataloader import StreamingDataLoader
-from tq.client.replica import Replica
+from tq.client.dataloader import Replica, StreamingDataLoader
 from tq.columns import Column, PackedBatch
 from tq.config import ReplicaFetch
 from tq.messages import FetchRound, LeaseGrant, NoRows, NoRowsReason

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tq.backends.backend import FileBackend
-from tq.backends.config import BackendConfig
+from tq.config import BackendConfig
 
 
 class Files(FileBackend):

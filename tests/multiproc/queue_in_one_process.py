@@ -15,13 +15,11 @@ from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDat
 from tq.config import QueueConfig
 from weightsync.agent.service import WeightAgent
 from weightsync.agreement import agree_on_plan
-from weightsync.boxes import Box
-from weightsync.broadcast import Broadcaster, BroadcastMember
+from weightsync.broadcast_group import Broadcaster, BroadcastMember
 from weightsync.config import WeightSyncConfig
-from weightsync.plan import Need
+from weightsync.plan import Box, Need
 from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender
-from weightsync.shard_writer import describe
+from weightsync.sender import WeightSender, describe
 from weightsync.version import Version
 from workers.engines.base import LocalShard
 from workers.settings.schedule import ScheduleConfig

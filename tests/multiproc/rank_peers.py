@@ -15,7 +15,7 @@ from weight_run import ask_all
 from asyncflow.device import connect_group
 from weightsync import version_cache
 from weightsync.plan import Need
-from weightsync.rank_receivers import Following, RankReceiver
+from weightsync.receiver import Following, RankReceiver
 from weightsync.slot_memory import private_memory
 from weightsync.version import Version
 

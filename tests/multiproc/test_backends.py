@@ -15,10 +15,8 @@ from asyncflow.testing.backends import *  # noqa: F403
 from asyncflow.testing.backends import OpenBackend, block
 from asyncflow.transport.meeting import Credentials
 from tq import Column, StorageUnit
-from tq.backends.backend import FileBackend
-from tq.backends.config import BACKENDS, BackendConfig
-from tq.backends.load import load_backend
-from tq.config import QueueConfig
+from tq.backends.backend import FileBackend, load_backend
+from tq.config import BACKENDS, BackendConfig, QueueConfig
 from tq.messages import GetUnitStats, RegisterUnit
 
 Server = tuple[BackendConfig, "subprocess.Popen[bytes] | None"]

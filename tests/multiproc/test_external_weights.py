@@ -28,14 +28,11 @@ from asyncflow.job import LOOPBACK, GangSpec, Job
 from asyncflow.sealed_store import serve_store
 from asyncflow.transport.meeting import Credentials
 from weightsync.agent.service import WeightAgent
-from weightsync.boxes import Box
 from weightsync.config import ExportConfig, WeightSyncConfig
-from weightsync.export import WeightExporter
-from weightsync.external import WeightFeed, connect_weights
-from weightsync.plan import Need, TransferPlan, plan_transfer
+from weightsync.export import WeightExporter, WeightFeed, connect_weights
+from weightsync.plan import Box, Need, TransferPlan, plan_transfer
 from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender
-from weightsync.shard_writer import describe
+from weightsync.sender import WeightSender, describe
 from weightsync.version import Version
 from workers.engines.hf.weights import copy_without_weights, write_weights
 

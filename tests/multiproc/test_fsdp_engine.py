@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from weightsync.boxes import Box
+from weightsync.plan import Box
 
 SCRIPT = Path(__file__).with_name("fsdp_rank.py")
 DEADLINE_S = 120

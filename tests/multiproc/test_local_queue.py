@@ -27,7 +27,7 @@ from asyncflow.errors import (
     TransportError,
 )
 from asyncflow.transport.server import Connection
-from tq.address import QueueAddress
+from tq.directory import QueueAddress
 from tq.messages import (
     CONTROLLER_REPLIES,
     FetchRound,

@@ -11,7 +11,7 @@ from asyncflow.errors import RoleFailed, TransportError
 from asyncflow.process import ServiceThreads
 from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.server import ChannelServer, Connection, Session
-from weightsync.connections import connections
+from weightsync.messages import connections
 
 
 class BreakingCredentials(Credentials):

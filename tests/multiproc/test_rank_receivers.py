@@ -20,7 +20,7 @@ from weight_run import WeightRun, ask, ask_all, steps
 from asyncflow.clock import HostClock
 from asyncflow.errors import EngineFailed, WeightsLate
 from asyncflow.job import Job
-from weightsync.rank_receivers import RanksReceiver
+from weightsync.receiver import RanksReceiver
 from weightsync.version import Version
 
 DEADLINE_S = 3.0

@@ -11,8 +11,8 @@ from failing_services import of_queue, weight_agent
 from torch.distributed import TCPStore
 
 from tq import Column, Lease, QueueClient
-from tq.address import QueueAddress
 from tq.config import QueueConfig, TaskConfig
+from tq.directory import QueueAddress
 
 CONFIG = QueueConfig(num_storage_units=1, request_timeout_s=20, unit_timeout_s=1)
 WHY = "KeyError: 'nobody thought of this'"
@@ -32,10 +32,10 @@ def _address(store: TCPStore, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("part", "from_call", "thread"),
     [
-        ("tq.unit.upkeep:UnitUpkeep._has_work", 1, "upkeep"),
+        ("tq.unit.puts:UnitUpkeep._has_work", 1, "upkeep"),
         ("tq.unit.storage:StorageUnit.inventory", 1, "link-controller-0"),
         ("tq.unit.controller_link:ControllerLink._send_next", 1, "tell-controller-0"),
-        ("tq.unit.controller_links:ControllerLinks.beat", 2, "timers"),  # the first is made before any thread is there
+        ("tq.unit.controller_link:ControllerLinks.beat", 2, "timers"),  # the first is made before any thread is there
     ],
 )
 def test_storage_unit_whose_thread_dies_ends_and_names_it(
@@ -49,7 +49,7 @@ def test_storage_unit_whose_thread_dies_ends_and_names_it(
 
 @pytest.mark.gate
 def test_controller_whose_thread_dies_ends_and_names_it(start: Start, address: Path) -> None:
-    controller = start(of_queue, str(address), "controller-0", "tq.control.unit_orders:UnitBacklog._tell_all", 1)
+    controller = start(of_queue, str(address), "controller-0", "tq.control.durable_facts:UnitBacklog._tell_all", 1)
     start(of_queue, str(address), "storage-0")
     client = QueueClient(QueueAddress.load(address).credentials(), "me", config=CONFIG)
     client.put_rows({"x": Column.of_scalars(torch.ones(1))})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tq
-from tq.address import QueueAddress
+from tq.directory import QueueAddress
 
 NUM_ROWS, ROWS_PER_PUT = 100_000, 10_000
 ROWS = range(2**40, 2**40 + NUM_ROWS)

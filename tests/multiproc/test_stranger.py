@@ -11,8 +11,8 @@ from waiting import wait_until
 import tq
 from asyncflow.errors import SealBroken
 from asyncflow.transport.meeting import ask_key
-from tq.address import QueueAddress
 from tq.control.durable_facts import Mark
+from tq.directory import QueueAddress
 
 CONFIG = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=3, unit_grace_s=0.5)
 DEADLINE_S = 60.0

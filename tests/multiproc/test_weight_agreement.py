@@ -10,8 +10,7 @@ from torch.distributed import TCPStore
 from asyncflow.errors import PlanError, WeightsLate
 from asyncflow.transport.meeting import Credentials
 from weightsync.agreement import agree_on_plan
-from weightsync.boxes import Box
-from weightsync.plan import ShardSpec
+from weightsync.plan import Box, ShardSpec
 
 NUM_RANKS = 3
 LARGEST_VALUE = 2**20

@@ -11,8 +11,7 @@ from weight_model import SHAPES, needs, same, weights
 from weight_run import WeightRun, ask, ask_all, steps
 
 from asyncflow.errors import PlanError, WeightSyncError
-from weightsync.boxes import Box
-from weightsync.plan import Need
+from weightsync.plan import Box, Need
 from weightsync.version import Version
 
 LAST = 40

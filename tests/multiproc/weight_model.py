@@ -11,8 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from weightsync.boxes import Box
-from weightsync.plan import Need
+from weightsync.plan import Box, Need
 from weightsync.version import Version
 
 DEADLINE_S = 30.0

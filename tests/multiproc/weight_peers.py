@@ -23,16 +23,12 @@ from asyncflow.transport.meeting import SWITCH
 from asyncflow.transport.server import Call
 from weightsync.agent.service import WeightAgent
 from weightsync.agreement import agree_on_plan
-from weightsync.boxes import Box
-from weightsync.broadcast import Broadcaster, BroadcastMember
-from weightsync.broadcast_group import BroadcastGroup
-from weightsync.bucket_buffer import BucketLayout
+from weightsync.broadcast_group import Broadcaster, BroadcastGroup, BroadcastMember, BucketLayout
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import BucketFetched, FetchBucket
-from weightsync.plan import Need
+from weightsync.plan import Box, Need
 from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender
-from weightsync.shard_writer import ShardWriter, describe
+from weightsync.sender import ShardWriter, WeightSender, describe
 from weightsync.version import Version
 
 CPU = torch.device("cpu")

@@ -102,9 +102,8 @@ def _tokens(count: int, seed: int) -> Tensor:
 
 def _views(files: Path, needs: Any) -> dict[str, Tensor]:
     """Return what a receiver would give an engine of these weights."""
-    from weightsync.boxes import Box
-    from weightsync.plan import ShardSpec, match_needs, plan_transfer
-    from weightsync.region import Region, RegionLayout
+    from weightsync.plan import Box, ShardSpec, match_needs, plan_transfer
+    from weightsync.slot_memory import Region, RegionLayout
 
     weights = load_file(files / "model.safetensors")
     held = [ShardSpec(name, tuple(one.shape), "float32", Box.whole(tuple(one.shape))) for name, one in weights.items()]

@@ -22,7 +22,6 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.control.events import Answer, Event, Fence, Fenced, OwnerGone
 from tq.control.state import ControlState
-from tq.lease_tokens import first_token
 from tq.messages import (
     FetchRound,
     FetchRows,
@@ -34,7 +33,8 @@ from tq.messages import (
     PublishVersion,
     RowsCreated,
 )
-from tq.task_spec import TaskSpec
+from tq.policies import TaskSpec
+from tq.refill import first_token
 from workers.admission.state import AdmissionState
 from workers.settings.dataflow import TRAINERS, NeededWeights, PlacedTask, place_tasks
 from workers.settings.run import RunConfig

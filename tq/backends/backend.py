@@ -5,15 +5,25 @@ run, unit and the unit's incarnation, so no other process uses them.
 """
 
 import contextlib
-from collections.abc import Sequence
+import inspect
+import re
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from asyncflow.errors import TransportError
-from tq.backends.config import BackendConfig
+from asyncflow.errors import AsyncFlowError, ConfigError, TransportError, one_line
+from asyncflow.extras import pip_line
+from asyncflow.sealed_store import SealedStore
+from asyncflow.settings import Settings, own_settings
+from tq.config import BACKENDS, BackendConfig
 
 
 class Backend(Protocol):
@@ -156,3 +166,308 @@ class FileBackend:
 
     def _path(self, key: str) -> Path:
         return self._directory / f"{key.replace(':', '-').replace('/', '-')}.block"
+
+
+# From settings to a backend. Client libraries and users' modules are imported only when they are asked for.
+
+_METHODS = ("store", "load", "delete", "close")
+_RUN_ID = "tq/run_id"
+
+
+def load_backend(config: BackendConfig, unit_name: str, run_id: str) -> Backend:
+    """Return what the settings name; leftovers of former incarnations of this unit are deleted.
+
+    Args:
+        config: settings.
+        unit_name, run_id: all keys of the unit begin with `key_prefix(run_id, unit_name)`.
+
+    Raises:
+        ConfigError: the client library is not installed, or a class of the user's cannot be made.
+        TransportError: the backend does not answer.
+    """
+    try:
+        kind = backend_class(config.kind)
+        config = config.model_copy(update={"options": backend_options(config, kind)})
+        made: Backend = kind(config, key_prefix(run_id, unit_name))
+    except AsyncFlowError:
+        raise
+    except Exception as error:  # it may be a user's class
+        raise ConfigError(f"tq.backend.kind: {config.kind} cannot be made: {one_line(error)}") from error
+    if missing := [name for name in ("name", "in_process") if not hasattr(made, name)]:
+        raise ConfigError(f"tq.backend.kind: {config.kind} has no {missing[0]}; see tq.backends.backend.Backend")
+    return made
+
+
+def backend_class(kind: str) -> Any:
+    """Import the class that `tq.backend.kind` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no backend.
+    """
+    module, _, name = BACKENDS.locate(kind).partition(":")
+    try:
+        found = attrgetter(name)(import_module(module))
+    except (Exception, SystemExit) as error:  # it may be a user's module
+        raise ConfigError(f"tq.backend.kind: {kind} cannot be imported: {one_line(error)}") from error
+    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if missing or not isinstance(found, type):
+        what = f"lacks {' '.join(missing)}" if missing else "is no class"
+        raise ConfigError(f"tq.backend.kind: {kind} {what}; see tq.backends.backend.Backend")
+    try:
+        inspect.signature(found).bind("", "")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"tq.backend.kind: {kind} must be made with two arguments, section tq.backend and the prefix of its keys"
+        ) from error
+    return found
+
+
+def backend_options(config: BackendConfig, kind: Any) -> dict[str, Any]:
+    """Return the options of a user's backend, as its `Config` has them; without one as they are.
+
+    Raises:
+        ConfigError: it refuses one.
+    """
+    if not hasattr(kind, "Config"):
+        return config.options
+    return dict(own_settings(kind, config.options, name=config.kind, section="tq.backend.options", base=Settings))
+
+
+def key_prefix(run_id: str, unit_name: str) -> str:
+    """Return what all keys of a unit in a run begin with, whatever its incarnation."""
+    return f"asyncflow:{run_id}:{unit_name}"
+
+
+def agree_on_run_id(store: SealedStore, proposal: str) -> str:
+    """Return the id that all units of this run use: the first one proposed."""
+    return store.set_first(_RUN_ID, proposal).decode()
+
+
+# Blocks in a Mooncake Store: parts of a block are objects, pinned so that the store never evicts them.
+#
+# Every unit lends the store a segment of its memory and prefers it for its own blocks. A block that went to another
+# unit's segment, because this one was full, is lost when that unit dies.
+
+_MOONCAKE_PART_BYTES = 2**24
+_NOT_FOUND = -704
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class MooncakeBackend:
+    """See `Backend`."""
+
+    in_process = False
+
+    def __init__(self, config: BackendConfig, prefix: str) -> None:
+        """Join the store, and delete what former incarnations left under `prefix`.
+
+        Raises:
+            ConfigError: the Python package is not installed, or lacks a system library.
+            TransportError: the master does not answer.
+        """
+        try:
+            from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+        except ImportError as error:
+            raise ConfigError(f"storage backend mooncake: {pip_line('mooncake')} ({error})") from error
+        self.name = f"mooncake at {config.address}"
+        self._prefix = prefix
+        self._part_bytes = min(_MOONCAKE_PART_BYTES, config.segment_bytes // 4)
+        self._sizes: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        _check_port(self.name, config)
+        self._store: Any = MooncakeDistributedStore()
+        self._check(
+            self._store.setup(
+                config.local_host,
+                config.metadata,
+                config.segment_bytes,
+                config.buffer_bytes,
+                config.protocol,
+                config.devices,
+                config.address,
+            ),
+            "setup",
+        )
+        self._placement = ReplicateConfig()
+        self._placement.with_hard_pin = True
+        self._placement.preferred_segment = self._store.get_hostname()
+        self._delete_all()
+
+    def store(self, key: str, payload: Tensor) -> None:
+        """See `Backend`."""
+        num_bytes = payload.numel()
+        starts = range(0, num_bytes, self._part_bytes)
+        with self._lock:
+            self._sizes[key] = num_bytes
+        try:
+            with self._registered(payload):
+                for part, start in enumerate(starts):
+                    size = min(self._part_bytes, num_bytes - start)
+                    code = self._store.put_from(f"{key}:{part}", payload.data_ptr() + start, size, self._placement)
+                    self._check(code, f"store of {num_bytes} bytes")
+        except TransportError:
+            self.delete([key])
+            raise
+
+    def load(self, key: str, num_bytes: int) -> Tensor:
+        """See `Backend`."""
+        with self._lock:
+            known = self._sizes.get(key)
+        if known != num_bytes:
+            raise missing(self.name, key, num_bytes)
+        payload = torch.empty(num_bytes, dtype=torch.uint8)
+        with self._registered(payload):
+            for part, start in enumerate(range(0, num_bytes, self._part_bytes)):
+                size = min(self._part_bytes, num_bytes - start)
+                code = self._store.get_into(f"{key}:{part}", payload.data_ptr() + start, size)
+                if code == _NOT_FOUND or 0 <= code != size:
+                    raise missing(self.name, key, num_bytes)
+                self._check(code, "load")
+        return payload
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `Backend`. What cannot be deleted stays until the next incarnation deletes it."""
+        with self._lock:
+            sizes = {key: self._sizes.pop(key, 0) for key in keys}
+        parts = [f"{key}:{part}" for key in keys for part in range(-(-sizes[key] // self._part_bytes))]
+        if parts:
+            failed = [code for code in self._store.batch_remove(parts, True) if code not in (0, _NOT_FOUND)]
+            if failed:
+                self._check(failed[0], f"delete of {len(failed)} parts")
+
+    def close(self) -> None:
+        """See `Backend`."""
+        if self._closed:
+            return
+        self._closed = True
+        # A master that died keeps the client busy for a dozen seconds.
+        closing = threading.Thread(target=self._leave, name="close-mooncake", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_TIMEOUT_S)
+
+    def _leave(self) -> None:
+        with self._lock:
+            keys = list(self._sizes)
+        with contextlib.suppress(TransportError):  # then the next incarnation deletes them
+            self.delete(keys)
+        self._store.close()
+
+    def _delete_all(self) -> None:
+        pattern = "^" + re.sub(r"[^A-Za-z0-9:_-]", ".", self._prefix) + ":"
+        code = self._store.remove_by_regex(pattern, True)
+        if code != _NOT_FOUND:
+            self._check(code, "deletion of leftovers")
+
+    @contextlib.contextmanager
+    def _registered(self, payload: Tensor) -> Iterator[None]:
+        """Let the store's network read or write this memory directly."""
+        self._check(self._store.register_buffer(payload.data_ptr(), payload.numel()), "registration of memory")
+        try:
+            yield
+        finally:
+            self._store.unregister_buffer(payload.data_ptr())
+
+    def _check(self, code: int, what: str) -> None:
+        if code < 0:
+            raise TransportError(f"{self.name}: {what} failed (code {code}); is the master up, and is there room?")
+
+
+def _check_port(name: str, config: BackendConfig) -> None:
+    """Fail at once where no server listens; the client library would try for a minute and a half."""
+    host, _, port = config.address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), config.timeout_s).close()
+    except ValueError as error:
+        raise ConfigError(f"{name}: write the address of the master as HOST:PORT") from error
+    except OSError as error:
+        raise TransportError(f"{name}: the master does not answer: {error}") from error
+
+
+# Blocks in a Redis server: one hash per block, its fields are parts of the payload, so none reaches Redis' 512 MB.
+
+_REDIS_PART_BYTES = 2**26
+_DELETE_AT_ONCE = 512
+
+
+class RedisBackend:
+    """See `Backend`. The server must not evict (`maxmemory-policy noeviction`, Redis' default)."""
+
+    in_process = False
+
+    def __init__(self, config: BackendConfig, prefix: str) -> None:
+        """Connect, and delete what former incarnations left under `prefix`.
+
+        Raises:
+            ConfigError: redis-py is not installed.
+            TransportError: the server does not answer.
+        """
+        try:
+            import redis
+        except ImportError as error:
+            raise ConfigError(f"storage backend redis needs redis-py: {pip_line('redis')}") from error
+        address = urlsplit(config.address)
+        self.name = f"redis at {address.hostname or ''}{f':{address.port}' if address.port else ''}{address.path}"
+        self._error: type[Exception] = redis.RedisError
+        self._prefix = prefix
+        self._closed = False
+        self._client: Any = redis.Redis.from_url(
+            config.address, socket_timeout=config.timeout_s, socket_connect_timeout=config.timeout_s
+        )
+        self._delete_all()
+
+    def store(self, key: str, payload: Tensor) -> None:
+        """See `Backend`."""
+        data = payload.numpy().data
+        try:
+            with self._named("store"):
+                for start in range(0, payload.numel(), _REDIS_PART_BYTES):
+                    self._client.hset(key, str(start // _REDIS_PART_BYTES), data[start : start + _REDIS_PART_BYTES])
+        except TransportError:
+            self._forget(key)
+            raise
+
+    def load(self, key: str, num_bytes: int) -> Tensor:
+        """See `Backend`."""
+        payload = torch.empty(num_bytes, dtype=torch.uint8)
+        out = payload.numpy().data
+        for start in range(0, num_bytes, _REDIS_PART_BYTES):
+            with self._named("load"):
+                data = self._client.hget(key, str(start // _REDIS_PART_BYTES))
+            if data is None or len(data) != min(_REDIS_PART_BYTES, num_bytes - start):
+                raise missing(self.name, key, num_bytes)
+            out[start : start + len(data)] = data
+        return payload
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `Backend`."""
+        with self._named("delete"):
+            for start in range(0, len(keys), _DELETE_AT_ONCE):
+                self._client.unlink(*keys[start : start + _DELETE_AT_ONCE])
+
+    def close(self) -> None:
+        """See `Backend`."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(TransportError):  # then the next incarnation deletes them
+            self._delete_all()
+        self._client.close()
+
+    def _delete_all(self) -> None:
+        pattern = "".join(f"[{letter}]" if letter in "*?[" else letter for letter in self._prefix) + ":*"
+        with self._named("scan"):
+            keys = list(self._client.scan_iter(match=pattern, count=1000))
+        if keys:
+            self.delete(keys)
+
+    def _forget(self, key: str) -> None:
+        with contextlib.suppress(TransportError):  # then the next incarnation deletes it
+            self.delete([key])
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self._error as error:
+            raise TransportError(f"{self.name}: {what} failed: {error}") from error

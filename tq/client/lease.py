@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from asyncflow.errors import AsyncFlowError, ConfigError, LeaseFenced, PeerRefused, TransportError
 from tq.client.arguments import as_columns, check_names, check_rows_of
 from tq.client.read_ahead import ReadAhead
-from tq.client.stall_monitor import StallMonitor
+from tq.client.session import StallMonitor
 from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 
@@ -31,7 +31,7 @@ _JOIN_S = 5.0
 
 
 class LeaseCalls(Protocol):
-    """What a lease needs of the client's data plane; see `tq.client.data_plane.DataPlane`."""
+    """What a lease needs of the client's data plane; see `tq.client.session.DataPlane`."""
 
     def get(self, grant: LeaseGrant, names: Sequence[str]) -> PackedBatch:
         """Read columns."""

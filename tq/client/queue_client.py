@@ -7,13 +7,18 @@
 Calls wait for a controller that restarts. A unit that is gone is an error, but for new rows and for acks.
 """
 
+import asyncio
+import logging
+import secrets
+import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from asyncflow.errors import ConfigError, TransportError
+from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError, TransportError
 from asyncflow.transport.meeting import Credentials
 from tq.client.arguments import (
     as_columns,
@@ -24,24 +29,25 @@ from tq.client.arguments import (
     check_task,
     check_timeout,
 )
-from tq.client.data_plane import DataPlane
 from tq.client.lease import Lease, LeaseStream
-from tq.client.queue_snapshot import restore_snapshot, take_snapshot
-from tq.client.session import QueueSession, expect
-from tq.columns import PackedBatch
+from tq.client.session import DataPlane, QueueSession, expect
+from tq.columns import Column, PackedBatch
 from tq.config import QueueConfig, ReplicaFetch
 from tq.messages import (
     NEW_ROWS,
     ClearPartition,
     CloseWriting,
+    CutSnapshot,
     Done,
     FetchRound,
     FetchRows,
     GetQueueStats,
     GetUnitStats,
+    HoldPuts,
     LeaseGrant,
     LostRows,
     NoRows,
+    NoRowsReason,
     OpenPartition,
     Published,
     PublishVersion,
@@ -49,12 +55,106 @@ from tq.messages import (
     QueueStats,
     ReleaseCheckpointed,
     RowInfo,
+    SnapshotWritten,
     Stop,
     UnitStats,
     WatchLost,
+    WriteSnapshot,
 )
 from tq.refill import Refill
+from tq.snapshot import last_rows, read_manifest, read_snapshot, write_manifest
 from tq.wire import disclose
+
+# Snapshot and restore of a whole queue, driven by one client over all units.
+#
+#     hold every unit ---- cut every unit ---- write files ---- manifest, rename
+#     puts wait (milliseconds)   |  traffic goes on
+#
+# All units are cut while all of them hold, so the snapshot is the queue at one moment. It appears under its name only
+# when it is complete. Restoring puts the rows again, spread over however many units there are now.
+
+_HOLD_S = 10.0
+_WRITE_TIMEOUT_S = 3600.0
+
+
+def take_snapshot(
+    session: QueueSession, directory: Path, *, after_partition: int, forget_acks_of: Sequence[str]
+) -> int:
+    """Write the queue's rows into `directory`, which must not exist; all units must see the same file system.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        CheckpointError: the directory exists.
+        TransportError: a unit is away and does not come back in time, goes meanwhile, or is too slow; nothing is left
+            behind.
+    """
+    if directory.exists():
+        raise CheckpointError(f"queue snapshot: {directory} exists already; choose another directory")
+    beside = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    hold = secrets.token_hex(8)
+    try:
+        held = session.tell_units(HoldPuts(hold, _HOLD_S), Done, every=True)
+        cut = session.tell_units(CutSnapshot(hold, after_partition, list(forget_acks_of)), Done)
+        write = WriteSnapshot(hold, str(beside.resolve()))
+        written = session.tell_units(write, SnapshotWritten, timeout_s=_WRITE_TIMEOUT_S)
+        _refuse_missing(held.keys(), cut.keys() & written.keys())
+        num_rows = sum(part.num_rows for part in written.values())
+        files = [file for part in written.values() for file in part.files]
+        outputs = session.outputs.read(session.directory.tasks)
+        write_manifest(beside, files, num_rows=num_rows, outputs=outputs)
+        beside.rename(directory)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return num_rows
+
+
+def restore_snapshot(put_rows: Callable[..., Sequence[int]], session: QueueSession, directory: Path) -> int:
+    """Put a snapshot's rows into a queue that has none of them; tasks that were done with a row stay done.
+
+    New rows that are put without indices of their own get later ones than these.
+
+    Partitions are not declared here: those that were must be declared again (`open_partition`).
+
+    Args:
+        put_rows: of the client; puts the rows of one chunk.
+        session: the client's.
+        directory: the snapshot.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        CheckpointError: the snapshot is incomplete or damaged; nothing was put.
+        RowsExist: the queue has such a row already.
+    """
+    for task, columns in read_manifest(directory).outputs.items():
+        session.outputs.note(task, columns)
+    session.reserve_rows(last_rows(directory))
+    num_rows = 0
+    for chunk in read_snapshot(directory):
+        num_rows += len(
+            put_rows(
+                chunk.columns,
+                partition=chunk.partition,
+                rows=chunk.rows,
+                groups=chunk.groups,
+                group_size=chunk.group_size,
+                commits=chunk.commits,
+            )
+        )
+    return num_rows
+
+
+def _refuse_missing(held: Set[str], written: Set[str]) -> None:
+    gone = sorted(held - written)
+    if gone:
+        raise TransportError(f"queue snapshot: {' '.join(gone)} went while it was taken; take it again")
+
 
 _MOST_ROWS = 2**31
 
@@ -405,3 +505,169 @@ class QueueClient:
             self._session.held.granted(message, reply)
             return reply
         return expect(reply, NoRows)
+
+
+# The queue for asyncio: the calls of a consumer or producer as coroutines, run by threads that this object owns.
+#
+#     async with AsyncQueueClient(client) as queue:
+#         await queue.put_rows({"prompt": ["1 + 1 =", "2 + 2 ="]})
+#         async for lease in queue.stream("score", ["prompt"]):
+#             await lease.put({"score": await scores(lease.batch["prompt"])})
+#
+# Fetches wait for long, so they have threads of their own: they never keep a put waiting. A fetch that is cancelled
+# releases what it is granted later. A put that is cancelled is carried out nevertheless. Everything else (partitions,
+# versions, snapshots) is the wrapped `QueueClient`'s.
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AsyncQueueClient:
+    """One consumer or producer of an asyncio program. Use it from one event loop."""
+
+    def __init__(self, client: QueueClient, *, max_fetches: int = 16, max_calls: int = 8) -> None:
+        """Args:
+        client: does the work; closed by `close`.
+        max_fetches: fetches and watches for lost rows that wait at the same time; others wait for a thread.
+        max_calls: other calls at the same time.
+        """
+        self._client = client
+        self._closed = False
+        self._fetches = ThreadPoolExecutor(max_fetches, thread_name_prefix="queue-fetch")
+        self._calls = ThreadPoolExecutor(max_calls, thread_name_prefix="queue-call")
+
+    async def __aenter__(self) -> "AsyncQueueClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Carry out what was begun, then close the client, which ends waiting fetches. Idempotent."""
+        self._closed = True
+        await asyncio.to_thread(self._calls.shutdown)
+        await asyncio.to_thread(self._client.close)
+        await asyncio.to_thread(self._fetches.shutdown, cancel_futures=True)
+
+    async def put_rows(self, columns: Mapping[str, Any], **options: Any) -> tuple[int, ...]:
+        """See `QueueClient.put_rows`. A full queue keeps one of the `max_calls` threads waiting."""
+        return await self.call(self._client.put_rows, columns, **options)
+
+    async def fetch(self, task: str, **options: Any) -> "AsyncLease | NoRows":
+        """See `QueueClient.fetch`, also for the options."""
+        self._refuse_when_closed()
+        future = self._fetches.submit(self._client.fetch, task, **options)
+        try:
+            answer = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(self._return)
+            raise
+        return AsyncLease(self, answer) if isinstance(answer, Lease) else answer
+
+    async def stream(self, task: str, columns: Sequence[str], **options: Any) -> "AsyncIterator[AsyncLease]":
+        """Iterate over a task's rows, read already, until the queue stops, or is closed for writing and done.
+
+        Leases that the loop leaves open are released when it moves on. Nothing is fetched ahead: run several loops.
+
+        Args:
+            task: whose inputs must be complete.
+            columns: to read.
+            options: of `QueueClient.fetch`.
+        """
+        while True:
+            lease = await self.fetch(task, **options)
+            if isinstance(lease, NoRows):
+                if lease.reason is NoRowsReason.DEADLINE:
+                    continue
+                return
+            try:
+                await lease.read(columns)
+                yield lease
+            finally:
+                await asyncio.shield(lease.release())
+
+    async def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> PackedBatch:
+        """See `QueueClient.read_rows`."""
+        return await self.call(self._client.read_rows, rows, columns)
+
+    async def lost_rows(self, after: int = 0, *, timeout_s: float | None = None) -> LostRows | None:
+        """See `QueueClient.lost_rows`."""
+        self._refuse_when_closed()
+        return await asyncio.wrap_future(self._fetches.submit(self._client.lost_rows, after, timeout_s=timeout_s))
+
+    async def close_writing(self) -> None:
+        """See `QueueClient.close_writing`."""
+        await self.call(self._client.close_writing)
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run any short call of the client in one of the `max_calls` threads."""
+        self._refuse_when_closed()
+        return await asyncio.wrap_future(self._calls.submit(function, *args, **kwargs))
+
+    def _refuse_when_closed(self) -> None:
+        if self._closed:
+            raise TransportError(f"{self._client.owner}: the queue client is closed")
+
+    def _return(self, fetched: "Future[Lease | NoRows]") -> None:
+        """A cancelled fetch ended, in its own thread or, if it was faster, in the event loop's: so do not block."""
+        if fetched.cancelled() or fetched.exception() is not None:
+            return
+        lease = fetched.result()
+        if isinstance(lease, Lease):
+            try:
+                self._calls.submit(_release, lease)
+            except RuntimeError:  # the pool is shut down: the client closes, and its leases return with it
+                logger.debug("%s: a cancelled fetch was granted rows while closing", lease.grant.task)
+
+
+class AsyncLease:
+    """A `Lease` whose calls are coroutines."""
+
+    def __init__(self, queue: AsyncQueueClient, lease: Lease) -> None:
+        self._queue = queue
+        self._lease = lease
+
+    def __len__(self) -> int:
+        return len(self._lease)
+
+    def __getitem__(self, name: str) -> Column:
+        """Return a column that was read."""
+        return self._lease.batch[name]
+
+    @property
+    def batch(self) -> PackedBatch:
+        """The columns that were read so far, packed."""
+        return self._lease.batch
+
+    @property
+    def rows(self) -> list[int]:
+        """Global indices of the rows."""
+        return self._lease.rows
+
+    async def read(self, columns: Sequence[str]) -> PackedBatch:
+        """See `Lease.read`."""
+        return await self._queue.call(self._lease.read, columns)
+
+    async def put(self, columns: Mapping[str, Any], rows: Sequence[int] | None = None) -> bool:
+        """See `Lease.put`."""
+        return await self._queue.call(self._lease.put, columns, rows)
+
+    async def ack(self, rows: Sequence[int] | None = None) -> bool:
+        """See `Lease.ack`."""
+        return await self._queue.call(self._lease.ack, rows)
+
+    async def release(self, rows: Sequence[int] | None = None) -> None:
+        """See `Lease.release`."""
+        if self._lease.open_rows:
+            await self._queue.call(self._lease.release, rows)
+
+
+def _release(lease: Lease) -> None:
+    try:
+        lease.release()
+    except AsyncFlowError as error:
+        logger.warning("%s: rows of a cancelled fetch could not be released: %s", lease.grant.task, error)

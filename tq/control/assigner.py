@@ -5,8 +5,7 @@ from collections.abc import Callable
 from tq.control.rounds import RankSlice, Round, Rounds
 from tq.control.task_state import TaskState
 from tq.messages import Held
-from tq.policies import Fifo, Want
-from tq.task_spec import Offer, choose
+from tq.policies import Fifo, Offer, Want, choose
 
 
 class RoundAssigner:

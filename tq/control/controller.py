@@ -8,40 +8,51 @@ requests whose time is up and gives up units and silent consumers; `UnitOrders` 
                      rest, serve
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, TypeGuard
 
-from asyncflow.errors import AsyncFlowError
+from msgspec.structs import replace
+
+from asyncflow.errors import AsyncFlowError, SealBroken, TransportError
 from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
 from tq.config import QueueConfig
-from tq.control.admission import AdmissionPlace, MakeAdmission
 from tq.control.connected import Sessions, UnitGraces
-from tq.control.durable_facts import DurableMark, Memory
+from tq.control.durable_facts import DurableMark, Memory, UnitOrders
 from tq.control.events import (
+    Answer,
+    Cleared,
+    Commit,
     DeadlinePassed,
     DoneElsewhere,
     Event,
+    Fence,
+    FenceAll,
+    GroupRemoved,
+    Lost,
     OwnerGone,
     OwnerWrites,
     RecoveryDeadline,
+    RemoveGroup,
+    Shrunk,
+    TasksWrite,
     UnitGone,
     UnitLost,
 )
-from tq.control.lead_questions import LeadQuestions
-from tq.control.recovery import Recovering
-from tq.control.shell import News, StateShell
-from tq.control.state import ControlState
+from tq.control.rows import RowSet
+from tq.control.state import ControlState, Recovering
 from tq.control.stats import TaskRates
-from tq.control.unit_orders import UnitOrders
 from tq.directory import Directory, TaskOutputs
-from tq.lease_tokens import first_token
 from tq.messages import (
+    CONTROLLER_REPLIES,
     CONTROLLER_REQUESTS,
     AckLost,
     Alive,
@@ -53,6 +64,9 @@ from tq.messages import (
     GetQueueStats,
     Heartbeat,
     Join,
+    LeaseGrant,
+    Message,
+    NoRows,
     OpenPartition,
     OutputsWritten,
     Published,
@@ -61,19 +75,382 @@ from tq.messages import (
     RegisterUnit,
     Release,
     ReleaseCheckpointed,
+    RowRecords,
     RowsConfirmed,
     RowsCreated,
     RowsRemoved,
     Stop,
     TellLost,
     UnitAlive,
+    UnitLoss,
     WatchLost,
 )
-from tq.owner import replaces
-from tq.task_spec import TaskSpec
-from tq.timers import Timers
+from tq.policies import TaskSpec
+from tq.refill import AdmissionMark, Refill, first_token, replaces
+from tq.service_channels import ServiceChannels, await_reply
+from tq.timers import Timer, Timers
+
+# What puts the rows of a run: a client like any other, in the lead's process, which is told what the lead knows.
+
+
+class Admission(Protocol):
+    """Puts new rows, and lost ones again."""
+
+    @property
+    def started(self) -> bool:
+        """Whether `start` was called."""
+
+    @property
+    def admitted_groups(self) -> int:
+        """Ids of groups below this were given out."""
+
+    @property
+    def refills(self) -> Sequence[Refill]:
+        """Which groups were replaced so far, in order; durable, so that a later incarnation begins with the same."""
+
+    def start(self, known_rows: Mapping[int, Collection[int]] | None) -> None:
+        """Begin.
+
+        Args:
+            known_rows: after a restart, per partition, the rows that exist or are finished; None: the first start.
+        """
+
+    def add(self, event: int | Lost | GroupRemoved) -> None:
+        """Weights of a version were published, rows were lost, or a group left its partition."""
+
+    def close(self) -> None:
+        """Stop; idempotent."""
+
+
+@dataclass(frozen=True)
+class AdmissionPlace:
+    """What a controller gives its admission.
+
+    Attributes:
+        starts: of the controller, this one included.
+        mark: where an earlier incarnation stood; None: there was none.
+        version: newest weights that were published; the mark may know of older ones only.
+        save: makes a mark durable; returns when it is.
+        threads: the controller's: it fails with a thread of admission.
+    """
+
+    starts: int
+    mark: AdmissionMark | None
+    version: int
+    save: Callable[[AdmissionMark], None]
+    threads: ServiceThreads
+
+
+MakeAdmission = Callable[[AdmissionPlace], Admission]
+
+
+# Rows that went with a unit: a controller that is not the lead tells the lead, and hears who is done with them.
+#
+# Only the lead has losses put again. It may not have met the unit, when both died together. And it may know that all
+# tasks were done, since an ack of rows in hand reached it alone. Otherwise the rows are never put again and no other
+# controller learns of it.
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class LeadQuestions:
+    """Asks in a thread of its own, again and again; a lead that is away is asked the next time."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        name: str,
+        lead: str,
+        *,
+        interval_s: float,
+        timeout_s: float,
+        losses: Callable[[], list[UnitLoss]],
+        heard: Callable[[DoneElsewhere], None],
+        threads: ServiceThreads,
+    ) -> None:
+        """Start.
+
+        Args:
+            credentials: store and secret.
+            name: of this controller.
+            lead: service name.
+            interval_s: between two questions.
+            timeout_s: deadline of one question.
+            losses: returns the rows to tell of; called from the thread.
+            heard: called from the thread with what the lead knows.
+            threads: the controller's.
+        """
+        self._channels = ServiceChannels(credentials, name, Limits(), lambda *_: None)
+        self._lead = lead
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._losses = losses
+        self._heard = heard
+        self._closed = threading.Event()
+        self._thread = threads.start(self._run, name="ask-lead")
+
+    def close(self) -> None:
+        """Stop; idempotent."""
+        self._closed.set()
+        self._channels.close()
+        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            losses = self._losses()
+            if losses:
+                try:
+                    answer = self._ask(losses)
+                except TransportError as error:
+                    logger.info("%s: %s", self._lead, error)
+                else:
+                    self._heard(answer)
+
+    def _ask(self, losses: list[UnitLoss]) -> DoneElsewhere:
+        answer = self._channels.get(self._lead, CONTROLLER_REPLIES).submit(TellLost(losses))
+        reply = await_reply(answer, self._lead, "TellLost", self._timeout_s)[0]
+        rows = [number for loss in losses for record in loss.records for number in record.rows]
+        return DoneElsewhere({task: [rows[k] for k in positions] for task, positions in reply.commits.items()})
+
+
+# Applies events to a controller's state, one after another. Results are durable before any process is told.
+#
+# Calls that are not answered yet wait here, each with its deadline:
+#
+#     keep --> take (answered)
+#         '-> park --> take (answered; the deadline is off) | its time is up --> `expired`
+
+NewsItem = tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared
+News = list[NewsItem]
+"""Messages that are sent when the lock is released."""
+
+_LONGEST_PARK_S = 3600.0
+
+
+class StateShell:
+    """The state with its lock, parked calls and listeners (units, durable facts, admission).
+
+    No thread calls another process while holding the lock.
+    """
+
+    def __init__(
+        self,
+        state: ControlState,
+        memory: Memory,
+        timers: Timers,
+        threads: ServiceThreads,
+        *,
+        outputs: Callable[[], Mapping[str, Iterable[str]]],
+        orders: Callable[..., UnitOrders],
+        restarted: bool,
+    ) -> None:
+        """Args:
+        state: of the controller.
+        memory: its durable facts.
+        timers: run the deadlines of calls.
+        threads: the controller's.
+        outputs: reads task -> the columns that it was seen to write.
+        orders: makes what tells the units; `fenced` is called with every fence that holds.
+        restarted: this is not the controller's first start.
+        """
+        self.state = state
+        self.lock = threading.Lock()
+        self.calls = PendingRequests(timers, lambda request: self.apply(DeadlinePassed(request)))
+        self.orders = orders(fenced=self.apply)
+        self.admission: Admission | None = None
+        self._memory = memory
+        self._outputs = outputs
+        self._threads = threads
+        self._restarted = restarted
+
+    def recall(self) -> None:
+        """Tell the state what earlier incarnations left."""
+        self.state.handle(TasksWrite(self._outputs()))
+        for event in self._memory.events():
+            self.state.handle(event)
+        self.state.take_finished()  # durable already, as are these:
+        self.state.take_losses()
+
+    def apply(self, event: Event) -> None:
+        """Apply an event and tell what follows; the lock is not held."""
+        with self.lock:
+            answers = self.handle(event)
+        self.send(answers)
+
+    def handle(self, event: Event, request: int = 0) -> News:
+        """Apply an event and return what to `send`; the lock is held."""
+        news: News = []
+        for instruction in self.state.handle(event, request):
+            match instruction:
+                case Answer():
+                    call = self.calls.take(instruction.request)
+                    if call is not None:
+                        news.append((call, instruction))
+                case Commit() | Fence() | FenceAll() | RemoveGroup():
+                    self.orders.add(instruction)
+                case Lost() | GroupRemoved() | Shrunk() | Cleared():
+                    news.append(instruction)
+        self.start_admission()
+        return news
+
+    def send(self, news: News, event: Event | None = None) -> None:
+        """Tell clients, units and admission; the lock is not held. Fetches go first: rows wait for these answers.
+
+        Args:
+            news: what follows from an event.
+            event: if it may have brought the values of its rows.
+        """
+        with self.failing("durable facts"):
+            self._make_durable(news)  # before any process is told
+        for one in sorted(news, key=_can_wait) if len(news) > 1 else news:
+            match one:
+                case Lost() | GroupRemoved() if self.admission is not None:
+                    self.admission.add(one)
+                case (call, Answer(reply=AsyncFlowError() as error)):
+                    call.refuse(error)
+                case (call, Answer(reply=LeaseGrant() as grant)) if _brings(event, grant, call.message):
+                    call.reply(replace(grant, values=event.values))
+                case (call, Answer(reply=reply)):
+                    call.reply(reply)
+
+    def _make_durable(self, news: News) -> None:
+        """What left with its group is written before the losses: a row that is in neither would be missed for ever."""
+        for one in news:
+            if isinstance(one, Shrunk):
+                self._memory.remember_removed(one.partition, self._removed)
+        if self.state.losses_changed or self._memory.saving_losses.locked():
+            self._memory.remember_losses(self._losses)
+        for one in news:
+            if isinstance(one, Cleared):
+                self._memory.clear(one.partition)
+                self._memory.remember_removed(one.partition, self._removed)
+
+    def _removed(self, partition: int) -> RowSet:
+        with self.lock:
+            return self.state.removed_rows(partition)
+
+    def losses_to_tell(self) -> list[UnitLoss]:
+        """Return what went with units, for the lead."""
+        with self.lock:
+            return self.state.losses()
+
+    def learn_outputs(self) -> None:
+        """Hear what tasks write: an earlier incarnation or another controller may have been told, but not this one."""
+        with self.failing("outputs of tasks", SealBroken):
+            outputs = self._outputs()
+        self.apply(TasksWrite(outputs))
+
+    def save_finished(self) -> None:
+        """Make durable which rows are finished; the lock is not held."""
+        with self.failing("durable facts"):
+            self._memory.remember_finished(self._newly_finished)
+
+    def _newly_finished(self) -> dict[int, RowSet]:
+        with self.lock:
+            return self.state.take_finished()
+
+    def _losses(self) -> tuple[dict[int, RowSet], dict[int, list[RowRecords]]] | None:
+        with self.lock:
+            if not self.state.losses_changed:
+                return None
+            return self.state.take_finished(), self.state.take_losses()
+
+    @contextlib.contextmanager
+    def failing(self, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+        """If that fails, so has the service: it starts again, and rebuilds everything."""
+        try:
+            yield
+        except kind as error:
+            self._threads.fail(what, error)
+            raise
+
+    def start_admission(self) -> None:
+        """Begin as soon as the state knows which rows exist."""
+        if self.admission is None or self.admission.started or self.state.recovering:
+            return
+        self.admission.start(self.state.known_rows() if self._restarted else None)
+
+
+class PendingRequests:
+    """Calls that wait, by request number. The caller holds the shell's lock. Never answers."""
+
+    def __init__(self, timers: Timers, expired: Callable[[int], None]) -> None:
+        """Args:
+        timers: run the deadlines.
+        expired: called without the lock with a request whose time is up, though it may just be answered.
+        """
+        self._timers = timers
+        self._expired = expired
+        self._pending: dict[int, _Pending] = {}
+        self._newest = 0
+
+    def add(self, call: Call) -> int:
+        """Keep a call until it is taken; returns the request's number."""
+        self._newest += 1
+        self._pending[self._newest] = _Pending(call, time.monotonic())
+        return self._newest
+
+    def park(self, request: int, timeout_s: float) -> None:
+        """Set the deadline of a request, unless it was answered."""
+        pending = self._pending.get(request)
+        if pending is not None:
+            delay_s = min(max(0.0, timeout_s), _LONGEST_PARK_S)
+            pending.deadline = self._timers.after(delay_s, partial(self._expired, request))
+
+    def take(self, request: int) -> Call | None:
+        """Return the call, which is to be answered now, once."""
+        pending = self._pending.pop(request, None)
+        return None if pending is None else pending.let_go()
+
+    def drop(self, session: int) -> list[int]:
+        """A channel ended: its calls need no reply, and would keep it alive. Returns the requests."""
+        requests = [number for number, pending in self._pending.items() if pending.call.session.number == session]
+        for number in requests:
+            self.take(number)
+        return requests
+
+    def fetches_of(self, owner: str) -> list[int]:
+        """Return the fetches of a consumer."""
+        return [
+            number
+            for number, pending in self._pending.items()
+            if isinstance(message := pending.call.message, FetchRows | FetchRound) and message.owner == owner
+        ]
+
+    def waiting_since(self) -> dict[str, float]:
+        """Return, per task, when its oldest fetch began to wait (s, monotonic)."""
+        oldest: dict[str, float] = {}
+        for pending in self._pending.values():  # in the order of their coming
+            if isinstance(pending.call.message, FetchRows | FetchRound):
+                oldest.setdefault(pending.call.message.task, pending.since)
+        return oldest
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    call: Call
+    since: float
+    deadline: Timer | None = None
+
+    def let_go(self) -> Call:
+        if self.deadline is not None:
+            self.deadline.cancel()
+        return self.call
+
+
+def _brings(event: Event | None, grant: LeaseGrant, fetch: Message) -> TypeGuard[RowsCreated | RowsConfirmed]:
+    """Whether an event has the values of a lease: a put of exactly these rows, where they are."""
+    if not isinstance(event, RowsCreated | RowsConfirmed) or not event.values or not isinstance(fetch, FetchRows):
+        return False
+    return grant.rows == event.rows and grant.units.count(event.unit) == len(event.rows)
+
+
+def _can_wait(one: NewsItem) -> bool:
+    """Whether this is no answer to a fetch."""
+    return not (isinstance(one, tuple) and isinstance(one[1].reply, LeaseGrant | NoRows))
+
 
 _CHECKS_PER_TIMEOUT = 8
 _LEFT_S = 5.0

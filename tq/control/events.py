@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncflow.errors import AsyncFlowError
-from tq.control.row_set import RowSet
+from tq.control.rows import RowSet
 from tq.messages import (
     AckLost,
     ClearPartition,

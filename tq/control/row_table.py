@@ -5,19 +5,310 @@ Instructions that a change causes are collected in `out`; `ControlState` hands t
 """
 
 import itertools
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from asyncflow.errors import LeaseFenced, PeerRefused
 from tq.control.assigner import RoundAssigner
-from tq.control.events import Answer, Cleared, Commit, Fence, Fenced, Instruction
-from tq.control.group_removals import GroupRemovals
-from tq.control.losses import Losses, TaskGraph
-from tq.control.row_set import RowSet
-from tq.control.rows import Row, Rows, RowState, UnitLife
+from tq.control.events import Answer, Cleared, Commit, Fence, Fenced, GroupRemoved, Instruction, RemoveGroup, Shrunk
+from tq.control.rows import Row, Rows, RowSet, RowState, UnitLife
 from tq.control.task_state import TaskState
-from tq.messages import AckLost, OutputsWritten
-from tq.refill import RemovalCause
-from tq.task_spec import TaskSpec
+from tq.messages import AckLost, LostRows, OutputsWritten, WatchLost
+from tq.policies import TaskSpec
+from tq.refill import UNKNOWN, RemovalCause
+
+# Dead-letter and filtered groups: no consumer gets their rows, and units remove them. Pure.
+#
+# begin -> rows withheld, units told (RemoveGroup) -> each reports its rows removed -> GroupRemoved, once
+
+
+class Table(Protocol):
+    """What is needed of a `RowTable`."""
+
+    rows: Rows
+    tasks: dict[str, TaskState]
+    out: list[Instruction]
+
+    def refresh(self, number: int) -> None:
+        """What tasks may be given of a row changed."""
+
+    def remove(self, number: int) -> None:
+        """A row leaves before all tasks are done with it."""
+
+
+class GroupRemovals:
+    """Part of a `RowTable`."""
+
+    def __init__(self, table: Table, *, refill: bool) -> None:
+        """Args:
+        table: rows and tasks.
+        refill: admission replaces groups, so partitions keep their size; else they get smaller.
+        """
+        self.count = 0
+        """Groups that left because a task failed on them."""
+        self.num_filtered = 0
+        """Groups that left because they were filtered out."""
+        self._table = table
+        self._refill = refill
+        self.groups: dict[tuple[int, int], RemovalCause] = {}
+        """(Partition, group) -> why it leaves."""
+        self._reported: set[tuple[int, int]] = set()
+
+    def has(self, row: Row) -> bool:
+        """Whether a row's group is leaving: a dead letter, or filtered."""
+        return (row.partition, row.group) in self.groups
+
+    def begin(self, row: Row, cause: RemovalCause) -> None:
+        """No consumer gets rows of this row's group any more, and the units take it out."""
+        if self.has(row):
+            return
+        all_rows = self._table.rows
+        members = self._withhold(row, cause)
+        where = all_rows.by_unit(members)
+        self.remove(number for number in members if all_rows.rows[number].lost)
+        if where:
+            self._table.out.append(RemoveGroup(where, cause))
+
+    def give_up(self, task: TaskState, token: int, rows: Iterable[int], *, failures: int = 0) -> None:
+        """The holder of a lease has no use for the groups of some of its rows, or failed on them so often."""
+        for number in task.leases.by_token[token].rows.intersection(rows):
+            row = self._table.rows.rows.get(number)
+            if row is not None:
+                self.begin(row, RemovalCause(task.spec.name, failures, filtered=not failures))
+
+    def keep_out(self, numbers: Iterable[int]) -> None:
+        """New rows of a group that is leaving leave at once."""
+        all_rows = self._table.rows
+        members: dict[RemovalCause, list[int]] = {}
+        for number in numbers:
+            row = all_rows.rows.get(number)
+            if row is not None and row.state is RowState.WITHHELD:
+                members.setdefault(self.groups[row.partition, row.group], []).append(number)
+        for cause, withheld in members.items():
+            self._table.out.append(RemoveGroup(all_rows.by_unit(withheld), cause))
+
+    def remove(self, numbers: Iterable[int], cause: RemovalCause = UNKNOWN) -> None:
+        """Rows of groups that are leaving left the queue; `cause`: as the removal's originator named it.
+
+        If that was another controller, lost rows of these groups leave here now: no unit will report them.
+        """
+        all_rows = self._table.rows
+        removed: dict[int, list[int]] = {}
+        leaving = deque(numbers)
+        while leaving:
+            number = leaving.popleft()
+            row = all_rows.rows[number]
+            if not self.has(row):
+                leaving += [member for member in self._withhold(row, cause) if all_rows.rows[member].lost]
+            self._report(row)
+            self._table.remove(number)
+            for task in self._table.tasks.values():
+                task.partition(row.partition).queue.forget_group(row.group)
+            removed.setdefault(row.partition, []).append(number)
+        for partition, gone in removed.items():
+            self.lack(partition, gone)
+            for task in self._table.tasks.values():
+                task.sized(partition)
+
+    def lack(self, partition: int, numbers: Iterable[int]) -> None:
+        """A partition will not have these rows, which are not in the table, unless admission replaces their groups."""
+        if not self._refill:
+            self._table.rows.partition(partition).lack(RowSet(numbers))
+            self._table.out.append(Shrunk(partition))
+
+    def forget(self, partition: int) -> None:
+        """A partition was cleared."""
+        self.groups = {key: cause for key, cause in self.groups.items() if key[0] != partition}
+        self._reported = {key for key in self._reported if key[0] != partition}
+
+    def _report(self, row: Row) -> None:
+        key = (row.partition, row.group)
+        if key not in self._reported:
+            self._reported.add(key)
+            cause = self.groups[key]
+            self.num_filtered += cause.filtered
+            self.count += not cause.filtered
+            self._table.out.append(GroupRemoved(row.partition, row.group, row.group_size, cause))
+
+    def _withhold(self, row: Row, cause: RemovalCause) -> list[int]:
+        """Hand out nothing of a row's group any more; returns the group's rows."""
+        all_rows = self._table.rows
+        self.groups[row.partition, row.group] = cause
+        members = [number for number in all_rows.numbers(row.partition) if all_rows.rows[number].group == row.group]
+        for number in members:
+            if not all_rows.rows[number].lost:
+                all_rows.rows[number].to(RowState.WITHHELD)
+                self._table.refresh(number)
+        return members
+
+
+# Rows whose unit is gone: which must be put again, which clients are told, what must be made durable, and which tasks
+# stay done with a row that is put again. Pure.
+#
+# lose 5, 9000      undecided: 5, 9000     changed: parts 0, 2
+# report 5          watchers are told of 5, under a sequence number
+# take              {0: [5], 2: [9000]}    the store holds both
+# back 5            changed: -, the record stays: the unit may not know yet which tasks were done with the row
+# end 5             changed: part 0        take -> {0: []}: the store forgets the part
+
+_ROWS = 4096
+"""Neighbours that go into one part of the durable record."""
+_PARTS = 256
+"""Rows beyond so many parts begin with the first one again."""
+
+
+class Losses:
+    """Part of a `RowTable`."""
+
+    def __init__(self, first: int) -> None:
+        """Args:
+        first: sequence numbers count up from here; a restarted controller starts above all earlier ones.
+        """
+        self.watchers: dict[int, WatchLost] = {}
+        """By request."""
+        self._sequence = first
+        self._reported: dict[int, int] = {}
+        """Row -> sequence number; no watcher misses a loss or sees it twice."""
+        self.undecided: dict[int, bool] = {}
+        """Row, of which it is not decided whether it must be put again -> whether a reader waits for it, though it is
+        in that reader's lease."""
+        self.lost: dict[int, set[int]] = {}
+        """Part -> lost rows."""
+        self.acked: dict[int, set[int]] = {}
+        """Part -> rows that are at a unit which has not heard, and may never hear, that a task is done with them."""
+        self._noted: dict[int, set[int]] = {}
+        self.changed: set[int] = set()
+        """Parts whose record must be written again: for a loss, an ack of a lost row, the end of a noted one."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield all lost rows."""
+        for rows in self.lost.values():
+            yield from rows
+
+    # What happens to rows
+
+    def lose(self, numbers: Iterable[int]) -> None:
+        """Record rows as lost; their partitions are to be saved."""
+        for number in numbers:
+            self.lost.setdefault(_part(number), set()).add(number)
+            self.changed.add(_part(number))
+            self.undecided.setdefault(number, False)
+
+    def look_again(self, numbers: Iterable[int], *, wanted: bool = False) -> None:
+        """Lost rows left a lease, or a reader of their lease waits for them (`wanted`): they may be needed now."""
+        for number in numbers:
+            self.undecided[number] = wanted or self.undecided.get(number, False)
+
+    def ack(self, number: int) -> None:
+        """A task finished a lost row: its partition is to be saved."""
+        self.changed.add(_part(number))
+
+    def ack_elsewhere(self, number: int) -> None:
+        """A task is done with a row that is not lost, and its unit has yet to hear: the record is to have it."""
+        self.acked.setdefault(_part(number), set()).add(number)
+        self.changed.add(_part(number))
+
+    def back(self, number: int) -> None:
+        """A row was put again; if it gets lost once more, that is another loss."""
+        self.lost.get(_part(number), set()).discard(number)
+        self._reported.pop(number, None)
+
+    def end(self, number: int) -> None:
+        """Forget a row that was finished or removed."""
+        self.back(number)
+        self.acked.get(_part(number), set()).discard(number)
+        if number in self._noted.get(_part(number), ()):
+            self.changed.add(_part(number))
+
+    # Clients that are told
+
+    def take_undecided(self) -> dict[int, bool]:
+        """Return lost row -> whether a reader waits for it, of those that are not decided on."""
+        undecided, self.undecided = self.undecided, {}
+        return undecided
+
+    def report(self, rows: Iterable[int]) -> list[int]:
+        """These rows must be put again; returns those that were not reported yet."""
+        new = [number for number in rows if number not in self._reported]
+        if new:
+            self._sequence += 1
+            self._reported.update(dict.fromkeys(new, self._sequence))
+        return new
+
+    def take_answers(self, all_rows: dict[int, Row]) -> list[tuple[int, LostRows]]:
+        """Return (request, reply) of the watchers that have not seen the newest losses; they watch no more."""
+        answers = []
+        for request, watch in list(self.watchers.items()):
+            rows = sorted(number for number, sequence in self._reported.items() if sequence > watch.after)
+            if rows:
+                held = [all_rows[number] for number in rows]
+                places = [row.partition for row in held]
+                answers.append((request, LostRows(self._sequence, places, rows, [row.group for row in held])))
+                del self.watchers[request]
+        return answers
+
+    # What is durable
+
+    def take(self) -> dict[int, list[int]]:
+        """Return part -> the rows that its record is to hold, of the parts that changed since the last call."""
+        changed, self.changed = self.changed, set()
+        for part in changed:
+            self._noted[part] = self.lost.get(part, set()) | self.acked.get(part, set())
+        return {part: sorted(self._noted[part]) for part in sorted(changed)}
+
+
+class TaskGraph:
+    """All tasks of the queue; tasks and columns are bits."""
+
+    def __init__(self, tasks: Sequence[TaskSpec], rows: Rows) -> None:
+        """Args:
+        tasks: of the queue.
+        rows: names the bits.
+        """
+        self._rows = rows
+        self._declared = {rows.bit(spec.name): rows.mask(spec.outputs) for spec in tasks}
+        self._inputs = {rows.bit(spec.name): rows.mask(spec.inputs) for spec in tasks}
+        self.known = dict(self._declared)
+        """Task -> columns that it declares or was seen to write, for some row."""
+
+    def learn(self, task: str, columns: Iterable[str]) -> None:
+        """A task was seen to write such columns."""
+        self.known[self._rows.bit(task)] |= self._rows.mask(columns)
+
+    def outputs(self, tasks: int) -> int:
+        """Return the columns that tasks write."""
+        mask = 0
+        for task, outputs in self.known.items():
+            mask |= outputs if tasks & task else 0
+        return mask
+
+    def upstream(self, task: int) -> int:
+        """Return the tasks that wrote, directly or not, what `task` reads."""
+        found, read = 0, self._inputs[task]
+        while True:
+            new = sum(writer for writer, outputs in self.known.items() if outputs & read) & ~found
+            if not new:
+                return found & ~task
+            found |= new
+            for reader, inputs in self._inputs.items():
+                read |= inputs if new & reader else 0
+
+    def still_done(self, row: Row, put: Row) -> int:
+        """Return the tasks that are done with a lost row that was put again: not those whose outputs went.
+
+        These are the declared ones and, beside them, what the task was seen to write and the row had.
+        """
+        done = self._rows.every_task & ~row.left
+        for task, outputs in self.known.items():
+            if (self._declared[task] | outputs & row.written) & ~put.written:
+                done &= ~task
+        return done
+
+
+def _part(number: int) -> int:
+    return number // _ROWS % _PARTS
+
 
 _LOST = RowState.LOST
 """An attribute of an enumeration is slow, and these are looked at for every row and task."""

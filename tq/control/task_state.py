@@ -12,12 +12,10 @@ import enum
 import heapq
 from collections.abc import Iterable, Sequence
 
-from tq.control.leases import Fencing, Leases, PoisonIsolation
-from tq.control.partition_queue import PartitionQueue
+from tq.control.partition_queue import Fencing, Leases, PartitionQueue, PoisonIsolation
 from tq.control.rounds import Rounds
 from tq.control.rows import Row, Rows, RowState
-from tq.policies import Fifo, Policy, Want
-from tq.task_spec import TaskSpec
+from tq.policies import Fifo, Policy, TaskSpec, Want
 
 _STORED = RowState.STORED
 """An attribute of an enumeration is slow, and this one is looked at for every row and task."""

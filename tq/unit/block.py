@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.transport.frame import Payload, Piece
 from tq.backends.backend import Backend
-from tq.spans import Int64s
+from tq.columns import Int64s
 from tq.stored_column import StoredColumn
 from tq.wire import ColumnHeader, describe_stored, unpack_stored
 

@@ -10,12 +10,15 @@ A producer that hears that rows exist may forget them. So no producer hears it w
 fail: a client that names such rows in another put gets `PutPending`, and puts them again.
 """
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from asyncflow.errors import AsyncFlowError, PeerRefused, PutPending, RowsExist
+from asyncflow.errors import AsyncFlowError, PeerRefused, PutPending, RowsExist, TransportError
+from asyncflow.process import ServiceThreads
 from asyncflow.transport.server import Call
 from tq.directory import TaskOutputs
 from tq.messages import (
@@ -31,10 +34,9 @@ from tq.messages import (
 )
 from tq.timers import Timer
 from tq.unit.block import Block, BlockStore
-from tq.unit.controller_links import ControllerLinks, Outcome, Told, when_all
-from tq.unit.records import Cut, Repeated
+from tq.unit.controller_link import ControllerLinks, Outcome, Told, when_all
 from tq.unit.row_journal import RowJournal
-from tq.unit.state import UnitState
+from tq.unit.state import Cut, Repeated, UnitState
 from tq.wire import enclose
 
 _PARKED_EXTRA_S = 5.0
@@ -381,3 +383,133 @@ def _same(blocks: BlockStore, repeated: Repeated, block: Block) -> bool:
 def _refuse(call: Call, error: BaseException) -> None:
     assert isinstance(error, AsyncFlowError), f"{error!r} is no refusal"
     call.refuse(error)
+
+
+# What a storage unit does beside its requests: deletes blocks, copies survivors out of thin ones, moves resting ones
+# to disk. One thread; takes the unit's lock only to look and to count, never while it copies.
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.2
+"""Between two rounds: blocks that are about to go as a whole are not copied first."""
+_SPILL_AGAIN_S = 30.0
+"""Pause after a failed spill (s)."""
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class UnitUpkeep:
+    """Owned by a `StorageUnit`."""
+
+    def __init__(
+        self,
+        name: str,
+        state: UnitState,
+        blocks: BlockStore,
+        threads: ServiceThreads,
+        *,
+        lock: threading.Lock,
+        keep_bytes: int,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            name: of the unit.
+            state, blocks, threads: the unit's.
+            lock: guards `state`.
+            keep_bytes: rows that wait for a checkpoint go to disk beyond this, if `blocks` has a place there.
+        """
+        self._name = name
+        self._state = state
+        self._blocks = blocks
+        self._lock = lock
+        self._keep_bytes = keep_bytes
+        self._work = threading.Condition(lock)
+        self._gone: list[Block] = []
+        self._closed = threading.Event()
+        self._spill_again_at = 0.0
+        self._thread = threads.start(self._run, name="upkeep")
+
+    def poke(self) -> None:
+        """Something changed. Memory is released at once, everything else soon."""
+        accounting = self._state.accounting
+        with self._lock:
+            gone = accounting.take_gone()
+            here = [block for block in gone if block.home.in_process]
+            self._gone += [block for block in gone if not block.home.in_process]
+            if self._has_work():
+                self._work.notify()
+        self._blocks.delete(here)
+
+    def wake(self) -> None:
+        """As `poke`, for callers that hold the lock: everything is released soon."""
+        self._work.notify()
+
+    def close(self) -> None:
+        """Stop; idempotent."""
+        with self._lock:
+            self._closed.set()
+            self._work.notify()
+        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
+
+    def _has_work(self) -> bool:
+        accounting = self._state.accounting
+        return bool(self._gone) or accounting.has_gone or accounting.has_thin or self._over_limit()
+
+    def _over_limit(self) -> bool:
+        may = self._blocks.spill_home is not None and time.monotonic() >= self._spill_again_at
+        return may and self._state.accounting.can_spill(self._keep_bytes)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._closed.is_set() and not self._has_work():
+                    self._work.wait()
+                if self._closed.is_set():
+                    return
+                gone, self._gone = self._gone + self._state.accounting.take_gone(), []
+            self._blocks.delete(gone)
+            if self._closed.wait(_PAUSE_S):
+                return
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Compact and spill what is due; also for tests, which do not wait."""
+        with self._lock:
+            thin = self._state.accounting.take_thin()
+            resting = self._state.accounting.take_resting(self._keep_bytes) if self._over_limit() else []
+        for block in thin:
+            self._compact(block)
+        for block in resting:
+            self._spill(block)
+
+    def _compact(self, block: Block) -> None:
+        with self._lock:
+            positions = self._state.survivors(block)
+        try:
+            new = self._blocks.compact(block, positions) if positions else None
+        except TransportError as error:
+            logger.warning("%s: a block stays larger than it need be: %s", self._name, error)
+            new = None
+        with self._lock:
+            if new is not None:
+                self._state.move(block, new, positions)
+            self._state.accounting.unpin([block])
+        self.poke()
+
+    def _spill(self, block: Block) -> None:
+        home = self._blocks.spill_home
+        assert home is not None
+        memory, written = block.home, self._blocks.spill(block)
+        if not written:
+            self._spill_again_at = time.monotonic() + _SPILL_AGAIN_S
+        with self._lock:
+            moved = written and self._state.accounting.spilled(block, home)
+            self._state.accounting.unpin([block])
+        try:
+            if moved:
+                memory.delete([block.key])
+            elif written:
+                home.delete([block.key])
+        except TransportError as error:
+            logger.warning("%s: %s", self._name, error)
+        self.poke()

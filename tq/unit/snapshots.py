@@ -24,8 +24,7 @@ from tq.snapshot import METADATA_KEY, ChunkRecord, checksum
 from tq.timers import Timers
 from tq.unit.block import Block, BlockStore
 from tq.unit.puts import Holds
-from tq.unit.records import Cut, CutRow
-from tq.unit.state import UnitState
+from tq.unit.state import Cut, CutRow, UnitState
 
 logger = logging.getLogger(__name__)
 

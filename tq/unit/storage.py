@@ -24,8 +24,7 @@ from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits, Payload
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
-from tq.backends.backend import Backend, FileBackend
-from tq.backends.load import agree_on_run_id, key_prefix, load_backend
+from tq.backends.backend import Backend, FileBackend, agree_on_run_id, key_prefix, load_backend
 from tq.config import QueueConfig
 from tq.directory import TaskOutputs
 from tq.messages import (
@@ -57,14 +56,11 @@ from tq.messages import (
 )
 from tq.timers import Timers
 from tq.unit.block import BlockStore
-from tq.unit.controller_link import is_refusal
-from tq.unit.controller_links import ControllerLinks, Outcome, when_all, when_completed
-from tq.unit.inventory import list_rows, take_inventory
-from tq.unit.puts import Holds, UnitPuts
+from tq.unit.controller_link import ControllerLinks, Outcome, is_refusal, when_all, when_completed
+from tq.unit.puts import Holds, UnitPuts, UnitUpkeep
 from tq.unit.row_journal import RowJournal, confirmation
 from tq.unit.snapshots import UnitSnapshots
-from tq.unit.state import UnitState
-from tq.unit.upkeep import UnitUpkeep
+from tq.unit.state import UnitState, list_rows, take_inventory
 
 logger = logging.getLogger(__name__)
 

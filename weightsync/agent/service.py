@@ -10,19 +10,25 @@ only between nodes.
 """
 
 import logging
+import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
-from asyncflow.errors import AsyncFlowError, PeerRefused, WeightSyncError
+from asyncflow.errors import AsyncFlowError, PeerRefused, TransportError, WeightSyncError
 from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits, Payload
 from asyncflow.transport.meeting import Credentials
-from asyncflow.transport.server import Call, ChannelServer, Session
-from weightsync.agent.instructions import (
+from asyncflow.transport.server import Call, ChannelServer, Connection, Session
+from weightsync.agent.state import (
+    AgentState,
     Answer,
     Grant,
     Instruction,
@@ -32,11 +38,7 @@ from weightsync.agent.instructions import (
     Refuse,
     Renew,
 )
-from weightsync.agent.peers import Fetch, PeerLink
-from weightsync.agent.state import AgentState
-from weightsync.agent.turns import Rounds
 from weightsync.config import WeightSyncConfig
-from weightsync.delta import apply_delta, encode_delta
 from weightsync.messages import (
     AgentStatus,
     AskStatus,
@@ -53,6 +55,7 @@ from weightsync.messages import (
     NoRepair,
     Offered,
     OpenPlan,
+    PeerHas,
     PlanFetched,
     Release,
     Reply,
@@ -62,15 +65,277 @@ from weightsync.messages import (
     Serving,
     SlotGranted,
     TakeSlot,
+    Transfer,
     Watch,
     WatchPeer,
+    connections,
 )
 from weightsync.plan import DTYPE_BYTES, Bucket, TransferPlan, plan_digest
-from weightsync.region import Region, RegionLayout, version_checksum
-from weightsync.slot_memory import SlotMemory
+from weightsync.slot_memory import Region, RegionLayout, SlotMemory, apply_delta, encode_delta, version_checksum
 from weightsync.version import Version
 
+# The way to one other agent: a thread that watches what it has and fetches buckets from it, one after the other.
+#
+#     connect -> WatchPeer parks ... answered: what it has -> it decides -> FetchBucket ... -> WatchPeer parks ...
+#
+# A channel that breaks fails what was to be fetched and is opened again, with pauses, until `close`.
+
 logger = logging.getLogger(__name__)
+
+_FETCH_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A bucket to fetch.
+
+    Attributes:
+        pull: what was decided.
+        region: of the slot's memory as it was then.
+    """
+
+    pull: Pull
+    region: Region
+
+
+@dataclass(frozen=True)
+class _PlanWanted:
+    digest: str
+
+
+class _Lost:
+    """The channel broke."""
+
+
+class Agent(Protocol):
+    """Whom a link works for."""
+
+    def peer_has(self, peer: str, held: Sequence[Held]) -> None: ...
+    def peer_plan(self, plan: bytes) -> None: ...
+    def peer_lost(self, peer: str) -> None: ...
+    def write_bucket(self, fetch: Fetch, payload: Tensor, base: Version | None) -> bool: ...
+    def fetched(self, fetch: Fetch, num_bytes: int, *, matches: bool) -> None: ...
+
+
+_Event = PeerHas | Fetch | _PlanWanted | _Lost
+
+
+class PeerLink:
+    """The link to one other agent."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        name: str,
+        peer: str,
+        agent: Agent,
+        threads: ServiceThreads,
+        *,
+        limits: Limits,
+    ) -> None:
+        """Start connecting.
+
+        Args:
+            credentials: store and secret.
+            name: of this agent.
+            peer: of the other one.
+            agent, threads: this one, and its threads.
+            limits: of the channel.
+        """
+        self._credentials = credentials
+        self._name = name
+        self._peer = peer
+        self._agent = agent
+        self._limits = limits
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._held: list[Held] = []
+        self._thread = threads.start(self._run, name=f"peer-{peer}")
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Get a bucket, after those before it."""
+        self._events.put(fetch)
+
+    def fetch_plan(self, digest: str) -> None:
+        """Get a plan."""
+        self._events.put(_PlanWanted(digest))
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._closing.set()
+        self._events.put(_Lost())
+        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        for connection in connections(
+            self._credentials, self._peer, self._name, stop=self._closing, limits=self._limits
+        ):
+            try:
+                self._work(connection)
+            except (TransportError, WeightSyncError) as error:
+                logger.info("%s: %s", self._name, error)
+            finally:
+                connection.close()  # first: no event of it may come after those that are dropped
+                self._agent.peer_lost(self._peer)  # second: what fails is fetched from others
+                self._fail_fetches()
+
+    def _work(self, connection: Connection) -> None:
+        self._watch(connection, 0)
+        while not self._closing.is_set():
+            event = self._events.get()
+            match event:
+                case PeerHas(revision, held):
+                    self._held = held
+                    self._watch(connection, revision)
+                    self._agent.peer_has(self._peer, held)
+                case Fetch() as fetch:
+                    self._fetch(connection, fetch)
+                case _PlanWanted(digest):
+                    reply, _ = connection.call(FetchPlan(digest), timeout_s=_FETCH_TIMEOUT_S)
+                    assert isinstance(reply, PlanFetched)
+                    self._agent.peer_plan(reply.plan)
+                    self._agent.peer_has(self._peer, self._held)
+                case _Lost():
+                    return
+
+    def _watch(self, connection: Connection, revision: int) -> None:
+        connection.submit(WatchPeer(revision), timeout_s=_FETCH_TIMEOUT_S).add_done_callback(self._watched)
+
+    def _watched(self, future: "Future[tuple[object, Tensor]]") -> None:
+        try:
+            reply, _ = future.result()
+        except TransportError:
+            reply = None
+        self._events.put(reply if isinstance(reply, PeerHas) else _Lost())
+
+    def _fetch(self, connection: Connection, fetch: Fetch) -> None:
+        num_bytes = 0
+        bases = (None, None) if fetch.pull.base is None else (fetch.pull.base, None, None)
+        for base in bases:  # a delta that fails is followed by the whole bucket, and that is tried once more
+            try:
+                request = FetchBucket(fetch.pull.version, fetch.pull.bucket, base)
+                reply, payload = connection.call(request, timeout_s=_FETCH_TIMEOUT_S)
+                assert isinstance(reply, BucketFetched)
+                num_bytes += reply.num_bytes
+                if self._agent.write_bucket(fetch, payload[: reply.num_bytes], reply.base):
+                    self._agent.fetched(fetch, num_bytes, matches=True)
+                    return
+                problem = "its checksum does not match"
+            except PeerRefused as error:
+                logger.info("%s: %s", self._name, error)
+                break
+            except WeightSyncError as error:
+                problem = str(error)
+            except TransportError:
+                self._agent.fetched(fetch, num_bytes, matches=False)
+                raise
+            logger.warning("bucket %d of %s from %s: %s", fetch.pull.bucket, fetch.pull.version, self._peer, problem)
+        self._agent.fetched(fetch, num_bytes, matches=False)
+
+    def _fail_fetches(self) -> None:
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, Fetch):
+                self._agent.fetched(event, 0, matches=False)
+
+
+# Turns that receivers take to be in the next broadcast. Pure.
+#
+# A broadcast starts once all the receivers that joined are ready.
+#
+#     receivers  Join (parks) ..................... Transfer(epoch, members) -> group, broadcast -> Join (parks) ...
+#     trainer    ............. Begin (parks) ...... Transfer(epoch, members) -> group, broadcast
+#
+# A group is built once per epoch. An epoch ends when a member leaves, comes, is late, or reports that its group broke,
+# and with the trainer.
+
+
+@dataclass(frozen=True)
+class _Begin:
+    call: object
+    session: object
+    version: Version
+    plan: str
+    deadline: float
+
+
+@dataclass
+class Rounds:
+    """The broadcasts of one lead agent."""
+
+    token: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Keeps its epochs apart from those of an agent that had this place before."""
+    _number: int = 0
+    _members: dict[object, str] = field(default_factory=dict)
+    _ready: dict[object, object] = field(default_factory=dict)
+    _begin: _Begin | None = None
+    _trainer: object = None
+
+    def join(self, call: object, session: object, name: str, broken: str) -> list[tuple[object, Transfer]]:
+        """A receiver is ready; returns the calls to answer.
+
+        Args:
+            call, session: whom to answer.
+            name: of the receiver.
+            broken: epoch whose group broke, or "".
+        """
+        for former in [each for each, other in self._members.items() if other == name and each != session]:
+            self._leave(former)  # it came back before the end of its old channel was seen
+        if session not in self._members:
+            self._members[session] = name
+            self._number += 1
+        self._break(broken)
+        self._ready[session] = call
+        return self._start()
+
+    def begin(
+        self, call: object, session: object, version: Version, plan: str, *, broken: str, deadline: float
+    ) -> list[tuple[object, Transfer]]:
+        """The trainer wants to broadcast; members that are not ready by `deadline` are left out."""
+        self._break(broken)
+        if session != self._trainer:  # another process has no group yet
+            self._trainer = session
+            self._number += 1
+        self._begin = _Begin(call, session, version, plan, deadline)
+        return self._start()
+
+    def closed(self, session: object) -> list[tuple[object, Transfer]]:
+        """A client is gone."""
+        if self._begin is not None and self._begin.session == session:
+            self._begin = None
+        self._leave(session)
+        return self._start()
+
+    def tick(self, now: float) -> list[tuple[object, Transfer]]:
+        """Time passed."""
+        if self._begin is None or self._begin.deadline > now:
+            return []
+        for session in [each for each in self._members if each not in self._ready]:
+            self._leave(session)
+        return self._start()
+
+    @property
+    def _epoch(self) -> str:
+        return f"{self.token}.{self._number}"
+
+    def _leave(self, session: object) -> None:
+        self._ready.pop(session, None)
+        if self._members.pop(session, None) is not None:
+            self._number += 1
+
+    def _break(self, epoch: str) -> None:
+        if epoch == self._epoch:
+            self._number += 1
+
+    def _start(self) -> list[tuple[object, Transfer]]:
+        if self._begin is None or len(self._ready) < len(self._members):
+            return []
+        begin, self._begin = self._begin, None
+        ready, self._ready = self._ready, {}
+        transfer = Transfer(self._epoch, begin.version, sorted(self._members.values()), begin.plan)
+        return [(call, transfer) for call in (begin.call, *ready.values())]
+
 
 _TICK_S = 0.1
 _Replies = list[tuple[object, object]]

@@ -4,16 +4,365 @@ Pure: every event returns the instructions that follow from it, in order. `call`
 tells one client from another.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from weightsync.agent.instructions import Answer, Grant, Instruction, LacksPlan, Offer, Pull, Refuse, Renew
-from weightsync.agent.peer_catalog import PeerCatalog
-from weightsync.agent.slots import Slot, Slots
 from weightsync.agent.swap_turns import SwapTurns
 from weightsync.agent.trainer_ranks import Ranks, Repairs, Taker
-from weightsync.messages import Done, Held, NoRoom, PeerHas, Repair, SwapTurn, Unneeded
+from weightsync.messages import Done, Held, NoRoom, PeerHas, Repair, Reply, SwapTurn, Unneeded
 from weightsync.plan import Bucket, TransferPlan
 from weightsync.version import Version
+
+# What `AgentState` has its shell do.
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Reply to a call."""
+
+    call: object
+    reply: Reply
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Reply to a call that it cannot be done."""
+
+    call: object
+    reason: str
+
+
+@dataclass(frozen=True)
+class Renew:
+    """Give a slot new memory: a process may still touch the old one."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Reply with a slot to write a version into."""
+
+    call: object
+    version: Version
+    slot: int
+    plan: TransferPlan
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Reply with a complete version to read."""
+
+    call: object
+    version: Version
+    slot: int
+    plan: TransferPlan
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Fetch a bucket from another agent into a slot; then say `pulled`."""
+
+    peer: str
+    version: Version
+    bucket: int
+    slot: int
+    checksum: int
+    base: Version | None
+    plan: TransferPlan
+
+
+@dataclass(frozen=True)
+class LacksPlan:
+    """Another agent has versions of an unknown plan: ask it for that, then say `open_plan` and `peer_has` again."""
+
+    peer: str
+    plan: str
+
+
+Instruction = Answer | Refuse | Renew | Grant | Offer | Pull | LacksPlan
+
+
+# What the agents of other nodes have, and from which of them a bucket is fetched. Pure.
+#
+# Kept by bucket, so that hearing of one does not mean looking through all agents: there may be a thousand, and each of
+# them tells of each bucket.
+
+_PULLS_PER_PEER = 2
+"""Buckets on their way from one agent: one is written while the next one travels."""
+
+
+class PeerCatalog:
+    """The other agents, as they last said."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Mapping[tuple[Version, str], Mapping[int, int]]] = {}
+        """Agent -> version and plan -> bucket -> checksum."""
+        self._holders: dict[tuple[Version, str], dict[int, dict[str, int]]] = {}
+        """The same as version and plan -> bucket -> agent -> checksum, without what failed since."""
+        self._pulls: dict[str, set[tuple[Version, int]]] = {}
+
+    def has(self, peer: str, held: Sequence[Held]) -> None:
+        """An agent said what it has now."""
+        now = {(each.version, each.plan): each.checksums for each in held}
+        before = self._held.get(peer, {})
+        for key in before.keys() - now.keys():
+            self._forget(peer, key, before[key])
+        for key, checksums in now.items():
+            if not checksums:
+                continue
+            self._forget(peer, key, before.get(key, {}).keys() - checksums.keys())
+            buckets = self._holders.setdefault(key, {})
+            for bucket, checksum in checksums.items():
+                buckets.setdefault(bucket, {})[peer] = checksum
+        self._held[peer] = now
+        self._pulls.setdefault(peer, set())
+
+    def lost(self, peer: str) -> None:
+        """The channel to it broke."""
+        for key, checksums in self._held.pop(peer, {}).items():
+            self._forget(peer, key, checksums)
+        self._pulls.pop(peer, None)
+
+    def offered(self, newer_than: Version | None) -> dict[Version, str]:
+        """Return versions that are news, newest first, each with the digest of its plan."""
+        news = {version: plan for version, plan in self._holders if newer_than is None or version > newer_than}
+        return dict(sorted(news.items(), reverse=True))
+
+    def have(self, version: Version, plan: str, bucket: int) -> bool:
+        """Return whether any agent has a bucket."""
+        return bucket in self._holders.get((version, plan), ())
+
+    def beyond(self, version: Version, plan: str, bucket: int) -> bool:
+        """Return whether any agent has a newer version of a bucket, so that its rank has gone on."""
+        return any(
+            other > version and digest == plan and bucket in buckets
+            for (other, digest), buckets in self._holders.items()
+        )
+
+    def source(self, version: Version, plan: str, bucket: int, *, busy_too: bool = False) -> str | None:
+        """Return the least busy agent that has a bucket and may be asked now; None: none.
+
+        An agent that is still busy with this very bucket, for memory that was given up since, is not asked for it a
+        second time: its two answers could not be told apart.
+
+        Args:
+            version, plan, bucket: which; the plan's digest.
+            busy_too: one that sends to others will do.
+        """
+        able = [
+            peer
+            for peer in self._holders.get((version, plan), {}).get(bucket, ())
+            if (version, bucket) not in self._pulls[peer] and (busy_too or len(self._pulls[peer]) < _PULLS_PER_PEER)
+        ]
+        return min(able, key=lambda peer: (len(self._pulls[peer]), peer), default=None)
+
+    def start(self, peer: str, version: Version, plan: str, bucket: int) -> int:
+        """A bucket is being fetched; returns its checksum."""
+        self._pulls[peer].add((version, bucket))
+        return self._holders[version, plan][bucket][peer]
+
+    def end(self, peer: str, version: Version, bucket: int, *, came: bool) -> None:
+        """It came, or did not; then that agent is not asked for it again, until it says anew that it has it."""
+        if peer not in self._held:
+            return
+        self._pulls[peer].discard((version, bucket))
+        for key in self._held[peer] if not came else ():
+            if key[0] == version:
+                self._forget(peer, key, [bucket])
+
+    def _forget(self, peer: str, key: tuple[Version, str], buckets: Iterable[int]) -> None:
+        table = self._holders.get(key)
+        if table is None:
+            return
+        for bucket in buckets:
+            peers = table.get(bucket, {})
+            peers.pop(peer, None)
+            if not peers:
+                table.pop(bucket, None)
+        if not table:
+            del self._holders[key]
+
+
+# The agent's few slots: versions, their writers and their readers. Pure.
+#
+#     empty -> being filled (writers, pulls) -> complete (readers) -> replaced, the oldest first
+#
+# One rule keeps every reader's bytes whole: *memory is written again only when every session that got it said that it
+# is done*. Else the slot gets new memory (`stained`), and the old one goes with the last mapping of it: when a session
+# that may still touch it vanished, when a version that was given up is still read, when a reader is too slow.
+
+
+@dataclass
+class Slot:
+    """One version's place.
+
+    Attributes:
+        number: which memory.
+        version: whose weights; None: the slot is empty.
+        plan, digest: under which it is written.
+        checksums: by bucket index, of those that are there.
+        writers: by trainer rank: the session that is writing its part, or damaged buckets of it again.
+        readers: sessions that hold it.
+        best_effort: sessions that hold it, but for which no writer waits.
+        left: readers have been too slow: they keep the memory when the slot is needed.
+        pulling: by bucket index: the agent that it is being fetched from.
+        delivered: a rank of this node has delivered buckets of it.
+        dropped: damaged or overtaken; it is not offered.
+        stained: a session that may still touch the memory is gone.
+    """
+
+    number: int
+    version: Version | None = None
+    plan: TransferPlan | None = None
+    digest: str = ""
+    checksums: dict[int, int] = field(default_factory=dict)
+    writers: dict[int, object] = field(default_factory=dict)
+    readers: set[object] = field(default_factory=set)
+    best_effort: set[object] = field(default_factory=set)
+    left: bool = False
+    pulling: dict[int, str] = field(default_factory=dict)
+    delivered: bool = False
+    dropped: bool = False
+    stained: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether every bucket is there and the version is not given up."""
+        return self.plan is not None and len(self.checksums) == len(self.plan.buckets) and not self.dropped
+
+    def let_write(self, rank: int, session: object) -> None:
+        """A trainer rank writes here until it says that it is done."""
+        if self.writers.get(rank, session) != session:
+            self.stained = True
+        self.writers[rank] = session
+
+    def lose(self, session: object) -> None:
+        """A client is gone. What it delivered stays, for it may come back with the rest."""
+        ranks = [rank for rank, writer in self.writers.items() if writer == session]
+        if ranks or session in self.readers | self.best_effort:
+            self.stained = True
+        for rank in ranks:
+            del self.writers[rank]
+        self.release(session)
+
+    def release(self, session: object) -> None:
+        """A session does not read it any more."""
+        self.readers.discard(session)
+        self.best_effort.discard(session)
+
+    def empty(self) -> None:
+        """Forget the version."""
+        if self.writers or self.readers or self.best_effort or self.pulling:
+            self.stained = True
+        self.version = self.plan = None
+        self.checksums, self.writers, self.readers, self.best_effort, self.pulling = {}, {}, set(), set(), {}
+        self.delivered = self.dropped = self.left = False
+
+
+class Slots:
+    """All slots of an agent."""
+
+    def __init__(self, number: int) -> None:
+        self._slots = [Slot(k) for k in range(number)]
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    def of(self, version: Version) -> Slot | None:
+        """Return where a version is or is being written; one that was dropped is nowhere."""
+        return next((slot for slot in self._slots if slot.version == version and not slot.dropped), None)
+
+    @property
+    def newest(self) -> Slot | None:
+        """The slot of the newest complete version."""
+        complete = [slot for slot in self._slots if slot.complete]
+        return max(complete, key=lambda slot: slot.version or (), default=None)
+
+    def held(self) -> list[Held]:
+        """Return what other agents may know of."""
+        return [
+            Held(slot.version, slot.digest, dict(slot.checksums))
+            for slot in self._slots
+            if slot.version is not None and not slot.dropped
+        ]
+
+    def holders(self) -> dict[object, list[Version]]:
+        """Return, by session, the versions that it reads or may read."""
+        holders: dict[object, list[Version]] = {}
+        for slot in self._slots:
+            if slot.version is not None:
+                for session in slot.readers | slot.best_effort:
+                    holders.setdefault(session, []).append(slot.version)
+        return holders
+
+    def parts(self) -> list[Slot]:
+        """Return the slots of versions that are not complete yet, oldest first."""
+        parts = [slot for slot in self._slots if slot.version is not None and not slot.complete and not slot.dropped]
+        return sorted(parts, key=lambda slot: slot.version or ())
+
+    def take(self, version: Version, plan: TransferPlan, digest: str, *, dispensable: Container[int]) -> Slot | None:
+        """Make room for a version; None: every slot is in use.
+
+        An unused slot goes first, then parts that give way, then the oldest complete one, except the newest,
+        that is not being repaired and that only best-effort readers and readers left behind hold. A dropped version
+        that is still read goes last: its readers keep the memory, perhaps until there is a newer version.
+
+        Args:
+            version, plan, digest: what will be written.
+            dispensable: numbers of slots with parts that give way to it; those of an older lineage do so anyway.
+        """
+        free = (slot for slot in self._slots if self._free_for(slot, version, dispensable))
+        slot = min(free, key=_reuse_order, default=None)
+        if slot is not None:
+            slot.empty()
+            slot.version, slot.plan, slot.digest = version, plan, digest
+        return slot
+
+    def abandon_parts(self, before: Version, rank: int, session: object) -> None:
+        """A trainer rank goes on to another version: it writes no more to those that it left unfinished."""
+        for slot in self.parts():
+            if slot.version is not None and slot.version < before and slot.writers.get(rank) == session:
+                del slot.writers[rank]
+
+    def drop_older_parts(self, newest: Version) -> None:
+        """Give up versions before `newest` that were never completed."""
+        for slot in self.parts():
+            if slot.version is not None and slot.version < newest:
+                slot.dropped = True
+
+    def leave_readers(self) -> None:
+        """A writer has waited long enough for the readers of older versions."""
+        for slot in self._slots:
+            slot.left = slot.complete and slot is not self.newest
+
+    def usage(self) -> str:
+        """Return the users of the slots, for a message."""
+        used = []
+        for slot in self._slots:
+            readers = " ".join(sorted(str(getattr(reader, "client", reader)) for reader in slot.readers))
+            use = f"read by {readers}" if readers else "complete" if slot.complete else "being written"
+            used.append(f"{slot.version} ({use})")
+        return f"{', '.join(used)}; raise weightsync.num_slots"
+
+    def _free_for(self, slot: Slot, version: Version, dispensable: Container[int]) -> bool:
+        if slot.version is None or slot.dropped:
+            return True
+        if slot is self.newest or (slot.readers and not slot.left):
+            return False
+        if slot.complete:
+            return not slot.writers and not slot.pulling
+        return slot.number in dispensable or slot.version.lineage < version.lineage
+
+
+def _reuse_order(slot: Slot) -> tuple[bool, bool, bool, tuple[int, ...]]:
+    return (
+        bool(slot.readers or slot.best_effort),
+        slot.version is not None and not slot.dropped,
+        slot.complete,
+        slot.version or (),
+    )
 
 
 class AgentState:

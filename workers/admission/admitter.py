@@ -21,7 +21,7 @@ from asyncflow.transport.meeting import Credentials
 from tq.client.queue_client import QueueClient
 from tq.columns import Column
 from tq.config import QueueConfig
-from tq.control.admission import AdmissionPlace, MakeAdmission
+from tq.control.controller import AdmissionPlace, MakeAdmission
 from tq.control.events import GroupRemoved, Lost
 from tq.refill import AdmissionMark, Refill
 from workers.admission.saved_rows import SavedRows

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from asyncflow.errors import CheckpointError
 from tq.columns import Column
+from tq.policies import TaskSpec
 from tq.snapshot import ChunkPlace, SnapshotChunk, chunk_places, read_manifest
-from tq.task_spec import TaskSpec
 from workers.admission.state import AdmittedGroup
 
 logger = logging.getLogger(__name__)

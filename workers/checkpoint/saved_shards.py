@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from asyncflow.device import CopiesDone, CopyStream
 from asyncflow.errors import CheckpointError
-from weightsync.boxes import Box
+from weightsync.plan import Box
 
 _CHUNK_BYTES = 2**26
 _ALIGNED = 64

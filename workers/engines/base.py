@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import BadRequest
-from weightsync.boxes import Box
-from weightsync.plan import Need
+from weightsync.plan import Box, Need
 from workers.engines.stop_strings import Stopped, StopStrings
 from workers.rows.rows import Sequences
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weightsync.boxes import Box
-from weightsync.plan import Need
+from weightsync.plan import Box, Need
 from workers.engines.base import LocalShard
 from workers.engines.hf.weights import HfWeights, write_weights
 from workers.rank.peers import gather, waiting_for_peers

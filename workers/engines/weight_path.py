@@ -9,13 +9,10 @@ from torch import Tensor
 
 from asyncflow.errors import WeightsLate
 from weightsync.agreement import agree_on_plan
-from weightsync.broadcast import Broadcaster, BroadcastMember
-from weightsync.broadcast_group import STALL_S
+from weightsync.broadcast_group import STALL_S, Broadcaster, BroadcastMember
 from weightsync.plan import Need
-from weightsync.rank_receivers import RanksEngine, RanksReceiver
-from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender
-from weightsync.shard_writer import describe
+from weightsync.receiver import RanksEngine, RanksReceiver, WeightReceiver
+from weightsync.sender import WeightSender, describe
 from weightsync.version import Version
 from workers.engines.base import GenerateEngine, LocalShard
 from workers.rank.context import WorkerContext

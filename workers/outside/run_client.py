@@ -35,7 +35,7 @@ from tq.client.lease import Lease, LeaseStream
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig
 from tq.messages import NoRows, NoRowsReason
-from weightsync.external import WeightFeed
+from weightsync.export import WeightFeed
 from weightsync.version import Version
 from workers.outside.feed_client import PromptFeed
 from workers.outside.lease import OutsideLease, OutsideTask

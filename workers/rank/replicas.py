@@ -5,7 +5,7 @@ model: its lead (the first stage's first rank) fetches rows, computes the hosted
 
     lead      queue -> rows -> columns -> forward_backward, ledger, statistics
                         |         |
-    others              '-> rows  '-> columns -> forward_backward        (`tq.client.replica`, `ReplicaPeers.share`)
+    others              '-> rows  '-> columns -> forward_backward        (`tq.client.dataloader`, `ReplicaPeers.share`)
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.device import connect_group
-from tq.client.replica import Replica
+from tq.client.dataloader import Replica
 from tq.columns import Column
 from tq.wire import ColumnHeader, describe, unpack
 from workers.rank.context import WorkerContext

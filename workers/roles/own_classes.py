@@ -15,7 +15,7 @@ from pydantic_core import to_jsonable_python
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings, own_options
-from tq.backends.config import BACKENDS
+from tq.config import BACKENDS
 from tq.policies import POLICIES, load_policy, policy_name
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_class import load_class
@@ -114,7 +114,7 @@ def _settings_of(
         }
         return {section: own.model_dump(mode="json") | found}
     if registry is BACKENDS:
-        from tq.backends.load import backend_class, backend_options
+        from tq.backends.backend import backend_class, backend_options
 
         check_function(name, field=field)
         return {_BACKEND: to_jsonable_python(backend_options(config.tq.backend, backend_class(name)))}

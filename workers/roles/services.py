@@ -15,8 +15,7 @@ from tq.control.controller import ControllerService
 from tq.service_process import serve_only
 from tq.unit.storage import StorageUnit
 from weightsync.agent.service import WeightAgent
-from weightsync.export import WeightExporter
-from weightsync.external import WeightFeed
+from weightsync.export import WeightExporter, WeightFeed
 from workers.admission.admitter import prompt_admission
 from workers.admission.feed_service import FeedService
 from workers.admission.saved_rows import KeepRule, SavedRows

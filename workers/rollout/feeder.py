@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tq.client.lease import Lease, read_or_release
 from tq.client.queue_client import QueueClient
-from tq.client.stall_monitor import StallMonitor
+from tq.client.session import StallMonitor
 from tq.messages import NoRowsReason
 from weightsync.version import Version
 from workers.rollout.outbox import RolloutLease

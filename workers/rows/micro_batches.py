@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Hashable, Sequence
 
-from tq.balance import split_by_tokens
+from tq.policies import split_by_tokens
 
 
 class MiniBatchAssigner:

@@ -18,8 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tq.balance import split_by_tokens
 from tq.columns import Column, PackedBatch
+from tq.policies import split_by_tokens
 from workers.rows.micro_batches import cut_by_rows, cut_by_tokens
 from workers.settings.dataflow import DRAWN_COLUMNS, SAMPLE_COLUMNS
 from workers.settings.engines import TrainingConfig

@@ -9,8 +9,7 @@ from difflib import get_close_matches
 
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
-from tq.policies import load_policy
-from tq.task_spec import StepSpec, TaskSpec
+from tq.policies import StepSpec, TaskSpec, load_policy
 from workers.settings.dataflow import (
     ADMITTED,
     ALIASES,

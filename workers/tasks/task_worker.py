@@ -7,7 +7,7 @@ Only a rank without rows waits for weights, and only for such that exist. While 
 compute, it goes on asking: those weights may need rows that are not here yet, or that come back.
 
 Where several ranks share a model, the first one, the lead, fetches and puts. The others get the same rows by broadcast
-(`tq.client.replica`), so all compute together.
+(`tq.client.dataloader`), so all compute together.
 
 Called by `workers.roles.main`. What is computed is in `workers.tasks`.
 """
@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from tq.client.dataloader import Round
 from tq.client.lease import Lease, read_or_release
-from tq.client.replica import Round
-from tq.client.stall_monitor import StallMonitor
+from tq.client.session import StallMonitor
 from tq.columns import PackedBatch
 from tq.messages import NoRows, NoRowsReason
 from workers.rank.context import WorkerContext

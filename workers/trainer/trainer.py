@@ -19,9 +19,8 @@ from torch import Tensor
 
 from asyncflow.errors import TrainingDiverged
 from asyncflow.run_files import list_checkpoints
-from tq.client.dataloader import StreamingDataLoader
+from tq.client.dataloader import Replica, StreamingDataLoader
 from tq.client.queue_client import QueueClient
-from tq.client.replica import Replica
 from tq.columns import PackedBatch
 from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from asyncflow.errors import PlanError
-from weightsync.boxes import Box
-from weightsync.plan import ShardSpec, plan_transfer
+from weightsync.plan import Box, ShardSpec, plan_transfer
 from workers.engines.fsdp.dtensor_shards import Cut, local_runs, local_shards
 
 SCRIPT = Path(__file__).parents[2] / "multiproc" / "sharded_ranks.py"

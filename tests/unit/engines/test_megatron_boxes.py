@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.boxes import Box
+from weightsync.plan import Box
 from workers.checkpoint.saved_shards import BoxedTensor, BoxPart, HostCopy
 from workers.engines.hf.weights import SavedTensors
 from workers.engines.megatron.names import MegatronGeometry, flat_boxes, megatron_shards

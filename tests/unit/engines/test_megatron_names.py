@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import PlanError
-from weightsync.boxes import Box
-from weightsync.plan import ShardSpec, plan_transfer
+from weightsync.plan import Box, ShardSpec, plan_transfer
 from workers.engines.base import LocalShard
 from workers.engines.hf.model import empty_causal_lm, parameter_aliases
 from workers.engines.megatron.names import MegatronGeometry, hf_weight_names, megatron_shards

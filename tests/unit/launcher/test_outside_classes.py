@@ -12,8 +12,8 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from tq.backends.config import BackendConfig
-from tq.backends.load import load_backend
+from tq.backends.backend import load_backend
+from tq.config import BackendConfig
 from workers.roles.own_classes import resolving
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_engine.py"

@@ -13,9 +13,8 @@ from launcher.plan.cost_model import Workload
 from launcher.plan.scenario import Latency, Scenario, Times, Turns, Work
 from launcher.plan.search import Bounds, longest_tokens
 from launcher.plan.world import Simulated, simulate
-from tq import task_spec
-from tq.policies import Fifo, Item
-from tq.task_spec import Offer, StepSpec, choose
+from tq import policies as task_spec
+from tq.policies import Fifo, Item, Offer, StepSpec, choose
 from weightsync.agent.swap_turns import SwapTurns
 from workers.admission.state import AdmissionState
 from workers.engines.sim.decoding import Decoding

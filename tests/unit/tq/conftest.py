@@ -47,7 +47,7 @@ from tq.messages import (
     UnitAccepted,
     WatchLost,
 )
-from tq.task_spec import TaskSpec
+from tq.policies import TaskSpec
 
 
 class ControlWorld:

@@ -7,8 +7,8 @@ from torch.distributed import DistStoreError, HashStore
 from asyncflow.process import ServiceThreads
 from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.meeting import Credentials
+from tq.control.controller import StateShell
 from tq.control.durable_facts import DurableMark, Memory
-from tq.control.shell import StateShell
 from tq.control.state import ControlState
 
 

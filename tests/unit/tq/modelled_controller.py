@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from tq.control.events import Fence, FenceAll
-from tq.control.recovery import Recovering
-from tq.control.state import ControlState
+from tq.control.state import ControlState, Recovering
 from tq.messages import FetchRows, RowRecords
-from tq.task_spec import TaskSpec
+from tq.policies import TaskSpec
 
 SERVED = {"lead": frozenset({"rollout", "train", "judge"}), "other": frozenset({"ref", "look"})}
 CONTROLLER_OF = {task: name for name, tasks in SERVED.items() for task in tasks}

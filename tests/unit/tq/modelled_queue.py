@@ -19,8 +19,7 @@ from queue_model import (
 
 from asyncflow.errors import AsyncFlowError, LeaseFenced, PeerRefused
 from tq.control.events import Answer, Commit, Fence, FenceAll, Fenced, Lost, RowsFinished, RowsLost, TasksWrite
-from tq.control.recovery import Recovering
-from tq.control.state import ControlState
+from tq.control.state import ControlState, Recovering
 from tq.messages import (
     AckLost,
     FetchRound,

@@ -10,7 +10,7 @@ from tq.control.rows import Row, RowState
 from tq.control.state import ControlState
 from tq.control.task_state import TASK_TRANSITIONS, TaskRowState, TaskState
 from tq.messages import OutputsWritten, RegisterUnit, RowRecords
-from tq.task_spec import StepSpec
+from tq.policies import StepSpec
 from tq.unit.row_journal import Life, confirmation
 
 SIZE = 2

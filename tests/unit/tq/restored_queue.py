@@ -30,8 +30,8 @@ from tq.messages import (
     RowsAccepted,
     RowsCreated,
 )
+from tq.policies import StepSpec
 from tq.snapshot import write_manifest
-from tq.task_spec import StepSpec
 from tq.unit.block import Block, BlockStore
 from tq.unit.snapshots import SnapshotWriter
 from tq.unit.state import UnitState

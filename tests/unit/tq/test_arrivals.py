@@ -8,7 +8,7 @@ import pytest
 from asyncflow.errors import LeaseFenced, PeerRefused, QueueFull
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, UnitGone, UnitLost
-from tq.control.recovery import Recovering
+from tq.control.state import Recovering
 from tq.messages import AckLost, Held, LostRows, RemovalReason, RowsAccepted, RowsRemoved
 
 World = Callable[..., Any]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
-from tq.client.async_client import AsyncLease, AsyncQueueClient
 from tq.client.lease import Lease
+from tq.client.queue_client import AsyncLease, AsyncQueueClient
 from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 

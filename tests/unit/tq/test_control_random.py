@@ -20,7 +20,7 @@ from queue_model import (
 
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, OwnerGone, RecoveryDeadline, UnitGone, UnitLost
-from tq.control.recovery import Recovering
+from tq.control.state import Recovering
 from tq.messages import FetchRound, FetchRows, Join, LeaseGrant, NoRows, PublishVersion
 
 

@@ -17,7 +17,7 @@ from tq.control.events import (
     UnitGone,
     UnitLost,
 )
-from tq.control.recovery import Recovering
+from tq.control.state import Recovering
 from tq.messages import Held, LeaseGrant, Release
 
 World = Callable[..., Any]

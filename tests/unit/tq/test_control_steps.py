@@ -8,9 +8,9 @@ import pytest
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, UnitGone
-from tq.control.recovery import Recovering
+from tq.control.state import Recovering
 from tq.messages import Held, PublishVersion, Stop
-from tq.task_spec import StepSpec
+from tq.policies import StepSpec
 
 World = Callable[..., Any]
 TRAIN = TaskSpec("train", frozenset({"x"}), keeps_leases=True, steps=StepSpec(num_rows=4, lateness=1))

@@ -8,7 +8,7 @@ import pytest
 from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
 from tq import TaskSpec
 from tq.control.events import FenceAll, Fenced, OwnerGone, RecoveryDeadline, UnitGone, UnitLost
-from tq.control.recovery import Recovering
+from tq.control.state import Recovering
 from tq.messages import (
     AckLost,
     CloseWriting,

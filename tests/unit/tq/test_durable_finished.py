@@ -13,8 +13,8 @@ from asyncflow.mac import MAC_BYTES
 from tq import TaskSpec
 from tq.control.durable_facts import KEPT_PARTITIONS, Finished
 from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
-from tq.control.recovery import Recovering
-from tq.control.row_set import RowSet
+from tq.control.rows import RowSet
+from tq.control.state import Recovering
 from tq.messages import ClearPartition, Held, OpenPartition, OutputsWritten
 
 World = Callable[..., Any]

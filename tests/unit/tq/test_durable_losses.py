@@ -10,9 +10,8 @@ from counting_store import shell_of
 from tq import TaskSpec
 from tq.control.durable_facts import DurableMark, Mark, Memory
 from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
-from tq.control.recovery import Recovering
-from tq.control.row_set import RowSet
-from tq.control.state import ControlState
+from tq.control.rows import RowSet
+from tq.control.state import ControlState, Recovering
 from tq.messages import (
     AckLost,
     Held,

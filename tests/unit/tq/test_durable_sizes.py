@@ -12,7 +12,7 @@ from asyncflow.transport.meeting import Credentials
 from tq import TaskSpec
 from tq.control.durable_facts import DurableMark, Memory
 from tq.control.events import Instruction, RecoveryDeadline
-from tq.control.recovery import Recovering
+from tq.control.state import Recovering
 from tq.messages import OpenPartition, RegisterUnit, RemovalReason, RowsRemoved
 
 World = Callable[..., Any]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, RecoveryDeadline, RowsFinished, RowsLost
-from tq.control.recovery import Recovering
+from tq.control.state import Recovering
 from tq.messages import LeaseGrant, RegisterUnit, RowRecords
 
 World = Callable[..., Any]

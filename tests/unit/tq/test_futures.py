@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tq.unit.controller_links import Outcome, when_all, when_completed
+from tq.unit.controller_link import Outcome, when_all, when_completed
 
 
 class Payload:

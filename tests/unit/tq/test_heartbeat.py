@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from asyncflow.transport.server import Connection
-from tq.client.heartbeat import Heartbeats
 from tq.client.session import QueueSession
 from tq.messages import Alive, Heartbeat
+from tq.service_channels import Heartbeats
 
 
 def test_declared_outputs_are_told_to_every_controller_before_anything_is_put() -> None:

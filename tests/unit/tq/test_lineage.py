@@ -8,9 +8,9 @@ import torch
 
 from asyncflow.errors import LeaseFenced, TransportError
 from tq import TaskSpec
-from tq.control.recovery import Recovering
-from tq.lease_tokens import first_token
+from tq.control.state import Recovering
 from tq.messages import Held, LeaseGrant, PublishVersion
+from tq.refill import first_token
 from tq.unit.state import UnitState
 
 World = Callable[..., Any]

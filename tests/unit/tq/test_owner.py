@@ -1,6 +1,6 @@
 """Incarnations of one name: which of them says that another is gone."""
 
-from tq.owner import new_owner, replaces
+from tq.refill import new_owner, replaces
 
 
 def test_later_start_of_a_process_that_is_there_once_replaces_earlier_ones() -> None:

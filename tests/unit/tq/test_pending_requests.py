@@ -6,7 +6,7 @@ import torch
 from fake_timers import FakeTimers
 
 from asyncflow.transport.server import Call, Session
-from tq.control.shell import PendingRequests
+from tq.control.controller import PendingRequests
 from tq.messages import FetchRows, Join, WatchLost
 
 

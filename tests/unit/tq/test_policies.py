@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.errors import ConfigError
-from tq.balance import split_by_tokens, split_evenly
 from tq.policies import (
     POLICIES,
     Fifo,
@@ -18,6 +17,8 @@ from tq.policies import (
     TokenBudget,
     Want,
     load_policy,
+    split_by_tokens,
+    split_evenly,
 )
 
 EVERY_POLICY: tuple[Policy, ...] = (

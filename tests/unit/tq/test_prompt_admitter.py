@@ -10,7 +10,7 @@ from asyncflow.errors import RowsExist
 from asyncflow.process import ServiceThreads
 from tq import Column
 from tq.config import QueueConfig
-from tq.control.admission import AdmissionPlace
+from tq.control.controller import AdmissionPlace
 from tq.control.events import GroupRemoved, Lost
 from tq.refill import AdmissionMark, RemovalCause
 from tq.snapshot import SnapshotChunk

@@ -21,9 +21,9 @@ from asyncflow.errors import (
 )
 from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.meeting import Credentials
-from tq.client.data_plane import PUT_GRACE_S
 from tq.client.lease import Lease
 from tq.client.queue_client import QueueClient
+from tq.client.session import PUT_GRACE_S
 from tq.columns import Column
 from tq.config import QueueConfig
 from tq.directory import Directory, allocate_rows, reserve_rows

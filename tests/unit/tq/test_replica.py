@@ -11,9 +11,8 @@ from torch.distributed import HashStore
 from asyncflow.device import connect_group
 from asyncflow.errors import ConfigError, LeaseFenced, ProducersGone, TransportError
 from asyncflow.transport.meeting import Credentials
-from tq.client.dataloader import StreamingDataLoader
+from tq.client.dataloader import HEADER_BYTES, Replica, Round, StreamingDataLoader
 from tq.client.queue_client import QueueClient
-from tq.client.replica import HEADER_BYTES, Replica, Round
 from tq.columns import Column, PackedBatch
 from tq.config import QueueConfig, ReplicaFetch
 from tq.messages import LeaseGrant, NoRows, NoRowsReason

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import LeaseFenced, TransportError
-from tq.client.data_plane import DataPlane
-from tq.client.session import Absence
+from tq.client.session import Absence, DataPlane
 from tq.messages import LeaseGrant
 
 

@@ -13,9 +13,8 @@ from tq.backends.backend import MemoryBackend
 from tq.snapshot import MANIFEST, SnapshotChunk, read_manifest, read_snapshot, write_manifest
 from tq.unit import snapshots
 from tq.unit.block import BlockStore
-from tq.unit.records import Cut
 from tq.unit.snapshots import SnapshotWriter
-from tq.unit.state import UnitState
+from tq.unit.state import Cut, UnitState
 from tq.wire import describe
 
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

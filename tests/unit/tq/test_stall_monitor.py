@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from asyncflow.errors import ProducersGone, TransportError
-from tq.client.stall_monitor import StallMonitor
+from tq.client.session import StallMonitor
 from tq.messages import NoRows, NoRowsReason
 
 ALIVE = NoRows(NoRowsReason.DEADLINE, 0, "column y")

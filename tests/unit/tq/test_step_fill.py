@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tq.task_spec import Offer, StepSpec, choose
+from tq.policies import Offer, StepSpec, choose
 
 SPEC = StepSpec(num_rows=16, lateness=1)
 

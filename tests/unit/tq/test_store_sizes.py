@@ -6,8 +6,8 @@ import pytest
 from counting_store import CountingStore, memory_in
 
 from tq.control.events import RowsLacking, RowsLost
-from tq.control.losses import Losses
-from tq.control.row_set import RowSet
+from tq.control.row_table import Losses
+from tq.control.rows import RowSet
 from tq.messages import RowRecords
 from tq.refill import AdmissionMark, Refill, RemovalCause
 from workers.admission.state import AdmissionState

@@ -7,7 +7,7 @@ import pytest
 
 from tq import TaskSpec
 from tq.control.events import DoneElsewhere, RowsLost, TasksWrite
-from tq.control.recovery import Recovering
+from tq.control.state import Recovering
 from tq.messages import Held, RowsAccepted
 
 World = Callable[..., Any]

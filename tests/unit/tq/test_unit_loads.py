@@ -3,7 +3,7 @@
 import pytest
 
 from asyncflow.errors import TransportError
-from tq.client.data_plane import UnitLoads
+from tq.client.session import UnitLoads
 
 
 def test_the_emptiest_unit_is_chosen() -> None:

@@ -10,9 +10,9 @@ import torch
 
 from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
 from asyncflow.process import ServiceThreads
-from tq.control import unit_orders
+from tq.control import durable_facts as unit_orders
+from tq.control.durable_facts import UnitOrders
 from tq.control.events import Commit, Fence, FenceAll, Fenced, RemoveGroup
-from tq.control.unit_orders import UnitOrders
 from tq.messages import Done, FenceRows, FenceTask, PutOutputs, RemoveRows
 from tq.refill import UNKNOWN
 

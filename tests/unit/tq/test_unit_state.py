@@ -12,9 +12,7 @@ from tq.backends.backend import FileBackend, MemoryBackend
 from tq.messages import RemovalReason, RowRecords, RowsRemoved
 from tq.refill import RemovalCause
 from tq.unit.block import Block, BlockStore
-from tq.unit.inventory import list_rows, take_inventory
-from tq.unit.records import Repeated
-from tq.unit.state import UnitState
+from tq.unit.state import Repeated, UnitState, list_rows, take_inventory
 from tq.wire import describe, unpack
 
 BIG = 2**15

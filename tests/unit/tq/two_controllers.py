@@ -23,7 +23,7 @@ from tq.control.events import (
     TasksWrite,
     UnitGone,
 )
-from tq.control.recovery import Recovering
+from tq.control.state import Recovering
 from tq.messages import (
     AckLost,
     FetchRows,

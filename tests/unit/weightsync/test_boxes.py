@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from weightsync.boxes import Box, first_overlap
+from weightsync.plan import Box, first_overlap
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncflow.errors import WeightSyncError
-from weightsync.boxes import Box
-from weightsync.bucket_buffer import BucketLayout, bucket_layouts, checksum
-from weightsync.plan import ShardSpec, plan_transfer
-from weightsync.region import RegionLayout
+from weightsync.broadcast_group import BucketLayout, bucket_layouts, checksum
+from weightsync.plan import Box, ShardSpec, plan_transfer
+from weightsync.slot_memory import RegionLayout
 from weightsync.version import Version
 
 VERSION = Version(1, 42)

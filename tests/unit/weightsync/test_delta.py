@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import weightsync.delta
+import weightsync.slot_memory
 from asyncflow.errors import WeightSyncError
-from weightsync.delta import apply_delta, encode_delta
+from weightsync.slot_memory import apply_delta, encode_delta
 
 SIZES = (1, 2, 4, 8)
 HEADER = struct.Struct("<4sHHQQQ")
@@ -146,7 +146,7 @@ def test_blocks_join_without_a_seam(monkeypatch: pytest.MonkeyPatch, block: int,
     new = changed_at(base, positions, 2)
     at_once = encode_delta(new, base, element_bytes=2)
     assert at_once is not None
-    monkeypatch.setattr(weightsync.delta, "_BLOCK", block)
+    monkeypatch.setattr(weightsync.slot_memory, "_BLOCK", block)
     delta = encode_delta(new, base, element_bytes=2)
     assert delta is not None
     assert torch.equal(delta, at_once)

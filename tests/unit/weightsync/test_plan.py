@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import PlanError
 from asyncflow.transport.frame import Limits
-from weightsync.boxes import Box
 from weightsync.plan import (
     DTYPE_BYTES,
+    Box,
     Bucket,
     Need,
     Piece,

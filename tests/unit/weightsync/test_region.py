@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.boxes import Box
-from weightsync.plan import Need, ShardSpec, TransferPlan, match_needs, plan_transfer
-from weightsync.region import Region, RegionLayout, version_checksum
+from weightsync.plan import Box, Need, ShardSpec, TransferPlan, match_needs, plan_transfer
+from weightsync.slot_memory import Region, RegionLayout, version_checksum
 
 SHAPES = {"w": (6, 8), "cube": (4, 3, 5), "norm": (7,), "scalar": ()}
 TYPES = {"w": "float32", "cube": "float32", "norm": "int64", "scalar": "bool"}

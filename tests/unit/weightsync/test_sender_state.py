@@ -3,9 +3,8 @@
 import torch
 
 from weightsync.plan import TransferPlan
-from weightsync.region import Region, RegionLayout
-from weightsync.sender_state import SenderState, Staged, Where
-from weightsync.shard_writer import Target
+from weightsync.sender import SenderState, Staged, Target, Where
+from weightsync.slot_memory import Region, RegionLayout
 from weightsync.version import Version
 
 V1, V2, V3 = Version(0, 1), Version(0, 2), Version(0, 3)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from asyncflow.errors import PlanError, WeightSyncError
 from weightsync import version_cache
-from weightsync.boxes import Box
-from weightsync.plan import Need, ShardSpec, plan_transfer
-from weightsync.region import Region, RegionLayout
+from weightsync.plan import Box, Need, ShardSpec, plan_transfer
+from weightsync.slot_memory import Region, RegionLayout
 from weightsync.version import Version
 from weightsync.version_cache import EngineViews, ReadyVersion, VersionCache
 

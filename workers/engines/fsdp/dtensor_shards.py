@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from asyncflow.errors import PlanError
-from weightsync.boxes import Box
+from weightsync.plan import Box
 from workers.engines.base import LocalShard
 
 Run = tuple[int, int]

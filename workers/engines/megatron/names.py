@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import PlanError
-from weightsync.boxes import Box
+from weightsync.plan import Box
 from workers.engines.base import LocalShard
 
 

@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncflow.errors import BadRequest
-from weightsync.boxes import Box
-from weightsync.plan import Need
+from weightsync.plan import Box, Need
 from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFunction, StepStats
 from workers.engines.hf.weights import SavedTensors
 from workers.engines.setup import EngineSetup

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from asyncflow.errors import EngineFailed
 from weightsync.plan import Need
-from weightsync.rank_receivers import Following
+from weightsync.receiver import Following
 from weightsync.version import Version
 from workers.data.model_files import eos_token_ids, max_positions
 from workers.engines.base import GenerateRequest, Generation, check_request

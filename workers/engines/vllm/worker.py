@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from asyncflow.process import die_with_parent, keep_freed_memory
-from weightsync.rank_receivers import Following, RankReceiver
+from weightsync.receiver import Following, RankReceiver
 from weightsync.version import Version
 from workers.engines.vllm.mailbox import BACKEND, Letter, MailboxReader
 
