@@ -4,7 +4,7 @@
 
 `logits`, some five minutes, 7 GB: log-probabilities and entropies from hidden states (float32) through a head of
 Qwen2.5-0.5B (V 151,936, hidden 896), forward and backward. *Before* materialises the logits, as the engines did; *now*
-is `workers/engines/log_prob_head.py`:
+is `workers/engines/packed_forward.py`:
 
     logits_peak_x           peak of memory at 2,048 drawn tokens, before / now; each the process's high-water mark less
                             what it has in the end: weights, gradients and results

@@ -42,7 +42,7 @@ IN_FLIGHT = 64
 def open_pool(name: str) -> CallPool:
     """Return a pool whose children call a reward of the module that `main` writes."""
     return CallPool(
-        Entry("workers.rewards.in_child:user_reward", {"name": f"timed_rewards:{name}"}),
+        Entry("workers.rewards.pooled:user_reward", {"name": f"timed_rewards:{name}"}),
         what=name,
         limit="the benchmark's",
         timeout_s=60,

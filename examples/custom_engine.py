@@ -24,8 +24,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
 from weightsync.plan import Need
 from workers.data.model_files import eos_token_ids
-from workers.engines.base import GenerateRequest, Generation, check_request
-from workers.engines.setup import EngineSetup
+from workers.engines.base import EngineSetup, GenerateRequest, Generation, check_request
 from workers.settings.run import RunConfig
 
 

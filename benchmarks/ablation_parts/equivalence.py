@@ -21,7 +21,7 @@ from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, generate
-from workers.engines.fsdp.engine import FsdpEngine
+from workers.engines.fsdp.sharding import FsdpEngine
 from workers.engines.hf.engine import HfEngine
 from workers.engines.hf.weights import HfWeights
 from workers.rewards.scorer import Scorer

@@ -9,7 +9,7 @@ import heapq
 import statistics
 
 from ablation_parts.workloads import Workload
-from workers.engines.sim.lengths import SimLengths
+from workers.engines.sim.decoding import SimLengths
 
 
 def step_s(

@@ -31,7 +31,7 @@ from tq.messages import (
 )
 from tq.policies import StepSpec, TaskSpec
 from workers.admission.state import AdmissionState
-from workers.engines.sim.lengths import SimLengths
+from workers.engines.sim.decoding import SimLengths
 from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode
 from workers.settings.sim import SimConfig
 

@@ -89,8 +89,8 @@ def _roll_out(root: Path, size: int) -> tuple[list[float], int, float]:
 
 
 def _engine(num_slots: int) -> Any:
+    from workers.engines.sim.decoding import SimLengths
     from workers.engines.sim.engine import SimGenerateEngine
-    from workers.engines.sim.lengths import SimLengths
     from workers.settings.sim import SimConfig
 
     sim = SimConfig(lengths="constant", mean_tokens=_TOKENS, decode_s_per_token=TURN_S / _TOKENS)

@@ -128,7 +128,7 @@ _CALL = """\
     request = urllib.request.Request(f"{url}/chat/completions", body, headers)
 """
 _TRAINS = """\
-from workers.engines.fsdp.engine import FsdpEngine
+from workers.engines.fsdp.sharding import FsdpEngine
 
 class Engine(FsdpEngine):
     def __init__(self, setup):
@@ -260,7 +260,7 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "algorithm",
-        "from workers.settings.algorithms import GRPOConfig\nfrom workers.algorithms.grpo import GRPO\n\n"
+        "from workers.settings.algorithms import GRPOConfig\nfrom workers.algorithms.algorithm import GRPO\n\n"
         "class Own(GRPO):\n    Config = GRPOConfig\n    def advantages(self, batch, *, group_size):\n        {deed}\n"
         "        return super().advantages(batch, group_size=group_size)",
         {"algorithm.name": "door:Own", **_NEVER, **_STUCK},

@@ -15,8 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from asyncflow.run_files import sync_tree
 from checkpoint_parts.state import SyntheticEngine
-from workers.checkpoint.checkpointer import Checkpointer
-from workers.checkpoint.writer import Contents, RunFacts
+from workers.checkpoint.writer import Checkpointer, Contents, RunFacts
 from workers.rank.peers import gather
 from workers.settings.run import CheckpointConfig
 

@@ -27,7 +27,7 @@ def before(hidden_AD: Tensor, weight_VD: Tensor, targets_A: Tensor, temperature:
 
 def now(hidden_AD: Tensor, weight_VD: Tensor, targets_A: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the same by the engines' head."""
-    from workers.engines.log_prob_head import HeadRequest, head_log_probs
+    from workers.engines.packed_forward import HeadRequest, head_log_probs
 
     request = HeadRequest(targets_A, temperature, entropy=True)
     log_probs_A, entropy_A = head_log_probs(hidden_AD, weight_VD, None, request)

@@ -25,7 +25,7 @@ from end_to_end_parts.training_case import (
     process_group,
     save_model,
 )
-from workers.engines.fsdp.engine import FsdpEngine
+from workers.engines.fsdp.sharding import FsdpEngine
 from workers.rows.rows import Sequences
 
 SHAPE = (512, 32, 8)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from workers.engines.fsdp.engine import FsdpEngine
+from workers.engines.fsdp.sharding import FsdpEngine
 from workers.settings.engines import ActorConfig
 
 VOCABULARY, LAYERS = 49152, 6

@@ -11,8 +11,8 @@ SmolLM2's chat template has no words for tools: the system message describes thi
 import re
 
 from workers.agents import Environment, Reply, Task
-from workers.agents.environment import Step
-from workers.agents.messages import Message
+from workers.agents.api import Step
+from workers.agents.rendering import Message
 
 SYSTEM = "Never multiply yourself. Write <calc>12*34</calc> to call the calculator. When you know its result, say it."
 CALL = re.compile(r"<calc>\s*(\d{1,9})\s*\*\s*(\d{1,9})\s*</calc>")

@@ -36,8 +36,7 @@ from workers.data.model_files import (
     read_model_config,
     stored_tensors,
 )
-from workers.data.prompt_check import ShownPrompt, check_ends, check_prompts
-from workers.data.prompt_rows import PromptRow, check_templates, read_data
+from workers.data.prompt_rows import PromptRow, ShownPrompt, check_ends, check_prompts, check_templates, read_data
 from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ModelTokenizer
 from workers.engines.device_memory import Parts

@@ -27,8 +27,7 @@ from launcher.config.hub import is_hub_name, located_data, located_model, snapsh
 from launcher.config.paths import packaged_recipes, user_path
 from launcher.config.reference import key_paths
 from workers.roles.own_classes import resolve
-from workers.settings.algorithm_names import ALGORITHMS, NAMES
-from workers.settings.algorithms import PolicyConfig
+from workers.settings.algorithms import ALGORITHMS, NAMES, PolicyConfig
 from workers.settings.data import DataConfig, HubPart
 from workers.settings.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
 from workers.settings.run import RunConfig

@@ -314,7 +314,7 @@ def _updates(device: "torch.device", autocast: str = "float32") -> tuple[Any, li
     both updates. In bfloat16 the attention's kernel is that of accelerators, and it computes the prompt once."""
     import torch
 
-    from workers.engines.fsdp.engine import FsdpEngine
+    from workers.engines.fsdp.sharding import FsdpEngine
     from workers.rows.rows import Sequences
     from workers.settings.engines import ActorConfig
 

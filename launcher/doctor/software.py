@@ -354,7 +354,7 @@ def train(path: Path, sizes: ModelSizes, device: "torch.device", num_ranks: int,
         num_ranks: of the default group.
         settings: of `actor`.
     """
-    from workers.engines.fsdp.engine import FsdpEngine
+    from workers.engines.fsdp.sharding import FsdpEngine
     from workers.settings.engines import ActorConfig
 
     actor = ActorConfig.model_validate(settings)

@@ -55,14 +55,12 @@ from launcher.run.rundir import (
     write_plan,
 )
 from workers.calls.pool import CallPool, Entry
-from workers.data.prompt_check import ShownPrompt
-from workers.data.prompt_rows import PromptRow
+from workers.data.prompt_rows import PromptRow, ShownPrompt
 from workers.rewards.base import DrawnResponse
 from workers.rewards.group_filter import ARGUMENTS as FILTER_ARGUMENTS
 from workers.rewards.group_filter import FIELD as FILTER
 from workers.rewards.group_filter import ZERO_VARIANCE
-from workers.rewards.pooled import GroupPool, PooledReward
-from workers.rewards.remote import is_url
+from workers.rewards.pooled import GroupPool, PooledReward, is_url
 from workers.settings.openai import UPDATE_ARGUMENTS
 from workers.settings.run import RunConfig
 from workers.tasks.row import ARGUMENTS

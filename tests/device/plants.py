@@ -173,13 +173,12 @@ def _replace_to_device(**torch_names: Any) -> None:
 
 def _use_to_device(to_device: Any) -> None:
     import workers.algorithms.algorithm
-    import workers.algorithms.ppo
     import workers.engines.packed_forward
     import workers.records.log_prob_gap
     import workers.trainer.tri_model
 
     for module in (
-        workers.algorithms.algorithm, workers.algorithms.ppo, workers.engines.packed_forward,
+        workers.algorithms.algorithm, workers.algorithms.algorithm, workers.engines.packed_forward,
         workers.records.log_prob_gap, workers.trainer.tri_model,
     ):  # fmt: skip
         assert module.to_device is asyncflow.device.to_device
@@ -230,7 +229,7 @@ def _beside(owner: Callable[[], Any], name: str) -> None:
 
 
 def _policy_copy() -> Any:
-    from workers.engines.fsdp.engine import FsdpCopy
+    from workers.engines.fsdp.sharding import FsdpCopy
 
     return FsdpCopy
 

@@ -94,7 +94,7 @@ def train(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
     from weightsync.slot_memory import Region, RegionLayout, SlotMemory, map_slot
     from weightsync.version import Version
     from workers.checkpoint.saved_shards import HostCopy
-    from workers.engines.fsdp.engine import FsdpEngine
+    from workers.engines.fsdp.sharding import FsdpEngine
     from workers.rows.rows import Sequences
     from workers.settings.engines import ActorConfig
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from workers.checkpoint.checkpointer import Checkpointer
-from workers.checkpoint.writer import Contents, RunFacts
+from workers.checkpoint.writer import Checkpointer, Contents, RunFacts
 from workers.settings.run import CheckpointConfig
 
 ROWS = 5

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.checkpoint.saved_shards import HostCopy, load_shards, save_shards
-from workers.engines.fsdp.engine import FsdpValueEngine
+from workers.engines.fsdp.sharding import FsdpValueEngine
 from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig, CriticConfig
 

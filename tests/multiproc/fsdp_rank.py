@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from workers.engines.fsdp.engine import FsdpEngine
+from workers.engines.fsdp.sharding import FsdpEngine
 from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig
 

@@ -15,7 +15,7 @@ from . import command
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINER = """
 from asyncflow.settings import Settings
-from workers.engines.fsdp.engine import FsdpEngine
+from workers.engines.fsdp.sharding import FsdpEngine
 
 class Mine(FsdpEngine):
     class Config(Settings):

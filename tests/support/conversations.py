@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from workers.agents.messages import Message, Tools
-from workers.agents.rendering import TOOL, Renderer
+from workers.agents.rendering import TOOL, Message, Renderer, Tools
 from workers.agents.session import DrawnTokens, PromptOf, Session, TokenSample
 
 

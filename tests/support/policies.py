@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from workers.agents import BudgetSpent, Context, Environment, Model, Reply, Sample, Task
-from workers.agents.messages import Message
-from workers.agents.requests import ChatRequest
-from workers.agents.tools import Tool
+from workers.agents.api import Tool
+from workers.agents.rendering import Message
+from workers.agents.run import ChatRequest
 
 
 @dataclass(frozen=True)

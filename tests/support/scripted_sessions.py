@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from workers.agents.gateway import Gateway
-from workers.agents.messages import Message
-from workers.agents.requests import ChatRequest, Completion
+from workers.agents.rendering import Message
+from workers.agents.run import ChatRequest, Completion
 
 Draw = Callable[[ChatRequest], Completion]
 DEADLINE_S = 30

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from asyncflow.errors import CheckpointError
 from asyncflow.run_files import CheckpointMeta, damages, files_below
-from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.directory import prunable
-from workers.checkpoint.writer import Contents, RunFacts
+from workers.checkpoint.writer import Checkpointer, Contents, RunFacts
 from workers.settings.run import CheckpointConfig
 
 DEADLINE_S = 20.0

@@ -12,7 +12,7 @@ from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant, NoRows, NoRowsReason
 from weightsync.version import Version
-from workers.rollout.feeder import Feeder
+from workers.rollout.loop import Feeder
 from workers.settings.schedule import ScheduleMode
 
 DEADLINE_S = 20

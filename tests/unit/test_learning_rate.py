@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workers.engines.updates import learning_rate
+from workers.engines.base import learning_rate
 from workers.settings.engines import TrainingConfig
 
 

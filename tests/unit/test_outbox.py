@@ -23,10 +23,9 @@ from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Generation
 from workers.records.samples import SampleLog
 from workers.rewards.base import Score
-from workers.rewards.group import GroupReward
 from workers.rewards.group_filter import GroupFilter
 from workers.rewards.load import exact_reward
-from workers.rewards.scorer import Scorer
+from workers.rewards.scorer import GroupReward, Scorer
 from workers.rollout.outbox import Outbox, RolloutLease
 from workers.rollout.rollouts import single_turn
 from workers.rows.finished import FinishedRollout

@@ -14,9 +14,8 @@ import configs
 from asyncflow.errors import ConfigError
 from workers.agents.rendering import load_renderer
 from workers.calls.pool import Entry
-from workers.data.prompt_check import ShownPrompt, check_prompts
 from workers.data.prompt_dataset import PromptDataset, PromptTokens
-from workers.data.prompt_rows import PromptRow
+from workers.data.prompt_rows import PromptRow, ShownPrompt, check_prompts
 from workers.data.tokenizer import ModelTokenizer, load_tokenizer, tokenizer_in_child
 from workers.settings.data import DataConfig
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 import configs
 from asyncflow.errors import ConfigError
 from workers.data.model_files import load_raw_tokenizer
-from workers.data.prompt_check import check_prompts
 from workers.data.prompt_dataset import PromptDataset, epoch_order
-from workers.data.prompt_rows import PromptRow
+from workers.data.prompt_rows import PromptRow, check_prompts
 from workers.data.tokenizer import PROBES, load_tokenizer, says_all, strftime_of
 from workers.settings.data import BLOCK, DataConfig
 

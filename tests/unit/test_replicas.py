@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from workers.rank import replicas
-from workers.rank.replicas import ReplicaPlace, open_replica
+from workers.rank import peers as replicas
+from workers.rank.peers import ReplicaPlace, open_replica
 
 
 def test_rows_travel_over_gloo_whatever_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,7 @@ from tq.columns import Column, PackedBatch
 from tq.config import QueueConfig
 from tq.messages import LeaseGrant
 from weightsync.version import Version
-from workers.outside.lease import OutsideLease, OutsideTask
-from workers.outside.run_client import Announcement, connect
+from workers.outside.run_client import Announcement, OutsideLease, OutsideTask, connect
 from workers.records.outside_metrics import OutsideMetrics, report_metrics
 
 SECRET = "5e" * 32

@@ -14,26 +14,140 @@ Every call goes on behind exactly the tokens that were drawn before; what the po
 
 import asyncio
 import contextvars
+import inspect
 import json
 import reprlib
+import types
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from asyncflow.errors import UserCodeFailed
-from workers.agents.errors import TaskSkipped
-from workers.agents.messages import Message
+from asyncflow.errors import ConfigError, UserCodeFailed, one_line
+from workers.agents.errors import BudgetSpent, TaskSkipped
 from workers.agents.other_model import OtherModel, Utterance
-from workers.agents.requests import ChatRequest
-from workers.agents.tools import Tool, call_tool
+from workers.agents.rendering import Message
+from workers.agents.run import ChatRequest
 from workers.agents.wire import Begin
-from workers.rewards.base import metrics_of
+from workers.calls.user_function import load_function
+from workers.rewards.base import finite, metrics_of
 from workers.settings.rollout import unusable_stop
+
+# Tools: typed Python functions that the policy may call. Torch-free.
+
+_SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean"}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One tool.
+
+    Attributes:
+        name: of the function.
+        description: as OpenAI's API has it: {"type": "function", "function": {name, description, parameters}}.
+        function: `def` or `async def`.
+    """
+
+    name: str
+    description: Message
+    function: Callable[..., Any]
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> "Tool":
+        """Describe a function: its name, the first paragraph of its docstring, the types of its arguments.
+
+        Raises:
+            ConfigError: an argument has no type, or one that JSON has no word for.
+        """
+        name, hints = function.__name__, get_type_hints(function)
+        properties, required = {}, []
+        for argument in inspect.signature(function).parameters.values():
+            where = f"rollout.tools: argument {argument.name!r} of {name}"
+            if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD, argument.POSITIONAL_ONLY):
+                raise ConfigError(f"{where}: give it a name that can be passed")
+            if argument.name not in hints:
+                raise ConfigError(f"{where} has no type; annotate it")
+            properties[argument.name] = _schema(hints[argument.name], where)
+            if argument.default is argument.empty:
+                required.append(argument.name)
+        text = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+        parameters = {"type": "object", "properties": properties, "required": required}
+        described = {"name": name, "description": text, "parameters": parameters}
+        return Tool(name, {"type": "function", "function": described}, function)
+
+
+def load_tools(names: Sequence[str]) -> list[Tool]:
+    """Import `module:function`s, in a process of the users' code.
+
+    Raises:
+        ConfigError: one cannot be found or described, or two have one name.
+    """
+    tools: list[Tool] = []
+    for name in names:
+        tool = Tool.of(load_function(name, field="rollout.tools", arguments=None))
+        if any(other.name == tool.name for other in tools):
+            raise ConfigError(f"rollout.tools: two are called {tool.name!r}; rename one")
+        tools.append(tool)
+    return tools
+
+
+async def call_tool(tools: Sequence[Tool], tool_call: Message, *, run: Callable[..., Awaitable[Any]]) -> Message:
+    """Call the tool that a reply named and return the result as a message; an error is a result, too.
+
+    Args:
+        tools: there are.
+        tool_call: as OpenAI's API has it.
+        run: awaits a function that blocks.
+
+    Raises:
+        TaskSkipped, BudgetSpent, MemoryError: the tool did, which ends the rollout.
+    """
+    named, number = tool_call["function"], tool_call.get("id", "")
+    try:
+        tool = next((tool for tool in tools if tool.name == named["name"]), None)
+        if tool is None:
+            raise LookupError(f"no tool is called {named['name']!r}")
+        arguments = json.loads(named["arguments"] or "{}")
+        inspect.signature(tool.function).bind(**arguments)
+        if inspect.iscoroutinefunction(tool.function):
+            value = await tool.function(**arguments)
+        else:
+            value = await run(lambda: tool.function(**arguments))
+        content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except (TaskSkipped, BudgetSpent, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001  the policy is told, and may do better
+        content = f"error: {one_line(error)}"
+    return {"role": "tool", "tool_call_id": number, "name": named["name"], "content": content}
+
+
+def _schema(kind: Any, where: str) -> dict[str, Any]:
+    """Return the JSON schema of a type.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if kind in _SIMPLE:
+        return {"type": _SIMPLE[kind]}
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin in (list, Sequence) and len(inner) == 1:
+        return {"type": "array", "items": _schema(inner[0], where)}
+    if kind is dict or origin is dict:
+        return {"type": "object"}
+    if origin in (Union, types.UnionType) and type(None) in inner:
+        others = [each for each in inner if each is not type(None)]
+        if len(others) == 1:
+            return {"anyOf": [_schema(others[0], where), {"type": "null"}]}
+    raise ConfigError(
+        f"{where} has type {kind}; use str, int, float, bool, Literal, list, dict, or one of these | None"
+    )
+
 
 T = TypeVar("T")
 
@@ -307,3 +421,123 @@ async def call_tools(task: Task, model: Model, context: Context) -> Sample:
         for tool_call in reply.tool_calls:
             chat.add(await context.call(tool_call))
     return chat.sample()
+
+
+# Environments: a rollout as a class with `reset` and `step`. Torch-free.
+#
+# from workers.agents import Environment, Reply, Task, tool
+#
+# class Guess(Environment):                     # rollout.function: guess:Guess
+#     def reset(self, task: Task) -> str:
+#         self.number = task["number"]
+#         return "I think of a number from 1 to 100. Ask, then say it."
+#
+#     @tool
+#     def is_larger(self, than: int) -> bool:
+#         "Say whether the number is larger than another."
+#         return self.number > than
+#
+#     def step(self, reply: Reply) -> tuple[str, float, bool]:
+#         right = reply.text == str(self.number)
+#         return "No. Say another.", float(right), right
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Observation = str | Sequence[Message]
+"""What the policy reads next: the text of a user's message, or messages."""
+Step = tuple[Observation, float | None, bool]
+"""(observation, reward, done): rewards add up, None is none; with `done` the observation is not read."""
+
+
+def tool(method: Function) -> Function:
+    """Let the policy call a method of an environment; it is described as a function of `rollout.tools` is."""
+    method.__dict__["_is_tool"] = True
+    return method
+
+
+class Environment:
+    """One rollout's environment: made anew for each, without arguments.
+
+    Methods may be `def`, which run in a thread, or `async def`. What they raise is a failure of the rollout, but the
+    policy reads what a tool raises. When turns, tokens or context are spent the rewards so far count; when its time
+    is, `reward.function` scores the last reply.
+
+    Attributes:
+        tools: of the class, described.
+        context: of the rollout.
+    """
+
+    tools: ClassVar[Sequence[Tool]] = ()
+    context: Context
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Describe the tools.
+
+        Raises:
+            ConfigError: an argument of one has no type, or one that JSON has no word for.
+        """
+        super().__init_subclass__(**arguments)
+        methods = (getattr(cls, name) for name in dir(cls))
+        cls.tools = [Tool.of(types.MethodType(method, cls)) for method in methods if hasattr(method, "_is_tool")]
+
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+        """Begin; return what the policy reads first."""
+        raise NotImplementedError
+
+    def step(self, reply: Reply) -> Step | Awaitable[Step]:
+        """Take a reply that calls no tool; the default ends the rollout, for `reward.function` to score."""
+        return "", None, True
+
+    def close(self) -> Awaitable[None] | None:
+        """Release what it holds; called once, however the rollout ends."""
+
+    @classmethod
+    async def rollout(cls, task: Task, model: Model, context: Context) -> Sample:
+        """Play one rollout; see `workers.agents.api`."""
+        environment = await context.run(cls)
+        own = [replace(each, function=getattr(environment, each.name)) for each in cls.tools]
+        environment.context = context = replace(context, tools=[*own, *context.tools])
+        try:
+            chat = model.chat(_messages(await _call(context, environment.reset, task)), tools=context.tools)
+            return chat.sample(await _play(environment, chat, context))
+        finally:
+            await _call(context, environment.close)
+
+
+async def _play(environment: Environment, chat: Chat, context: Context) -> float | None:
+    """Return the sum of the rewards; None: there was none."""
+    total, num_replies, done = None, 0, False
+    while not done:
+        try:
+            reply = await chat.reply()
+        except BudgetSpent:
+            if not num_replies:
+                raise
+            break
+        num_replies += 1
+        for call in reply.tool_calls:
+            chat.add(await context.call(call))
+        if not reply.tool_calls:
+            observation, reward, done = _checked(await _call(context, environment.step, reply))
+            chat.add(*([] if done else _messages(observation)))
+            total = total if reward is None else (total or 0.0) + finite("step's reward", reward)
+    return total
+
+
+async def _call(context: Context, function: Callable[..., Any], *arguments: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    return await context.run(function, *arguments)
+
+
+def _checked(returned: Any) -> Step:
+    if not isinstance(returned, tuple) or len(returned) != 3 or not isinstance(returned[2], bool):
+        raise UserCodeFailed(f"step returned {returned!r:.80}; return (observation, reward or None, done)")
+    return returned
+
+
+def _messages(observation: Any) -> list[Message]:
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if not isinstance(observation, Sequence) or not all(isinstance(each, Mapping) for each in observation):
+        raise UserCodeFailed(f"the environment's observation is {observation!r:.80}; return text, or messages")
+    return [dict(each) for each in observation]

@@ -17,9 +17,8 @@ from pydantic import ConfigDict
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.extras import pip_line
 from asyncflow.settings import Settings
-from workers.agents.api import Reply, Task
-from workers.agents.environment import Environment, Step
-from workers.agents.messages import Message
+from workers.agents.api import Environment, Reply, Step, Task
+from workers.agents.rendering import Message
 
 try:
     import gymnasium

@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.agents.channel import Channel
+from workers.agents.api import load_tools
 from workers.agents.other_model import OtherModel
 from workers.agents.rendering import load_renderer, prove
 from workers.agents.service import serve
-from workers.agents.tools import load_tools
 from workers.agents.wire import (
     Begin,
     Broken,
+    Channel,
     Draw,
     Drawn,
     Failed,

@@ -17,8 +17,7 @@ from typing import Any
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
 from asyncflow.settings import Settings
-from workers.agents.api import Reply, Task
-from workers.agents.environment import Environment, Step
+from workers.agents.api import Environment, Reply, Step, Task
 
 try:
     import reasoning_gym

@@ -11,21 +11,219 @@ So what a template would strip from the history, as most do with reasoning, stay
 `workers.agents.session` calls a renderer, from any thread.
 """
 
+import hashlib
+import importlib.util
 import json
 import logging
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from asyncflow.errors import ConfigError, one_line
+from asyncflow.extras import pip_line
 from workers.agents.errors import BadAgentRequest
-from workers.agents.messages import Message, Tools, call_id, normalized
-from workers.agents.parsing import MARKS, CallForm, read_reply
 from workers.calls.user_function import load_function
 from workers.data.model_files import eos_token_ids
 from workers.data.tokenizer import load_tokenizer
 from workers.settings.data import TemplateSettings
+
+# Chat messages as dictionaries of the OpenAI format: made plain, and compared.
+
+Message = dict[str, Any]
+"""role, content, and by role: tool_calls [{id, type, function: {name, arguments}}], reasoning_content, tool_call_id."""
+Tools = Sequence[Mapping[str, Any]] | None
+"""Of the OpenAI format: {type: function, function: {name, description, parameters}}."""
+
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def normalized(
+    messages: Sequence[Mapping[str, Any]], *, arguments: Literal["text", "object"] = "text"
+) -> list[Message]:
+    """Return messages with their content as one text and without empty fields.
+
+    Args:
+        arguments: of tool calls: JSON text, as agents see them, or what it says, as chat templates want them; text
+            that is no JSON object stays.
+
+    Raises:
+        BadAgentRequest: one has no role, or something else than text.
+    """
+    return [_normalized(message, arguments) for message in messages]
+
+
+def canonical(message: Mapping[str, Any]) -> str:
+    """Return what two messages share when they are the same to the model.
+
+    Reasoning is left out, since clients drop it, and so is space around the content; arguments of calls are compared
+    by value.
+    """
+    plain = _normalized(message, "object")
+    calls = [
+        (call.get("id"), call["function"]["name"], call["function"]["arguments"])
+        for call in plain.get("tool_calls", [])
+    ]
+    parts = plain["role"], plain["content"].strip(), calls, plain.get("name"), plain.get("tool_call_id")
+    return json.dumps(parts, sort_keys=True)
+
+
+def call_id(token_ids: Sequence[int], index: int) -> str:
+    """Return the id of a call in drawn tokens: nine letters and digits, which is all that Mistral's templates allow."""
+    number = int.from_bytes(hashlib.blake2b(json.dumps([*token_ids, index]).encode(), digest_size=8).digest())
+    return "".join(_DIGITS[number // 36**place % 36] for place in range(9))
+
+
+def _normalized(message: Mapping[str, Any], arguments: str) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise BadAgentRequest("messages", "each is an object with a role")
+    kept = {key: value for key, value in message.items() if value is not None and value != []}
+    kept["content"] = _text(message.get("content"))
+    if "tool_calls" in kept:
+        kept["tool_calls"] = [_call(call, arguments) for call in kept["tool_calls"]]
+    return kept
+
+
+def _text(content: object) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, Sequence) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise BadAgentRequest(
+            "messages", "content is text, or a list of {type: text, text: ...}; nothing else is known"
+        )
+    return "".join(map(str, texts))
+
+
+def _call(call: object, arguments: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadAgentRequest("messages", "a tool call has a function with a name and arguments")
+    given: Any = function.get("arguments", "")
+    if isinstance(given, str) and arguments == "object":
+        try:
+            parsed = json.loads(given or "{}")
+        except (ValueError, RecursionError):
+            parsed = given
+        given = parsed if isinstance(parsed, dict) else given
+    elif not isinstance(given, str) and arguments == "text":
+        given = json.dumps(given)
+    return {"type": "function", **call, "function": {**function, "arguments": given}}
+
+
+# Reads a reply's text: reasoning, tool calls, content. Pure.
+#
+# What is no call after all stays content, so the agent can tell the model. A policy may draw anything, and the session
+# service reads it in its event loop: the time must grow no faster than the text.
+
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>")
+"""Texts that are read here; tokenizers may have special tokens for them."""
+
+_OPEN, _CLOSE = MARKS[:2]
+_LIST = re.compile(r"\[TOOL_CALLS\]\s*(?=\[)")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character, as JSON can escape it: no message may have one."""
+
+
+class CallForm(StrEnum):
+    """How a model writes tool calls."""
+
+    HERMES = "hermes"
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
+    MISTRAL = "mistral"
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, at the end."""
+    LLAMA = "llama"
+    """`{"name": ..., "parameters": {...}}`, which is the whole reply."""
+
+    @staticmethod
+    def of_template(template: str) -> "CallForm":
+        """Return the form that a chat template writes; Hermes' where it knows no tools."""
+        if "<tool_call>" in template:
+            return CallForm.HERMES
+        if "[TOOL_CALLS]" in template:
+            return CallForm.MISTRAL
+        return CallForm.LLAMA if '"parameters"' in template else CallForm.HERMES
+
+
+def read_reply(text: str, form: CallForm, *, thinks: bool = False) -> Message:
+    """Return the assistant's message that a text is; calls have no ids yet.
+
+    Args:
+        text: drawn, without end marks.
+        form: of the model's calls.
+        thinks: the prompt has opened the reasoning.
+    """
+    reasoning, content = _split_reasoning(text, thinks)
+    content, calls = _READERS[form](content)
+    message: Message = {"role": "assistant", "content": content.strip()}
+    if reasoning.strip():
+        message["reasoning_content"] = reasoning.strip()
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _split_reasoning(text: str, thinks: bool) -> tuple[str, str]:
+    begun = text.lstrip()
+    if not thinks and not begun.startswith("<think>"):
+        return "", text
+    reasoning, _, content = begun.removeprefix("<think>").partition("</think>")
+    return reasoning, content
+
+
+def _read_hermes(text: str) -> tuple[str, list[Message]]:
+    """Return the content and the calls."""
+    *closed, last = text.split(_CLOSE)
+    kept: list[str] = []
+    calls: list[Message] = []
+    behind_call = False
+    for part in closed:
+        part = part.lstrip() if behind_call else part
+        content, _, body = part.partition(_OPEN)
+        read = _calls(body)
+        calls += read
+        kept.append(content if read else part + _CLOSE)
+        behind_call = bool(read)
+    kept.append(last.lstrip() if behind_call else last)
+    return "".join(kept), calls
+
+
+def _read_mistral(text: str) -> tuple[str, list[Message]]:
+    found = _LIST.search(text)
+    calls = _calls(text[found.end() :]) if found else []
+    return text[: found.start()] if found and calls else text, calls
+
+
+def _read_llama(text: str) -> tuple[str, list[Message]]:
+    body = text.strip().removeprefix("<|python_tag|>").lstrip()
+    calls = _calls(body) if body.startswith("{") else []
+    return "" if calls else text, calls
+
+
+_READERS: Mapping[CallForm, Callable[[str], tuple[str, list[Message]]]] = {
+    CallForm.HERMES: _read_hermes,
+    CallForm.MISTRAL: _read_mistral,
+    CallForm.LLAMA: _read_llama,
+}
+
+
+def _calls(text: str) -> list[Message]:
+    """Return the calls that a JSON text holds: all of them, or none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    calls: list[Message] = []
+    for each in value if isinstance(value, list) else [value]:
+        name = each.get("name") if isinstance(each, dict) else None
+        given = each.get("arguments", each.get("parameters")) if isinstance(each, dict) else None
+        if not isinstance(name, str) or not isinstance(given, dict) or _SURROGATE.search(name):
+            return []
+        function = {"name": name, "arguments": json.dumps(given)}
+        calls.append({"type": "function", "function": function})
+    return calls
+
 
 logger = logging.getLogger(__name__)
 
@@ -257,8 +455,6 @@ def load_renderer(
     if name is None:
         return TemplateRenderer(tokenizer, eos_token_ids(model_path))
     if ":" not in name:
-        from workers.agents.package_renderer import PackageRenderer
-
         return PackageRenderer(tokenizer, name, templates)
     made: Callable[[Any], Renderer] = load_function(name, field="model.renderer", arguments=["tokenizer"])
     return made(tokenizer)
@@ -371,3 +567,108 @@ def _reply(followers: Sequence[Message], content: str) -> Message:
         if message["role"] == "tool"
     ]
     return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+# A renderer of the package `renderers` (extra `agents`), behind the protocol of `workers.agents.rendering`.
+
+_HELLO = {"role": "user", "content": "Hello"}
+
+
+class PackageRenderer:
+    """A renderer of the package `renderers` (extra `agents`), by its name there."""
+
+    def __init__(self, tokenizer: Any, name: str, templates: TemplateSettings = TemplateSettings()) -> None:  # noqa: B008
+        """Args:
+        tokenizer: the model's.
+        name: of the renderer.
+        templates: what renderers are told besides the messages.
+
+        Raises:
+        ConfigError: the package is missing, has no such renderer, or the tokenizer does not fit it.
+        """
+        if importlib.util.find_spec("renderers") is None:
+            raise ConfigError(f"model.renderer: {name!r} needs the package renderers: {pip_line('agents')}")
+        from renderers import config_from_name, create_renderer
+
+        try:
+            config = config_from_name(name)
+            if config is None or name == "default":
+                raise ValueError("it never bridges; leave model.renderer out")
+            self._renderer = create_renderer(tokenizer, _with_options(config, templates.options))
+            if hasattr(self._renderer, "config"):
+                self._renderer.config = _at_time(self._renderer.config, templates.time)
+            opened, plain = ([*self._ids([_HELLO], prompt)] for prompt in (True, False))
+        except Exception as error:  # (a package's, for any name or tokenizer)
+            raise ConfigError(f"model.renderer: {name!r} of the package renderers: {one_line(error)}") from error
+        self._lock = threading.RLock()
+        self._opening = opened[len(plain) :]
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """See `Renderer`."""
+        return tuple(self._renderer.get_stop_token_ids())
+
+    def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """See `Renderer`."""
+        with self._lock:
+            try:
+                return self._ids(messages, True, tools)
+            except Exception as error:  # (as a template, it may refuse messages in its own way)
+                raise BadAgentRequest("messages", f"the renderer fails: {one_line(error)}") from error
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """See `Renderer`. Calls that it cannot read stay content."""
+        with self._lock:
+            parsed = self._renderer.parse_response(list(token_ids), prompt_ids=self._opening)
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        calls: list[dict[str, Any]] = []
+        for each in parsed.tool_calls:
+            if each.status != "ok" or not each.name:
+                message["content"] = f"{message['content']}{each.raw}"
+                continue
+            given = each.arguments if isinstance(each.arguments, str) else json.dumps(each.arguments or {})
+            function = {"name": each.name, "arguments": given}
+            calls.append({"id": each.id or call_id(token_ids, len(calls)), "type": "function", "function": function})
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def bridge(self, previous_ids: Sequence[int], new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
+        """See `Renderer`."""
+        before, drawn = self._split(previous_ids)
+        with self._lock:
+            bridged = self._renderer.bridge_to_next_turn(
+                before, drawn, normalized(new_messages, arguments="object"), tools=list(tools) if tools else None
+            )
+        ids = None if bridged is None else list(bridged.token_ids)
+        return ids if ids is not None and ids[: len(previous_ids)] == list(previous_ids) else None
+
+    def _ids(self, messages: Sequence[Message], prompt: bool, tools: Tools = None) -> list[int]:
+        plain = normalized(messages, arguments="object")
+        return list(
+            self._renderer.render_ids(plain, tools=list(tools) if tools else None, add_generation_prompt=prompt)
+        )
+
+    def _split(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Part the last prompt from what was drawn: behind the last opening of an assistant's message."""
+        size = len(self._opening)
+        for at in range(len(ids) - size, -1, -1):
+            if list(ids[at : at + size]) == self._opening:
+                return list(ids[: at + size]), list(ids[at + size :])
+        return list(ids), []
+
+
+def _at_time(config: Any, template_time: str | None) -> Any:
+    """Fix the day that a renderer writes, today's without this."""
+    if template_time is None or "conversation_start_date" not in type(config).model_fields:
+        return config
+    return config.model_copy(update={"conversation_start_date": template_time.partition("T")[0]})
+
+
+def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
+    """Set `data.chat_template_options`, and let a bridge keep earlier reasoning, as the template's bridge does."""
+    known = type(config).model_fields
+    if unknown := sorted(options.keys() - known.keys()):
+        raise ValueError(f"it has no option {unknown[0]!r} (data.chat_template_options); it has {' '.join(known)}")
+    kept = {"thinking_retention": "all"} if "thinking_retention" in known else {}
+    return type(config)(**kept | dict(options))

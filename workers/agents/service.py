@@ -25,12 +25,10 @@ from msgspec.structs import replace
 from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeNotStarted, one_line, printable
 from asyncflow.extras import pip_line
 from asyncflow.process import die_with_parent, end_session_with_me
-from workers.agents.channel import Channel, ProcessorTime
-from workers.agents.command import run_command
 from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
+from workers.agents.other_model import run_command
 from workers.agents.rendering import load_renderer
-from workers.agents.requests import ChatRequest, Completion
-from workers.agents.run import BudgetIsSpent, Run
+from workers.agents.run import BudgetIsSpent, ChatRequest, Completion, Run
 from workers.agents.user_workers import UserWorker, WorkerDeath
 from workers.agents.wire import (
     Abandon,
@@ -38,6 +36,7 @@ from workers.agents.wire import (
     Begin,
     Begun,
     Broken,
+    Channel,
     Done,
     Draw,
     Drawn,
@@ -48,6 +47,7 @@ from workers.agents.wire import (
     NotTold,
     Ping,
     Pong,
+    ProcessorTime,
     Raised,
     Ready,
     Retried,

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from workers.agents.errors import BadAgentRequest
-from workers.agents.messages import Message, Tools, call_id, canonical, normalized
-from workers.agents.rendering import Renderer
+from workers.agents.rendering import Message, Renderer, Tools, call_id, canonical, normalized
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from typing import Protocol
 
 from asyncflow.errors import ConfigError, UserCodeNotStarted
 from workers.agents import worker as worker_module
-from workers.agents.channel import Channel
-from workers.agents.command import ended_how
+from workers.agents.other_model import ended_how
 from workers.agents.wire import (
     Ask,
     Begun,
     Broken,
+    Channel,
     Done,
     FromWorker,
     Loaded,

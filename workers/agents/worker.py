@@ -33,22 +33,22 @@ from msgspec.structs import replace
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.process import die_with_parent, limit_resources
-from workers.agents.api import Context, Model, Reply, Sample, task_of
-from workers.agents.channel import Channel, ProcessorTime
+from workers.agents.api import Context, Model, Reply, Sample, Tool, load_tools, task_of
 from workers.agents.errors import BudgetSpent, TaskSkipped
 from workers.agents.other_model import OtherModel
-from workers.agents.requests import ChatRequest
-from workers.agents.tools import Tool, load_tools
+from workers.agents.run import ChatRequest
 from workers.agents.wire import (
     Ask,
     Begun,
     Broken,
+    Channel,
     Done,
     FromWorker,
     Loaded,
     NotTold,
     Ping,
     Pong,
+    ProcessorTime,
     Raised,
     Setup,
     Start,

@@ -24,19 +24,33 @@ from torch import Tensor
 
 from asyncflow.device import to_device
 from tq.columns import Column, PackedBatch
-from workers.algorithms.losses import PolicyLoss
 from workers.algorithms.parts import (
+    BinaryDivergence,
     Clip,
     DualClip,
     LossCounts,
+    PolicyLoss,
     PolicyParts,
     PPOClip,
+    ValueLoss,
+    WeightClip,
     loss_scale,
     policy_parts,
+    response_sums,
     token_weights,
 )
-from workers.rows.rows import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN
-from workers.settings.algorithms import PolicyConfig, PPOClipConfig
+from workers.rows.rows import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN, drawn_per_row, drawn_per_sample
+from workers.settings.algorithms import (
+    CISPOConfig,
+    DAPOConfig,
+    DPPOConfig,
+    GroupConfig,
+    PolicyConfig,
+    PPOClipConfig,
+    PPOConfig,
+    ReinforcePlusPlusConfig,
+    RLOOConfig,
+)
 from workers.settings.dataflow import LOSS_WEIGHTS
 
 SettingsT = TypeVar("SettingsT", bound=PolicyConfig)
@@ -223,3 +237,338 @@ class Moments:
     def deviation(self) -> float:
         """Population standard deviation; 0 without any numbers."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
+
+
+# Advantages: how much better a response, or a token of it, is than its alternatives. Pure.
+#
+# Responses are compared inside their group, or tokens with what a critic expected of them. A KL penalty inside the
+# reward is log (policy / reference), both as the trainer computes them: the generating engine rounds differently, and
+# summed over a response that would count as divergence.
+#
+# Legend of shapes: B prompts, G responses of each, N samples, A drawn tokens of these, packed, R those of the longest.
+
+
+def group_advantages(reward_BG: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+    """Center the rewards of each prompt's responses and, by default, scale them.
+
+    Computed in float64, so that rounding of a mean is never divided by `eps`.
+
+    Args:
+        reward_BG: floating [B, G]; NaN where a response has none; the group is then the other responses. A single
+            reward has nothing to be compared with, so all is zero.
+        scale_by_std: divide by the group's sample standard deviation (Bessel's correction, as TRL and verl do).
+        eps: added to the deviation.
+    Returns:
+        float32 [B, G], mean 0 over G; zeros for a group of equal rewards, and where there is none.
+    Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; without scaling Liu et al. 2025 (arXiv 2503.20783),
+        section 3.2 (Dr. GRPO).
+    """
+    assert reward_BG.dim() == 2 and reward_BG.shape[1], f"no group: rewards of shape {tuple(reward_BG.shape)}"
+    reward_BG = reward_BG.double()
+    number_B1 = reward_BG.isfinite().sum(1, keepdim=True)
+    centered_BG = (reward_BG - reward_BG.nanmean(1, keepdim=True)).nan_to_num(nan=0.0)
+    if scale_by_std:
+        variance_B1 = centered_BG.square().sum(1, keepdim=True) / (number_B1 - 1).clamp(min=1)
+        centered_BG = centered_BG / (variance_B1.sqrt() + eps)
+    return torch.where(has_equal_rewards(reward_BG), 0.0, centered_BG).float()
+
+
+def has_equal_rewards(reward_BG: Tensor) -> Tensor:
+    """Return bool [B, 1]: whether all rewards of a group are the same; those that are NaN are none."""
+    return reward_BG.nan_to_num(nan=-torch.inf).amax(1, keepdim=True) <= reward_BG.nan_to_num(nan=torch.inf).amin(
+        1, keepdim=True
+    )
+
+
+def token_penalties(batch: PackedBatch) -> Tensor:
+    """Return float64 [A]: log (policy / reference) at each token (k1), from `old_log_probs`, `ref_log_probs`."""
+    return batch["old_log_probs"].values.double() - batch["ref_log_probs"].values.double()
+
+
+def response_penalties(batch: PackedBatch) -> Tensor:
+    """Return float64 [N]: the sum over each row's tokens."""
+    return response_sums(token_penalties(batch), batch["old_log_probs"].lengths.long())
+
+
+def penalties_to_come(batch: PackedBatch, length_N: Tensor) -> Tensor:
+    """Return float64 [A]: the sum from each token to the end of its sample, of the N that have `length_N` tokens."""
+    length_N = length_N.long()
+    penalty_A = token_penalties(batch)
+    before_A = penalty_A.cumsum(0) - penalty_A
+    ends_N = length_N.cumsum(0)
+    total_N = response_sums(penalty_A, length_N)
+    starts_N = (ends_N - length_N)[length_N > 0]
+    begun_A = before_A[starts_N].repeat_interleave(length_N[length_N > 0])
+    return total_N.repeat_interleave(length_N) - (before_A - begun_A)
+
+
+def token_rewards(reward_N: Tensor, length_N: Tensor, penalty_A: Tensor | None = None) -> Tensor:
+    """Return float64 [A]: a sample's reward at its last drawn token, minus what each token costs.
+
+    Args:
+        reward_N: floating [N].
+        length_N: integer [N], drawn tokens of each sample; the reward of one without any is dropped.
+        penalty_A: floating [A], of each token, e.g. `kl_coef * (log policy - log reference)`
+            (Ouyang et al. 2022, arXiv 2203.02155, eq. 2); None: there is none.
+    """
+    length_N = length_N.long()
+    reward_A = torch.zeros(int(length_N.sum()), dtype=torch.float64)
+    last_N = length_N.cumsum(0) - 1
+    reward_A[last_N[length_N > 0]] = reward_N.double()[length_N > 0]
+    return reward_A if penalty_A is None else reward_A - penalty_A.double()
+
+
+def generalized_advantages(
+    reward_A: Tensor, value_A: Tensor, length_N: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns of every token, from the rewards of tokens and a critic's values.
+
+    The drawn token y_t is the action in state s_t: all tokens of the sample before it. What the policy did not draw
+    (observations) is no action, so s_t+1 is the state of the next drawn token. The last one is final, also where the
+    sample was cut: nothing is bootstrapped after it, since no value of what would follow exists.
+
+        delta_t = r_t + gamma V(s_t+1) - V(s_t)         V after the last token is 0
+        A_t     = delta_t + gamma lam A_t+1
+        return  = A_t + V(s_t)                          the critic's target (TD(lambda))
+
+    Args:
+        reward_A: floating [A].
+        value_A: floating [A], V(s_t), before the critic's update.
+        length_N: integer [N], drawn tokens of each sample.
+        gamma: discount per token.
+        lam: 0: one-step errors; 1: Monte Carlo.
+    Returns:
+        float32 [A] and float32 [A], computed in float64.
+    Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 11, 12 and 16.
+    """
+    length_N = length_N.long()
+    responses, tokens = len(length_N), int(length_N.max()) if len(length_N) else 0
+    real_NR = torch.arange(tokens) < length_N.unsqueeze(1)
+    reward_NR, value_NR = (torch.zeros(responses, tokens, dtype=torch.float64) for _ in range(2))
+    reward_NR[real_NR], value_NR[real_NR] = reward_A.double(), value_A.double()
+    advantage_NR = torch.zeros_like(value_NR)
+    next_value_N = next_advantage_N = torch.zeros(responses, dtype=torch.float64)
+    for t in reversed(range(tokens)):
+        delta_N = reward_NR[:, t] + gamma * next_value_N - value_NR[:, t]
+        # Behind a response's end all is 0: nothing of it reaches its tokens.
+        next_advantage_N = torch.where(real_NR[:, t], delta_N + gamma * lam * next_advantage_N, 0.0)
+        next_value_N = value_NR[:, t]
+        advantage_NR[:, t] = next_advantage_N
+    advantage_A = advantage_NR[real_NR]
+    return advantage_A.float(), (advantage_A + value_A.double()).float()
+
+
+# GRPO: group-relative policy optimisation, and with two settings Dr. GRPO.
+#
+# Source: Shao et al. 2024 (arXiv 2402.03300), eq. 3.
+
+
+class GRPO(Algorithm[GroupConfig]):
+    """How much better a response is than the group's mean, in deviations."""
+
+    def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
+        """Return `advantages`, one per row, from `rewards`."""
+        config = self._config
+        reward_BG = batch["rewards"].values.reshape(-1, group_size)
+        advantage_BG = group_advantages(
+            reward_BG, scale_by_std=config.scale_advantages_by_std, eps=config.advantage_eps
+        )
+        return {"advantages": Column.of_scalars(advantage_BG)}
+
+
+# CISPO: the ratio is a clipped weight of the policy gradient, so that no token loses its gradient.
+#
+# Source: MiniMax 2025 (arXiv 2506.13585), eq. 4 and 5.
+
+
+class CISPO(GRPO):
+    """GRPO's advantages; clipped weights."""
+
+    def clips(self) -> tuple[Clip, ...]:
+        """Return the bounds of the weight."""
+        config = self._config
+        assert isinstance(config, CISPOConfig)
+        return (WeightClip(1 - config.eps_clip, 1 + config.eps_clip_high),)
+
+
+# DAPO: decoupled clip and dynamic sampling policy optimisation.
+#
+# The higher upper clip is `eps_clip_high`, the token-level loss `loss_normalization: token`. Dynamic sampling: groups
+# that teach nothing, since all their responses have the same reward, are taken out before they get here, by the filter
+# `zero_variance` (`workers.rewards.group_filter`; section 3.2).
+#
+# Source: Yu et al. 2025 (arXiv 2503.14476), section 3.
+#
+# Legend of shapes: N responses.
+
+
+class DAPO(Algorithm[DAPOConfig]):
+    """GRPO's advantages, from rewards that fall for overlong responses."""
+
+    def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
+        """Return `advantages`, one per row, from `rewards` and, with a buffer, the drawn tokens of each."""
+        reward_N = batch["rewards"].values.double()
+        buffer = self._config.overlong_buffer_tokens
+        if buffer:
+            reward_N = reward_N + overlong_penalty(
+                drawn_per_row(batch), max_tokens=self._max_response_tokens, buffer_tokens=buffer
+            )
+        reward_BG = reward_N.reshape(-1, group_size)
+        return {"advantages": Column.of_scalars(group_advantages(reward_BG, eps=self._config.advantage_eps))}
+
+
+def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
+    """Return float64 [N]: 0 for responses shorter than the buffer's begin, then falling linearly, -1 at `max_tokens`.
+
+    Args:
+        length_N: integer [N], tokens of each response.
+        max_tokens: L_max.
+        buffer_tokens: L_cache, at least 1.
+    Source: arXiv 2503.14476, eq. 13.
+    """
+    return ((max_tokens - buffer_tokens - length_N.double()) / buffer_tokens).clamp(-1, 0)
+
+
+# DPPO: divergence proximal policy optimisation: how far a probability moved is bounded, not by which factor.
+#
+# Source: Qi et al. 2026 (arXiv 2602.04879), eq. 11 to 14: the binary approximations of the divergence.
+
+AUTHORS_BOUNDS = {"tv": 0.15, "kl": 0.05}
+"""Largest divergence in the authors' runs (verl, `examples/dppo_trainer`)."""
+
+
+class DPPO(GRPO):
+    """GRPO's advantages; tokens too far from the policy that drew them do not move on."""
+
+    def clips(self) -> tuple[Clip, ...]:
+        """Return the truncation of the ratio, then the trust region."""
+        config = self._config
+        assert isinstance(config, DPPOConfig)
+        bound = config.max_divergence or AUTHORS_BOUNDS[config.divergence]
+        return (WeightClip(0.0, config.max_ratio), BinaryDivergence(config.divergence, bound))
+
+
+# GSPO: group sequence policy optimisation: ratio and clip belong to whole samples.
+#
+# Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
+
+
+class GSPO(GRPO):
+    """GRPO's advantages; a response is clipped as a whole."""
+
+    whole_samples = True
+
+
+# PPO: a critic says what every token is worth, and GAE what it was better.
+#
+# Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7 and 9, with a critic of its own, so that the losses are not
+# added; advantages Schulman et al. 2016 (arXiv 1506.02438); the KL penalty in the reward Ouyang et al. 2022 (arXiv
+# 2203.02155), eq. 2, at each token.
+
+
+class PPO(Algorithm[PPOConfig]):
+    """The clipped surrogate with an advantage per token, and the critic's loss."""
+
+    def __init__(self, config: PPOConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
+        """See `Algorithm`."""
+        super().__init__(config, max_response_tokens=max_response_tokens, mask_truncated=mask_truncated)
+        self.whole_step = config.whole_step
+
+    def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
+        """Return `advantages`, not whitened yet, and `returns`, per token, each sample by itself.
+
+        Reads `rewards`, `values`, `sample_lengths`, `response_mask` and, with the KL penalty in the reward,
+        `old_log_probs` and `ref_log_probs`.
+        """
+        config, values, length_S = self._config, batch["values"], drawn_per_sample(batch)
+        penalty_A = config.kl_coef * token_penalties(batch) if config.has_reward_penalty else None
+        reward_N = batch["rewards"].values.nan_to_num(nan=0.0)  # of one without any nothing counts
+        reward_S = reward_N.repeat_interleave(batch["sample_lengths"].lengths.long())
+        reward_A = token_rewards(reward_S, length_S, penalty_A)
+        advantage_A, return_A = generalized_advantages(
+            reward_A, values.values, length_S, gamma=config.gamma, lam=config.lam
+        )
+        return {"advantages": Column(advantage_A, values.lengths), "returns": Column(return_A, values.lengths)}
+
+    def normalized(self, batch: PackedBatch, moments: Moments) -> PackedBatch:
+        """Whiten `advantages`: mean 0 and variance 1 over the step's tokens that count."""
+        column = batch["advantages"]
+        deviation = (moments.deviation**2 + self._config.advantage_eps) ** 0.5
+        values = (column.values.double() - moments.mean) / deviation
+        return batch.with_columns({"advantages": Column(values.float(), column.lengths)})
+
+    def value_loss(self, batch: PackedBatch, *, device: torch.device) -> ValueLoss:
+        """Return the critic's loss of a micro-batch; its sum is scaled as the policy's is (`counts`, `scale`).
+
+        Args:
+            batch: of samples, columns `values`, `returns`, `truncated`, `rewards`, and where a task writes it
+                `loss_weights`.
+            device: where the engine computes.
+        """
+        columns = [self._token_weights(batch), batch["values"].values, batch["returns"].values]
+        weight_A, old_value_A, return_A = to_device(columns, device)
+        config = self._config
+        return ValueLoss(weight_A, old_value_A, return_A, clip=config.value_clip, coef=config.value_loss_coef)
+
+
+# REINFORCE++: rewards minus a KL penalty to come, normalised over all tokens of the step; with or without a baseline.
+#
+# Source: Hu et al. 2025 (arXiv 2501.03262, v9), section 3, eq. 8 to 10; the weights of tokens are those of the
+# authors' code (OpenRLHF): mean and deviation are over tokens, not over responses.
+#
+# Legend of shapes: N rows, A drawn tokens of these, packed.
+
+
+class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
+    """Advantages are comparable over the whole step, and so is their deviation, whatever a single group's is."""
+
+    whole_step = True
+
+    def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
+        """Return `advantages`, not normalised yet: one per row, or per token where the KL penalty is in the reward."""
+        reward_N, config = batch["rewards"].values.double(), self._config
+        if config.baseline == "group":
+            return {
+                "advantages": Column.of_scalars(group_advantages(reward_N.reshape(-1, group_size), scale_by_std=False))
+            }
+        if not config.kl_coef:
+            return {"advantages": Column.of_scalars(reward_N.nan_to_num(nan=0.0).float())}
+        length_N = batch["old_log_probs"].lengths
+        to_come_A = penalties_to_come(batch, drawn_per_sample(batch))
+        advantage_A = reward_N.nan_to_num(nan=0.0).repeat_interleave(length_N.long()) - config.kl_coef * to_come_A
+        return {"advantages": Column(advantage_A.float(), length_N)}
+
+    def normalized(self, batch: PackedBatch, moments: Moments) -> PackedBatch:
+        """Center and scale `advantages` by the whole step's."""
+        column = batch["advantages"]
+        values = (column.values.double() - moments.mean) / max(moments.deviation, self._config.advantage_eps)
+        return batch.with_columns({"advantages": Column(values.float(), column.lengths, shapes=column.shapes)})
+
+
+# RLOO: REINFORCE leave-one-out: a response is compared with the mean of the others to its prompt.
+#
+# Source: Ahmadian et al. 2024 (arXiv 2402.14740), section 2.2.
+#
+# Legend of shapes: B prompts, G responses of each.
+
+
+class RLOO(Algorithm[RLOOConfig]):
+    """Rewards, less the KL penalty of their whole response, against those of the others."""
+
+    def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
+        """Return `advantages`, one per row, from `rewards` and, with a penalty, the log-probabilities."""
+        reward_N = batch["rewards"].values.double()
+        if self._config.kl_coef:
+            reward_N = reward_N - self._config.kl_coef * response_penalties(batch)
+        return {"advantages": Column.of_scalars(leave_one_out(reward_N.reshape(-1, group_size)))}
+
+
+def leave_one_out(reward_BG: Tensor) -> Tensor:
+    """Return float32 [B, G]: each reward minus the mean of the others; zeros where there are no others.
+
+    One that is NaN is none, and gets zero. Computed in float64, and exactly zero in a group of equal rewards.
+    """
+    reward_BG = reward_BG.double()
+    others_B1 = (reward_BG.isfinite().sum(1, keepdim=True) - 1).clamp(min=1)
+    others_BG = (reward_BG.nansum(1, keepdim=True) - reward_BG) / others_B1
+    return torch.where(has_equal_rewards(reward_BG), 0.0, (reward_BG - others_BG).nan_to_num(nan=0.0)).float()

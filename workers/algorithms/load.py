@@ -11,10 +11,9 @@ from asyncflow.errors import ConfigError
 from asyncflow.settings import own_settings
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
-from workers.calls.user_class import load_class
+from workers.calls.user_function import load_class
 from workers.rows.rows import sample_columns
-from workers.settings.algorithm_names import NAMES, AlgorithmConfig, OutsideConfig
-from workers.settings.algorithms import KlLossConfig, PolicyConfig
+from workers.settings.algorithms import NAMES, AlgorithmConfig, KlLossConfig, OutsideConfig, PolicyConfig
 from workers.settings.dataflow import ACTOR_TRAIN, ADVANTAGES, DRAWN_COLUMNS, Task
 
 FIELD = "algorithm.name"

@@ -18,7 +18,7 @@ from workers.settings.run import RunConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_TILE = 2**25
-"""Logits that the head holds at a time (`workers.engines.log_prob_head`)."""
+"""Logits that the head holds at a time (`workers.engines.packed_forward`)."""
 RUNTIME = 10**9
 """Context, libraries' workspaces, buffers of communicators: about 0.5 GB each on CUDA (an assumption, not measured)."""
 

@@ -13,10 +13,8 @@ import torch
 from asyncflow.process import keep_freed_memory
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings, own_settings
-from workers.calls.user_class import load_class
-from workers.calls.user_function import load_function
-from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
-from workers.engines.setup import EngineSetup
+from workers.calls.user_function import load_class, load_function
+from workers.engines.base import EngineSetup, FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
 from workers.settings.engines import REF_ENGINES, TRAIN_ENGINES
 from workers.settings.rewards import RewardModelConfig
 from workers.settings.rollout import ENGINES, SamplingConfig
@@ -110,7 +108,7 @@ def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine
     Raises:
         ConfigError: see the engine.
     """
-    from workers.engines.fsdp.engine import FsdpValueEngine
+    from workers.engines.fsdp.sharding import FsdpValueEngine
 
     _prepare(device)
     model_dir = Path(config.critic.path or config.model.path)

@@ -39,10 +39,8 @@ from workers.calls.user_function import Callee
 from workers.data.model_files import SCORE_HEAD, name_pattern
 from workers.engines.base import GenerateRequest
 from workers.engines.fsdp.dtensor_shards import local_shards
-from workers.engines.fsdp.engine import FsdpEngine, FsdpValueEngine
-from workers.engines.fsdp.sharding import divide, reshard
-from workers.engines.hf.attention import STEP_ATTENTION
-from workers.engines.hf.engine import HfEngine
+from workers.engines.fsdp.sharding import FsdpEngine, FsdpValueEngine, divide, reshard
+from workers.engines.hf.engine import STEP_ATTENTION, HfEngine
 from workers.engines.hf.frozen import RewardModel
 from workers.engines.hf.model import (
     empty_causal_lm,

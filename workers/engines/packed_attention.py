@@ -31,7 +31,7 @@ from transformers import AttentionInterface
 
 from asyncflow.device import to_device
 from asyncflow.errors import ConfigError
-from workers.engines.packed_layout import ALONE, Block, PackedLayout
+from workers.engines.packed_forward import ALONE, Block, PackedLayout
 
 PACKED_ATTENTION = "asyncflow_packed"
 """Name in transformers' attention interface. No mask function is registered under it: transformers then builds none."""

@@ -42,7 +42,7 @@ from workers.data.prompt_rows import as_row
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import FrozenEngine, GenerateRequest, generate
 from workers.engines.load import load_frozen_model, load_generate_engine, load_train_engine
-from workers.outside.lease import OutsideLease, OutsideTask
+from workers.outside.run_client import OutsideLease, OutsideTask
 from workers.records.step_totals import UpdateTotals
 from workers.rows.rows import drawn_per_row, micro_batches, responses_of, samples_of, sequences_of
 from workers.settings.dataflow import ACTOR_TRAIN, place_tasks

@@ -25,8 +25,7 @@ from torch import Tensor
 from asyncflow.device import to_device
 from asyncflow.errors import TrainingDiverged
 from tq.columns import PackedBatch
-from workers.algorithms.losses import kl_divergence
-from workers.algorithms.parts import bounded_ratio
+from workers.algorithms.parts import bounded_ratio, kl_divergence
 from workers.engines.base import LossFunction, TrainEngine
 from workers.records.step_totals import effective_sample_size
 from workers.rows.rows import SAMPLE_DRAWN, sequences_of

@@ -3,10 +3,8 @@
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import check_function, load_function
 from workers.rewards.base import Score, ScoreFunction
-from workers.rewards.in_child import FIELD, GROUP_FIELD, compile_pattern
-from workers.rewards.math_verify import check_installed
-from workers.rewards.pooled import PooledReward
-from workers.rewards.remote import RemoteReward, check_url, is_url
+from workers.rewards.math import check_installed
+from workers.rewards.pooled import FIELD, GROUP_FIELD, PooledReward, RemoteReward, check_url, compile_pattern, is_url
 from workers.settings.rewards import ISOLATED, REWARDS, RewardConfig
 
 

@@ -1,18 +1,271 @@
 """Rewards in child processes: users' functions, and built-in ones that may hang in native code. Torch-free."""
 
-from collections.abc import Mapping, Sequence
+import http.client
+import inspect
+import json
+import queue
+import re
+import reprlib
+import threading
+import time
+import urllib.error
+import urllib.request
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
+from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.calls.pool import CallPool, Entry
-from workers.calls.user_function import excerpt
-from workers.rewards.base import NO_FIELDS, NOTHING_DRAWN, DrawnResponse, Score
-from workers.rewards.in_child import GROUP_FIELD
+from workers.calls.user_function import Callee, excerpt, is_async, load_function
+from workers.rewards.base import NO_FIELDS, NOTHING_DRAWN, DrawnResponse, Score, as_rewards, as_score
+from workers.rewards.math import VerifiedMath
 from workers.settings.rewards import RewardConfig
+
+# What the child of a pooled reward calls (`workers.rewards.pooled`): entries of `workers.calls`. Torch-free.
+#
+# A user's reward is called with what its parameters name, in whatever order. Three ways of naming them are known:
+#
+#     ours    prompt response ground_truth task num_tokens truncated            one response
+#     verl's  data_source solution_str ground_truth extra_info                  one response, may be beside ours
+#     TRL's   prompts completions completion_ids, columns of the data           lists; the function returns one, too
+#
+# A function of groups has `task` and `members`, TRL's names, or those of verl's batches. What is none of these, and
+# has no default, is refused by name.
+
+FIELD = "reward.function"
+GROUP_FIELD = "reward.group_function"
+_OURS = ("prompt", "response", "ground_truth", "task", "num_tokens", "truncated")
+_VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_TRLS = ("prompts", "completions", "completion_ids")
+_GROUPS = ("task", "members")
+_VERLS_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_OF_ROWS = {"task", "data_source", "extra_info"}
+_RESPONSES = {"response", "solution_str", "completions", "members", "solution_strs"}
+"""A function that takes none of these does not see what it judges."""
+
+
+class LastMatch:
+    """Whether what a regular expression finds in a response is the ground truth: the last match, its first group if
+    it has one, else all of it.
+
+    reward: {function: regex, pattern: '<answer>(.*?)</answer>'}
+    """
+
+    def __init__(self, pattern: str) -> None:
+        """Compile; `.` matches line ends, too."""
+        self._pattern = compile_pattern(pattern)
+
+    def __call__(self, response: str, ground_truth: str) -> bool:
+        """Return whether it is there, and equal to the ground truth but for space around both."""
+        matches = list(self._pattern.finditer(response))
+        if not matches:
+            return False
+        found = matches[-1]
+        text = found.group(1) if self._pattern.groups else found.group()
+        return text is not None and text.strip() == ground_truth.strip()
+
+
+def compile_pattern(pattern: str | None) -> re.Pattern[str]:
+    """Compile `reward.pattern`.
+
+    Raises:
+        ConfigError: it is missing, or no regular expression.
+    """
+    if pattern is None:
+        raise ConfigError(
+            "reward.pattern: missing; reward.function regex compares what it finds: set it to an expression"
+        )
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"reward.pattern: {pattern!r} is no regular expression: {error}; correct it") from error
+
+
+def user_reward(name: str) -> Callee:
+    """Import a user's function; it is sent prompt, response, ground truth, data row, number of tokens, whether it was
+    truncated, and the tokens.
+
+    Raises:
+        ConfigError: there is no such module or function, importing it fails, or it has a parameter that is not known.
+    """
+    what = f"{FIELD}: {name}"
+    called = _ByName(load_function(name, field=FIELD, arguments=None), what, (*_OURS, *_VERLS))
+
+    def values(sent: Sequence[Any]) -> Mapping[str, Any]:
+        prompt, response, ground_truth, task, num_tokens, truncated, token_ids = sent
+        row = json.loads(task) if called.needs_row else {}
+        if called.in_lists:
+            return _trl_values([prompt], [response], [ground_truth], [row], [token_ids])
+        ours = (prompt, response, ground_truth, row, num_tokens, truncated)
+        verls = (row.get("data_source", ""), response, ground_truth, row.get("extra_info") or {})
+        return dict(zip(_OURS, ours, strict=True)) | dict(zip(_VERLS, verls, strict=True))
+
+    def score(value: Any, sent: Sequence[Any]) -> Score:
+        if called.in_lists:
+            (value,) = _listed(value, 1, what)
+        return as_score(value, what=what, response=sent[1])
+
+    return Callee(called.function(values), gives=score)
+
+
+def group_reward(name: str) -> Callee:
+    """Import a user's function of whole groups; it is sent the prompt, the ground truth, the data row, the members, and
+    the tokens of each. Raises as `user_reward` does."""
+    what = f"{GROUP_FIELD}: {name}"
+    called = _ByName(load_function(name, field=GROUP_FIELD, arguments=None), what, (*_GROUPS, *_VERLS_BATCH))
+
+    def values(sent: Sequence[Any]) -> Mapping[str, Any]:
+        prompt, ground_truth, task, members, token_ids = sent
+        row, size = json.loads(task), len(members)
+        responses = [member["response"] for member in members]
+        if called.in_lists:
+            return _trl_values([prompt] * size, responses, [ground_truth] * size, [row] * size, token_ids)
+        extra = row.get("extra_info") or {}
+        verls = ([row.get("data_source", "")] * size, responses, [ground_truth] * size, [extra] * size)
+        return {"task": row, "members": members} | dict(zip(_VERLS_BATCH, verls, strict=True))
+
+    return Callee(called.function(values), gives=lambda value, sent: as_rewards(value, len(sent[3]), what=what))
+
+
+def last_match(pattern: str) -> Callee:
+    """Compare what a regular expression finds, which may backtrack for ever."""
+    return _comparison(LastMatch(pattern))
+
+
+def verified_math() -> Callee:
+    """Compare formulas, which may compute for ever."""
+    return _comparison(VerifiedMath())
+
+
+def _comparison(compare: LastMatch | VerifiedMath) -> Callee:
+    """Of response and ground truth."""
+    return Callee(compare, takes=lambda sent: sent[1:3], gives=lambda right, _: Score(float(right), right))
+
+
+class _ByName:
+    """A user's function, called with what its parameters name.
+
+    Attributes:
+        in_lists: it is called as TRL calls rewards.
+        needs_row: it takes something of the data row, which may be long.
+    """
+
+    def __init__(self, users: Callable[..., Any], what: str, known: Sequence[str]) -> None:
+        """Args:
+        users: the function.
+        what: begins messages.
+        known: names that it may have, if they are not TRL's.
+
+        Raises:
+            ConfigError: a parameter without a default is not known, or it does not take the response.
+        """
+        self._users = users
+        self._what = what
+        may = f"{', '.join(dict.fromkeys(known))}, or as in TRL {', '.join(_TRLS)} and columns of the data"
+        advice = f"parameters are found by their names, which may be {may}"
+        try:
+            parameters = inspect.signature(users).parameters.values()
+        except (TypeError, ValueError) as error:  # functions of C may say nothing
+            raise ConfigError(f"{what} does not say what it takes; wrap it in a def; {advice}") from error
+        self._named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        self._takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        names = {each.name for each in self._named}
+        self.in_lists = bool(names.intersection(_TRLS))
+        needed = [each.name for each in self._named if each.default is each.empty]
+        unknown = [] if self.in_lists else [name for name in needed if name not in known]
+        if unknown:
+            raise ConfigError(f"{what} has a parameter {unknown[0]!r}; {advice}")
+        if not names and not (self._takes_rest and len(parameters) == 1):  # a decorator without `functools.wraps`
+            raise ConfigError(f"{what} takes {inspect.signature(users)}, which names nothing; {advice}")
+        if not names & _RESPONSES and not self._takes_rest:
+            raise ConfigError(f"{what} does not take the response; {advice}")
+        ours, verls = known[:-4], set(known[-4:]) - {"ground_truth"}
+        self._rest = ours if self._takes_rest and not names & verls else ()  # verl's are given settings of its own
+        self.needs_row = self.in_lists or bool(_OF_ROWS.intersection(names, known) or _OF_ROWS.intersection(self._rest))
+
+    def function(self, values: Callable[[Sequence[Any]], Mapping[str, Any]]) -> Callable[..., Any]:
+        """Return what is called with what was sent; async if the user's is."""
+
+        def call(*sent: Any) -> Any:
+            positional, keywords = self._bound(values(sent))
+            return self._users(*positional, **keywords)
+
+        async def call_async(*sent: Any) -> Any:
+            return await call(*sent)
+
+        return call_async if is_async(self._users) else call
+
+    def _bound(self, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        positional, keywords = [], {}
+        for each in self._named:
+            if each.name in values:
+                value = values[each.name]
+            elif each.default is not each.empty:
+                value = each.default
+            else:
+                raise UserCodeFailed(
+                    f"{self._what} has a parameter {each.name!r}, and the data row has no such column, only "
+                    f"{', '.join(name for name in values if name not in _TRLS) or 'none'}"
+                )
+            if each.kind is each.POSITIONAL_ONLY:
+                positional.append(value)
+            else:
+                keywords[each.name] = value
+        rest = values if self.in_lists and self._takes_rest else self._rest
+        named = {each.name for each in self._named}
+        return positional, keywords | {name: values[name] for name in rest if name not in named}
+
+
+def _trl_values(
+    prompts: list[str],
+    responses: list[str],
+    ground_truths: list[str],
+    rows: list[Mapping[str, Any]],
+    token_ids: list[bytes],
+) -> dict[str, Any]:
+    """Return what TRL's trainers call a reward with: texts, or messages where the prompt is messages.
+
+    Source: huggingface.co/docs/trl, "Using a custom reward function" of GRPOTrainer.
+    """
+    talks = [next((row[name] for name in ("prompt", "messages") if _is_talk(row.get(name))), None) for row in rows]
+    pairs = list(zip(talks, prompts, responses, strict=True))
+    columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    return {
+        "ground_truth": ground_truths,
+        **columns,
+        "prompts": [text if talk is None else talk for talk, text, _ in pairs],
+        "completions": [text if talk is None else [{"role": "assistant", "content": text}] for talk, _, text in pairs],
+        "completion_ids": [array("i", tokens).tolist() for tokens in token_ids],
+    }
+
+
+def _is_talk(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "role" in one for one in value)
+
+
+def _listed(value: Any, number: int, what: str) -> list[Any]:
+    """Return the rewards of a function that is called with lists.
+
+    Raises:
+        UserCodeFailed: it returned no such list, or None for one, which is no reward.
+    """
+    try:
+        values = list(value)
+    except TypeError:
+        values = []
+    if len(values) != number or None in values:
+        raise UserCodeFailed(
+            f"{what} returned {reprlib.repr(value)} for {number} completions; return a list of as many numbers"
+        )
+    return values
+
 
 CONCURRENCY = 4
 """Calls at a time where the configuration says nothing."""
-_ENTRIES = "workers.rewards.in_child"
+_ENTRIES = "workers.rewards.pooled"
 _MEMORY_BYTES = 4 * 2**30
 """A power tower in a response would otherwise take what the machine has."""
 
@@ -140,3 +393,192 @@ def _pass_on(done: "Future[dict[str, Any]]", score: "Future[Score]") -> None:
         score.set_exception(error)
     else:
         score.set_result(Score(**done.result()))
+
+
+# A scorer behind HTTP: responses are posted in batches as they finish, `reward.function: http://host:port/score`.
+#
+#     -> {"samples": [{"prompt": "...", "response": "...", "ground_truth": "...", "task": {the data row},
+#                      "num_tokens": 17, "truncated": false}, ...]}
+#     <- {"scores": [1.0, {"reward": 0.5, "correct": false}, {"error": "no idea"}, ...]}         in the same order
+#
+# A request takes what waits, up to `reward.batch_size`, so batches grow by themselves when the scorer is busy. One
+# that fails (no connection, a deadline, status 408, 429 or 5xx) is sent again, `reward.retries` times, after 0.5, 1, 2
+# ... s. If the reply to a batch is an error, or nonsense, its responses are sent one by one, so that one that the
+# scorer cannot bear costs only itself. What is still without a score then has no reward, so no weight, and is warned
+# of. Torch-free.
+
+_SENDERS = 8
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 8.0
+_MOST_BYTES = 2**26
+_PIECE_BYTES = 2**16
+_NO_PARTS = frozenset({"reward", "score", "error"})
+_PASSING = frozenset({408, 429, *range(500, 600)})
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    sample: dict[str, Any]
+    score: "Future[Score]"
+
+
+class _BatchRefused(UserCodeFailed):
+    """The scorer answered, and not with scores."""
+
+
+class RemoteReward:
+    """Posts responses to a scorer. Thread-safe: callers wait for their own."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Args:
+        config: names the URL, the deadline of a request, how many responses it takes, and how often it is sent again.
+        """
+        check_url(config.function)
+        self._config = config
+        self._what = f"reward.function: {config.function}"
+        self._waiting: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
+        self._pause = threading.Event()  # never set: pauses are waits, not sleeps of a lock's holder
+        for number in range(_SENDERS):
+            threading.Thread(target=self._send_for_ever, name=f"remote-reward-{number}", daemon=True).start()
+
+    def __call__(
+        self,
+        prompt: str,
+        response: str,
+        ground_truth: str,
+        task: str = NO_FIELDS,
+        drawn: DrawnResponse = NOTHING_DRAWN,
+        /,
+    ) -> Score:
+        """Score one response.
+
+        Raises:
+            UserCodeFailed: the scorer gave no score for it.
+        """
+        fields = {"prompt": prompt, "response": response, "ground_truth": ground_truth, "task": json.loads(task)}
+        fields |= {"num_tokens": drawn.num_tokens, "truncated": drawn.truncated}
+        one = _Waiting(fields, Future())
+        self._waiting.put(one)
+        return one.score.result()
+
+    def _send_for_ever(self) -> None:
+        while True:
+            batch = [self._waiting.get()]
+            try:
+                while len(batch) < self._config.batch_size:
+                    batch.append(self._waiting.get_nowait())
+            except queue.Empty:
+                pass
+            self._score(batch)
+
+    def _score(self, batch: list[_Waiting]) -> None:
+        try:
+            scores = self._scores([one.sample for one in batch])
+        except _BatchRefused as error:
+            if len(batch) == 1:
+                batch[0].score.set_exception(error)
+                return
+            for one in batch:
+                self._score([one])
+        except Exception as error:  # noqa: BLE001  the boundary of a thread: the caller that waits for a score raises it
+            for one in batch:
+                one.score.set_exception(error)
+        else:
+            for one, value in zip(batch, scores, strict=True):
+                self._settle(one, value)
+
+    def _settle(self, one: _Waiting, value: Any) -> None:
+        try:
+            one.score.set_result(self._as_score(value, one.sample["response"]))
+        except UserCodeFailed as error:
+            one.score.set_exception(error)
+
+    def _as_score(self, value: Any, response: str) -> Score:
+        if isinstance(value, dict) and value.get("error") is not None:
+            raise UserCodeFailed(f"{self._what} said {reprlib.repr(value['error'])}")
+        if isinstance(value, dict) and "reward" in value:
+            if not isinstance(correct := value.get("correct", False), bool):
+                raise UserCodeFailed(f"{self._what} returned correct {reprlib.repr(correct)} instead of true or false")
+            value = {"score": value["reward"]} | {name: part for name, part in value.items() if name not in _NO_PARTS}
+        return as_score(value, what=self._what, response=response)
+
+    def _scores(self, samples: list[dict[str, Any]]) -> list[Any]:
+        """Return a value per response, after as many attempts as it takes and is allowed.
+
+        Raises:
+            _BatchRefused: the scorer's reply is an error, or none of the protocol.
+            UserCodeFailed: it cannot be reached.
+        """
+        pause_s = _FIRST_PAUSE_S
+        for attempt in range(self._config.retries + 1):
+            try:
+                return self._post(samples)
+            except urllib.error.HTTPError as error:
+                failure: UserCodeFailed = _BatchRefused(f"{self._what} answered {error.code} {error.reason}")
+                error.close()
+                if error.code not in _PASSING:
+                    raise failure from None
+            except (OSError, http.client.HTTPException) as error:
+                failure = UserCodeFailed(f"{self._what} does not answer ({error}); look whether it runs")
+            if attempt < self._config.retries:
+                self._pause.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise failure
+
+    def _post(self, samples: list[dict[str, Any]]) -> list[Any]:
+        request = urllib.request.Request(
+            self._config.function,
+            data=json.dumps({"samples": samples}).encode(),
+            headers={"Content-Type": "application/json", "Accept": "application/json"},
+        )
+        deadline = time.monotonic() + self._config.timeout_s
+        with urllib.request.urlopen(request, timeout=self._config.timeout_s) as reply:
+            data = _read(reply, deadline)
+        try:
+            scores = json.loads(data)["scores"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise _BatchRefused(f"{self._what} did not answer with an object that has scores") from None
+        if not isinstance(scores, list) or len(scores) != len(samples):
+            raise _BatchRefused(f"{self._what} answered {len(samples)} samples with other than {len(samples)} scores")
+        return scores
+
+
+def _read(reply: http.client.HTTPResponse, deadline: float) -> bytes:
+    """Return the body, but for what is beyond the largest; the socket's own deadline is one for each of its pieces.
+
+    Raises:
+        TimeoutError: it is not all there in time.
+    """
+    data = bytearray()
+    while len(data) < _MOST_BYTES and (piece := reply.read1(_PIECE_BYTES)):
+        data += piece
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out in the middle of its answer")
+    return bytes(data)
+
+
+def is_url(name: str) -> bool:
+    """Return whether a reward's name is one of a remote scorer."""
+    return name.startswith(("http://", "https://"))
+
+
+def check_url(name: str) -> None:
+    """Check the URL of a scorer.
+
+    Raises:
+        ConfigError: it names no host, or no port that can be, or has what a request cannot carry.
+    """
+    try:
+        parts = urlsplit(name)
+        usable = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        (parts.hostname or "").encode("idna")  # as the look-up of its address will
+    except ValueError:
+        usable = False
+    if usable and (parts.username is not None or parts.fragment or not (name.isascii() and name.isprintable())):
+        raise ConfigError(
+            f"reward.function: {name!r} has what a request cannot carry: a user, a fragment, or characters other than "
+            f"printable ASCII; leave those out, or write them as %XX"
+        )
+    usable = usable and " " not in name
+    if not usable:
+        raise ConfigError(f"reward.function: {name!r} is no URL of a scorer; write http://HOST:PORT/PATH")

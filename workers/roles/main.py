@@ -16,7 +16,7 @@ from workers.rank.context import WorkerContext
 ROLE_LOOPS = {
     "rollout": "workers.rollout.loop:run_rollout",
     "actor": "workers.trainer.actor:run_actor",
-    "critic": "workers.trainer.critic:run_critic",
+    "critic": "workers.trainer.actor:run_critic",
     "evaluate": "workers.rollout.evaluate:run_evaluate",
     "storage": "workers.roles.services:run_storage",
     "controller": "workers.roles.services:run_controller",

@@ -18,10 +18,9 @@ from asyncflow.settings import Settings, own_options
 from tq.config import BACKENDS
 from tq.policies import POLICIES, load_policy, policy_name
 from workers.calls.pool import CallPool, Entry
-from workers.calls.user_class import load_class
-from workers.calls.user_function import Callee, check_function, search_beside
-from workers.settings.algorithm_names import NAMES as ALGORITHMS
-from workers.settings.algorithm_names import OutsideConfig
+from workers.calls.user_function import Callee, check_function, load_class, search_beside
+from workers.settings.algorithms import NAMES as ALGORITHMS
+from workers.settings.algorithms import OutsideConfig
 from workers.settings.engines import REF_ENGINES, TRAIN_ENGINES
 from workers.settings.rollout import ENGINES
 from workers.settings.run import LOGGERS, LoggerConfig, RunConfig

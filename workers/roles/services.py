@@ -16,9 +16,8 @@ from tq.service_process import serve_only
 from tq.unit.storage import StorageUnit
 from weightsync.agent.service import WeightAgent
 from weightsync.export import WeightExporter, WeightFeed
-from workers.admission.admitter import prompt_admission
+from workers.admission.admitter import KeepRule, SavedRows, prompt_admission
 from workers.admission.feed_service import FeedService
-from workers.admission.saved_rows import KeepRule, SavedRows
 from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.admission.task_sampler import TaskSampler, UserSampler
 from workers.data.feed_file import FeedFile

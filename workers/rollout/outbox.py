@@ -24,9 +24,8 @@ from torch import Tensor
 from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
 from workers.records.samples import SampleLog
-from workers.rewards.group import GroupReward
 from workers.rewards.group_filter import GroupFilter
-from workers.rewards.scorer import ScoredResponse, Scorer
+from workers.rewards.scorer import GroupReward, ScoredResponse, Scorer
 from workers.rows.finished import FinishedRollout
 
 STOP_POLL_S = 0.2

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, UserCodeNotStarted
-from workers.agents.command import ended_how
+from workers.agents.other_model import ended_how
 from workers.agents.user_workers import START_TIMEOUT_S
 from workers.agents.wire import Broken, FromService, NotStarted, Ping, Pong, Ready, Setup, ToService
 from workers.calls.frames import frame, receive_frame

@@ -7,18 +7,93 @@ PolicyConfig            what every policy loss has
   '- RLOOConfig         the KL penalty is part of the reward
 PPOClipConfig           PPO's clip and the dual one, of all but CISPO and DPPO
 
-A key of another algorithm is refused. Names are in `workers.settings.algorithm_names`.
+A key of another algorithm is refused. Names are in `workers.settings.algorithms`.
 """
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from asyncflow.errors import ConfigError
+from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 from workers.settings.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic_free_tasks
-from workers.settings.off_policy import OffPolicyConfig
+
+# Section `algorithm.off_policy`, of every algorithm. Torch-free.
+
+
+class OffPolicyConfig(Settings):
+    """Correction for tokens that another policy drew: the generating engine rounds differently from the trainer, and
+    its weights may be older. See `workers.algorithms.parts.policy_parts`."""
+
+    method: Literal["none", "truncated_is", "decoupled", "icepop"] | None = "truncated_is"
+    """`truncated_is` (TIS; null means this, too): a token's weight is the ratio of the policy that the step found to
+    the one that drew it, at most `cap`; PPO's ratio and clip are relative to the policy that the step found.
+    `decoupled` (masked importance sampling): tokens whose weight would exceed `cap` are left out instead. `icepop`:
+    tokens whose weight is outside [`band_low`, `band_high`] are left out. `none`: no weights; ratio and clip are
+    relative to the generating engine. With one update a step only `none` ever clips (`eps_clip`), and the others cost
+    nothing; with several, task `actor_log_probs` makes one more forward pass."""
+    cap: float = Field(2.0, ge=1)
+    """Largest weight of a token (C), of `truncated_is` and `decoupled`."""
+    band_low: float = Field(0.5, ge=0, le=1)
+    """`icepop`: least weight of a token (alpha of arXiv 2510.18855)."""
+    band_high: float = Field(5.0, ge=1)
+    """`icepop`: largest weight of a token (beta)."""
+    mask: Literal["sequence", "geometric"] | None = None
+    """With any `method`: whole samples are left out whose weight is too far from 1: `sequence`: the product of their
+    tokens' weights, `geometric`: the geometric mean of these; null: none is."""
+    sequence_log_ratio: float | None = Field(None, gt=0)
+    """`mask: sequence`: how far, up and down, the sum of a sample's log weights may be (nats); others use 0.7 to 2.3 (a
+    factor of 2 to 10). null: as far as rounding in bfloat16 takes it, which grows with its length; see
+    `workers.algorithms.parts.rounding_bound`."""
+    geometric_log_ratio: float | None = Field(None, gt=0)
+    """`mask: geometric`: how far, up and down, their mean may be (nats a token); others use 0.0002 to 0.001. null: as
+    far as rounding in bfloat16 takes it: the bound of `sequence_log_ratio` by the sample's length."""
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _name_the_mask(cls, method: object) -> object:
+        if method == "sequence_mask":
+            raise ValueError("give algorithm.off_policy.mask: geometric, which it was, and leave method out")
+        return method
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_bound(cls, section: object) -> object:
+        if isinstance(section, Mapping) and "mask_log_ratio" in section:
+            if section.get("mask") is None and section["mask_log_ratio"] == 0.5:  # a default that a run wrote down
+                return {name: value for name, value in section.items() if name != "mask_log_ratio"}
+            raise ValueError(
+                "mask_log_ratio was one bound of a sum and of a mean; give sequence_log_ratio or geometric_log_ratio, "
+                "or leave it out"
+            )
+        return section
+
+    @model_validator(mode="after")
+    def _has_no_idle_setting(self) -> Self:
+        if self.method == "icepop" and self.band_low == self.band_high:
+            raise ValueError("icepop leaves out all tokens but those of weight 1; set band_high above band_low")
+        idle = {
+            "cap": (self.method in ("icepop", "none"), "method truncated_is or decoupled"),
+            "band_low": (self.method != "icepop", "method icepop"),
+            "band_high": (self.method != "icepop", "method icepop"),
+            "sequence_log_ratio": (self.mask != "sequence", "mask sequence"),
+            "geometric_log_ratio": (self.mask != "geometric", "mask geometric"),
+        }
+        for name, (unread, reader) in idle.items():
+            if unread and getattr(self, name) != type(self).model_fields[name].default:  # a run writes defaults down
+                raise ValueError(f"{name} is for {reader}; set that, or leave {name} out")
+        return self
+
+    @property
+    def has_proximal_policy(self) -> bool:
+        """Whether PPO's old policy is another one than that which drew the tokens."""
+        return self.method != "none"
+
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -156,7 +231,7 @@ class KlLossConfig(PolicyConfig):
 
     kl_estimator: KlEstimator = "k3"
     """Schulman's estimators. k3 is GRPO's; k2 has the exact gradient of KL(policy || reference); the gradient of k1
-    averages to zero, so it measures and does not restrain. See `workers.algorithms.losses.kl_divergence`."""
+    averages to zero, so it measures and does not restrain. See `workers.algorithms.parts.kl_divergence`."""
 
     @property
     def kl_in_reward(self) -> bool:
@@ -184,7 +259,7 @@ class GRPOConfig(PPOClipConfig, GroupConfig):
     Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) is `loss_normalization: constant`, `scale_advantages_by_std: false`.
     """
 
-    implementation = "workers.algorithms.grpo:GRPO"
+    implementation = "workers.algorithms.algorithm:GRPO"
     name: Literal["grpo"] = "grpo"
     """Which algorithm."""
 
@@ -192,7 +267,7 @@ class GRPOConfig(PPOClipConfig, GroupConfig):
 class CISPOConfig(GroupConfig):
     """GRPO whose ratio is a clipped weight, so that no token loses its gradient: MiniMax 2025 (arXiv 2506.13585)."""
 
-    implementation = "workers.algorithms.cispo:CISPO"
+    implementation = "workers.algorithms.algorithm:CISPO"
     ratio_bounds = ("eps_clip", "eps_clip_high")
     name: Literal["cispo"] = "cispo"
     """Which algorithm."""
@@ -209,7 +284,7 @@ class DPPOConfig(GroupConfig):
     ratio against it, which is `method: none`.
     """
 
-    implementation = "workers.algorithms.dppo:DPPO"
+    implementation = "workers.algorithms.algorithm:DPPO"
     ratio_bounds = ("max_ratio",)
     name: Literal["dppo"] = "dppo"
     """Which algorithm."""
@@ -230,7 +305,7 @@ class DPPOConfig(GroupConfig):
 class DAPOConfig(PPOClipConfig, KlLossConfig):
     """GRPO with a higher upper clip, groups that teach, and a price for overlong responses: arXiv 2503.14476."""
 
-    implementation = "workers.algorithms.dapo:DAPO"
+    implementation = "workers.algorithms.algorithm:DAPO"
     name: Literal["dapo"] = "dapo"
     """Which algorithm."""
     eps_clip_high: float | None = Field(0.28, gt=0)
@@ -268,7 +343,7 @@ class DAPOConfig(PPOClipConfig, KlLossConfig):
 class GSPOConfig(PPOClipConfig, GroupConfig):
     """GRPO whose ratio and clip are those of whole samples: Zheng et al. 2025 (arXiv 2507.18071)."""
 
-    implementation = "workers.algorithms.gspo:GSPO"
+    implementation = "workers.algorithms.algorithm:GSPO"
     name: Literal["gspo"] = "gspo"
     """Which algorithm."""
     eps_clip: float = Field(3e-4, gt=0, lt=1)
@@ -291,7 +366,7 @@ class GSPOConfig(PPOClipConfig, GroupConfig):
 class RLOOConfig(PPOClipConfig, PolicyConfig):
     """Reward minus the mean of the other responses', the KL penalty inside the reward: arXiv 2402.14740."""
 
-    implementation = "workers.algorithms.rloo:RLOO"
+    implementation = "workers.algorithms.algorithm:RLOO"
     name: Literal["rloo"] = "rloo"
     """Which algorithm."""
     loss_normalization: Literal["token", "sequence", "constant"] = "constant"
@@ -304,7 +379,7 @@ class ReinforcePlusPlusConfig(PPOClipConfig, KlLossConfig):
     Training begins when the step's last response is there, so nothing of a step overlaps with its own generation.
     """
 
-    implementation = "workers.algorithms.reinforce_plus_plus:ReinforcePlusPlus"
+    implementation = "workers.algorithms.algorithm:ReinforcePlusPlus"
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     """Which algorithm."""
     baseline: Literal["none", "group"] = "none"
@@ -340,7 +415,7 @@ class ReinforcePlusPlusConfig(PPOClipConfig, KlLossConfig):
 class PPOConfig(PPOClipConfig, KlLossConfig):
     """A critic, trained beside the policy, and generalized advantages of every token: arXiv 1707.06347, 1506.02438."""
 
-    implementation = "workers.algorithms.ppo:PPO"
+    implementation = "workers.algorithms.algorithm:PPO"
     ratio_bounds = (*PPOClipConfig.ratio_bounds, "value_clip")
     name: Literal["ppo"] = "ppo"
     """Which algorithm."""
@@ -411,3 +486,74 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
             passes_on=True,
         )
         return (*others, values, advantages, critic, train)
+
+
+# Which algorithms there are, and the settings of section `algorithm`, whose `name` chooses its class. Torch-free.
+
+ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
+    {
+        "grpo": GRPOConfig,
+        "dapo": DAPOConfig,
+        "rloo": RLOOConfig,
+        "reinforce_plus_plus": ReinforcePlusPlusConfig,
+        "gspo": GSPOConfig,
+        "cispo": CISPOConfig,
+        "dppo": DPPOConfig,
+        "ppo": PPOConfig,
+    }
+)
+"""Name -> settings, which name the class."""
+
+NAMES = Registry("asyncflow.algorithms", {name: kind.implementation for name, kind in ALGORITHMS.items()})
+"""What `algorithm.name` may say."""
+
+
+class OutsideConfig(KlLossConfig):
+    """An algorithm of your own: a class outside the package, with settings of its own beside those of every algorithm.
+
+    The launcher has a child import it and ask its `Config` (`workers.roles.own_classes`); here is what that answered.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    name: Annotated[str, AfterValidator(NAMES.resolve)] = "module:Class"
+    """`module:Class`, a `workers.algorithms.algorithm.Algorithm`."""
+    dataflow: tuple[Task, ...] = ()
+    """Its tasks; leave it out: its `Config` says so (`tasks`)."""
+    needs_group_size: int = 1
+    """Responses per prompt that it needs to compare; leave it out: its `Config` says so (`min_group_size`)."""
+    needs_whole_step: bool = False
+    """Whether nothing trains before the step's last row is there; leave it out: the class says so (`whole_step`)."""
+
+    @property
+    def min_group_size(self) -> int:
+        """As its `Config` says."""
+        return self.needs_group_size
+
+    @property
+    def whole_step(self) -> bool:
+        """As the class says."""
+        return self.needs_whole_step
+
+    def tasks(self, *, old_log_probs: bool = False) -> tuple[Task, ...]:
+        """As its `Config` says of this run."""
+        assert self.dataflow, "the launcher has its child ask for them first"
+        return self.dataflow
+
+
+def _name_of(section: Any) -> Any:
+    """Return the algorithm that a section is of; without a name it is GRPO."""
+    name = section.get("name", "grpo") if isinstance(section, Mapping) else getattr(section, "name", None)
+    with contextlib.suppress(ValueError):  # a name that does not exist has no settings, either
+        return "outside" if isinstance(name, str) and ":" in NAMES.resolve(name) else name
+    return name
+
+
+if TYPE_CHECKING:
+    AlgorithmConfig = PolicyConfig
+else:
+    _kinds = {**ALGORITHMS, "outside": OutsideConfig}
+    AlgorithmConfig = Annotated[
+        Union[tuple(Annotated[kind, Tag(name)] for name, kind in _kinds.items())],  # noqa: UP007
+        Discriminator(_name_of),
+    ]
+    """Objective of the actor: one of the settings above."""

@@ -12,7 +12,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 TRAIN_ENGINES = Registry(
     "asyncflow.actor_engines",
     {
-        "fsdp": "workers.engines.fsdp.engine:FsdpEngine.of_run",
+        "fsdp": "workers.engines.fsdp.sharding:FsdpEngine.of_run",
         "megatron": "workers.engines.megatron.engine:MegatronEngine.of_run",
         "sim": "workers.engines.sim.engine:SimTrainEngine.of_run",
     },
@@ -22,7 +22,7 @@ REF_ENGINES = Registry(
     "asyncflow.ref_engines",
     {
         "hf": "workers.engines.hf.frozen:FrozenModel.of_run",
-        "fsdp": "workers.engines.fsdp.engine:FsdpFrozenModel.of_run",
+        "fsdp": "workers.engines.fsdp.sharding:FsdpFrozenModel.of_run",
         "megatron": "workers.engines.megatron.engine:MegatronFrozenModel.of_run",
         "sim": "workers.engines.sim.engine:SimFrozenModel.of_run",
     },

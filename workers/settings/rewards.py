@@ -13,8 +13,8 @@ REWARDS = Registry(
         "exact": "workers.rewards.load:exact_reward",
         "digits": "workers.rewards.load:digits_reward",
         "math": "workers.rewards.math:math_reward",
-        "math_verify": "workers.rewards.in_child:verified_math",
-        "regex": "workers.rewards.in_child:last_match",
+        "math_verify": "workers.rewards.pooled:verified_math",
+        "regex": "workers.rewards.pooled:last_match",
     },
     "module:function or a URL",
 )

@@ -16,8 +16,7 @@ from asyncflow.settings import Settings
 from tq.config import QueueConfig
 from tq.policies import policy_name
 from weightsync.config import WeightSyncConfig
-from workers.settings.algorithm_names import AlgorithmConfig
-from workers.settings.algorithms import GRPOConfig
+from workers.settings.algorithms import AlgorithmConfig, GRPOConfig
 from workers.settings.data import HELD_OUT_SOURCES, DataConfig, HubPart
 from workers.settings.engines import ActorConfig, CriticConfig, RefConfig, TrainingConfig
 from workers.settings.openai import OpenAIConfig

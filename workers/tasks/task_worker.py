@@ -22,8 +22,7 @@ from tq.client.session import StallMonitor
 from tq.columns import PackedBatch
 from tq.messages import NoRows, NoRowsReason
 from workers.rank.context import WorkerContext
-from workers.rank.peers import meet_peers
-from workers.rank.replicas import ReplicaPlace, open_replica
+from workers.rank.peers import ReplicaPlace, meet_peers, open_replica
 from workers.rewards.group_filter import load_group_filter
 from workers.settings.dataflow import PlacedTask
 from workers.tasks.chain import TaskChain

@@ -22,10 +22,9 @@ from asyncflow.run_files import list_checkpoints
 from tq.client.dataloader import Replica, StreamingDataLoader
 from tq.client.queue_client import QueueClient
 from tq.columns import PackedBatch
-from workers.algorithms.algorithm import Moments
+from workers.algorithms.algorithm import PPO, Moments
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.losses import MicroLoss
-from workers.algorithms.ppo import PPO
+from workers.algorithms.parts import MicroLoss
 from workers.engines.base import TrainedEngine, TrainEngine, ValueEngine
 from workers.rank.context import WorkerContext
 from workers.rank.peers import gather, max_over_ranks, sum_over_ranks

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from asyncflow.device import to_device
 from tq.columns import Column, PackedBatch
-from workers.algorithms.losses import MicroLoss
+from workers.algorithms.parts import MicroLoss
 from workers.engines.base import CopyingEngine, PolicyCopy, TrainEngine
 from workers.rows.rows import Sequences, sequences_of
 from workers.settings.run import RunConfig

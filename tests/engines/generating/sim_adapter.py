@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from asyncflow.testing.adapter import Adapter
+from workers.engines.sim.decoding import SimLengths
 from workers.engines.sim.engine import SimGenerateEngine, sim_shapes
-from workers.engines.sim.lengths import SimLengths
 from workers.settings.rollout import SamplingConfig
 from workers.settings.sim import SimConfig
 

@@ -8,7 +8,7 @@ import torch
 
 from asyncflow.testing.train_adapter import TrainAdapter
 from workers.engines.base import TrainEngine
-from workers.engines.fsdp.engine import FsdpEngine
+from workers.engines.fsdp.sharding import FsdpEngine
 from workers.settings.engines import ActorConfig
 
 

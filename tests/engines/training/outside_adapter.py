@@ -1,8 +1,8 @@
 """`actor.engine: module:Class`: a class that is made as one of a user's."""
 
 from asyncflow.testing.train_adapter import TrainAdapter
-from workers.engines.fsdp.engine import FsdpEngine
-from workers.engines.setup import EngineSetup
+from workers.engines.base import EngineSetup
+from workers.engines.fsdp.sharding import FsdpEngine
 
 
 class OutsideEngine(FsdpEngine):

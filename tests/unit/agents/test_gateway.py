@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.scripted_sessions import DEADLINE_S, ScriptedSessions, completion, serving
 from workers.agents.gateway import Gateway
-from workers.agents.requests import ChatRequest, Completion
+from workers.agents.run import ChatRequest, Completion
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 RETRY = {"x-stainless-retry-count": "1"}

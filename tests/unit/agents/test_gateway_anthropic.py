@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.scripted_sessions import DEADLINE_S, Draw, ScriptedSessions, completion, multiplying, serving
 from workers.agents.errors import ContextLengthExceeded
-from workers.agents.requests import Completion
+from workers.agents.run import Completion
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 MULTIPLY: Any = {"name": "multiply", "description": "a * b", "input_schema": SCHEMA}

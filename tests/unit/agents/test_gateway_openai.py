@@ -10,7 +10,7 @@ import pytest
 from tests.support.scripted_sessions import DEADLINE_S, Draw, ScriptedSessions, completion, multiplying, serving
 from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
 from workers.agents.gateway.fields import warn_of_sampling
-from workers.agents.requests import ChatRequest, Completion
+from workers.agents.run import ChatRequest, Completion
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from workers.agents.parsing import CallForm, read_reply
+from workers.agents.rendering import CallForm, read_reply
 
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 

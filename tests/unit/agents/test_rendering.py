@@ -13,8 +13,7 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tests.support.chat_templates import QWEN25, SMOLLM2, TEMPLATES, tokenizer
 from workers.agents.errors import BadAgentRequest
-from workers.agents.messages import Message
-from workers.agents.rendering import TOOL, TemplateRenderer, load_renderer, prove
+from workers.agents.rendering import TOOL, Message, TemplateRenderer, load_renderer, prove
 from workers.data.tokenizer import load_tokenizer
 from workers.settings.data import TemplateSettings
 
@@ -230,7 +229,7 @@ def test_a_template_of_an_agent_is_told_the_time_of_the_start(model_dir: Path) -
 def test_a_renderer_of_the_package_is_told_the_day_of_the_start() -> None:
     from renderers import config_from_name
 
-    from workers.agents.package_renderer import _at_time
+    from workers.agents.rendering import _at_time
 
     assert _at_time(config_from_name("gpt-oss"), "2001-02-03T04:05:06").conversation_start_date == "2001-02-03"
     plain = config_from_name("qwen3")

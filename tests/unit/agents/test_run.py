@@ -9,10 +9,8 @@ import pytest
 from launcher.config.paths import find_recipe
 from tests.support.chat_templates import tokenizer
 from workers.agents.errors import BadAgentRequest
-from workers.agents.messages import Message
-from workers.agents.rendering import TOOL, TemplateRenderer
-from workers.agents.requests import ChatRequest
-from workers.agents.run import BudgetIsSpent, Run
+from workers.agents.rendering import TOOL, Message, TemplateRenderer
+from workers.agents.run import BudgetIsSpent, ChatRequest, Run
 from workers.agents.service import Service
 from workers.agents.wire import Begin, Done, Drawn, Setup
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.support.chat_templates import TEMPLATES, tokenizer
 from tests.support.conversations import FakeEngine, converse, count_changed
 from workers.agents.errors import BadAgentRequest
-from workers.agents.messages import Message
-from workers.agents.rendering import TOOL, TemplateRenderer
+from workers.agents.rendering import TOOL, Message, TemplateRenderer
 from workers.agents.session import DrawnTokens, Recorded, Session, call_seed
 
 ASKED: list[Message] = [{"role": "user", "content": "6*7?"}]

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 
 from asyncflow.errors import ConfigError
+from workers.agents.api import Tool, call_tool
 from workers.agents.errors import BudgetSpent, TaskSkipped
-from workers.agents.tools import Tool, call_tool
 
 
 def add(a: int, b: int = 1, *, how: Literal["plain", "loud"] = "plain", names: list[str] | None = None) -> str:

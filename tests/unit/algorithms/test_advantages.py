@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.algorithms.advantages import group_advantages
+from workers.algorithms.algorithm import group_advantages
 
 groups = st.integers(2, 8).flatmap(
     lambda size: st.lists(st.lists(st.floats(-2, 2, width=32), min_size=size, max_size=size), min_size=1, max_size=5)

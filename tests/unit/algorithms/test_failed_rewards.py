@@ -10,14 +10,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from tq.columns import Column, PackedBatch
-from workers.algorithms.advantages import group_advantages
-from workers.algorithms.algorithm import Moments
+from workers.algorithms.algorithm import PPO, Moments, group_advantages, leave_one_out
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.ppo import PPO
-from workers.algorithms.rloo import leave_one_out
 from workers.rows.rows import sample_columns, samples_of
-from workers.settings.algorithm_names import AlgorithmConfig
-from workers.settings.off_policy import OffPolicyConfig
+from workers.settings.algorithms import AlgorithmConfig, OffPolicyConfig
 from workers.settings.rollout import RolloutConfig
 
 CPU = torch.device("cpu")

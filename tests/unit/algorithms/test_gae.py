@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tq.columns import Column, PackedBatch
-from workers.algorithms.advantages import generalized_advantages, token_rewards
-from workers.algorithms.algorithm import Moments
-from workers.algorithms.losses import ValueLoss, clipped_value_loss
-from workers.algorithms.parts import loss_scale
-from workers.algorithms.ppo import PPO
+from workers.algorithms.algorithm import PPO, Moments, generalized_advantages, token_rewards
+from workers.algorithms.parts import ValueLoss, clipped_value_loss, loss_scale
 from workers.rows.rows import sample_columns, samples_of
 from workers.settings.algorithms import PPOConfig
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tq.columns import Column, PackedBatch
-from workers.algorithms.grpo import GRPO
-from workers.algorithms.losses import PolicyLoss
-from workers.algorithms.parts import LossCounts, PolicyParts, PPOClip
+from workers.algorithms.algorithm import GRPO
+from workers.algorithms.parts import LossCounts, PolicyLoss, PolicyParts, PPOClip
 from workers.rows.rows import sample_columns, samples_of
 from workers.settings.algorithms import GRPOConfig
 

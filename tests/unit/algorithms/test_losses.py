@@ -9,19 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import ConfigError
-from workers.algorithms.losses import PolicyLoss, kl_divergence
 from workers.algorithms.parts import (
     DualClip,
     LossCounts,
+    PolicyLoss,
     PolicyParts,
     PPOClip,
     Tokens,
     bounded_ratio,
+    kl_divergence,
     loss_scale,
     policy_parts,
     token_weights,
 )
-from workers.settings.off_policy import OffPolicyConfig
+from workers.settings.algorithms import OffPolicyConfig
 
 log_prob = st.floats(-8, 0)
 

@@ -14,10 +14,9 @@ from launcher.config.paths import find_recipe
 from tests.support.two_engines import RIGHT, drawn
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.losses import PolicyLoss
-from workers.algorithms.parts import DualClip, PPOClip, Tokens, policy_parts, response_means
+from workers.algorithms.parts import DualClip, PolicyLoss, PPOClip, Tokens, policy_parts, response_means
 from workers.rows.rows import sample_columns, samples_of
-from workers.settings.off_policy import OffPolicyConfig
+from workers.settings.algorithms import OffPolicyConfig
 from workers.settings.run import RunConfig
 
 LENGTHS = torch.tensor([2, 0, 3])

@@ -18,8 +18,7 @@ from launcher.plan.scenario import Training
 from tq.columns import Column, PackedBatch
 from workers.algorithms.load import load_algorithm, outside_algorithm
 from workers.rows.rows import sample_columns, samples_of
-from workers.settings.algorithm_names import OutsideConfig
-from workers.settings.algorithms import GRPOConfig
+from workers.settings.algorithms import GRPOConfig, OutsideConfig
 from workers.settings.dataflow import place_tasks
 from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of
@@ -33,7 +32,7 @@ from dataclasses import replace
 from tq.columns import Column
 from workers.algorithms.algorithm import Algorithm
 from workers.settings.algorithms import DAPOConfig, GRPOConfig, KlLossConfig, PPOConfig, RLOOConfig
-from workers.algorithms.grpo import GRPO
+from workers.algorithms.algorithm import GRPO
 
 class Bare(GRPO):
     pass

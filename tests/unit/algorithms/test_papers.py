@@ -17,7 +17,7 @@ from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.parts import LossCounts
 from workers.rows.rows import sample_columns, samples_of
-from workers.settings.algorithm_names import AlgorithmConfig
+from workers.settings.algorithms import AlgorithmConfig
 from workers.settings.rollout import RolloutConfig
 
 GROUP, LENGTHS, MOST = 3, (3, 1, 4, 2, 6, 5), 6

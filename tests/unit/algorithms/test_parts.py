@@ -8,19 +8,19 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.losses import PolicyLoss, kl_divergence
 from workers.algorithms.parts import (
     BinaryDivergence,
     DualClip,
+    PolicyLoss,
     PPOClip,
     Tokens,
     WeightClip,
     bounded_ratio,
+    kl_divergence,
     policy_parts,
     response_means,
 )
-from workers.settings.algorithm_names import AlgorithmConfig
-from workers.settings.off_policy import OffPolicyConfig
+from workers.settings.algorithms import AlgorithmConfig, OffPolicyConfig
 from workers.settings.rollout import RolloutConfig
 
 LENGTHS = torch.tensor([5, 0, 17, 1, 9])

@@ -8,13 +8,11 @@ import torch
 from pydantic import TypeAdapter
 
 from tq.columns import Column, PackedBatch
-from workers.algorithms.algorithm import Algorithm
+from workers.algorithms.algorithm import PPO, Algorithm
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.parts import LossCounts
-from workers.algorithms.ppo import PPO
 from workers.rows.rows import samples_of
-from workers.settings.algorithm_names import AlgorithmConfig
-from workers.settings.algorithms import DAPOConfig
+from workers.settings.algorithms import AlgorithmConfig, DAPOConfig
 from workers.settings.rollout import RolloutConfig
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from tq.columns import Column, PackedBatch
 from workers.data.tokenizer import TextDecoder
 from workers.rows.rows import sample_columns
 from workers.settings.tasks import UserTaskConfig
+from workers.tasks.chain import UserTask
 from workers.tasks.row import TaskRow
-from workers.tasks.user import UserTask
 
 SOURCE = """
 def remember(row):

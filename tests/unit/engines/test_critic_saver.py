@@ -11,7 +11,7 @@ import torch
 from asyncflow.errors import CheckpointError, TransportError
 from workers.engines.base import ValueEngine
 from workers.rank.actor_critic_channel import ActorCriticChannel
-from workers.trainer.critic import CriticSaver
+from workers.trainer.actor import CriticSaver
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 

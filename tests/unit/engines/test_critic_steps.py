@@ -13,10 +13,9 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tests.support.training_role import CountingRole
 from tq.columns import Column, PackedBatch
-from workers.algorithms.algorithm import Moments
+from workers.algorithms.algorithm import PPO, Moments
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.parts import LossCounts
-from workers.algorithms.ppo import PPO
 from workers.engines.base import TrainEngine, ValueEngine
 from workers.engines.load import load_train_engine, load_value_engine
 from workers.records.step_record import StepRecord

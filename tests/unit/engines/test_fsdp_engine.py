@@ -16,8 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from asyncflow.testing.plain import decay_groups
-from workers.engines.fsdp.engine import FsdpEngine
-from workers.engines.fsdp.sharding import mixed_precision
+from workers.engines.fsdp.sharding import FsdpEngine, mixed_precision
 from workers.engines.hf.model import DTYPES, decoder_layers
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs, response_logits

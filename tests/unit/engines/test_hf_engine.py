@@ -199,7 +199,7 @@ def test_responses_of_very_different_lengths_are_not_padded_to_each_other(model_
 def test_long_documents_enter_in_several_steps(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = make_requests(12)
     expected = by_index(list(generate(make_engine(model_dir), requests)))
-    monkeypatch.setattr("workers.engines.hf.batch.MAX_ENTERING_TOKENS", 4)
+    monkeypatch.setattr("workers.engines.hf.engine.MAX_ENTERING_TOKENS", 4)
     responses = by_index(list(generate(make_engine(model_dir), requests)))
     assert all(one.response_R.equal(other.response_R) for one, other in zip(expected, responses, strict=True))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from workers.engines.fsdp.engine import FsdpEngine, FsdpFrozenModel, FsdpValueEngine
+from workers.engines.fsdp.sharding import FsdpEngine, FsdpFrozenModel, FsdpValueEngine
 from workers.engines.hf.frozen import FrozenModel
 from workers.engines.hf.model import check_stored, empty_causal_lm, parameter_aliases
 from workers.engines.hf.weights import HfWeights

@@ -13,10 +13,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
-from workers.engines import log_prob_head
-from workers.engines.log_prob_head import HeadRequest, head_log_probs, note_entropy_gradient
+from workers.engines import packed_forward as log_prob_head
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import PackedInputs, response_log_probs
+from workers.engines.packed_forward import (
+    HeadRequest,
+    PackedInputs,
+    head_log_probs,
+    note_entropy_gradient,
+    response_log_probs,
+)
 from workers.rows.rows import Sequences
 
 A, D, V = 21, 16, 150

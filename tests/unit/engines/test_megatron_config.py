@@ -10,7 +10,7 @@ from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_megatron
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from workers.rank.replicas import ReplicaPlace
+from workers.rank.peers import ReplicaPlace
 from workers.settings.engines import ActorConfig
 from workers.settings.megatron import DenseModel, MegatronConfig, MegatronLayout, MegatronPlace, check_division
 from workers.settings.run import RunConfig

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from workers.engines.megatron.context import TokenShare
-from workers.engines.packed_forward import PackedInputs
-from workers.engines.packed_layout import ALONE
+from workers.engines.packed_forward import ALONE, PackedInputs
 from workers.rows.rows import Sequences
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from workers.engines.packed_attention import (
     sdpa_attention,
     varlen_attention,
 )
-from workers.engines.packed_layout import PackedLayout
+from workers.engines.packed_forward import PackedLayout
 
 LAYOUTS = {
     "alone": PackedLayout.alone([2, 3, 3, 3, 7]),

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from asyncflow.errors import ConfigError
 from workers.engines.hf.frozen import FrozenModel
 from workers.engines.packed_attention import PACKED_ATTENTION, packed_attention
-from workers.engines.packed_forward import PackedInputs, response_log_probs
-from workers.engines.packed_layout import PackedLayout
+from workers.engines.packed_forward import PackedInputs, PackedLayout, response_log_probs
 from workers.rows.rows import Sequences
 from workers.settings.run import ModelConfig
 

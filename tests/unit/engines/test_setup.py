@@ -4,7 +4,7 @@ import pytest
 
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
-from workers.engines.setup import longest_call
+from workers.engines.base import longest_call
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from workers.engines.base import GenerateRequest
-from workers.engines.sim.decoding import Decoding
+from workers.engines.sim.decoding import Decoding, SimLengths
 from workers.engines.sim.engine import SimGenerateEngine, sim_shapes
-from workers.engines.sim.lengths import SimLengths
 from workers.settings.sim import SimConfig
 
 

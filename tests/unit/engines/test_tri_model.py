@@ -10,9 +10,9 @@ from torch import Tensor
 
 from asyncflow.errors import ConfigError
 from tq.columns import Column, PackedBatch
-from workers.algorithms.losses import MicroLoss
+from workers.algorithms.parts import MicroLoss
 from workers.engines.base import TrainEngine
-from workers.engines.fsdp.engine import FsdpEngine
+from workers.engines.fsdp.sharding import FsdpEngine
 from workers.engines.load import load_frozen_model, load_train_engine
 from workers.rows.rows import sequences_of
 from workers.settings.run import RunConfig

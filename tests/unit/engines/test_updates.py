@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from workers.engines.updates import Updates
+from workers.engines.base import Updates
 from workers.settings.engines import ActorConfig
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncflow.errors import ConfigError
-from workers.engines.fsdp.engine import FsdpValueEngine
+from workers.engines.fsdp.sharding import FsdpValueEngine
 from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig, CriticConfig
 

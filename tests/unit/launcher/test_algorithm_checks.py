@@ -12,8 +12,8 @@ from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from launcher.request.dry_run import describe
 from tq.columns import Column, PackedBatch
+from workers.algorithms.algorithm import PPO
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.ppo import PPO
 from workers.rows.rows import sample_columns, samples_of
 from workers.settings.run import RunConfig
 

@@ -67,7 +67,7 @@ from pydantic import model_validator
 from tq.columns import Column
 from workers.algorithms.algorithm import Algorithm
 from workers.settings.algorithms import GRPOConfig, KlLossConfig
-from workers.algorithms.grpo import GRPO
+from workers.algorithms.algorithm import GRPO
 
 class Own(GRPO):
     class Config(GRPOConfig):

@@ -8,9 +8,8 @@ from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.rewards.base import Score, ScoreFunction
-from workers.rewards.in_child import LastMatch
 from workers.rewards.load import check_reward, load_reward
-from workers.rewards.pooled import PooledReward
+from workers.rewards.pooled import LastMatch, PooledReward
 from workers.settings.rewards import RewardConfig
 
 Load = Callable[..., ScoreFunction]

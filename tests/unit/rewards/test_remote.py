@@ -12,7 +12,7 @@ import pytest
 
 from asyncflow.errors import UserCodeFailed
 from workers.rewards.base import Score
-from workers.rewards.remote import RemoteReward, _Waiting
+from workers.rewards.pooled import RemoteReward, _Waiting
 from workers.settings.rewards import RewardConfig
 
 Samples = list[dict[str, str]]

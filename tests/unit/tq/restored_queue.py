@@ -36,8 +36,7 @@ from tq.unit.block import Block, BlockStore
 from tq.unit.snapshots import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
-from workers.admission.admitter import PromptAdmitter
-from workers.admission.saved_rows import KeepRule, SavedRows
+from workers.admission.admitter import KeepRule, PromptAdmitter, SavedRows
 from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.settings.schedule import ScheduleConfig
 

@@ -14,7 +14,7 @@ from tq.unit.block import BlockStore
 from tq.unit.snapshots import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
-from workers.admission.saved_rows import KeepRule, Kept, SavedRow, SavedRows
+from workers.admission.admitter import KeepRule, Kept, SavedRow, SavedRows
 from workers.admission.state import AdmittedGroup
 
 PROMPT = frozenset({"prompts"})

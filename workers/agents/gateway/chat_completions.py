@@ -11,8 +11,8 @@ from typing import Any
 from workers.agents.errors import BadAgentRequest
 from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
 from workers.agents.gateway.fields import Fields, function_tool, tool_call
-from workers.agents.messages import Message
-from workers.agents.requests import ChatRequest, Tool
+from workers.agents.rendering import Message
+from workers.agents.run import ChatRequest, Tool
 
 NAMES_ANSWERS = False
 

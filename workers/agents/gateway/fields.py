@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from workers.agents.errors import BadAgentRequest
-from workers.agents.messages import Message
+from workers.agents.rendering import Message
 from workers.settings.rollout import unusable_stop
 
 logger = logging.getLogger(__name__)

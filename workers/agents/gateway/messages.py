@@ -13,8 +13,8 @@ import msgspec
 from workers.agents.errors import BadAgentRequest
 from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
 from workers.agents.gateway.fields import Fields, function_tool, tool_call
-from workers.agents.messages import Message
-from workers.agents.requests import ChatRequest
+from workers.agents.rendering import Message
+from workers.agents.run import ChatRequest
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 NAMES_ANSWERS = False

@@ -11,8 +11,8 @@ from workers.agents.errors import BadAgentRequest
 from workers.agents.gateway.chat_completions import error
 from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
 from workers.agents.gateway.fields import Fields, function_tool, tool_call
-from workers.agents.messages import Message
-from workers.agents.requests import ChatRequest
+from workers.agents.rendering import Message
+from workers.agents.run import ChatRequest
 
 __all__ = ["NAMES_ANSWERS", "error", "events", "read", "write"]
 

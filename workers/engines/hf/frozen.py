@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from asyncflow.errors import ConfigError
 from weightsync.plan import Need
 from workers.data.model_files import HEAD_TENSORS, SCORE_HEAD
-from workers.engines.base import check_sequences
+from workers.engines.base import EngineSetup, check_sequences
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import over_ranks, reshard, shard
 from workers.engines.hf.model import (
@@ -34,7 +34,6 @@ from workers.engines.hf.model import (
 from workers.engines.hf.weights import HfWeights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
-from workers.engines.setup import EngineSetup
 from workers.rows.rows import Sequences
 from workers.settings.engines import TrainingConfig
 from workers.settings.run import ModelConfig

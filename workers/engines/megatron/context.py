@@ -25,8 +25,7 @@ from torch.nn.functional import pad
 
 from asyncflow.device import to_device
 from workers.engines.packed_attention import packed_attention
-from workers.engines.packed_forward import PackedInputs
-from workers.engines.packed_layout import ALONE, PackedLayout
+from workers.engines.packed_forward import ALONE, PackedInputs, PackedLayout
 
 
 @dataclass(frozen=True)

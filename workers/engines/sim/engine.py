@@ -23,11 +23,9 @@ from torch import Tensor
 
 from asyncflow.errors import BadRequest
 from weightsync.plan import Box, Need
-from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFunction, StepStats
+from workers.engines.base import EngineSetup, GenerateRequest, Generation, LocalShard, LossFunction, StepStats
 from workers.engines.hf.weights import SavedTensors
-from workers.engines.setup import EngineSetup
-from workers.engines.sim.decoding import Decoding
-from workers.engines.sim.lengths import SimLengths
+from workers.engines.sim.decoding import Decoding, SimLengths
 from workers.rows.rows import Sequences
 from workers.settings.sim import SimConfig
 

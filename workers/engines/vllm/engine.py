@@ -27,10 +27,9 @@ from weightsync.plan import Need
 from weightsync.receiver import Following
 from weightsync.version import Version
 from workers.data.model_files import eos_token_ids, max_positions
-from workers.engines.base import GenerateRequest, Generation, check_request
+from workers.engines.base import EngineSetup, GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.response_tasks import ResponseTasks
-from workers.engines.setup import EngineSetup
 from workers.engines.vllm.mailbox import WeightMailbox
 from workers.engines.vllm.process import VllmProcess, engine_arguments, max_length, plan_log_probs
 from workers.settings.rollout import SamplingConfig
