@@ -633,7 +633,7 @@ def test_library_that_is_not_installed_is_told_before_anything_is_written(
     overrides: list[str],
     expected: str,
 ) -> None:
-    monkeypatch.setattr("asyncflow.extras.is_installed", lambda module: False)
+    monkeypatch.setattr("launcher.checks.models.is_installed", lambda module: False)
     sets = [word for override in overrides for word in ("--set", override)]
     message = refuse(tmp_path, write_config(), *sets, *option)
     assert message.startswith(expected)
@@ -644,7 +644,7 @@ def test_library_that_is_not_installed_is_told_before_anything_is_written(
 def test_megatron_on_a_cpu_is_told_before_anything_is_written(
     write_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
 ) -> None:
-    monkeypatch.setattr("asyncflow.extras.is_installed", lambda module: True)
+    monkeypatch.setattr("launcher.checks.models.is_installed", lambda module: True)
     (tmp_path / "model" / "config.json").write_text(json.dumps(MEGATRON_MODEL))
     message = refuse(tmp_path, write_config(), "--set", "actor.engine=megatron", *option)
     assert message.startswith("actor.engine: megatron computes on CUDA and NPU")

@@ -48,7 +48,7 @@ def tiny_qwen(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # on the machine that it is for
-    monkeypatch.setattr("asyncflow.extras.is_installed", lambda module: True)
+    monkeypatch.setattr("launcher.checks.models.is_installed", lambda module: True)
     monkeypatch.setattr("launcher.checks.models.ACCELERATED", ())
     recipe = yaml.safe_load(packaged_recipes()[name].read_text())
     if recipe.get("reward", {}).get("function") == "math_verify" and importlib.util.find_spec("math_verify") is None:
