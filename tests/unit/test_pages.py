@@ -46,6 +46,22 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     ] == []
 
 
+def test_every_path_of_the_architecture_page_exists() -> None:
+    """Those in its figures, too; a file may follow its folder's first one."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    paths = re.findall(r"(?<![\w./-])(?:asyncflow|launcher|workers|tq|weightsync)(?:/\w+)+(?:\.py)?", page)
+    assert len(paths) > 50
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_architecture_page_has_every_floor() -> None:
+    floors = (ROOT / "docs" / "architecture.md").read_text().split("### Floors")[1].split("### Where")[0]
+    named = set(re.findall(r"\w+", floors))
+    rooms = {path.parent.name for package in ("launcher", "workers") for path in (ROOT / package).glob("*/__init__.py")}
+    assert len(rooms) > 20
+    assert rooms - named == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_lines_of_prose_fit_a_screen(page: Path) -> None:
     """Tables, programs and what commands print are as long as they are."""
