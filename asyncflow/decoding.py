@@ -13,7 +13,7 @@ import msgspec
 T = TypeVar("T")
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no message: also for text that is not UTF-8, and for endless nesting."""
+"""What msgspec raises for bytes that are not message: also for text that is not UTF-8, and for endless nesting."""
 
 _making = threading.Lock()
 

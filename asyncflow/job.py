@@ -270,7 +270,7 @@ def address_to_listen_on(named: str, hints: Iterable[str] = ()) -> str:
     Args:
         named: what the user calls this host; "": the hints are tried, then the way to the outside, then the first
             interface with an address. Loopback comes last: then every node of the run is on this host.
-        hints: what others may call it; those that are no address of this host are passed over.
+        hints: what others may call it; those that are not address of this host are passed over.
     Raises:
         ConfigError: `named` is not known, or is another host.
     """
@@ -281,7 +281,7 @@ def address_to_listen_on(named: str, hints: Iterable[str] = ()) -> str:
             raise ConfigError(f"--head: {named!r} cannot be resolved ({error.strerror}); give an address") from error
         if not _is_own(address):
             at = "" if address == named else f" ({address})"
-            raise ConfigError(f"--head: {named}{at} is no address of this host, which is node 0; name node 0 there")
+            raise ConfigError(f"--head: {named}{at} is not an address of this host, which is node 0; name node 0 there")
         return address
     found = [address for address in _candidates(hints) if _is_own(address)]
     return next((address for address in found if not is_loopback(address)), LOOPBACK)

@@ -158,7 +158,7 @@ def read_lines(path: Path, kind_of: Callable[[bytes], type[T]]) -> Lines[T]:
 
 
 def readable_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file that is only looked at; a line that is none, or not finished, is skipped."""
+    """Read leniently: skip malformed and incomplete lines."""
     found = []
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):

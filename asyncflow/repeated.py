@@ -1,6 +1,6 @@
 """Warnings that come again and again: a reason is logged the 1st, 10th, 100th ... time, with how often it came.
 
-What differs from one time to the next, texts in quotes, numbers and ids, is no part of the reason.
+What differs from one time to the next, texts in quotes, numbers and ids, is not part of the reason.
 """
 
 import logging
@@ -29,7 +29,7 @@ class RepeatedWarnings:
         self._counts: Counter[str] = Counter()
 
     def warn(self, text: str, more: str = "") -> None:
-        """Log the text, and `more`, which is no part of its reason, if it is time for that."""
+        """Log the text, and `more`, which is not part of its reason, if it is time for that."""
         reason = _VARYING.sub("", text)
         with self._counting:
             if reason not in self._counts and len(self._counts) >= _MOST_REASONS:

@@ -27,7 +27,7 @@ from asyncflow.mac import MAC_BYTES, Mac
 
 logger = logging.getLogger(__name__)
 
-_VALUE, _ITEM = b"value", b"item"  # an item of a queue is no value
+_VALUE, _ITEM = b"value", b"item"  # an item of a queue is not a value
 _NONCE_BYTES = 8
 
 

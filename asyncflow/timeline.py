@@ -6,7 +6,7 @@
     {"process":"rollout-0-0","cpu_s":12.3,"spans":4711}
 
 Times are unix seconds on the clock of the host. Spans named `wait ...` are idle time; at most one of them is open at a
-time. The last line is no span: how many there were, in how much CPU time of the process (s); one that was killed has
+time. The last line is not a span: how many there were, in how much CPU time of the process (s); one that was killed has
 none. It is what the cost of recording is reckoned from.
 """
 
@@ -76,7 +76,7 @@ class Timeline:
         return _OpenSpan(self, name, attributes)
 
     def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
-        """Record what took so long until now (s), where it is no enclosed block."""
+        """Record a span that ends now, for work that is not a `with` block."""
         self._end(name, self._clock.now() - seconds, attributes)
 
     def flush(self) -> None:

@@ -214,7 +214,9 @@ def vendor_of(kind: str) -> Vendor:
     """
     kind = kind.partition(":")[0]
     if kind not in vendors():
-        raise ConfigError(f"launcher.device: {kind!r} is no device here; use auto {' '.join(vendors())}")
+        raise ConfigError(
+            f"launcher.device: no device {kind!r} on this machine; use one of: auto, {', '.join(vendors())}"
+        )
     return vendors()[kind]
 
 

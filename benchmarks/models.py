@@ -112,7 +112,7 @@ def row(family: str) -> str:
 def refusal(config: dict[str, Any]) -> str | None:
     """Return why a config is refused before any proof, shortly; None: it is not."""
     if not config["architectures"][0].endswith(GENERATING_CLASSES.endings):
-        return f"{config['architectures'][0]} is no causal language model of text alone"
+        return f"{config['architectures'][0]} is not a causal language model of text alone"
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "config.json").write_text(json.dumps(config))
         try:

@@ -72,7 +72,7 @@ def write_rows(rows: Any, file: Path) -> None:
     elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas; a Dataset's iterator yields dicts by itself
         rows = rows.to_dict("records")
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
-        raise ConfigError(f"data: a {type(rows).__name__} is no list of rows; give dicts, one per prompt")
+        raise ConfigError(f"data: a {type(rows).__name__} is not a list of rows; give dicts, one per prompt")
     count = 0
     with file.open("w", encoding="utf-8") as out:
         for count, row in enumerate(rows, start=1):
@@ -134,7 +134,7 @@ class _Module:
     def add_callable(self, argument: str, given: Callable[..., Any]) -> str:
         """Add what the caller gave; returns its name in the module."""
         if not callable(given):
-            raise ConfigError(f"{argument}: {given!r} is no function; give one, or its name in overrides")
+            raise ConfigError(f"{argument}: {given!r} is not a function; give one, or its name in overrides")
         name = getattr(given, "__name__", "")
         if not name.isidentifier() or not (inspect.isfunction(given) or inspect.isclass(given)):
             what = "a lambda" if name == "<lambda>" else f"a {type(given).__name__}"

@@ -94,13 +94,15 @@ class Trainer:
         data: rows for `data.path`: a list of dicts, a `datasets.Dataset` or a data frame.
 
         Raises:
-            ConfigError: a value has no form in YAML, or is of another type, or `run_dir` is no path; a function or row
-                that other processes cannot have.
+            ConfigError: a value has no form in YAML, or is of another type, or `run_dir` is not a path; a function or
+                row that other processes cannot have.
         """
         if not isinstance(roles, str | Mapping | None):
-            raise ConfigError(f"roles: {roles!r} is no dict; give {{'rollout': 8, 'actor': 4}}, or 'rollout:8,actor:4'")
+            raise ConfigError(
+                f"roles: {roles!r} is not a dict; give {{'rollout': 8, 'actor': 4}}, or 'rollout:8,actor:4'"
+            )
         if not isinstance(overrides, Mapping | None):
-            raise ConfigError(f"overrides: {overrides!r} is no dict; give dotted key -> value, {{'actor.lr': 1e-6}}")
+            raise ConfigError(f"overrides: {overrides!r} is not a dict; give dotted key -> value, {{'actor.lr': 1e-6}}")
         if isinstance(roles, Mapping):
             roles = ",".join(f"{role}:{count}" for role, count in roles.items())
         self.run_dir = None if run_dir is None else user_path(str(run_dir), "run_dir")
@@ -277,7 +279,9 @@ class Trainer:
         from workers.outside.local_engines import LocalEngines
 
         if kind is not None and not (isinstance(kind, type) and issubclass(kind, LocalEngines)):
-            raise ConfigError(f"kind: {kind!r} is no subclass of asyncflow.LocalEngines; derive one, or leave it out")
+            raise ConfigError(
+                f"kind: {kind!r} is not a subclass of asyncflow.LocalEngines; derive one, or leave it out"
+            )
         found = find_devices(self.config.launcher.device).kind
         return (kind or LocalEngines)(self.config, open_device(found if found == "cpu" else f"{found}:0"))
 

@@ -195,7 +195,7 @@ class QueueAddress:
         """Read the file.
 
         Raises:
-            ConfigError: there is none, or it is no queue's.
+            ConfigError: there is none, or it is not a queue's.
         """
         try:
             fields = json.loads(path.read_text())
@@ -211,4 +211,4 @@ class QueueAddress:
         except OSError as error:
             raise ConfigError(f"queue: {path} cannot be read ({error.strerror})") from error
         except (ValueError, KeyError, TypeError) as error:  # also pydantic's
-            raise ConfigError(f"queue: {path} is no queue's address; give the path of LocalQueue.address") from error
+            raise ConfigError(f"queue: {path} is not a queue's address; give the path of LocalQueue.address") from error

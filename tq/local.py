@@ -219,7 +219,7 @@ def _serve_store(host: str, timeout_s: float) -> tuple[str, TCPStore, int]:
         address = resolve(host)
         return address, *serve_store(address, timedelta(seconds=timeout_s))
     except OSError as error:
-        raise ConfigError(f"queue: host {host!r} is no name or address of this host ({error.strerror})") from error
+        raise ConfigError(f"queue: host {host!r} is not a name or address of this host ({error.strerror})") from error
 
 
 def _make_directory(log_dir: Path) -> None:

@@ -31,11 +31,11 @@ class NotifyTarget(Settings):
     def _url_can_be_called(cls, url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no http:// or https:// address")
+            raise ValueError(f"{url!r} is not an http:// or https:// address")
         if parts.username is not None:
             raise ValueError(f"{url!r} has a user name in it, which is not sent; leave it out")
         if not url.isascii() or not url.isprintable() or " " in url or parts.port == 0:
-            raise ValueError(f"{url!r} is no address that can be called")
+            raise ValueError(f"{url!r} is not an address that can be called")
         return url
 
     @field_validator("body")

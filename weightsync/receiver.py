@@ -615,7 +615,7 @@ class RankReceiver(WeightReceiver):
         )  # fmt: skip
 
     def hold(self, version: Version) -> bool:
-        """Keep a version as it is until `let_go`, or the next one that is held; False: it is not the newest here."""
+        """Pin a version until `let_go` or the next pin; return False if a newer one replaced it."""
         self._held = self._cache.hold(lambda newest: newest == version)
         return self._held is not None
 

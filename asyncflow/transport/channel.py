@@ -355,7 +355,7 @@ class Channel(ABC):
         """Wait for a frame.
 
         Raises:
-            TransportError: the peer is gone, or it is no frame.
+            TransportError: the peer is gone, or it is not a frame.
         """
 
     def _place(self, frame: Frame, payload: Payload | None) -> bool:

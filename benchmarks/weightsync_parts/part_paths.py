@@ -10,7 +10,7 @@ Blocked, or exposed, is for each update the longest of:
     a trainer rank      inside `publish`, and before its next update, a step of computing later, inside `before_update`
     a generator         broadcast: from the first call of `publish` until it has loaded, since it has nothing to do
                         staged: inside `load`, since it generates until then
-What a generator of the synchronous schedule waits *before* the transfer (for training) is no part of it.
+What a generator of the synchronous schedule waits *before* the transfer (for training) is not part of it.
 The details have the processor time of all processes during raw and broadcast, too: it hardly depends on the machine's
 other load, and bounds the ratio where cores are fewer than processes.
 """

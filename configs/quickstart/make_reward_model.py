@@ -51,7 +51,7 @@ def response_tokens(text: str) -> list[int]:
 
 
 def pairs(num_steps: int, batch_size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (right_BT, wrong_BT): a right answer to a sum and a wrong one, which half of the time is no number."""
+    """Yield (right_BT, wrong_BT): a right answer to a sum and a wrong one, which half of the time is not a number."""
     known, numbers = sums(), torch.tensor([response_tokens(str(answer)) for answer in range(NUM_ANSWERS)])
     digits = torch.tensor(encode("0123456789"))
     for _ in range(num_steps):

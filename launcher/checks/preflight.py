@@ -544,7 +544,7 @@ def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
     if (data.source or data.sampler) and data.timeout_s >= stuck_s:
         raise ConfigError(
             f"data.timeout_s: {data.timeout_s:g} is not below launcher.operation_timeout_s {stuck_s:g}, after which "
-            f"the process that makes tasks is taken for stuck; lower it, or raise that"
+            f"the task source counts as stuck. Lower data.timeout_s or raise launcher.operation_timeout_s"
         )
     if data.is_feed:
         return None, []

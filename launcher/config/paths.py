@@ -19,7 +19,7 @@ def user_path(text: str, field: str, *, beside: Path | None = None) -> Path:
     """
     shown = reprlib.repr(text)
     if not text.strip():
-        raise ConfigError(f"{field}: {shown} is no path; give one")
+        raise ConfigError(f"{field}: {shown} is not a path; give one")
     if "\0" in text:
         raise ConfigError(f"{field}: {shown} holds a NUL character, which no path can; correct it")
     try:
@@ -40,7 +40,7 @@ def check_makeable(text: str, field: str) -> None:
     """
     parent = next(path for path in (Path(text), *Path(text).parents) if path.exists())
     if not parent.is_dir() or why_not_writable(parent):
-        raise ConfigError(f"{field}: {text!r} cannot be made, {parent} is no directory that can be written to")
+        raise ConfigError(f"{field}: cannot create {text!r}, {parent} is not a writable directory")
 
 
 def why_not_writable(directory: Path) -> str:

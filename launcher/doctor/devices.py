@@ -149,7 +149,7 @@ def judge_groups(facts: list[GroupFacts], needs: Needs) -> list[Finding]:
         findings.append(Finding.error(GROUPS, text, remedy))
     if not findings:
         tried = ", ".join(f"{group.backend} on {group.where}" for group in facts)
-        findings.append(Finding.ok(GROUPS, f"two ranks met and added up: {tried}"))
+        findings.append(Finding.ok(GROUPS, f"all-reduce between two ranks works ({tried})"))
     return findings
 
 

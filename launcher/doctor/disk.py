@@ -200,7 +200,7 @@ def judge_sharing(facts: SharingFacts, needs: Needs) -> list[Finding]:
         findings.append(Finding.warning(SHARED_MEMORY, text, "unset ASYNCFLOW_SHARED_MEMORY, unless you mean it"))
     if not findings:
         free = f"/dev/shm has {size_text(facts.shm_free)} free"
-        shm = free if facts.shm_total else "no /dev/shm, which the CPU needs not"
+        shm = free if facts.shm_total else "/dev/shm is missing (not needed on CPU)"
         findings.append(Finding.ok(SHARED_MEMORY, f"another process mapped memory of this one; {shm}"))
     return findings
 

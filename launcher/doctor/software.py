@@ -109,7 +109,7 @@ class SlurmFacts:
     """What this host knows of Slurm.
 
     Attributes:
-        job: its number; empty: this is no job.
+        job: its number; empty: this is not a job.
         tools: those of `_SLURM_TOOLS` that are on PATH.
         job_text: what `scontrol show job` says; empty: it was not asked.
         error: why it said nothing.

@@ -206,7 +206,7 @@ class Opener:
 
 
 def read_envelope(data: bytes) -> Envelope | None:
-    """Decode what came; None: it is no envelope."""
+    """Decode what came; None: it is not an envelope."""
     if len(data) > _MOST_BYTES:
         return None
     try:

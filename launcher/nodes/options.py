@@ -91,7 +91,9 @@ def first_host(text: str) -> str:
     """
     matched = _NODE_LIST.fullmatch(text)
     if matched is None:
-        raise ConfigError(f"node list: {text!r} is no list of host names such as n[1-4,7]; correct it, or give --head")
+        raise ConfigError(
+            f"node list: {text!r} is not a list of host names such as n[1-4,7]; correct it, or give --head"
+        )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", matched["first"])
 
 

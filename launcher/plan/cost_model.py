@@ -101,7 +101,7 @@ def find_device(name: str) -> Device:
     if path is None:
         raise ConfigError(f"--device {name}: is not known; give one of {' '.join(sorted(known))}, or a YAML file")
     if not path.is_file():
-        raise ConfigError(f"--device {path}: is no file; give a YAML file like configs/devices/h100.yaml, or a name")
+        raise ConfigError(f"--device {path}: is not a file; give a YAML file like configs/devices/h100.yaml, or a name")
     try:
         return Device.model_validate(read_yaml(path).values)
     except ValidationError as error:

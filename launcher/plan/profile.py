@@ -116,7 +116,7 @@ class Profile:
         except OSError as error:
             raise ConfigError(f"{option} {path}: {error.strerror}; `asyncflow profile CONFIG` makes one") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{option} {path}: is no file of `asyncflow profile` ({error!r}); name one") from error
+            raise ConfigError(f"{option} {path}: is not a file of `asyncflow profile` ({error!r}); name one") from error
 
     def write(self, path: Path) -> None:
         """Write the file at once."""

@@ -40,7 +40,7 @@ class Work:
         return max(self.floor_s, computing_s)
 
     def scaled(self, number: float = 1.0, *, parts: float = 1.0) -> "Work":
-        """Return so many of it, shared evenly by ranks; what a call takes beside its samples each of them does.
+        """Scale this work and split it evenly across ranks; every rank pays the overhead of its call.
 
         Args:
             number: of calls.

@@ -133,7 +133,7 @@ class World:
         self.at_work(self.worked + seconds, ended)
 
     def request(self, number: int = 1) -> None:
-        """The queue serves so many puts or leases, beside those who asked."""
+        """Charge the queue's CPU time for `number` requests."""
         if self.scenario.at_full_speed:
             self.compute(self.scenario.latency.request_s * number, lambda: None)
 

@@ -352,7 +352,7 @@ def print_line(text: str, *, err: bool = False) -> None:
 
 @contextmanager
 def _even_if_closed(stream: IO[str]) -> Iterator[None]:
-    """Go on when the terminal or pipe behind `stream` is closed: from then on its text goes nowhere."""
+    """If the output behind `stream` is closed, keep running and discard further text."""
     try:
         yield
     except OSError as error:

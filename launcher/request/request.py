@@ -194,7 +194,7 @@ class Request:
     steps: int | None = None
     place: NodePlace = ONE_NODE
     called: str | None = None
-    """What errors call CONFIG, where it is no file of the user's."""
+    """What errors call CONFIG, where it is not a file of the user's."""
 
     def accept(self) -> Accepted:
         """Resolve and check what node 0 needs; write nothing.
@@ -349,7 +349,7 @@ def try_rewards(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
         row, shown: the first prompt, as the data has it and as the model gets it.
 
     Raises:
-        ConfigError: one cannot be imported, or raised, hung, or returned what is no reward.
+        ConfigError: one cannot be imported, or raised, hung, or returned what is not a reward.
     """
     length = len(row.ground_truth)  # no tokenizer here
     response = DrawnResponse(length, token_ids=array("i", [0] * length).tobytes())

@@ -45,7 +45,7 @@ class Load:
     Attributes:
         ranks: of the role.
         busy: share of the time in which they do not wait.
-        sizes: numbers of ranks that it could have, ascending; none: it takes no device, so it is no part of a split.
+        sizes: numbers of ranks that it could have, ascending; none: it takes no device, so it is not part of a split.
     """
 
     ranks: int

@@ -92,7 +92,7 @@ class RankWatch:
         if not stuck and waiting and min(waiting)[0] > self._deadlock_timeout_s:
             seconds, gang, rank, state = max(waiting)
             others = ", ".join(f"{name} {doing}" for _, name, _, doing in waiting if name != gang)
-            why = f"everybody waits: it for {seconds:.0f} s, {state}; {others}"
+            why = f"deadlock: all ranks are waiting; this one for {seconds:.0f} s ({state}); {others}"
             stuck.append((seconds, RankStuck(gang, rank, why)))
         return [one for _, one in sorted(stuck, key=lambda each: -each[0])]
 

@@ -103,8 +103,8 @@ def has_checkpoint(path: Path) -> bool:
 def began_run(path: Path) -> bool:
     """Return whether a run began in `path`: it makes `checkpoints/` before it writes its configuration.
 
-    A project or a checkpoint has a `config.yaml`, too, but is no run. A run whose `checkpoints/` was taken away, say a
-    link to a disk that is not there, does not count either: what it saved is unknown.
+    A project or a checkpoint has a `config.yaml`, too, but is not a run. A run whose `checkpoints/` was taken away, say
+    a link to a disk that is not there, does not count either: what it saved is unknown.
     """
     config = path / CONFIG_FILE
     return config.is_file() and ((path / CHECKPOINTS).is_dir() or not config.stat().st_size)
@@ -120,10 +120,10 @@ def check_writable(path: Path) -> None:
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir():
-        raise ConfigError(f"run directory: {path} cannot be made, {nearest} is a file; choose another --run-dir")
+        raise ConfigError(f"run directory: {path} cannot be created, {nearest} is a file; choose another --run-dir")
     if nearest != path and (reason := why_not_writable(nearest)):
         raise ConfigError(
-            f"run directory: {path} cannot be made, nothing can be written to {nearest} ({reason}); choose another "
+            f"run directory: {path} cannot be created, nothing can be written to {nearest} ({reason}); choose another "
             f"--run-dir or its permissions"
         )
     for directory in (path, *(path / name for name in DIRECTORIES)) if nearest == path else ():

@@ -79,8 +79,8 @@ class RunStatus:
         launcher = running_launcher(run_dir)
         if not _is_live(run_dir):
             raise ConfigError(
-                f"run directory: nothing runs in {run_dir}; what it did is in metrics.jsonl and logs/, and "
-                f"`asyncflow-launch --resume {run_dir}` goes on with a run that ended too early"
+                f"run directory: no run is active in {run_dir}; results are in metrics.jsonl and logs/; to continue: "
+                f"asyncflow-launch --resume {run_dir}"
             )
         if is_stopped(launcher):
             raise TransportError(

@@ -149,7 +149,7 @@ def time_limit_s(text: str) -> float:
     seconds = int(match["days"] or 0) * 86_400
     seconds += sum(number * unit_s for number, unit_s in zip(numbers, units_s, strict=False))
     if seconds == 0:
-        raise ConfigError(f"--time: {text!r} is no time at all; give hours:minutes:seconds, e.g. 24:00:00")
+        raise ConfigError(f"--time: {text!r} must be greater than zero; give hours:minutes:seconds, e.g. 24:00:00")
     return float(seconds)
 
 
@@ -190,7 +190,7 @@ def _check_word(option: str, value: str) -> None:
 def _check_argument(argument: str) -> None:
     if not argument.startswith("-") or not argument.isprintable():
         raise ConfigError(
-            f"--sbatch-arg: {argument!r} is no option of sbatch; give one, e.g. --sbatch-arg '--qos=long'"
+            f"--sbatch-arg: {argument!r} is not an option of sbatch; give one, e.g. --sbatch-arg '--qos=long'"
         )
 
 

@@ -63,10 +63,10 @@ def sbatch_command(
     sbatch_args: tuple[str, ...],
     submit: bool,
 ) -> None:
-    """Print a batch script that runs CONFIG on a Slurm cluster, across time limits and preemptions, until it is done.
+    """Print (or submit) a Slurm script that runs CONFIG.
 
-    CONFIG is checked as at a start; only devices are left to the nodes. The run directory is made, since Slurm's log
-    goes there.
+    The job survives time limits and preemptions, and ends when the run is done. CONFIG is checked here as at a start;
+    only devices are left to the nodes. The run directory is created, since Slurm's log goes there.
     """
     with errors_as_exits():
         from launcher.request.request import Request

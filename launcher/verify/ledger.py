@@ -186,7 +186,11 @@ def check_prompts(steps: CompleteSteps) -> Check:
         if line.prompt_hash != digest:
             problems.append(f"{where} has a prompt with hash {line.prompt_hash}; the seed gives it another ({digest})")
     data = steps.records.config.data.name
-    return Check("prompts", f"those that seed {steps.records.config.seed} gives each group of {data}", tuple(problems))
+    return Check(
+        "prompts",
+        f"every group has the prompt that seed {steps.records.config.seed} assigns it ({data})",
+        tuple(problems),
+    )
 
 
 def check_tokens(steps: CompleteSteps) -> Check:
@@ -194,13 +198,13 @@ def check_tokens(steps: CompleteSteps) -> Check:
     problems = []
     for number, line in steps.trained:
         wrong = [digest for digest in (line.prompt_hash, line.token_hash) if not _HASH.fullmatch(digest)]
-        problems += [f"{steps.where(number)}: {digest!r} is no hash of 16 hex digits" for digest in wrong]
+        problems += [f"{steps.where(number)}: {digest!r} is not a hash of 16 hex digits" for digest in wrong]
     hashes = Counter(line.token_hash for _, line in steps.trained)
     notes = _saved(steps)
     alike = sum(count for count in hashes.values() if count > 1)
     if alike:
         notes.append(f"{alike} groups have the same tokens as another one, as short responses do")
-    return Check("tokens", f"{len(hashes)} different hashes", tuple(problems), tuple(notes))
+    return Check("tokens", f"{len(hashes)} distinct hashes", tuple(problems), tuple(notes))
 
 
 def _starts(steps: CompleteSteps) -> Iterator[Start]:
@@ -247,7 +251,7 @@ def _misnamed(one: tuple[int, ReplacedLine], start: Start, steps: CompleteSteps)
         belongs = start.state.step_of(line.group)
         yield f"{where} was admitted for step {line.admitted_step}, it says; its id belongs to step {belongs}"
     if line.replaced_by <= line.group or line.replaced_by in start.before:
-        yield f"{where} is replaced by group {line.replaced_by}, which is no new one"
+        yield f"{where} names group {line.replaced_by} as its replacement, but that group already existed"
 
 
 def _left_out(start: Start, steps: CompleteSteps) -> Iterator[str]:

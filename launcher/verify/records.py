@@ -160,7 +160,7 @@ def read_records(run_dir: Path, readers: Readers) -> RunRecords:
     """Look at a run.
 
     Raises:
-        ConfigError: it is no run, or a file of it cannot be read.
+        ConfigError: it is not a run, or a file of it cannot be read.
     """
     config = _config(run_dir)
     for _ in range(_LOOKS):

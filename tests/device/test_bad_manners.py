@@ -408,7 +408,7 @@ def test_nccl_waits_in_the_host_by_the_groups_deadline(monkeypatch: pytest.Monke
     group: Any = vendor_of("cuda:1").group(dist.HashStore(), 0, 1, SHORT)
     assert group.env == {"TORCH_NCCL_BLOCKING_WAIT": "1"}
     assert group.options._timeout == SHORT
-    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ, "it is no setting of the gang's own group"
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ, "it is not a setting of the gang's own group"
 
 
 def test_nccl_writes_no_dump_key_into_the_jobs_store(monkeypatch: pytest.MonkeyPatch) -> None:

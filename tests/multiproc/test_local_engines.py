@@ -57,7 +57,7 @@ def test_a_subclass_generates_in_its_own_way() -> None:
 
     with asyncflow.Trainer("quickstart", overrides=SMALL).init_engines(Constant) as engines:
         for wrong in ([], "1+1=", ROWS[0], ["1+1="]):
-            with pytest.raises(ConfigError, match="is no list of rows; give one dict or more, in a list"):
+            with pytest.raises(ConfigError, match="is not a list of rows; give one dict or more, in a list"):
                 engines.put_prompts_data(wrong)
         with pytest.raises(ConfigError, match=r"the prompt has \d+ tokens, more than data.max_prompt_tokens = "):
             engines.put_prompts_data([*ROWS, {"prompt": "11111111111111111111+1=", "answer": "2"}])

@@ -170,7 +170,7 @@ def test_a_file_that_is_no_address_is_refused(tmp_path: Path, text: str | None) 
         path.mkdir()
     else:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=r"queue\.json (is no queue's address|cannot be read)"):
+    with pytest.raises(ConfigError, match=r"queue\.json (is not a queue's address|cannot be read)"):
         tq.connect(str(path), "other")
 
 
@@ -494,8 +494,12 @@ def _keep_putting(client: tq.QueueClient, stop: threading.Event) -> None:
         ({"score": ["prompt"]}, {"num_units": 1.5}, r"num_storage_units is 1\.5"),
         ({"score": ["prompt"]}, {"config": {}}, "config is a dict"),
         ({"score": ["prompt"]}, {"log_dir": Path("/proc/nowhere")}, "log_dir /proc/nowhere cannot be made"),
-        ({"score": ["prompt"]}, {"host": "192.0.2.1"}, "host '192.0.2.1' is no name or address of this host"),
-        ({"score": ["prompt"]}, {"host": "no.such.host.invalid"}, "host 'no.such.host.invalid' is no name or address"),
+        ({"score": ["prompt"]}, {"host": "192.0.2.1"}, "host '192.0.2.1' is not a name or address of this host"),
+        (
+            {"score": ["prompt"]},
+            {"host": "no.such.host.invalid"},
+            "host 'no.such.host.invalid' is not a name or address",
+        ),
         ({"score": ["prompt"]}, {"address_file": "/proc/nowhere/q.json"}, "/proc/nowhere/q.json cannot be written"),
         ({"score": ["prompt"]}, {"log_dir": "/proc/version"}, r"log_dir /proc/version cannot be made \(File exists\)"),
         (None, {}, "tasks are a NoneType"),

@@ -66,7 +66,7 @@ def kill_gang(launcher: int, run_dir: Path, gang: str) -> None:
 
 
 def gang_of(pid: int, run_dir: Path) -> str:
-    """Return the gang that holds this process's own timeline file open; "" when it is no worker."""
+    """Return the gang that holds this process's own timeline file open; "" when it is not a worker."""
     try:
         targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:

@@ -72,7 +72,9 @@ def test_a_reward_that_raises_for_what_is_wrong_ends_the_run_and_what_was_traine
     failed = command.run("--run-dir", "run", *SMALL, *function, cwd=tmp_path)
     assert failed.returncode == 1
     last = failed.stderr.splitlines()[-1]
-    assert "responses could not be scored (reward.max_failed_share 0.1), so that what is left is no fair sample" in last
+    assert (
+        "responses could not be scored (reward.max_failed_share 0.1), so that what is left is not a fair sample" in last
+    )
     assert "the last one: reward.function: only_right:score raised ValueError: wrong" in last
     steps = [line["step"] for line in command.lines(tmp_path / "run" / "metrics.jsonl")]
     saved = {path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")}

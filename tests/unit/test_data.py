@@ -84,7 +84,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 def test_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=r"data.path: .*pipe is no regular file"):
+    with pytest.raises(ConfigError, match=r"data.path: .*pipe is not a regular file"):
         read_prompt_rows(tmp_path / "pipe", DataConfig(path="rows.jsonl"))
 
 

@@ -56,7 +56,7 @@ def test_parquet_is_read_by_whatever_name(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     check_rows(path)
     path.write_bytes(path.read_bytes()[:-9])
-    assert refusal(path).startswith(f"data.path: {path} is no whole Parquet file: Arrow")
+    assert refusal(path).startswith(f"data.path: {path} is not a whole Parquet file: Arrow")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_jsonl_named_otherwise_is_read(tmp_path: Path) -> None:
     [
         ("rows.csv", b"prompt,answer\na,1\nb\n", ":2: the row has not as many fields as the header"),
         ("rows.csv", b"prompt,answer\na,1,2\n", ":1: the row has not as many fields as the header"),
-        ("rows.csv", b"prompt,answer\n\xff,1\n", ": is no table of text: 'utf-8' codec"),
+        ("rows.csv", b"prompt,answer\n\xff,1\n", ": is not a table of text: 'utf-8' codec"),
         ("rows.csv", b"prompt,answer\n", " holds no rows; put some into it"),
         (
             "rows.csv",

@@ -74,7 +74,9 @@ def test_function_that_cannot_judge_is_named(name: str, message: str) -> None:
 
 
 def test_filter_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'zero_varianze' is no filter; give zero_variance, module:function, or null"):
+    with pytest.raises(
+        ConfigError, match="'zero_varianze' is not a filter; give zero_variance, module:function, or null"
+    ):
         check_group_filter(GRPOConfig(group_filter="zero_varianze"))
     with pytest.raises(ConfigError, match="^algorithm.group_filter: no module 'no_such_filters'"):
         check_group_filter(GRPOConfig(group_filter="no_such_filters:keep"))

@@ -85,12 +85,12 @@ def test_shapes_are_those_of_all_tensors() -> None:
         (lambda path: edit_config(path, architectures=[3]), "names no architectures"),
         (
             lambda path: edit_config(path, architectures=["BertModel"]),
-            "is of a BertModel, which is no causal language model",
+            "is of a BertModel, which is not a causal language model",
         ),
         (lambda path: edit_config(path, model_type=None), "names no model_type"),
         (lambda path: edit_generation(path, eos_token_id=None), "names no eos_token_id"),
-        (lambda path: edit_generation(path, eos_token_id=99), "eos_token_id 99 of .* is no token of its 16"),
-        (lambda path: edit_generation(path, eos_token_id=[1, "x"]), "eos_token_id 'x' of .* is no token of its 16"),
+        (lambda path: edit_generation(path, eos_token_id=99), "eos_token_id 99 of .* is not a token of its 16"),
+        (lambda path: edit_generation(path, eos_token_id=[1, "x"]), "eos_token_id 'x' of .* is not a token of its 16"),
         (lambda path: (path / "tokenizer.json").write_text("version"), "tokenizer.json is not a tokenizer: expected"),
         (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer.json is not a tokenizer: Model missing"),
         (lambda path: (path / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is malformed JSON"),
@@ -123,7 +123,7 @@ def test_damage_is_named(model_dir: Path, damage: Callable[[Path], object], mess
         (lambda path: (path / "part-1.safetensors").unlink(), "lacks 1 of 2 weight files, the first is part-1"),
         (lambda path: truncate(path / "part-1.safetensors"), "part-1.safetensors is not a complete safetensors file"),
         (lambda path: (path / INDEX_FILE).write_text("{}"), "has no weight_map"),
-        (lambda path: (path / INDEX_FILE).write_text('{"weight_map": {"x": 3}}'), "puts x into 3, which is no file"),
+        (lambda path: (path / INDEX_FILE).write_text('{"weight_map": {"x": 3}}'), "puts x into 3, which is not a file"),
         (lambda path: save_file({"x": torch.ones(1)}, path / "part-1.safetensors"), "it lacks .*, which model"),
     ],
 )
@@ -409,7 +409,9 @@ def test_model_with_images_or_sound_is_refused(model_dir: Path, settings: dict[s
 @pytest.mark.parametrize("architecture", ["Qwen2_5_VLForConditionalGeneration", "T5ForConditionalGeneration"])
 def test_model_that_is_no_causal_language_model_is_refused_by_name(model_dir: Path, architecture: str) -> None:
     edit_config(model_dir, architectures=[architecture])
-    with pytest.raises(ConfigError, match=f"is of a {architecture}, which is no causal language model of text alone"):
+    with pytest.raises(
+        ConfigError, match=f"is of a {architecture}, which is not a causal language model of text alone"
+    ):
         check_model_dir(model_dir)
     with pytest.raises(ConfigError, match=rf"^critic.path: .* is of a {architecture}, which"):
         check_other_model_dir(model_dir, BACKBONE, key="critic.path")

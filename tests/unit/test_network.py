@@ -86,7 +86,7 @@ def test_several_nodes_use_the_way_to_the_store_unless_the_user_said_otherwise(
 def test_named_host_must_be_this_one() -> None:
     assert address_to_listen_on("127.0.0.1") == "127.0.0.1"
     assert address_to_listen_on("localhost") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"--head: 198\.51\.100\.7 is no address of this host, which is node 0"):
+    with pytest.raises(ConfigError, match=r"--head: 198\.51\.100\.7 is not an address of this host, which is node 0"):
         address_to_listen_on("198.51.100.7")
     with pytest.raises(ConfigError, match=r"--head: 'nobody\.invalid' cannot be resolved"):
         address_to_listen_on("nobody.invalid")

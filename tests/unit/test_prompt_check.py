@@ -334,7 +334,7 @@ def test_response_that_could_not_end_is_refused(model_dir: Path, caplog: pytest.
     edit_config(model_dir, vocab_size=40)  # some are padded
     edit_generation(model_dir, [30, 31])
     with pytest.raises(
-        ConfigError, match=r"^model.path: eos_token_id 30, 31 of .* is no token of its tokenizer, so no "
+        ConfigError, match=r"^model.path: eos_token_id 30, 31 of .* is not a token of its tokenizer, so no "
     ):
         check_prompts(ROWS, data(), model_dir=model_dir)
     assert not caplog.records

@@ -225,7 +225,7 @@ def test_where_there_is_no_run_the_key_is_not_shown(run: str, key: str | None, m
     [
         ({"timeout_s": 0}, "timeout_s: 0 is no time to wait for; give seconds, more than 0"),
         ({"timeout_s": float("nan")}, "timeout_s: nan"),
-        ({"name": 5}, "name: 5 is no text of letters"),
+        ({"name": 5}, "name: 5 is not a text of letters"),
         ({"run": "no-such-host.invalid:80"}, "run: host 'no-such-host.invalid' cannot be resolved .*; give its addres"),
         ({"run": "a..b:80"}, "run: host 'a..b' cannot be resolved"),
     ],
@@ -268,7 +268,7 @@ def test_numbers_are_in_one_step_and_gone_from_the_next(server: tuple[SealedStor
     assert read.new() == {"outside/judge/ms": 4.0, "outside/other/n": 1}
     report_metrics(store, "judge", {"ms": 4.0}, stamp="3")
     assert read.new() == {"outside/judge/ms": 4.0}
-    with pytest.raises(ConfigError, match="metrics: None is no dict"):
+    with pytest.raises(ConfigError, match="metrics: None is not a dict"):
         report_metrics(store, "judge", None, stamp="4")  # type: ignore[arg-type]  # a mistake
     with pytest.raises(ConfigError, match="ms: nan is not finite"):
         report_metrics(store, "judge", {"ms": float("nan")}, stamp="4")

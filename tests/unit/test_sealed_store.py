@@ -97,7 +97,7 @@ def test_counter_and_first_word_of_a_stranger_are_refused(store: SealedStore, st
 
 def test_item_of_a_stranger_is_refused_and_the_next_one_comes(store: SealedStore, strangers: TCPStore) -> None:
     store.set("queue", b"item")
-    for item in (b"garbage", strangers.get("queue")):  # a value of the same key is no item
+    for item in (b"garbage", strangers.get("queue")):  # a value of the same key is not an item
         strangers.queue_push("queue", item)
     store.queue_push("queue", b"item")
     for _ in range(2):

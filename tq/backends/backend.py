@@ -202,7 +202,7 @@ def backend_class(kind: str) -> Any:
     """Import the class that `tq.backend.kind` names.
 
     Raises:
-        ConfigError: it cannot be imported, or is no backend.
+        ConfigError: it cannot be imported, or is not a backend.
     """
     module, _, name = BACKENDS.locate(kind).partition(":")
     try:
@@ -211,7 +211,7 @@ def backend_class(kind: str) -> Any:
         raise ConfigError(f"tq.backend.kind: {kind} cannot be imported: {one_line(error)}") from error
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing or not isinstance(found, type):
-        what = f"lacks {' '.join(missing)}" if missing else "is no class"
+        what = f"lacks {' '.join(missing)}" if missing else "is not a class"
         raise ConfigError(f"tq.backend.kind: {kind} {what}; see tq.backends.backend.Backend")
     try:
         inspect.signature(found).bind("", "")

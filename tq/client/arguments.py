@@ -20,7 +20,7 @@ def as_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Column], int]:
         columns: name -> `Column`, or what `tq.column` makes one of: a tensor, a list of tensors, strings, ...
 
     Raises:
-        ConfigError: these are no columns, or not equally long, or one has no name.
+        ConfigError: these are not columns, or not equally long, or one has no name.
     """
     if not isinstance(columns, Mapping):
         raise ConfigError(f"a put needs columns by name, not a {type(columns).__name__}")
@@ -41,7 +41,7 @@ def as_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Column], int]:
 
 
 def check_names(names: Sequence[str]) -> list[str]:
-    """Return the columns to read; ConfigError when these are no names."""
+    """Return the columns to read; ConfigError when these are not names."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ConfigError(f"columns are asked for by a list of names, not by {names!r}")
     asked = list(names)
@@ -71,12 +71,12 @@ def check_number(what: str, number: int, *, least: int = 0, most: int = _MOST) -
 def check_timeout(timeout_s: float) -> float:
     """Return a timeout (s) as a plain number; ConfigError when it is none, or not in 0 .. 10**9."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real) or not 0 <= timeout_s <= _LONGEST_S:
-        raise ConfigError(f"timeout_s: {timeout_s!r} is no number of seconds in 0 .. 10**9")
+        raise ConfigError(f"timeout_s: {timeout_s!r} is not a number of seconds in 0 .. 10**9")
     return float(timeout_s)
 
 
 def check_marks(commits: Mapping[str, Sequence[int]], num_rows: int) -> dict[str, list[int]]:
-    """Return what tasks are done with from the start; ConfigError when these are no positions of the put's rows."""
+    """Return what tasks are done with from the start; ConfigError when these are not positions of the put's rows."""
     if not isinstance(commits, Mapping) or not all(isinstance(task, str) for task in commits):
         raise ConfigError(f"commits are positions of rows by a task's name, not {commits!r}")
     return {

@@ -115,7 +115,7 @@ class Lease:
         """Return columns of all rows, in the lease's order; reads those that were not read before, together.
 
         Raises:
-            ConfigError: these are no names.
+            ConfigError: these are not names.
             LeaseFenced: the lease is void, or the rows were lost with their unit.
             PeerRefused: a column is not written.
             TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.

@@ -367,7 +367,7 @@ class QueueClient:
         """
         timeout_s = check_timeout(self._session.seconds(timeout_s))
         if not isinstance(replica, str):
-            raise ConfigError(f"replica: {replica!r} is no name")
+            raise ConfigError(f"replica: {replica!r} is not a name")
         message = FetchRows(
             task,
             self.owner,
@@ -409,7 +409,7 @@ class QueueClient:
         """Read columns of any rows, in this order. Leases are not affected.
 
         Raises:
-            ConfigError: these are no row indices, or no names.
+            ConfigError: these are not row indices, or no names.
             PeerRefused: a row is not in the queue (any more), or a column is not written.
             TransportError: a unit is away and did not come back within `request_timeout_s`.
         """
@@ -421,7 +421,7 @@ class QueueClient:
         Rows that every task is done with stay so: those that wait for a checkpoint are left alone.
 
         Raises:
-            ConfigError: these are no row indices.
+            ConfigError: these are not row indices.
             TransportError: a unit, or a controller, did not come back within `request_timeout_s`. Clear again.
         """
         return self.data.clear_rows(check_numbers("rows", rows))

@@ -448,7 +448,7 @@ def _brings(event: Event | None, grant: LeaseGrant, fetch: Message) -> TypeGuard
 
 
 def _can_wait(one: NewsItem) -> bool:
-    """Whether this is no answer to a fetch."""
+    """Whether this is not an answer to a fetch."""
     return not (isinstance(one, tuple) and isinstance(one[1].reply, LeaseGrant | NoRows))
 
 

@@ -432,7 +432,7 @@ class ControllerLinks:
             link.wake()
 
     def written_in_flight(self, task: str, rows: Sequence[int] | None, asker: str) -> "list[Future[Any]]":
-        """Return commits that `asker` does not know yet, or, if it is no controller, any of them; lock held."""
+        """Return commits that `asker` does not know yet, or, if it is not a controller, any of them; lock held."""
         links = [self._links[asker]] if asker in self._links else list(self._links.values())
         return [future for link in links for future in link.written_in_flight(task, rows)]
 

@@ -436,7 +436,7 @@ class AgentState:
         if not checksums.keys() <= own:
             return [Refuse(call, f"weights of {version}: rank {rank} sealed buckets that are not its own")]
         if not all(0 <= checksum < 2**64 for checksum in checksums.values()):
-            return [Refuse(call, f"weights of {version}: rank {rank} sealed with what is no checksum")]
+            return [Refuse(call, f"weights of {version}: rank {rank} sealed with what is not a checksum")]
         if slot.writers.get(rank) != session:
             return [Refuse(call, f"weights of {version}: rank {rank} was not granted a slot for it")]
         if slot.complete:

@@ -352,7 +352,7 @@ class Context:
         """Report a number of this rollout; the last one of a name counts.
 
         Raises:
-            UserCodeFailed: it is no finite number, or the name cannot be used.
+            UserCodeFailed: it is not a finite number, or the name cannot be used.
         """
         self.metrics |= metrics_of({name: value})
 

@@ -111,7 +111,7 @@ class OtherModel:
             message = {name: value for name, value in choice["message"].items() if value is not None}
             return Utterance({"content": "", **message}, str(choice.get("finish_reason")))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise self._failed(f"answered what is no chat completion: {said}") from error
+            raise self._failed(f"answered what is not a chat completion: {said}") from error
 
     async def close(self) -> None:
         """Close its connections; idempotent."""

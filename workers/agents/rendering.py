@@ -116,8 +116,8 @@ def _call(call: object, arguments: str) -> dict[str, Any]:
 
 # Reads a reply's text: reasoning, tool calls, content. Pure.
 #
-# What is no call after all stays content, so the agent can tell the model. A policy may draw anything, and the session
-# service reads it in its event loop: the time must grow no faster than the text.
+# What is not a call after all stays content, so the agent can tell the model. A policy may draw anything, and the
+# session service reads it in its event loop: the time must grow no faster than the text.
 
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>")
 """Texts that are read here; tokenizers may have special tokens for them."""
@@ -432,7 +432,7 @@ class TemplateRenderer:
 
     def _encode(self, text: str) -> list[int]:
         with self._lock:
-            legal = text.encode(errors="replace").decode()  # a drawn "\\ud800" in JSON is no character
+            legal = text.encode(errors="replace").decode()  # a drawn "\\ud800" in JSON is not a character
             return list(self._tokenizer.encode(legal, add_special_tokens=False))
 
 
@@ -504,7 +504,7 @@ def _check_borders(prompt: Sequence[int], renderer: Renderer, tokenizer: Any) ->
     names = {token: _token_text(tokenizer, token) for token in renderer.stop_ids}
     if not any(names.values()):
         raise ConfigError(
-            f"model.path: eos_token_id {', '.join(map(str, names))} of {where} is no token of its tokenizer, so no "
+            f"model.path: eos_token_id {', '.join(map(str, names))} of {where} is not a token of its tokenizer, so no "
             f"response would ever end; correct it in generation_config.json"
         )
     said = tokenizer.decode(list(prompt), skip_special_tokens=False).rstrip()
@@ -546,7 +546,7 @@ def dummy_messages(roles: Sequence[str]) -> list[Message]:
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """Return the tokens that are no text, most of which `all_special_ids` does not have."""
+    """Return the tokens that are not text, most of which `all_special_ids` does not have."""
     return {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
 
 

@@ -337,7 +337,7 @@ class Service:
             self._finish(run, Done(run.number, [], reward, metrics), spent=run.spent)
 
     def _cut(self, run: Run, what: str = "its budget") -> None:
-        """A budget is spent: what was drawn is the rollout, and it is not made again."""
+        """Budget exhausted: keep what was generated; do not retry."""
         self._finish(run, Done(run.number, [], None, {}), spent=True, what=what)
 
     def _finish(self, run: Run, done: Done, *, spent: bool = False, what: str = "") -> None:

@@ -270,7 +270,7 @@ class UserWorker:
             await asyncio.sleep(pause_s)
             self._last_turn += max(0.0, loop.time() - before - 2 * pause_s)  # this process stood still itself
             _, steps = MARK.unpack_from(self._mark, 0)
-            if steps != self._steps:  # many short steps in one turn of the loop are no code that blocks
+            if steps != self._steps:  # many short steps in one turn of the loop are not code that blocks
                 self._steps, self._last_turn = steps, loop.time()
             if loop.time() - self._last_turn > self._stall_timeout_s:
                 turn, where = self._last_turn, held_by(await self._stack())

@@ -140,7 +140,7 @@ class Warned(msgspec.Struct, frozen=True, tag=True):
 
 
 class Draw(msgspec.Struct, frozen=True, tag=True):
-    """Have the policy go on behind these tokens, until one of `stop_ids` is drawn or one of `stop` is in the text."""
+    """Ask the engine to continue these tokens until it draws one of `stop_ids`, or the text has one of `stop`."""
 
     call: int
     ticket: int
@@ -385,7 +385,7 @@ class Channel(Generic[S, R]):
             self._writer.write(data)
 
     async def receive(self) -> R | None:
-        """Return the next message; None: the peer is gone, or sent what is no message."""
+        """Return the next message; None: the peer is gone, or sent what is not a message."""
         try:
             message: R = self._decoder.decode(await read_frame(self._reader))
         except (EOFError, ConnectionError, msgspec.DecodeError):

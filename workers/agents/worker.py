@@ -341,7 +341,7 @@ def load_rollout(function: str | None, agent: str | None) -> Callable[..., Any]:
         name += ".rollout"  # an environment
     found = load_function(name, field=field, arguments=arguments)
     if not is_async(found):
-        raise ConfigError(f"{field}: {name} is no coroutine function; write `async def`")
+        raise ConfigError(f"{field}: {name} is not a coroutine function; write `async def`")
     return found
 
 

@@ -324,8 +324,8 @@ def generalized_advantages(
     """Return advantages and returns of every token, from the rewards of tokens and a critic's values.
 
     The drawn token y_t is the action in state s_t: all tokens of the sample before it. What the policy did not draw
-    (observations) is no action, so s_t+1 is the state of the next drawn token. The last one is final, also where the
-    sample was cut: nothing is bootstrapped after it, since no value of what would follow exists.
+    (observations) is not an action, so s_t+1 is the state of the next drawn token. The last one is final, also where
+    the sample was cut: nothing is bootstrapped after it, since no value of what would follow exists.
 
         delta_t = r_t + gamma V(s_t+1) - V(s_t)         V after the last token is 0
         A_t     = delta_t + gamma lam A_t+1

@@ -56,11 +56,11 @@ def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algor
     """Import an algorithm outside of the package; return it, and the settings as its own `Config` has them.
 
     Raises:
-        ConfigError: there is none, it is no algorithm, has no `Config` that a run can use, or refuses a setting.
+        ConfigError: there is none, it is not an algorithm, has no `Config` that a run can use, or refuses a setting.
     """
     kind = load_class(name, field=FIELD, methods=())
     if not issubclass(kind, Algorithm):
-        raise ConfigError(f"{FIELD}: {name} is no algorithm; derive it from workers.algorithms.algorithm.Algorithm")
+        raise ConfigError(f"{FIELD}: {name} is not an algorithm; derive it from workers.algorithms.algorithm.Algorithm")
     given = {key: value for key, value in section.items() if key not in _NOT_ITS_OWN}
     config = own_settings(kind, given, name=name, section="algorithm", base=KlLossConfig)
     if config.has_critic or config.kl_in_reward:

@@ -129,7 +129,7 @@ def to_pool(data: bytes) -> ToPool:
     """Decode what a child sent.
 
     Raises:
-        EOFError: it is no message: the user's code wrote into the socket.
+        EOFError: it is not a message: the user's code wrote into the socket.
     """
     try:
         message: ToPool = msgpack_decoder(ToPool).decode(data)
@@ -151,7 +151,7 @@ def receive_frame(connection: socket.socket) -> bytes:
     """Wait for the next frame's message.
 
     Raises:
-        EOFError: the peer is gone, or wrote what is no frame.
+        EOFError: the peer is gone, or wrote what is not a frame.
     """
     return _exactly(connection, length_of(_exactly(connection, LENGTH_BYTES)))
 
@@ -160,7 +160,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     """Return the next frame's message.
 
     Raises:
-        EOFError, ConnectionError: the peer is gone, or wrote what is no frame.
+        EOFError, ConnectionError: the peer is gone, or wrote what is not a frame.
     """
     return await reader.readexactly(length_of(await reader.readexactly(LENGTH_BYTES)))
 

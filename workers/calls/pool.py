@@ -169,7 +169,7 @@ class ChildProcess:
                 case Unusable(text=text):
                     raise ResultUnusable(text)
                 case other:
-                    raise AssertionError(f"{other} is no reply to a call")
+                    raise AssertionError(f"{other} is not a reply to a call")
         finally:
             self._replies.pop(number, None)
             self._alone = False

@@ -216,6 +216,6 @@ def load_class(name: str, *, field: str, methods: Collection[str]) -> Any:
     missing = [method for method in methods if not callable(getattr(found, method, None))]
     missing += sorted(getattr(found, "__abstractmethods__", ()))
     if missing or not isinstance(found, type):
-        what = f"lacks {' '.join(missing)}" if missing else "is no class"
+        what = f"lacks {' '.join(missing)}" if missing else "is not a class"
         raise ConfigError(f"{field}: {name} {what}; docs/outside.md says what it must have")
     return found

@@ -34,9 +34,9 @@ class ModelKind(NamedTuple):
     lacks: str
 
 
-GENERATES = ModelKind(("ForCausalLM", "LMHeadModel"), "is no causal language model of text alone")
+GENERATES = ModelKind(("ForCausalLM", "LMHeadModel"), "is not a causal language model of text alone")
 SCORES = ModelKind(("ForSequenceClassification",), "scores no text")
-BACKBONE = ModelKind((*GENERATES.endings, *SCORES.endings), "is no language model of text alone")
+BACKBONE = ModelKind((*GENERATES.endings, *SCORES.endings), "is not a language model of text alone")
 """What a critic may begin with."""
 SCORE_HEAD = "score"
 """What transformers calls the head of a language model's backbone that gives numbers."""
@@ -75,7 +75,7 @@ ARCHITECTURE_KEYS = (
 
 
 class BadModelDir(ConfigError):
-    """A model directory cannot be used: what is wrong with it, behind the setting that names it."""
+    """Unusable model directory; the message starts with the setting that names it."""
 
     def __init__(self, problem: str, *, key: str = POLICY_KEY) -> None:
         """Args:
@@ -181,7 +181,7 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
     """Return the tokens that end a response: those of generation_config.json, else of config.json.
 
     Raises:
-        ConfigError: neither file names one, or one is no token.
+        ConfigError: neither file names one, or one is not a token.
     """
     config = read_model_config(path)
     generation = path / "generation_config.json"
@@ -195,7 +195,7 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
     for token in tokens:
         if type(token) is not int or token < 0 or (type(vocab_size) is int and token >= vocab_size):
             raise BadModelDir(
-                f"eos_token_id {token!r} of {path} is no token of its {vocab_size}; "
+                f"eos_token_id {token!r} of {path} is not a token of its {vocab_size}; "
                 f"correct it in {generation.name} or config.json"
             )
     return tokens
@@ -420,7 +420,7 @@ def _check_values(path: Path) -> None:
 
 
 def quantized(path: Path, name: str, why: str, *, key: str = POLICY_KEY) -> BadModelDir:
-    """Return the refusal of a tensor that is no value as it stands."""
+    """Return the refusal of a tensor that is not a value as it stands."""
     return BadModelDir(
         f"{path} is quantized: {name} {why}, and would be read as a raw number; name the model in bfloat16 or float32",
         key=key,
@@ -518,7 +518,7 @@ def _read_index(path: Path, *, key: str) -> dict[str, str]:
     for name, file in weight_map.items():
         if not isinstance(file, str):
             raise BadModelDir(
-                f"{path / INDEX_FILE} puts {name} into {file!r}, which is no file name; copy it from the model again",
+                f"{path / INDEX_FILE} puts {name} into {file!r}, which is not a file name; copy the model again",
                 key=key,
             )
     return weight_map

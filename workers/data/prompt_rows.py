@@ -112,7 +112,7 @@ def read_prompt_rows(
 
 
 def _all_fields(path: Path, content: bytes, key: str, config: DataConfig) -> Iterator[tuple[int, Any]]:
-    """Yield each row of a file, with the number of its line, or of the row where a row is no line."""
+    """Yield each row of a file, with the number of its line, or of the row where a row is not a line."""
     content = content.removeprefix(BYTE_ORDER_MARK)
     start = content[:64].lstrip()
     if start.startswith(b"PAR1"):
@@ -146,7 +146,7 @@ def _parquet(path: Path, content: bytes, key: str, config: DataConfig) -> list[A
             raise ConfigError(f"{path}: two columns are called {twice!r}; rename one")
         table = parquet.read_table(pyarrow.BufferReader(content))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {path} is no whole Parquet file: {one_line(error)}; get it again") from error
+        raise ConfigError(f"{key}: {path} is not a whole Parquet file: {one_line(error)}; get it again") from error
     given = {name for name in (config.prompt_field, config.ground_truth_field) if name is not None}
     given |= {name.partition(".")[0] for name in given}
     columns: dict[str, list[Any]] = {
@@ -246,7 +246,7 @@ def _table(path: Path, content: bytes) -> Iterator[dict[str, str]]:
                 raise ConfigError(f"{path}:{number}: the row has not as many fields as the header; correct it")
             yield row
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is no table of text: {error}; save it as UTF-8 with a header") from error
+        raise ConfigError(f"{path}: is not a table of text: {error}; save it as UTF-8 with a header") from error
 
 
 def data_hash(path: Path) -> str:
@@ -655,7 +655,7 @@ class _Borders:
     def _check_ends(self, names: dict[int, str | None]) -> None:
         model_dir = self._tokenizer.model_dir
         missing = [token for token, name in names.items() if name is None]
-        what = f"eos_token_id {', '.join(map(str, missing))} of {model_dir} is no token of its tokenizer"
+        what = f"eos_token_id {', '.join(map(str, missing))} of {model_dir} is not a token of its tokenizer"
         correct = "correct it in generation_config.json (or config.json, where that has none)"
         if not self._ends:
             raise ConfigError(f"model.path: {what}, so no response would ever end; {correct}")

@@ -79,7 +79,7 @@ class TaskSource:
         on = f"task {index} of seed {self._seed}"
         fields = self._source.call("task", self._seed, index, on=on)
         if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
-            what = "an object whose names are no text" if isinstance(fields, dict) else kind_of(fields)
+            what = "an object whose names are not text" if isinstance(fields, dict) else kind_of(fields)
             raise UserCodeFailed(f"{self._source.what} returned {what} for {on}; return a dict, as of a line of JSON")
         where = f"{self._source.what}: task {index}"
         return as_row(fields, index, self._config, own_rollout=self._own_rollout, where=where)

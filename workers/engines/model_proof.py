@@ -324,7 +324,7 @@ class _Proof:
                 for batch in (changed, Sequences(tokens_T, changed.lengths_N, changed.response_mask_T))
             )
         if not _close(first, second):
-            raise _Wrong("lets tokens see later ones, so it is no causal language model")
+            raise _Wrong("lets tokens see later ones, so it is not a causal language model")
 
     def _blame(self, model: Any) -> str:
         """Return which module computes a packed sequence wrongly, and what it does."""

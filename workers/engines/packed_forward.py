@@ -476,7 +476,7 @@ def response_log_probs(
     """Return log-probabilities of the drawn tokens under the tempered distribution.
 
     The logits never exist as a whole (`log_prob_head`), except for models that change them after the head: those that
-    scale or cap them, or whose head is no plain linear layer.
+    scale or cap them, or whose head is not a plain linear layer.
 
     Args:
         model, inputs: see `response_logits`.

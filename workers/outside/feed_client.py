@@ -85,7 +85,7 @@ class PromptFeed:
             _check_plain(given)
             encoded = msgspec.json.encode(given)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"feed {self.name}: a row is no object of JSON: {error}; give dicts") from error
+            raise ConfigError(f"feed {self.name}: a row is not an object of JSON: {error}; give dicts") from error
         if len(encoded) > _MOST_BYTES:
             raise ConfigError(f"feed {self.name}: a put of {len(encoded)} bytes; put {_MOST_BYTES} or fewer at once")
         with self._lock:
@@ -150,7 +150,7 @@ def _check_plain(value: object) -> None:
     if isinstance(value, Mapping):
         for key, each in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"key {key!r} is no text")
+                raise TypeError(f"key {key!r} is not a text")
             _check_plain(each)
     elif isinstance(value, list | tuple):
         for each in value:

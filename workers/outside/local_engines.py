@@ -132,7 +132,7 @@ class LocalEngines:
         """
         data, size = self.config.data, self.config.schedule.n_samples_per_prompt
         if isinstance(rows, str | Mapping) or not rows or not all(isinstance(row, Mapping) for row in rows):
-            raise ConfigError(f"rows: {reprlib.repr(rows)} is no list of rows; give one dict or more, in a list")
+            raise ConfigError(f"rows: {reprlib.repr(rows)} is not a list of rows; give one dict or more, in a list")
         given = [
             as_row(dict(row), place, data, own_rollout=False, where=f"row {place}") for place, row in enumerate(rows)
         ]
@@ -188,7 +188,7 @@ class LocalEngines:
             columns: all outputs of the task, numbers or tensors; None: it has none.
 
         Raises:
-            ConfigError: a column is missing, is no output, or does not fit; nothing was put.
+            ConfigError: a column is missing, is not an output, or does not fit; nothing was put.
             LeaseFenced: the rows took longer than `tq.lease_timeout_s`, and are another lease's; nothing was put.
         """
         if not (lease.ack() if columns is None else lease.put(columns)):

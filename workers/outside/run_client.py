@@ -110,7 +110,7 @@ class OutsideLease(Lease):
             rows: some of the lease's.
 
         Raises:
-            ConfigError: a column is missing, is no output, or does not fit; nothing was put.
+            ConfigError: a column is missing, is not an output, or does not fit; nothing was put.
         """
         name, outputs = self.grant.task, self._task.outputs
         given = list(columns.keys())  # of a TensorDict, too
@@ -396,7 +396,7 @@ class RunClient:
         """Report numbers: the next step's line of `metrics.jsonl` has the newest as `outside/NAME/METRIC`.
 
         Raises:
-            ConfigError: a value is no finite number.
+            ConfigError: a value is not a finite number.
             TransportError: the run is over.
         """
         self._num_reports += 1
@@ -434,7 +434,7 @@ class RunClient:
 
 def _checked(name: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"name: {name!r} is no text of letters, digits, '.', '_' and '-' alone")
+        raise ConfigError(f"name: {name!r} is not a text of letters, digits, '.', '_' and '-' alone")
     return name
 
 
@@ -451,7 +451,7 @@ def _endpoint(run: Path | str, key: str | None) -> tuple[str, int, bytes]:
     try:
         return host.removeprefix("[").removesuffix("]"), int(port), bytes.fromhex(key)
     except ValueError:
-        raise ConfigError("key: that is no row of hex digits; take `secret` of the run's job.json") from None
+        raise ConfigError("key: that is not a row of hex digits; take `secret` of the run's job.json") from None
 
 
 def _answers(host: str, port: int, timeout_s: float) -> bool:

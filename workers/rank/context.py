@@ -220,7 +220,7 @@ class WorkerContext:
             self.report(before.state, before.detail, step=before.step)
 
     def progress(self) -> None:
-        """Say that this rank gets on with what it does; one that works and does not is taken for stuck."""
+        """Report progress; a busy rank that stops reporting counts as stuck."""
         self._progress_at = time.monotonic()
 
     def warn(self, text: str) -> None:

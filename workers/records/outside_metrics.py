@@ -25,13 +25,13 @@ def report_metrics(store: SealedStore, name: str, metrics: Mapping[str, float], 
         stamp: another one for each report.
 
     Raises:
-        ConfigError: a value is no finite number; nothing is written.
+        ConfigError: a value is not a finite number; nothing is written.
     """
     if not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics: {metrics!r} is no dict; give names with a float or an int each")
+        raise ConfigError(f"metrics: {metrics!r} is not a dict; give names with a float or an int each")
     for metric, value in metrics.items():
         if not isinstance(metric, str) or isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"metric {metric!r}: {value!r} is no number; give names with a float or an int each")
+            raise ConfigError(f"metric {metric!r}: {value!r} is not a number; give names with a float or an int each")
         try:
             finite = math.isfinite(value)
         except OverflowError:

@@ -107,7 +107,7 @@ class UpdateLog:
 
     def metrics(self) -> dict[str, float]:
         """Return what the updates report; without any, all is 0. One in which no response had a weight is counted, and
-        is no part of the means: its loss and gradient are 0 whatever the policy does."""
+        is not part of the means: its loss and gradient are 0 whatever the policy does."""
         made = self.made
         counting = [update for update in made if update.totals.sequences]
         return {

@@ -137,7 +137,7 @@ def _parts(given: Mapping[Any, Any]) -> Mapping[str, float]:
     for name, value in given.items():
         try:
             number = as_number(value)
-        except Exception:  # noqa: BLE001  a user's object that is no number
+        except Exception:  # noqa: BLE001  a user's object that is not a number
             continue
         if isinstance(name, str) and math.isfinite(number):
             parts[name] = number
@@ -151,7 +151,7 @@ def as_number(value: object) -> float:
         Exception: it is none, text that looks like one included; whatever its class raises.
     """
     if isinstance(value, (str, bytes, bytearray)):
-        raise TypeError("text is no number")
+        raise TypeError("text is not a number")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -174,7 +174,7 @@ def metrics_of(numbers: Mapping[Any, object]) -> dict[str, float]:
     """Return a rollout's metrics, checked.
 
     Raises:
-        UserCodeFailed: a value is no finite number, or a name is the run's own, or cannot be printed.
+        UserCodeFailed: a value is not a finite number, or a name is the run's own, or cannot be printed.
     """
     for name in map(str, numbers):
         if name in RUNS_OWN_METRICS or not (name and name.isprintable()):

@@ -58,7 +58,7 @@ class GroupFilter:
     def refused(self, groups: Sequence[int], rewards: Sequence[float]) -> frozenset[int]:
         """Return the ids of the whole groups that are not to be trained.
 
-        Responses whose reward failed (NaN) are no part of the judgement; a group without rewards, with
+        Responses whose reward failed (NaN) are not part of the judgement; a group without rewards, with
         `zero_variance` one with fewer than two, cannot be judged, and is put: its advantages are zero, and the trainer
         counts the failures. Only after a crash in the middle of a put a part of a group may be all that is left to
         score; it is let through.
@@ -107,5 +107,5 @@ def check_group_filter(config: PolicyConfig) -> None:
     if name is None or name == ZERO_VARIANCE:
         return
     if ":" not in name:
-        raise ConfigError(f"{FIELD}: {name!r} is no filter; give {ZERO_VARIANCE}, module:function, or null")
+        raise ConfigError(f"{FIELD}: {name!r} is not a filter; give {ZERO_VARIANCE}, module:function, or null")
     check_function(name, field=FIELD)

@@ -14,7 +14,7 @@ from asyncflow.extras import pip_line
 from workers.rewards.base import Score
 
 MAX_DIGITS = 1000
-"""A longer run of digits is no answer, and Python refuses to convert it."""
+"""A longer run of digits is not an answer, and Python refuses to convert it."""
 
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)"
 _NUMBER = re.compile(rf"(?:(?<![\w)\]])[-+])?{_UNSIGNED}(?:/{_UNSIGNED})?")

@@ -81,7 +81,7 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ConfigError(f"reward.pattern: {pattern!r} is no regular expression: {error}; correct it") from error
+        raise ConfigError(f"reward.pattern: {pattern!r} is not a regular expression: {error}; correct it") from error
 
 
 def user_reward(name: str) -> Callee:
@@ -250,7 +250,7 @@ def _listed(value: Any, number: int, what: str) -> list[Any]:
     """Return the rewards of a function that is called with lists.
 
     Raises:
-        UserCodeFailed: it returned no such list, or None for one, which is no reward.
+        UserCodeFailed: it returned no such list, or None for one, which is not a reward.
     """
     try:
         values = list(value)

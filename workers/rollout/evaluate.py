@@ -185,7 +185,7 @@ class Evaluator:
         ):
             if too_many := FailedShare(most).add(len(failures), number):
                 raise UserCodeFailed(
-                    f"{where}: {too_many} {failed} ({name}.max_failed_share {most:g}), so that what is left is no fair "
+                    f"{where}: {too_many} {failed} ({name}.max_failed_share {most:g}), so what is left is not a fair "
                     f"sample; the last one: {failures[-1]}; correct that and resume, or raise the setting"
                 )
 
@@ -291,7 +291,7 @@ def evaluation_line(
 ) -> dict[str, Any]:
     """Return the line of one evaluation.
 
-    The interval of the accuracy counts prompts, not responses: several responses to one prompt are no independent
+    The interval of the accuracy counts prompts, not responses: several responses to one prompt are not independent
     trials.
 
     Args:

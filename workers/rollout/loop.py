@@ -262,7 +262,7 @@ class Rollout:
             retry.start()
 
     def _abandon(self) -> None:
-        """The trainer went back to a checkpoint: what runs, waits or is not put is of a queue that is no more."""
+        """The trainer went back to a checkpoint: discard running, waiting and unsent responses, whose queue is gone."""
         dropped = self._feeder.take()
         number = len(self._running) + len(self._waiting) + sum(len(lease.batch) for lease in dropped)
         logger.warning("the trainer went back to a checkpoint: %d responses are abandoned", number)

@@ -24,7 +24,7 @@ TRAINERS = frozenset({"actor", "critic"})
 OBSERVERS = frozenset({"evaluate"})
 """Roles without a task: they read no queue and only look at the weights, so nothing waits for them."""
 CONTROLLER, STORAGE, WEIGHTS = "controller", "storage", "weights"
-"""Processes that are no role: the queue's, and the node's weight agent."""
+"""Processes that are not role: the queue's, and the node's weight agent."""
 SERVICES = frozenset({CONTROLLER, STORAGE, WEIGHTS})
 
 PROMPT_COLUMNS = ("prompts", "ground_truth", "epochs")

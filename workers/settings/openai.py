@@ -65,7 +65,7 @@ def check_address(url: str) -> None:
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or any(map(str.isspace, url)):
-        raise ValueError(f"{url!r} is no http:// or https:// address")
+        raise ValueError(f"{url!r} is not an http:// or https:// address")
     try:
         number = parts.port
     except ValueError as error:
@@ -87,7 +87,7 @@ def read_api_key(variable: str, field: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"{field}: what {variable} holds is no key: it has line breaks, control or non-ASCII characters; set it "
+            f"{field}: what {variable} holds is not a key: it has line breaks, control or non-ASCII characters; set it "
             f"again"
         )
     return key

@@ -145,7 +145,7 @@ class TaskChain:
         Args:
             names: of the tasks, producers before consumers.
             engine: of the actor that hosts them; None in a role of their own.
-            critic: that the process trains; its training is no column task.
+            critic: that the process trains; its training is not a column task.
             peers: ranks that have the same rows: one computes what is not collective, for all; None: there are none.
         """
         self._peers = peers

@@ -272,6 +272,6 @@ def _combined(scored: ScoredResponse, model_score: float, config: RewardModelCon
     if not abs(reward) <= LARGEST_REWARD:
         raise UserCodeFailed(
             f"reward.model: {config.path} scored the response {excerpt(scored.response)} with {model_score:g}, which "
-            f"is no reward; look at the model, or set reward.model.dtype to float32"
+            f"is not a reward; look at the model, or set reward.model.dtype to float32"
         )
     return replace(scored, reward=reward)

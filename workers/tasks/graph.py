@@ -217,7 +217,7 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
 
 _OWN_COLUMNS = (*TOKEN_COLUMNS, *SCALAR_COLUMNS, *TEXT_COLUMNS, REWARD_PARTS, TASKS, SOURCES)
 _COLUMNS_OF = {"responses": ("tokens", "response_mask")}
-"""What a text is made of that is no column."""
+"""What a text is made of that is not a column."""
 _RENAMED = {"answers": "ground_truth", "log_probs": "old_log_probs", "loss_masks": LOSS_WEIGHTS}
 """Columns by their former names."""
 

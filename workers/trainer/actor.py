@@ -182,7 +182,7 @@ class Actor:
         if too_many := self._failed_rewards.add(rewards, rows - rollouts):
             setting = f"reward.max_failed_share {self._config.reward.max_failed_share:g}"
             return UserCodeFailed(
-                f"{where}: {too_many} responses could not be scored ({setting}), so that what is left is no fair "
+                f"{where}: {too_many} responses could not be scored ({setting}), so that what is left is not a fair "
                 f"sample; the last one: {why}; {advice}, or raise the setting"
             )
         return None

@@ -35,7 +35,7 @@ class Guess(Environment):
     def step(self, reply: Reply) -> tuple[str, float | None, bool]:
         self.guesses += 1
         if not reply.text.isdigit():
-            raise ValueError(f"{reply.text} is no number")
+            raise ValueError(f"{reply.text} is not a number")
         right = int(reply.text) == self.number
         return f"no {self.guesses}", 1.0 if right else -0.25, right
 
@@ -80,7 +80,7 @@ def test_rewards_add_up_until_a_step_is_the_last() -> None:
 def test_each_rollout_has_an_instance_of_its_own_that_is_closed() -> None:
     closed.clear()
     guessed(Guess, "7")
-    with pytest.raises(ValueError, match="x is no number"):
+    with pytest.raises(ValueError, match="x is not a number"):
         guessed(Guess, "x")
     assert [environment.guesses for environment in closed] == [1, 1]
 

@@ -1,4 +1,4 @@
-"""Benchmarks are no package: their parts are imported from their directory."""
+"""Benchmarks are not package: their parts are imported from their directory."""
 
 import sys
 from pathlib import Path

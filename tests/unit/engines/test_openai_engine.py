@@ -298,7 +298,7 @@ def test_key_is_sent_without_white_space_and_never_shown(
     make_engine()
     assert server.keys == ["Bearer sk-secret"]
     monkeypatch.setenv("OPENAI_API_KEY", "sk-\nsecret")
-    with pytest.raises(ConfigError, match="OPENAI_API_KEY holds is no key") as refused:
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY holds is not a key") as refused:
         make_engine()
     assert "secret" not in str(refused.value)
 
@@ -343,7 +343,7 @@ def test_silent_server_fails_by_its_deadline(
         (stream([[]]), "returned 0 tokens, where 1 to 8"),
         (stream([[5] * 9], reason="length"), "returned 9 tokens, where 1 to 8"),
         (stream([[99, EOS]]), "returned token 99, but the model has 13 tokens"),
-        (stream([[5, 6]]), "ended a response with token 6, which is no end token"),
+        (stream([[5, 6]]), "ended a response with token 6, which is not an end token"),
         (stream([[5, EOS, 6]], reason="length"), "went on after an end token"),
     ],
 )

@@ -150,7 +150,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         (["--set", "rollout.temperature=0.001"], "rollout.temperature: 0.001 cannot be used"),
         (["--set", "evaluate.temperature=0.001"], "evaluate.temperature: 0.001 cannot be used"),
         (["--set", "rollout.top_k=99999999999"], "rollout.top_k: 99999999999 cannot be used"),
-        (["--set", "openai.urls=[ftp://host]"], "'ftp://host' is no http:// or https:// address"),
+        (["--set", "openai.urls=[ftp://host]"], "'ftp://host' is not an http:// or https:// address"),
         (["--set", "openai.urls=[http://host/v1]"], "'http://host/v1' ends with /v1; leave that out"),
         (
             ["--set", "rollout.engine=vllm", "--set", "deterministic=true", "--set", "schedule.mode=sync"],
@@ -184,7 +184,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
             "'~nobody_of_this_name/m': no such user",
         ),
         (["--set", 'model.path="a\\0b"'], "model.path: 'a\\x00b' holds a NUL character"),
-        (["--set", "data.path=''"], "data.path: '' is no path"),
+        (["--set", "data.path=''"], "data.path: '' is not a path"),
         (["--set", "actor.betas=[0.9, 1.5]"], "actor.betas.1: 1.5 cannot be used"),
         (["--set", "data.chat_template=true"], "data.chat_template: the tokenizer of"),
         (
@@ -232,9 +232,9 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         ),
         (["--set", "tq.num_controllers=0"], "tq.num_controllers: "),
         (["--set", "tq.backend.kind=redis"], "tq.backend: "),
-        (["--run-dir", ""], "--run-dir: '' is no path"),
+        (["--run-dir", ""], "--run-dir: '' is not a path"),
         (["--run-dir", "~nobody_of_this_name/r"], "--run-dir: '~nobody_of_this_name/r': no such user"),
-        (["--resume", ""], "--resume: '' is no path"),
+        (["--resume", ""], "--resume: '' is not a path"),
         (["--resume", "~nobody_of_this_name/r"], "--resume: '~nobody_of_this_name/r': no such user"),
         (["--bogus"], "No such option '--bogus'; see "),
         (["--steps", "abc"], "--steps: 'abc' is not a valid integer; see "),
@@ -328,7 +328,7 @@ def test_directory_that_holds_a_run_is_refused(write_config: WriteConfig, tmp_pa
 def test_run_directory_below_a_file_is_refused(write_config: WriteConfig, tmp_path: Path) -> None:
     source = write_config()
     message = refuse(tmp_path, source, "--run-dir", source / "run")
-    assert message.startswith(f"run directory: {source / 'run'} cannot be made, {source} is a file")
+    assert message.startswith(f"run directory: {source / 'run'} cannot be created, {source} is a file")
 
 
 def test_path_that_the_system_refuses_is_one_line(write_config: WriteConfig, tmp_path: Path) -> None:
@@ -583,6 +583,13 @@ def test_command_started_without_standard_streams_hands_some_to_its_children() -
     assert subprocess.run(["sh", "-c", shell], timeout=60, check=False).returncode == 0
 
 
+def test_no_command_s_summary_is_cut_off() -> None:
+    from launcher.cli.commands import main
+
+    listed = CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1]
+    assert len(listed.splitlines()) > 12 and "..." not in listed
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -692,7 +699,7 @@ def test_run_directory_where_the_system_makes_no_files_is_told(
     write_config: WriteConfig, tmp_path: Path, option: list[str]
 ) -> None:
     message = refuse(tmp_path, write_config(), "--run-dir", "/proc/run", *option)  # whose mode says that root may write
-    assert message.startswith("run directory: /proc/run cannot be made, nothing can be written to /proc")
+    assert message.startswith("run directory: /proc/run cannot be created, nothing can be written to /proc")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

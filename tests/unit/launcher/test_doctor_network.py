@@ -97,7 +97,7 @@ def test_groups_that_fail_are_named_with_the_interface() -> None:
     (finding,) = judge_groups([GroupFacts("nccl", "2 x cuda", "RuntimeError: no")], CUDA)
     assert "NCCL_DEBUG=INFO" in finding.remedy
     assert judge_groups([GroupFacts("gloo", "lo")], ANY) == [
-        Finding.ok("groups", "two ranks met and added up: gloo on lo")
+        Finding.ok("groups", "all-reduce between two ranks works (gloo on lo)")
     ]
 
 

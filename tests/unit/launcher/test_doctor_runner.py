@@ -110,7 +110,7 @@ def test_no_configuration_is_any_run_on_this_machine() -> None:
 def test_a_configuration_that_cannot_be_used_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"CONFIG: 'nowhere\.yaml' does not exist"):
         run(FINE, order=Order("nowhere.yaml", registry=FAKES.registry))
-    with pytest.raises(ConfigError, match="--run-dir: '' is no path"):
+    with pytest.raises(ConfigError, match="--run-dir: '' is not a path"):
         run(FINE, order=Order(run_dir="", registry=FAKES.registry))
 
 

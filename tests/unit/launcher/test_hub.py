@@ -64,7 +64,9 @@ def test_a_directory_of_that_name_comes_first(cache: Path, tmp_path: Path, write
 @pytest.mark.parametrize("key", ["model", "critic"])
 def test_what_the_cache_lacks_is_to_be_downloaded(cache: Path, write_config: WriteConfig, key: str) -> None:
     message = refusal(write_config(), f"{key}.path=nobody/none", f"{key}.revision=v1")
-    assert message.startswith(f"{key}.path: nobody/none at v1 is no directory here, and cannot be had from the Hub (")
+    assert message.startswith(
+        f"{key}.path: nobody/none at v1 is not a directory here, and cannot be had from the Hub ("
+    )
     assert f"{cache} has not all of it" in message
     assert message.endswith("copy the cache of a machine that ran `hf download nobody/none`")
 
@@ -90,7 +92,7 @@ def test_data_set_without_the_library_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = refusal(write_config(), "data.path=own/sums")
-    assert message.startswith("data.path: own/sums is no file; a data set takes the library datasets: pip install ")
+    assert message.startswith("data.path: own/sums is not a file; a data set takes the library datasets: pip install ")
 
 
 def test_part_of_a_file_is_refused(write_config: WriteConfig) -> None:

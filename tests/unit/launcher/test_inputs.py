@@ -161,7 +161,7 @@ def test_a_function_of_a_module_is_imported_from_there() -> None:
     [
         (lambda prompt, response, ground_truth: 1.0, "reward: a lambda has no source of its own"),
         (logging.getLogger("x").info, "reward: a method has no source of its own"),
-        (3, "reward: 3 is no function"),
+        (3, "reward: 3 is not a function"),
     ],
 )
 def test_what_has_no_source_is_refused(given: Callable[..., Any], says: str) -> None:

@@ -25,5 +25,5 @@ def test_first_host_is_written_out(text: str, name: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n1]", "n[a-b]", "n[1-4]]", "n[[1]]", "a,,b", "n[]", "n[1-2-3]", "n[²]"])
 def test_what_is_no_list_is_refused_with_itself(text: str) -> None:
-    with pytest.raises(ConfigError, match="node list: .* is no list of host names"):
+    with pytest.raises(ConfigError, match="node list: .* is not a list of host names"):
         first_host(text)

@@ -103,7 +103,7 @@ def test_several_launchers_on_a_node_are_refused(nodes: str, tasks: str) -> None
         (2, None, None, STEP, "--nnodes: 2, but srun started the command on 3; leave --nnodes out"),
         (None, 3, None, STEP, "--node-rank: 3 must be 0 to 2"),
         (None, None, None, STEP | {"SLURM_NODEID": "x"}, "SLURM_NODEID: 'x' is not a number"),
-        (None, None, None, STEP | {"SLURM_STEP_NODELIST": "n["}, "node list: 'n\\[' is no list"),
+        (None, None, None, STEP | {"SLURM_STEP_NODELIST": "n["}, "node list: 'n\\[' is not a list"),
         (None, None, None, {k: v for k, v in STEP.items() if "ID" not in k} | {"SLURM_STEP_ID": "0"}, "SLURM_NODEID"),
     ],
 )

@@ -263,7 +263,7 @@ def test_devices_are_known_by_their_whole_names() -> None:
     assert device_of("NVIDIA H100 80GB HBM3", None, "x") == "h100"
     assert device_of("NVIDIA RTX A1000", None, "x") is None
     assert device_of("NVIDIA GH200 480GB", None, "x") is None
-    with pytest.raises(ConfigError, match=r"--device nosuch.yaml: is no file"):
+    with pytest.raises(ConfigError, match=r"--device nosuch.yaml: is not a file"):
         find_device("nosuch.yaml")
 
 

@@ -236,7 +236,7 @@ def test_a_file_of_something_else_is_refused(config: RunConfig, tmp_path: Path) 
     assert (refused.exit_code, "engine: sim takes no time" in refused.output) == (2, True)
     for text in ("[]", "{", '{"format": 2}'):
         file.write_text(text)
-        with pytest.raises(ConfigError, match=r"--profile .*of.json: is no file of `asyncflow profile`"):
+        with pytest.raises(ConfigError, match=r"--profile .*of.json: is not a file of `asyncflow profile`"):
             open_planner(config, devices=4, device=None, profile=file)
     whole.write(file)
     values = json.loads(file.read_text())
@@ -247,7 +247,7 @@ def test_a_file_of_something_else_is_refused(config: RunConfig, tmp_path: Path) 
         ("blocks", [{"name": "train", "seconds": "fast"}]),
     ):
         file.write_text(json.dumps({**values, part: other}))
-        with pytest.raises(ConfigError, match=r"--profile .*of.json: is no file of `asyncflow profile`"):
+        with pytest.raises(ConfigError, match=r"--profile .*of.json: is not a file of `asyncflow profile`"):
             open_planner(config, devices=4, device=None, profile=file)
     file.write_text(json.dumps({**values, "blocks": [each for each in values["blocks"] if each["name"] != DECODE]}))
     with pytest.raises(ConfigError, match=r"--profile .*of.json: has no block 'decode'; measure again"):

@@ -77,7 +77,10 @@ def test_everybody_who_waits_for_too_long_waits_for_nobody() -> None:
     rollout, actor = says("waiting for prompts", at=1.0, idle_s=201.0), says("waiting for rows", at=1.0, idle_s=205.0)
     (stuck,) = look(watch, 0.0, rollout_0=rollout, actor=actor)
     assert stuck.gang == "actor"
-    assert "everybody waits: it for 205 s, waiting for rows; rollout-0 waiting for prompts" in stuck.why
+    assert (
+        "deadlock: all ranks are waiting; this one for 205 s (waiting for rows); rollout-0 waiting for prompts"
+        in stuck.why
+    )
     assert look(watch, 0.0, rollout_0=says("generating", at=2.0, idle_s=201.0), actor=actor) == []
 
 

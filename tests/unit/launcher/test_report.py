@@ -26,7 +26,7 @@ def test_curves_of_metrics_and_evaluations_go_by_step(run_dir: Path) -> None:
     assert curves["reward_mean"] == {1: 0.5, 2: 0.5, 3: 0.75}
     assert curves["evaluation/accuracy"] == {2: 0.125}
     assert curves["idle_fraction/actor"] == dict.fromkeys((1, 2, 3), 0.25)
-    assert "loss" not in curves, "null is no number"
+    assert "loss" not in curves, "null is not a number"
 
 
 def test_a_curve_fills_its_picture() -> None:

@@ -31,5 +31,5 @@ def test_other_text_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["0", "00:00", "0-0"])
 def test_no_time_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--time: .* is no time at all; give "):
+    with pytest.raises(ConfigError, match=r"^--time: .* must be greater than zero; give "):
         time_limit_s(text)

@@ -120,7 +120,7 @@ def test_the_json_has_the_same_in_si_units() -> None:
 
 
 def test_a_directory_where_nothing_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing runs in"):
+    with pytest.raises(ConfigError, match="no run is active in"):
         RunStatus.read(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         RunStatus.read(tmp_path / "nowhere")
@@ -161,7 +161,7 @@ def test_end_of_an_earlier_start_says_nothing_of_a_live_run(tmp_path: Path) -> N
 
 
 def test_directory_that_is_no_runs_is_refused_by_the_command(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing runs in"):
+    with pytest.raises(ConfigError, match="no run is active in"):
         read_status(tmp_path)
 
 
@@ -209,7 +209,7 @@ def test_run_of_another_host_is_alive_while_its_launcher_writes(tmp_path: Path) 
     (tmp_path / STATUS_FILE).write_text(replace(status(), at=time.time()).as_json())
     assert RunStatus.read(tmp_path).controllers
     (tmp_path / STATUS_FILE).write_text(replace(status(), at=time.time() - 60).as_json())
-    with pytest.raises(ConfigError, match="nothing runs in"):
+    with pytest.raises(ConfigError, match="no run is active in"):
         RunStatus.read(tmp_path)
 
 
@@ -225,7 +225,7 @@ def test_run_that_was_killed_on_this_host_is_over_whatever_it_wrote_last(tmp_pat
         launcher.wait()
     job_of(launcher.pid, 1).save(tmp_path)
     (tmp_path / STATUS_FILE).write_text(replace(status(), at=time.time()).as_json())
-    with pytest.raises(ConfigError, match="nothing runs in"):
+    with pytest.raises(ConfigError, match="no run is active in"):
         RunStatus.read(tmp_path)
 
 

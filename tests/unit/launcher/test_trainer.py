@@ -62,8 +62,8 @@ def test_a_recipe_a_dict_and_a_loaded_configuration_are_the_same_run(
         ({"config": {"name": object()}}, "config: a object has no form in YAML"),
         ({"config": {"name": "mine"}}, "steps, roles, model, data, schedule, rollout: missing in config; set "),
         ({"config": {"stepz": 1}}, "stepz: unknown key; did you mean 'steps'?"),
-        ({"reward": "mine:score"}, "reward: 'mine:score' is no function"),
-        ({"data": "file.jsonl"}, "data: a str is no list of rows"),
+        ({"reward": "mine:score"}, "reward: 'mine:score' is not a function"),
+        ({"data": "file.jsonl"}, "data: a str is not a list of rows"),
         ({"data": []}, "data: has no rows"),
         ({"data": [{"prompt": "1+1="}, {"prompt": {1}}]}, "data: row 2, field 'prompt': Object of type set is not"),
         (
@@ -73,8 +73,8 @@ def test_a_recipe_a_dict_and_a_loaded_configuration_are_the_same_run(
         ({"overrides": {"actor.lr": {1, 2}}}, "actor.lr: a set has no form in YAML"),
         ({"overrides": {"actor.lrr": 1}}, "did you mean 'lr'?"),
         ({"roles": {"rolout": 1}}, "did you mean 'rollout'?"),
-        ({"roles": ["rollout:1"]}, "roles: ['rollout:1'] is no dict; give "),
-        ({"overrides": ["actor.lr=1"]}, "overrides: ['actor.lr=1'] is no dict; give "),
+        ({"roles": ["rollout:1"]}, "roles: ['rollout:1'] is not a dict; give "),
+        ({"overrides": ["actor.lr=1"]}, "overrides: ['actor.lr=1'] is not a dict; give "),
         ({"config": "quickstrat"}, "did you mean quickstart.yaml?"),
     ],
 )
@@ -167,7 +167,7 @@ def test_settings_of_a_trainer_that_nobody_keeps_are_there_until_its_child_has_e
 
 
 def test_engines_are_of_a_subclass() -> None:
-    with pytest.raises(ConfigError, match="kind: <class 'dict'> is no subclass of asyncflow.LocalEngines"):
+    with pytest.raises(ConfigError, match="kind: <class 'dict'> is not a subclass of asyncflow.LocalEngines"):
         asyncflow.Trainer("quickstart").init_engines(dict)
 
 

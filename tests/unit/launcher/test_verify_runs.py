@@ -1,4 +1,4 @@
-"""`asyncflow verify`: what it says of runs that crashed, run, hold dead-letter groups, or are no runs."""
+"""`asyncflow verify`: what it says of runs that crashed, run, hold dead-letter groups, or are not runs."""
 
 import json
 import shutil

@@ -71,7 +71,7 @@ def test_responses_of_any_size_and_content_arrive(load: Load) -> None:
     ("settings", "message"),
     [
         ({"function": "regex"}, "reward.pattern: missing"),
-        ({"function": "regex", "pattern": "(a"}, r"reward.pattern: '\(a' is no regular expression: missing \)"),
+        ({"function": "regex", "pattern": "(a"}, r"reward.pattern: '\(a' is not a regular expression: missing \)"),
         ({"function": "math", "pattern": "a"}, "reward.pattern: only reward.function regex reads it, not math"),
         ({"function": "http://"}, "reward.function: 'http://' is no URL of a scorer"),
         ({"function": "https://host:port/x"}, "is no URL of a scorer; write http://HOST:PORT/PATH"),

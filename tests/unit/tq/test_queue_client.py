@@ -429,11 +429,11 @@ def test_the_largest_row_may_be_named_and_new_ones_are_still_small(client: Queue
         ({"version": -1}, "version: -1"),
         ({"version": "new"}, "version: not a whole number"),
         ({"token_budget": -1}, "token_budget: -1"),
-        ({"timeout_s": float("nan")}, "timeout_s: nan is no number of seconds"),
+        ({"timeout_s": float("nan")}, "timeout_s: nan is not a number of seconds"),
         ({"timeout_s": float("inf")}, "timeout_s: inf"),
         ({"timeout_s": -1}, "timeout_s: -1"),
         ({"timeout_s": "10"}, "timeout_s: '10'"),
-        ({"replica": 3}, "replica: 3 is no name"),
+        ({"replica": 3}, "replica: 3 is not a name"),
     ],
 )
 def test_fetch_that_cannot_be_is_refused(

@@ -116,7 +116,7 @@ def _earlier(response_id: str | None, memory: Memory) -> list[Message]:
         return []
     answer = memory.answers.get(response_id.removeprefix(_PREFIX))
     if answer is None:
-        raise BadAgentRequest("previous_response_id", f"{response_id!r} is no response of this session")
+        raise BadAgentRequest("previous_response_id", f"{response_id!r} is not a response of this session")
     reply: Message = {"role": "assistant", "content": answer.text()}
     if calls := answer.tool_calls():
         reply["tool_calls"] = calls

@@ -163,7 +163,7 @@ class RewardModel:
         """Return float32 [N] (float64 of a float64 model): what transformers' model gives for each sample alone.
 
         The score is read at the last token that is not the padding token. A token beyond its vocabulary, which only
-        padded embeddings of the policy have, is no text and is replaced by the vocabulary's last token.
+        padded embeddings of the policy have, is not a text and is replaced by the vocabulary's last token.
 
         Raises:
             BadRequest: see `check_sequences`.

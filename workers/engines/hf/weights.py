@@ -174,7 +174,7 @@ class SavedTensors:
     def read(self, name: str) -> Tensor:
         """Return a tensor by its dotted path in the state."""
         entry = self._metadata.state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
+        assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)

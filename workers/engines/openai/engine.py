@@ -250,7 +250,7 @@ def check_completion(
         wrong = "went on after an end token of the model; it must heed `stop_token_ids`"
     elif not completion.truncated and tokens[-1] not in ends and not (stop and stop.are_in(tokens)):
         wrong = (
-            f"ended a response with token {tokens[-1]}, which is no end token of the model (those are "
+            f"ended a response with token {tokens[-1]}, which is not an end token of the model (those are "
             f"{', '.join(map(str, ends))}); it must return the token that ends a response, and have no stop rules of "
             f"its own"
         )
