@@ -14,6 +14,13 @@ from . import command
 
 ASYNCFLOW = command.COMMAND.with_name("asyncflow")
 SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval=2", "--set", "actor.ppo_epochs=2")
+SLOW_REWARD = """
+import time
+
+def score(response, ground_truth):
+    time.sleep(0.005)  # so that a run beside what looks at it leaves it the cores
+    return float(response.strip() == ground_truth)
+"""
 
 
 def verify(run_dir: Path) -> tuple[int, dict[str, Any]]:
@@ -26,9 +33,9 @@ def verify(run_dir: Path) -> tuple[int, dict[str, Any]]:
 @pytest.mark.gate
 def test_run_that_was_killed_and_resumed_is_proved_at_every_moment(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with command.started(
-        "--roles", "rollout:1,actor:1,ref:1", "--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path
-    ) as process:
+    (tmp_path / "slow_rewards.py").write_text(SLOW_REWARD)
+    slow = (*SMALL, "--set", "reward.function=slow_rewards:score", "--roles", "rollout:1,actor:1,ref:1")
+    with command.started("--run-dir", "run", "--steps", "100000", *slow, cwd=tmp_path) as process:
         command.wait_until(lambda: command.last_step(run_dir) >= 5, "step 5")
         code, report = verify(run_dir)
         assert (code, report["live"]) == (0, True), report

@@ -210,7 +210,7 @@ def test_process_outside_says_which_reference_it_holds_where_that_follows_the_po
     [
         ("10.0.0.1:80", None, "is an address; give its key"),
         ("nowhere", SECRET, "no HOST:PORT"),
-        ("10.0.0.1:80", "not hex, though hush", "no row of hex digits"),
+        ("10.0.0.1:80", "not hex, though hush", "not a row of hex digits"),
         ("nothing-there", None, "nothing runs there"),
     ],
 )

@@ -94,7 +94,7 @@ def read_prompt_rows(
     """
     check_templates(config)
     if path.exists() and not path.is_file():
-        what = "a directory" if path.is_dir() else "no regular file, and every start reads it again"
+        what = "a directory" if path.is_dir() else "not a regular file, and every start reads it again"
         raise ConfigError(f"{key}: {path} is {what}; name a file of rows")
     try:
         content = path.read_bytes()

@@ -100,7 +100,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         ),
         (
             ["--set", "weightsync.export={directory: /dev/null/x}"],
-            "weightsync.export.directory: '/dev/null/x' cannot be",
+            "weightsync.export.directory: cannot create '/dev/null/x', /dev/null is not a",
         ),
         (["--roles", "rolout:8,actor:4"], "roles: 'rolout' is not a role; did you mean 'rollout'?"),
         (["--roles", "rollout:1,actor:0"], "roles: actor:0 must have at least 1 rank"),
@@ -133,9 +133,12 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         ([*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=w"], "openai.weights_dir: 'w' is not absolute"),
         (
             [*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=/dev/null/w"],
-            "openai.weights_dir: '/dev/null/w' cannot be",
+            "openai.weights_dir: cannot create '/dev/null/w', /dev/null is not a",
         ),
-        ([*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=/proc/w"], "openai.weights_dir: '/proc/w' cannot be"),
+        (
+            [*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=/proc/w"],
+            "openai.weights_dir: cannot create '/proc/w', /proc is not a",
+        ),
         ([*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=/w", "--set", "openai.update=nowhere:f"], "openai.update: "),
         ([*VLLM, "--set", "vllm.max_model_len=12"], "vllm.max_model_len: 12 is less than data.max_prompt_tokens"),
         ([*VLLM, "--set", "vllm.max_model_len=9999"], "vllm.max_model_len: 9999 is more than the model's"),

@@ -115,7 +115,7 @@ SHARED = SharingFacts(arena_bytes=8 * GIB, shm_free=16 * GIB, shm_total=16 * GIB
     ("facts", "needs", "expected", "text"),
     [
         (SHARED, ANY, Level.OK, "another process mapped memory"),
-        (replace(SHARED, shm_free=0, shm_total=0), ANY, Level.OK, "no /dev/shm"),
+        (replace(SHARED, shm_free=0, shm_total=0), ANY, Level.OK, "/dev/shm is missing"),
         (replace(SHARED, own_error="OSError: no"), ANY, Level.ERROR, "no shared memory can be made"),
         (replace(SHARED, own_error="OSError: no", file_limit=1), ANY, Level.ERROR, "no shared memory can be made"),
         (replace(SHARED, peer_error="no"), ANY, Level.ERROR, "weights do not reach their readers"),

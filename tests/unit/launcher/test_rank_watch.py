@@ -88,7 +88,7 @@ def test_all_may_wait_for_a_service_that_works() -> None:
     """A slow source, or sampler, of tasks."""
     waiting = says("waiting for prompts", at=1.0, idle_s=500.0)
     (stuck,) = look(new_watch(), 0.0, rollout_0=waiting, actor=waiting, storage_0=says("serving", at=1.0))
-    assert "everybody waits" in stuck.why
+    assert "deadlock: all ranks are waiting" in stuck.why
     making = says("making tasks", at=1.0, idle_s=20.0)
     assert look(new_watch(), 0.0, rollout_0=waiting, actor=waiting, storage_0=making) == []
 
