@@ -11,13 +11,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from json_option import add_json_option, report
-from package_path import find_packages, need
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `benchmarks` and its packages
+
+from benchmarks import need
+from benchmarks.json_option import add_json_option, report
 
 need("psutil")
-find_packages()
 
-from chaos_parts.faults import chosen_faults, inject_faults  # noqa: E402
+from benchmarks.chaos.faults import chosen_faults, inject_faults  # noqa: E402
 
 
 def main() -> int:

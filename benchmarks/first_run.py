@@ -24,7 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from json_option import add_json_option, report
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `benchmarks` and its packages
+
+from benchmarks.json_option import add_json_option, report
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 ROLES_14 = ("--roles", "rollout:8,actor:4,ref:2")

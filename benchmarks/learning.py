@@ -33,7 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from json_option import add_json_option, report
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `benchmarks` and its packages
+
+from benchmarks.json_option import add_json_option, report
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 SCHEDULES = {"sync": ("sync", 0), "async1": ("async", 1), "async2": ("async", 2), "async4": ("async", 4),

@@ -14,19 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from package_path import find_packages
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `benchmarks` and its packages
 
-find_packages()
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import transformers  # noqa: E402
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
-
-from asyncflow.errors import ConfigError  # noqa: E402
-from launcher.checks.model_proof import SHIPPED, name_patterns, question_of, shipped_key, small_config  # noqa: E402
-from workers.data.model_files import GENERATES as GENERATING_CLASSES  # noqa: E402
-from workers.data.model_files import check_trainable  # noqa: E402
-from workers.engines.model_proof import GENERATES, SCORES, prove_model, saved_names  # noqa: E402
+from asyncflow.errors import ConfigError
+from launcher.checks.model_proof import SHIPPED, name_patterns, question_of, shipped_key, small_config
+from workers.data.model_files import GENERATES as GENERATING_CLASSES
+from workers.data.model_files import check_trainable
+from workers.engines.model_proof import GENERATES, SCORES, prove_model, saved_names
 
 SHIPPED_MODELS = (("quickstart/model", False), ("quickstart_tools/model", False), ("quickstart/reward_model", True))
 """Directories below `configs`, and whether it is a reward model."""
@@ -95,7 +93,7 @@ def row(family: str) -> str:
     """Return a family's line of the page."""
     try:
         config = default_config(family)
-    except Exception as error:  # noqa: BLE001 (a class of transformers that has no defaults)
+    except Exception as error:  # noqa: BLE001  a family may raise anything
         return f"| `{family}` | no | transformers has no defaults for it ({type(error).__name__}) |"
     problem = refusal(config)
     if problem is None:

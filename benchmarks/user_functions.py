@@ -24,8 +24,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from json_option import add_json_option, report
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the clone, for `benchmarks` and its packages
 
+from benchmarks.json_option import add_json_option, report
 from workers.calls.pool import CallPool, Entry
 
 SOURCE = """

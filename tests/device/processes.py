@@ -1,4 +1,4 @@
-"""Runs `ranks.py` on `late`: the tests' fixtures and `benchmarks/devices.py` do."""
+"""Runs `ranks.py` on `late`: the tests' fixtures and `benchmarks/devices` do."""
 
 import json
 import os

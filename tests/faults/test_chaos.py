@@ -1,10 +1,11 @@
-"""The short form of `python benchmarks/chaos.py`: real runs, in which processes are killed, lose and repeat nothing."""
+"""The short form of `python benchmarks/chaos`: real runs, in which processes are killed, lose and repeat nothing."""
 
 from pathlib import Path
 
 import pytest
-from chaos_parts import part_actor, part_determinism, part_elastic, part_kills, part_rollout
-from chaos_parts.options import Options
+
+from benchmarks.chaos import part_actor, part_determinism, part_elastic, part_kills, part_rollout
+from benchmarks.chaos.options import Options
 
 KILLS = 8
 pytestmark = pytest.mark.timeout(900)

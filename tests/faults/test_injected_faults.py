@@ -1,7 +1,8 @@
 """A few of the faults of `python benchmarks/faults.py`, the quickest: each ends as it should, and nobody hangs."""
 
 import pytest
-from chaos_parts.faults import inject_faults
+
+from benchmarks.chaos.faults import inject_faults
 
 SHORT = (
     "poison_prompt_kills_the_rollout",

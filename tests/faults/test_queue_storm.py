@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from transferqueue_parts.storm import storm
+
+from benchmarks.transferqueue.storm import storm
 
 
 @pytest.mark.parametrize(

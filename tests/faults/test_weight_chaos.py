@@ -1,6 +1,6 @@
 """kill -9 in the middle of weight transfers, each victim by each path once: everybody goes on, nothing is mixed."""
 
-from weightsync_parts.chaos import chaos
+from benchmarks.weightsync.chaos import chaos
 
 
 def test_everybody_goes_on_though_processes_die_in_the_middle_of_transfers() -> None:

@@ -1,4 +1,4 @@
-"""Models that several ranks share and none trains, in processes of this script: for a test, `benchmarks/devices.py`.
+"""Models that several ranks share and none trains, in processes of this script: for a test, `benchmarks/devices`.
 
 python shared_models.py DIR CASE RANK       DIR/FAMILY/0 and 1: models of one shape; writes DIR/CASE-RANK.pt
 """

@@ -3,10 +3,11 @@
 from collections import Counter
 
 import pytest
-from chaos_parts.kill_plan import KillPlan
-from chaos_parts.part_rollout import longest_gap
-from chaos_parts.run_audit import audit
-from chaos_parts.throughput import Throughput
+
+from benchmarks.chaos.kill_plan import KillPlan
+from benchmarks.chaos.part_rollout import longest_gap
+from benchmarks.chaos.run_audit import audit
+from benchmarks.chaos.throughput import Throughput
 
 
 def trained(step: int, *groups: int) -> list[dict[str, int]]:

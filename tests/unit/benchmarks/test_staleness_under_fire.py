@@ -1,8 +1,8 @@
 """The staleness bound holds for every sample, whatever dies, and every sample is trained once."""
 
 import pytest
-from ablation_parts.staleness import under_fire
 
+from benchmarks.ablation.staleness import under_fire
 from workers.settings.schedule import Fill, ScheduleMode
 
 

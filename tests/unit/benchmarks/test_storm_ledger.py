@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from transferqueue_parts.storm_ledger import Deed, LedgerFile, Record, Verdict, judge, read_ledger, unfinished_puts
+
+from benchmarks.transferqueue.storm_ledger import Deed, LedgerFile, Record, Verdict, judge, read_ledger, unfinished_puts
 
 PUT = [Record(Deed.PUT, [1, 2]), Record(Deed.PUT_DONE, [1, 2])]
 

@@ -1,0 +1,83 @@
+"""What accelerators would see, measured without one.
+
+    python benchmarks/devices [--json [FILE]] [--only logits,logits_time] [--rounds 3] [--layers 24]
+
+`logits`, some five minutes, 7 GB: log-probabilities and entropies from hidden states (float32) through a head of
+Qwen2.5-0.5B (V 151,936, hidden 896), forward and backward. *Before* materialises the logits, as the engines did; *now*
+is `workers/engines/packed_forward.py`:
+
+    logits_peak_x           peak of memory at 2,048 drawn tokens, before / now; each the process's high-water mark less
+                            what it has in the end: weights, gradients and results
+    logits_peak_mb          of now
+    logits_bytes_per_token  (peak at 16,384 drawn tokens - peak at 8,192) / 8,192, of now; here the gradients count
+    logits_max_rel          now in float32 against before in float64: the largest relative difference of a
+                            log-probability or an entropy, and of the norm of a gradient (512 tokens, temperature 0.7)
+    logits_before_rel       the same of before in float32
+
+`logits_time`, some eight minutes, 10 GB; in turn, medians of `--rounds`:
+
+    logits_time_x           forward and backward of a micro-batch of 1,024 drawn tokens (4 prompts of 64 tokens) by a
+                            model of Qwen2.5-0.5B's shape with `--layers` of its 24 layers, now / before
+    logits_head_time_x      of the head alone
+
+`broadcast`, some ten minutes; the first figure on `late` (`tests/device`, needs g++), the others on the CPU:
+
+    broadcast_host_copies   copies of weights between a device and the host in a broadcast, outside of the group's own
+                            transport, at the end that made most
+    torn_draws              outputs of generators that were made with other weights than those of the version that they
+                            claim, while receivers and trainer ranks are killed and buckets are damaged on their way
+    torn_transfers          broadcasts meanwhile; every other one is struck; `_survived`: after which all went on
+    torn_outputs            that were compared
+
+`late`, some forty minutes, on the fake device `late` (`tests/device`, needs g++), in both of its schedules:
+
+    syncs_per_micro_batch   how often the host waits for the device in a micro-batch of GRPO, but for an engine's first
+    syncs_per_update        and in an update, with the transfer of all figures of its micro-batches
+    planted_mistakes        mistakes that pass on the CPU (`tests/device/plants.py`)
+    planted_mistakes_missed that neither schedule shows, or that the CPU shows, too
+    memory_settings         engines' settings whose peak of memory is compared with the estimate
+    memory_model_error_max  the largest |estimate / peak of the device's allocator - 1|
+    late_runs_failed        runs of the quickstart (staged, broadcast, resumed, PPO) whose metrics are not the CPU's
+
+`sharded_ref`, a minute, Gloo on the CPU, tiny models; `megatron` where megatron-core is installed:
+
+    sharded_ref_max_abs     the reference over 2 and 4 ranks, `fsdp` and `megatron` (tensor, pipeline, context
+                            parallel): the largest difference of a log-probability from the whole model in one process,
+                            with the initial weights, with others that it received as boxes, and with those of files
+"""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the clone, for `benchmarks` and its packages
+
+from benchmarks.json_option import report
+
+HERE = Path(__file__).resolve().parent
+PARTS = sorted(file.stem.removeprefix("part_") for file in HERE.glob("part_*.py"))
+
+
+@click.command(help=__doc__.split("\n", 1)[0])
+@click.option(
+    "--json", "target", is_flag=False, flag_value="-", help="Print one JSON object; with FILE write it there."
+)
+@click.option("--only", default=",".join(PARTS), show_default=True, help="Parts, with commas between them.")
+@click.option("--rounds", default=3, show_default=True, help="Of what is timed.")
+@click.option("--layers", default=24, show_default=True, help="Of the timed model.")
+def main(target: str | None, only: str, rounds: int, layers: int) -> None:
+    """Measure and print."""
+    chosen = only.split(",")
+    if unknown := set(chosen) - set(PARTS):
+        raise click.UsageError(f"--only: there is no part {' '.join(sorted(unknown))}; there are {' '.join(PARTS)}")
+    figures: dict[str, float] = {}
+    for name in chosen:
+        print(f"part {name}", file=sys.stderr, flush=True)
+        figures |= import_module(f"benchmarks.devices.part_{name}").run(rounds=rounds, layers=layers)
+    report(target, figures, "\n".join(f"{name:24} {value:10.4g}" for name, value in figures.items()))
+
+
+if __name__ == "__main__":
+    main()
