@@ -125,7 +125,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         (["--set", "evaluate.n_samples_per_prompt=4"], "4 greedy responses to one prompt are all the same; set n_sa"),
         (
             ["--roles", "rollout:1,actor:1,evaluate:3", *EVALUATE[2:]],
-            "evaluate:3 are more than have something to evaluate",
+            "evaluate:3 is more ranks than there are versions to evaluate",
         ),
         (["--set", "rollout.engine=openai"], "openai.urls: is missing; name the servers"),
         ([*OPENAI], "openai.weights_dir: is missing"),
