@@ -261,8 +261,7 @@ def _rank(kind: str) -> int:
 
 
 def _keys_of(detail: Mapping[str, Any]) -> tuple[str, tuple[str | int, ...]]:
-    """Return the algorithm's name if the problem is among its settings (else ""), and the keys that lead to the
-    problem."""
+    """Return the algorithm's name if the problem is in its settings (else ""), and the keys that lead to it."""
     keys: tuple[str | int, ...] = tuple(key for key in detail["loc"] if key != "[key]")
     if keys[0] == _ALGORITHM and len(keys) > 1:  # pydantic inserts the union member's name
         return str(keys[1]), (keys[0], *keys[2:])
@@ -319,9 +318,8 @@ def _meant_key(key: str, here: Sequence[str], everywhere: Iterable[str]) -> str 
     beside = [name for name in here if any(name == _leaf(other) for other in ours)]
     same = [name for name in everywhere if _leaf(name) == key]
     near = difflib.get_close_matches(key, here, n=1)
-    return next(
-        iter([*beside, *same, *ours, *near]), None
-    )  # another system's name for a key is certain; similar spelling is a guess
+    # Another system's name for a key is certain; a similar spelling is a guess, so it comes last.
+    return next(iter([*beside, *same, *ours, *near]), None)
 
 
 def _leaf(name: str) -> str:
@@ -444,9 +442,8 @@ def load_config(
             f"{error} ({source} holds the settings that the run began with; if the class has changed since, correct "
             f"it there as well)"
         ) from error
-    _refuse_surprises(
-        values, config.model_dump(mode="python"), origins, ()
-    )  # again: now the settings of users' own classes are resolved
+    # Again: only now are the settings of users' own classes resolved.
+    _refuse_surprises(values, config.model_dump(mode="python"), origins, ())
     return config
 
 
@@ -632,8 +629,8 @@ def _located(section: Any, name: str, source: Path, options: Mapping[str, str]) 
 
 
 def _absolute(text: str, name: str, source: Path, *, given: bool) -> Path | None:
-    """Find a relative path beside the config file, then in the working directory; for `--set` in the opposite order.
-    None: it may be a name on the Hub."""
+    """Return the first place that exists; None: it may be a name on the Hub."""
+    # A path in the file is meant relative to the file; one from --set relative to the working directory.
     places = [Path.cwd(), source.parent] if given else [source.parent, Path.cwd()]
     candidates = list(dict.fromkeys(user_path(text, name, beside=place) for place in places))
     for candidate in candidates:

@@ -440,7 +440,7 @@ def test_resume_from_a_checkpoint_with_a_damaged_shard_is_refused(write_config: 
 
 def test_resume_of_a_finished_run_asks_for_more_steps(write_config: WriteConfig, tmp_path: Path) -> None:
     stopped = make_run(tmp_path / "stopped", write_config(), 2)
-    assert "steps: 2 is reached already" in refuse(tmp_path, "--resume", stopped)
+    assert "steps: 2 is already reached" in refuse(tmp_path, "--resume", stopped)
     assert run("--resume", stopped, "--steps", 3, "--dry-run").exit_code == 0
 
 
