@@ -1,5 +1,4 @@
-"""Checks that the run's engines compute its models correctly: a proof on a small model of the same config, before a
-start.
+"""Checks, before a start, that the run's engines compute its models correctly: tries a small model of the same config.
 
 The proof needs torch, so it runs in a child process (`workers.engines.model_proof`). Correct results are cached
 under everything they depend on: the small config, the names in the weight files, the versions of transformers and
