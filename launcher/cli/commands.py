@@ -169,7 +169,7 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
 @click.option("--devices", type=click.IntRange(2), required=True, metavar="N", help="Use at most N devices.")
 @click.option("--device", metavar="NAME", help="A file of configs/devices, or YAML; not for `sim` engines.")
 @click.option(
-    "--objective", type=click.Choice(["time", "cost"]), default="time", help="Fastest step, or most per device."
+    "--objective", type=click.Choice(["time", "cost"]), default="time", help="Fastest step, or most work per device."
 )
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
 @click.option("--lengths", metavar="RUN_DIR", type=click.Path(path_type=Path), help="Lengths of that run's responses.")
