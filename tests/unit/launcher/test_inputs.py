@@ -386,7 +386,7 @@ def test_a_source_that_has_changed_since_is_refused(tmp_path: Path, now: str) ->
     exec(compile(file.read_text(), str(file), "exec"), names)
     assert "1.0" in ship_functions({"reward": names["score"]})[0]
     file.write_text(now)
-    with pytest.raises(ConfigError, match="reward: score: its source (has changed since|is not to be had)"):
+    with pytest.raises(ConfigError, match="reward: score: its source (has changed since|is not available)"):
         ship_functions({"reward": names["score"]})
     file.write_text("def score(p, r, g): return 1.0\n")
     assert "1.0" in ship_functions({"reward": names["score"]})[0]
