@@ -128,6 +128,7 @@ class _Module:
         lines = [f'"""Made by asyncflow.Trainer from what it was given: see {__name__}."""', ""]
         lines += ["from __future__ import annotations", ""] * self._future
         if self._paths:
+            # Appended, not inserted: a user's modules never shadow installed ones.
             lines += ["import sys", "", *(f"sys.path.append({path!r})" for path in self._paths), ""]
         return "\n".join([*lines, *self._submodules, *self._imports, "", *self._definitions.values()])
 
@@ -183,6 +184,7 @@ class _Module:
             places = [*(spec.submodule_search_locations or ())]
         known = _workers_path()
         for root in (Path(place).absolute().parent for place in places):
+            # Already on the workers' path, or added by an earlier object.
             if root.resolve() in known or str(root) in self._paths:
                 continue
             other = PathFinder.find_spec(top, [str(place) for place in known])
@@ -233,6 +235,7 @@ def _definition(value: Any, path: tuple[str, ...]) -> tuple[_Definition, str]:
     changed = f"{_shown(path)}: its source has changed since it was defined; {_AGAIN}"
     is_class = inspect.isclass(value)
     for file, line in _places_of(value):
+        # A file may have changed since it was imported.
         linecache.checkcache(file)
         lines = linecache.getlines(file)
         try:
@@ -255,6 +258,7 @@ def _definition(value: Any, path: tuple[str, ...]) -> tuple[_Definition, str]:
             ):
                 raise ConfigError(changed)
             text = "".join(lines[_first_line(node) - 1 : node.end_lineno]).rstrip() + "\n"
+            # Keeps the source of an indented definition (a nested function) valid at the top level.
             return node, "if True:\n" * bool(node.col_offset) + text
         if lines and not is_class:
             raise ConfigError(changed)
@@ -501,6 +505,7 @@ def _names_used(node: ast.stmt, path: tuple[str, ...], *, stringized: bool) -> t
     """Return the outer names used when it is made (decorators, defaults, bases, annotations), and all of them."""
     alone = ast.Module([node], [])
     flags = __future__.annotations.compiler_flag if stringized else 0
+    # Compiled alone, a definition looks every outer name up as a global.
     try:
         pending = [compile(alone, "<asyncflow>", "exec", dont_inherit=True)]
     except SyntaxError as error:

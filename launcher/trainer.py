@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
     from workers.outside.local_engines import LocalEngines
 
+# A child process: the launcher forks workers, takes over signals and logging, and imports torch, none of which a
+# notebook's kernel should suffer.
 _CHILD = """
 import signal, sys
 from asyncflow.process import die_with_parent
@@ -113,6 +115,7 @@ class Trainer:
         self._source = None if config is None else str(config)
         self._called: str | None = None
         self._inputs = Path(tempfile.mkdtemp(prefix="asyncflow-"))
+        # Temporary inputs live as long as the trainer.
         weakref.finalize(self, shutil.rmtree, self._inputs, ignore_errors=True)
         if isinstance(config, (Mapping, RunConfig)):
             (directory := self._inputs / "config").mkdir()
@@ -244,7 +247,8 @@ class Trainer:
             raise
         if code in (DONE, RESUMABLE) or launcher.stopped:
             return self.results
-        if code == USAGE and self._given and not (self._resumed() / CONFIG_FILE).exists():  # nothing was started
+        # The launcher refused before it wrote anything: do not leave the inputs that were copied for it.
+        if code == USAGE and self._given and not (self._resumed() / CONFIG_FILE).exists():
             shutil.rmtree(self._resumed() / INPUTS, ignore_errors=True)
             with suppress(OSError):
                 self._resumed().rmdir()
@@ -378,6 +382,7 @@ class _Launcher:
         last = held = ""
         try:
             process = subprocess.Popen(
+                # -P: the working directory must not shadow our modules.
                 [sys.executable, "-P", "-c", _CHILD, str(os.getpid()), *self._arguments],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 text=True, errors="replace", process_group=0,

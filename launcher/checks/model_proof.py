@@ -81,6 +81,8 @@ def check_proven(config: RunConfig) -> None:
     Raises:
         ConfigError: names the model, the layer and what to do.
     """
+    # Proven by computing rather than by a list of families: a family's options (layer types, ALiBi, windows) matter,
+    # and a list ages with transformers.
     questions = [(use, question_of(use.path)) for use in models_of(config)]
     verdicts = [known_verdicts(question) for _, question in questions]
     missing = [

@@ -1,4 +1,7 @@
-"""Checks of the models that generate and score, before a run is accepted. Torch-free."""
+"""Checks of the models that generate and score, before a run is accepted. Torch-free.
+
+Each `check_*` raises ConfigError at the first condition that fails; the message says which setting to change.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,22 +26,14 @@ from workers.settings.run import RunConfig
 
 
 def check_generating(config: RunConfig) -> None:
-    """Check what the configuration alone decides.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """Check what the configuration alone decides."""
     _check_deterministic(config)
     _check_openai(config)
     _check_vllm(config)
 
 
 def check_reference(config: RunConfig) -> None:
-    """Refuse settings under which no ranks could share a copy of the reference or of role actor_fwd.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """Refuse settings under which no ranks could share a copy of the reference or of role actor_fwd."""
     engine, shared = config.ref.engine, config.ref.ranks_per_copy
     if engine not in ("fsdp", "megatron"):
         return
@@ -55,11 +50,7 @@ def check_reference(config: RunConfig) -> None:
 
 
 def check_positions(config: RunConfig) -> None:
-    """Refuse sequences longer than the model's positions: their responses would be noise, or an error.
-
-    Raises:
-        ConfigError: says which setting to lower.
-    """
+    """Refuse sequences longer than the model's positions: their responses would be noise, or an error."""
     limit = max_positions(Path(config.model.path))
     prompt = config.data.max_prompt_tokens
     _check_context(config, limit)
@@ -131,11 +122,7 @@ def ranks_per_instance(config: RunConfig) -> dict[str, int]:
 
 
 def check_tensor_parallel(config: RunConfig) -> None:
-    """Refuse a model that vLLM cannot divide.
-
-    Raises:
-        ConfigError: names both numbers.
-    """
+    """Refuse a model that vLLM cannot divide."""
     size = max(ranks_per_instance(config).values(), default=1)
     if size == 1:
         return
@@ -151,11 +138,7 @@ def check_tensor_parallel(config: RunConfig) -> None:
 
 
 def check_broadcast(config: RunConfig, kind: str) -> None:
-    """Refuse broadcasts to vLLM's ranks on accelerators; `kind` is the devices' kind.
-
-    Raises:
-        ConfigError: says what to set instead.
-    """
+    """Refuse broadcasts to vLLM's ranks on accelerators; `kind` is the devices' kind."""
     size = ranks_per_instance(config).get("rollout", 1)
     # Two communicators that wait at the same time may deadlock.
     if size > 1 and kind != "cpu" and config.weightsync.path == "broadcast":
@@ -225,11 +208,7 @@ HEAD_WEIGHT = f"{SCORE_HEAD}.weight"
 
 
 def check_reward_role(config: RunConfig) -> None:
-    """Refuse a reward model without the role that runs it, and settings that exclude a reward model.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """Refuse a reward model without the role that runs it, and settings that exclude a reward model."""
     if config.reward.model is None:
         return
     if "reward" not in config.roles:
@@ -246,11 +225,7 @@ def check_reward_role(config: RunConfig) -> None:
 
 
 def check_reward_model(config: RunConfig) -> None:
-    """Check the reward model's directory: files, head, tokens, positions.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """Check the reward model's directory: files, head, tokens, positions."""
     if config.reward.model is None:
         return
     path = Path(config.reward.model.path)
@@ -273,6 +248,7 @@ def _check_head(path: Path) -> None:
             f"{KEY}: {path} has no weight {HEAD_WEIGHT}, the head that gives a response its score; name a reward model "
             f"on a language model of the policy's family"
         )
+    # The head's first dimension is its number of scores.
     labels = head.shape[0]
     if labels != 1:
         raise ConfigError(f"{KEY}: {path} has {labels} labels; a reward model has 1, name one")
@@ -323,12 +299,9 @@ _BESIDE_VLLM = ("next version", "buckets")
 
 
 def device_memory(config: RunConfig, num_parameters: int) -> dict[str, Parts]:
-    """Return what each role's ranks need on their devices, by role.
+    """Return role -> what its ranks need on their devices; raises ConfigError, with the sum, if a role needs too much.
 
     Empty if `launcher.device_memory_gb` is not set, or if the sizes of the model are not known.
-
-    Raises:
-        ConfigError: a role needs more than the device has; shows the sum.
     """
     limit = config.launcher.device_memory_gb
     model = ModelSizes.of(read_model_config(Path(config.model.path)), num_parameters) if limit else None
@@ -381,14 +354,8 @@ _BACKENDS = {"redis": "redis", "mooncake": "mooncake"}
 
 
 def check_libraries(config: RunConfig, *, device: str) -> None:
-    """Refuse to start without the libraries of the configured engines and queue backend.
-
-    Args:
-        device: kind of device that the run uses.
-
-    Raises:
-        ConfigError: a library is not installed (says how to install it), or an engine does not run on the device.
-    """
+    """Refuse to start without the libraries of the engines and the queue's backend, or on an unsupported kind of
+    device."""
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if "evaluate" in config.roles:
         engines["evaluate"] = config.evaluate.engine

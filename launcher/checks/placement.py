@@ -54,6 +54,7 @@ def find_devices(
     for vendor in vendors().values() if requested == "auto" else [vendor_of(requested)]:
         if vendor is CPU:
             break
+        # Asking torch would import it before the configuration is accepted.
         count = vendor.count(dev, env)
         obstacle = vendor.obstacle() if installed is None else ("" if installed else "its PyTorch is missing")
         if count and not obstacle:
@@ -179,6 +180,7 @@ def _fill(gangs: Sequence[GangSpec], devices: Devices, num_nodes: int, roles: Ma
 def _with_devices(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> GangSpec:
     number = len(gang.devices)
     if gang.role in ONE_GANG and number > devices.count:
+        # A trainer that needs several nodes takes whole, empty ones.
         wholes = -(-number // devices.count)
         empty = [room for room in rooms if room.used == 0][:wholes]
         able = empty if len(empty) == wholes else []

@@ -1,4 +1,7 @@
-"""All that must hold before a run is accepted, shared by `--dry-run` and a real start. Reads, never writes."""
+"""All that must hold before a run is accepted, shared by `--dry-run` and a real start. Reads, never writes.
+
+Each check raises ConfigError at the first condition that fails; the message names a setting and what to do.
+"""
 
 import math
 import os
@@ -53,11 +56,7 @@ from workers.tasks.graph import graph_of
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Refuse settings that the algorithm cannot be trained with.
-
-    Raises:
-        ConfigError: an engine or a schedule does not fit, or the algorithm's own settings contradict each other.
-    """
+    """Refuse engines, schedules and settings that the algorithm cannot be trained with."""
     _check_critic_beside_actor(config)
     if config.algorithm.entropy_coef and config.actor.engine == "sim":
         raise ConfigError("algorithm.entropy_coef: cannot be with actor.engine sim, which has no distributions; set 0")
@@ -114,11 +113,7 @@ def _check_critic_beside_actor(config: RunConfig) -> None:
 
 
 def check_batch_sizes(config: RunConfig) -> None:
-    """Check that whole groups divide evenly over actor ranks, mini-batches and micro-batches.
-
-    Raises:
-        ConfigError: they do not; the message names numbers that fit.
-    """
+    """Check that whole groups divide over actor ranks, mini-batches and micro-batches; errors name numbers that fit."""
     groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
     ranks = config.actor.num_replicas(config.roles["actor"])
     smallest = config.algorithm.min_group_size
@@ -172,11 +167,7 @@ def _check_micro_batches(config: RunConfig, samples: int, role: str, micro: int)
 
 
 def check_token_budget(config: RunConfig) -> None:
-    """Check that rounds that fill a token budget (`tq.policy: token-budget`) have one and fit the schedule.
-
-    Raises:
-        ConfigError: no budget is set, or the schedule needs rounds of equally many rows.
-    """
+    """Check that rounds that fill a token budget (`tq.policy: token-budget`) have one and fit the schedule."""
     if policy_name(config.tq.policy) != "token-budget":
         return
     for role in sorted({"actor", "critic"} & config.roles.keys()):
@@ -289,11 +280,7 @@ def _filtered_draws(config: RunConfig) -> Iterator[str]:
 
 
 def check_sim(config: RunConfig) -> None:
-    """Refuse simulated engines next to real ones, and response lengths that they cannot draw from.
-
-    Raises:
-        ConfigError: the engines are mixed, stop strings are set, or the file of lengths is unusable.
-    """
+    """Refuse simulated engines next to real ones, stop strings, and response lengths that they cannot draw from."""
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if config.algorithm.kl_coef > 0:
         engines["ref"] = config.ref.engine
@@ -312,11 +299,7 @@ def check_sim(config: RunConfig) -> None:
 
 
 def check_lengths(config: SimConfig) -> None:
-    """Refuse an unusable file of response lengths.
-
-    Raises:
-        ConfigError: it cannot be read, is empty, or holds something other than positive numbers.
-    """
+    """Refuse a file of response lengths that is unreadable, empty, or holds something other than positive numbers."""
     if config.lengths == "file":
         path = Path(config.lengths_file)
         try:
@@ -361,11 +344,7 @@ class Preflight:
 def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
     """Check roles, devices, batch sizes, user functions, model and data, the cheap checks first.
 
-    Args:
-        num_nodes: nodes of the run, all assumed to be like this one.
-
-    Raises:
-        ConfigError: the first check that fails.
+    `num_nodes`: nodes of the run, all assumed to be like this one.
     """
     tasks = _check_settings(config)
     devices = _usable_devices(config)
@@ -386,11 +365,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
 
 
 def check_node(config: RunConfig) -> Devices:
-    """Run the checks of `check_run` except placement on a node other than node 0; return this node's devices.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """Run the checks of `check_run` except placement on a node other than node 0; return this node's devices."""
     _check_settings(config)
     devices = find_devices(config.launcher.device)
     _check_files(config)
@@ -398,11 +373,7 @@ def check_node(config: RunConfig) -> Devices:
 
 
 def count_parameters(model_dir: Path) -> int:
-    """Count the elements in the headers of the model's files; a tensor stored in two files counts once.
-
-    Raises:
-        ConfigError: the files cannot be read.
-    """
+    """Count the elements in the headers of the model's files; a tensor stored in two files counts once."""
     return sum(math.prod(stored.shape) for stored in stored_tensors(model_dir).values())
 
 
@@ -416,11 +387,7 @@ def _ignored_files(config: RunConfig) -> tuple[str, ...]:
 
 
 def check_megatron(config: RunConfig) -> None:
-    """Refuse a model that cannot be divided as configured, incomplete replicas, and settings that megatron lacks.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """Refuse a model that cannot be divided as configured, incomplete replicas, and settings that megatron lacks."""
     actor, roles = config.actor, config.roles
     of_ref = config.ref.engine == "megatron" and roles.keys() & {"ref", "actor_fwd"}
     if actor.engine != "megatron" and not of_ref:
@@ -437,7 +404,7 @@ def check_megatron(config: RunConfig) -> None:
 
 
 def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
-    # First: from here on, user modules can be imported.
+    # First, so that the checks below find the user's modules.
     search_beside(config.code_directory)
     tasks = _place_tasks(config)
     check_batch_sizes(config)
@@ -613,6 +580,7 @@ def _check_export(config: RunConfig) -> None:
 
 def _check_outside(config: RunConfig) -> None:
     outside = config.outside_roles
+    # Without role reward, the rollout processes score.
     scores = "reward" if "reward" in config.roles else "rollout"
     # Processes outside do not receive these settings.
     for setting, needed, role in (

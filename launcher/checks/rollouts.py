@@ -23,11 +23,7 @@ _TRIAL_TURNS = 16
 
 
 def check_own_rollouts(config: RunConfig) -> None:
-    """Refuse settings that exclude users' own rollouts.
-
-    Raises:
-        ConfigError: the first such setting.
-    """
+    """Refuse settings that exclude users' own rollouts; raises ConfigError."""
     if not config.rollout.is_own:
         return
     what = next(name for name in ("function", "agent", "agent_command") if getattr(config.rollout, name))
@@ -98,6 +94,7 @@ def try_rollout(config: RunConfig, row: PromptRow) -> None:
     if not (own.is_own and own.trial):
         return
     limit_s = min(own.timeout_s, _TRIAL_S)
+    # As in the run, but with one attempt, one worker and few turns.
     setup = {
         "model_dir": str(Path(config.model.path)),
         "renderer": config.model.renderer,

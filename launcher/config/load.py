@@ -33,7 +33,7 @@ from workers.settings.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode
 
-# Reading YAML: the top level must be a mapping, duplicate keys are refused, and the line of every key is kept.
+# Reading YAML: the top level must be a mapping, and duplicate keys are refused. PyYAML's nodes know every key's line.
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,7 @@ class YamlFile:
 
 
 def read_yaml(path: Path) -> YamlFile:
-    """Parse `path`.
-
-    Raises:
-        ConfigError: unreadable, not YAML (with file:line), empty, not a mapping at the top, or a duplicate key.
-    """
+    """Parse `path`; raises ConfigError if it is unreadable, not YAML, empty, not a mapping, or has a duplicate key."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -413,6 +409,7 @@ def load_config(
     options = dict(_apply_override(values, text) for text in overrides)
     of_run = source.name == CONFIG_FILE and called is None
     if of_run:
+        # Only a run's own file holds all defaults.
         _forget_other_algorithm(values, file.values, options)
     if steps is not None:
         values["steps"] = steps
@@ -434,6 +431,7 @@ def load_config(
         located = _located(model, "reward.model", source, options)
         resolved["reward"] = config.reward.model_copy(update={"model": located})
     try:
+        # Last: a child imports users' own classes, which it finds through the resolved code directory.
         config = resolve(config.model_copy(update=resolved))
     except ConfigError as error:
         if not of_run:
@@ -448,11 +446,7 @@ def load_config(
 
 
 def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
-    """Parse the value of `--roles`; `users` are the roles of user-defined tasks.
-
-    Raises:
-        ConfigError: not `role:ranks` pairs, a duplicate role, or anything that `check_roles` refuses.
-    """
+    """Parse the value of `--roles`; `users` are the roles of user-defined tasks. Raises as `check_roles` does."""
     roles: dict[str, int] = {}
     for part in text.split(","):
         if not part.strip():

@@ -33,11 +33,7 @@ def user_path(text: str, field: str, *, beside: Path | None = None) -> Path:
 
 
 def check_makeable(text: str, field: str) -> None:
-    """Refuse an absolute path where no directory can be created or written to.
-
-    Raises:
-        ConfigError: names the obstacle.
-    """
+    """Refuse an absolute path where no directory can be created or written to; raises ConfigError."""
     parent = next(path for path in (Path(text), *Path(text).parents) if path.exists())
     if not parent.is_dir() or why_not_writable(parent):
         raise ConfigError(f"{field}: cannot create {text!r}, {parent} is not a writable directory")

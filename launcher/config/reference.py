@@ -54,11 +54,7 @@ def key_paths() -> list[str]:
 
 
 def keys_of(section: str) -> list[Key]:
-    """Return the keys of one section, e.g. `actor` or `actor.megatron`, or one key.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """Return the keys of one section, e.g. `actor` or `actor.megatron`, or one key; ConfigError: there is none."""
     keys = all_keys()
     found = [key for key in keys if key.path == section or key.path.startswith((f"{section}.", f"{section}[]."))]
     if not found:

@@ -179,6 +179,7 @@ class NodeHead:
         """Send a message to one launcher; one that is gone does not receive it."""
         with self._changed:
             link = self._links[token]
+        # Sealing and pushing under one lock, so that numbers arrive in order.
         with link.sending:
             data = link.orders.seal(message)
             with self._ordering:
@@ -227,6 +228,7 @@ class NodeHead:
     def _take(self, envelope: Envelope) -> None:
         token = envelope.sender
         link = self._links.get(token)
+        # A launcher is unknown until its hello, which the same secret proves.
         opener = Opener(self._secret, token, HEAD_NAME) if link is None else link.events
         body = opener.open(envelope)
         if body is None:

@@ -144,6 +144,8 @@ class HeadLink:
     def _begin(self, inbox: "SimpleQueue[Inbound]") -> None:
         self._heartbeat = HeartbeatTimeout(time.monotonic())
         for work, arguments in ((self._receive, (inbox,)), (self._beat, ()), (self._send, ())):
+            # Its own client: TCPStore has no deadline on a call to a stopped server, and a blocked call stalls the
+            # client.
             client = self.store.client(IDLE)
             name = f"head-{work.__name__.strip('_')}"
             thread = threading.Thread(target=self._until_gone, args=(work, client, *arguments), name=name, daemon=True)

@@ -56,7 +56,7 @@ LOOK_S = 0.25
 """How often it checks that node 0 is there, and whether the job that an order refers to is visible (s)."""
 KILL_TIMEOUT_S = 5.0
 SIGHT_TIMEOUT_S = 60.0
-"""How long a shared file system may take to show what node 0 wrote (s)."""
+"""How long a shared file system may take to show what node 0 wrote (s); NFS takes up to a minute."""
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +218,7 @@ class NodeRun:
         with stop_signals(stop), contextlib.ExitStack() as stack:
             try:
                 end, ended = self._take_part(inbox, stopped, stack)
+            # A node with a complaint reports that, not that nobody answered.
             except RoleFailed:
                 if not self.complaint:
                     raise
@@ -356,6 +357,7 @@ class RunSearch:
                 self._stopped.wait(_LOOK_S)
 
     def _begin(self, job: Job, join: Join) -> None:
+        # In a thread, because joining hangs while node 0's host is stopped.
         self._try = _Try(job)
         threading.Thread(target=_join, args=(self._try, join), name="join", daemon=True).start()
 

@@ -82,11 +82,8 @@ def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env:
 
 
 def first_host(text: str) -> str:
-    """Return the first host of Slurm's compact form: `gpu001` of `gpu[001-003,7],login1`.
-
-    Raises:
-        ConfigError: `text` is not such a list.
-    """
+    """Return the first host of Slurm's compact form: `gpu001` of `gpu[001-003,7],login1`; raises ConfigError."""
+    # Only the first host is needed, so a regular expression replaces a library for node lists.
     matched = _NODE_LIST.fullmatch(text)
     if matched is None:
         raise ConfigError(

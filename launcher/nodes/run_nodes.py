@@ -23,11 +23,7 @@ from launcher.process.job_store import JobStore
 
 
 def open_store(place: NodePlace, secret: str) -> JobStore:
-    """Start the job store: on loopback for a single node, otherwise where the others reach it. `secret` is hex.
-
-    Raises:
-        ConfigError: it cannot listen there.
-    """
+    """Start the job store: on loopback for a single node, else where the others reach it; ConfigError: it cannot."""
     host = LOOPBACK if place.count == 1 else address_to_listen_on(place.head_host, place.hints)
     try:
         return JobStore(secret, host, place.head_port)
@@ -79,10 +75,6 @@ class RunNodes:
     def gather(self, timeout_s: float, *, say: Callable[[str], None]) -> Finish | None:
         """Wait for all launchers and record where they are; return how the run ends if it cannot begin, else None.
 
-        Args:
-            timeout_s: for all of them together (s).
-            say: shows the user a line.
-
         Raises:
             ConfigError: one cannot take part.
             RoleFailed: not all arrived in time.
@@ -103,11 +95,7 @@ class RunNodes:
         return None
 
     def check(self) -> None:
-        """Check the threads that listen to the other nodes.
-
-        Raises:
-            RoleFailed: one died.
-        """
+        """Check the threads that listen to the other nodes; raises RoleFailed if one died."""
         if self._head is not None:
             self._head.threads.check()
 

@@ -106,6 +106,7 @@ def start(log_file: Path) -> int:
     multiprocessing.set_forkserver_preload(["launcher.process.preloaded"])
     with _stop_signals_blocked(), variables_set(variables):  # again: `ensure_running` above unblocked two of them
         forkserver.ensure_running()
+    # See there: later starts must never create a server.
     _forkserver.ensure_running = _check_running
     return int(_forkserver._forkserver_pid)
 
@@ -146,6 +147,7 @@ def is_stopped(pid: int | None) -> bool:
 
 def stop() -> None:
     """End the fork server, and with it all remaining workers. Idempotent."""
+    # Also ends workers: they die with the server (`die_with_parent`).
     pid = _forkserver._forkserver_pid
     if pid is None:
         return
@@ -180,13 +182,8 @@ def error_file(log_file: Path, pid: str) -> Path:
 
 
 def _check_running() -> None:
-    """Stands in for `ForkServer.ensure_running`, which every start of a worker calls, in any thread.
-
-    The original would start another server, which would die with that thread; only `start` may start one.
-
-    Raises:
-        ConnectionRefusedError: there is no server to fork a worker.
-    """
+    """Stands in for `ForkServer.ensure_running`, which every start of a worker calls; raises ConnectionRefusedError."""
+    # The original would start another server in the calling thread, and die with it; only `start` may.
     if not is_running():
         raise ConnectionRefusedError("the fork server is gone")
 

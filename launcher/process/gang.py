@@ -117,6 +117,8 @@ class Gang:
         self._agent = agent = GangAgent(
             WorkerSpec(
                 role=spec.role,
+                # Only this node's ranks: torchrun's rendezvous over several agents blocks in calls that cannot be
+                # interrupted.
                 local_world_size=len(self._ranks),
                 rdzv_handler=OneNodeRendezvous(self._store),
                 entrypoint=enter,
@@ -196,6 +198,7 @@ class GangAgent(LocalElasticAgent):
     def _stopped(self) -> list[GangExited]:
         """Return the ranks that have been stopped (SIGSTOP) for too long: to their peers they are as good as dead."""
         now = time.monotonic()
+        # From /proc, not from missing heartbeats: a process whose threads wait for the GIL would look dead too.
         stopped = [rank for rank, process in self._by_rank() if fork_server.is_stopped(process.pid)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         return [
@@ -212,6 +215,7 @@ class GangAgent(LocalElasticAgent):
             process.join(KILL_TIMEOUT_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
+        # Whatever signal the agent asks for: workers ignore SIGTERM.
         super()._shutdown(signal.SIGKILL, timeout)
 
     def _failure(self, rank: int, code: int) -> GangExited:
@@ -304,6 +308,7 @@ class RankLogs(LogsSpecs):
             variables[LOG_VARIABLE] = str(self._dir / f"{self._label(rank)}.log")
             variables[ATTEMPT_VARIABLE] = str(self._attempt)
             variables["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
+            # Global ranks come from the placement; torchelastic set this node's.
             variables["RANK"] = variables["ROLE_RANK"] = str(rank)
             variables["WORLD_SIZE"] = variables["ROLE_WORLD_SIZE"] = str(self._gang.num_ranks)
         return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), {}, {}, errors)

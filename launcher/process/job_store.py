@@ -63,11 +63,7 @@ class JobStoreClient:
 
 
 class JobStore(JobStoreClient):
-    """The server, and the main thread's client. `secret` is the job's (hex); port 0: any free one.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """The server, and the main thread's client; raises OSError if the port is taken. `secret` is the job's (hex)."""
 
     def __init__(self, secret: str, host: str = LOOPBACK, port: int = 0) -> None:
         server, port = serve_store(host, TIMEOUT, port)
@@ -133,6 +129,7 @@ class JobStore(JobStoreClient):
                 return GangExited(gang.name, FAILED, error, rank, time.time())
         for rank, word in words.items():
             status = statuses.get((gang.name, rank))
+            # The user starts these gangs on node 0, so their processes are visible in /proc.
             if word is None and status is not None and status.pid > 0 and not Path(f"/proc/{status.pid}").exists():
                 return GangExited(gang.name, FAILED, "its process is gone", rank, time.time())
         return GangExited(gang.name, 0, at=time.time()) if None not in words.values() else None

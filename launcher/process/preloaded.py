@@ -66,7 +66,10 @@ def prepare() -> None:
 
 
 def _prepare(log_file: Path) -> None:
+    # A Ctrl-C in the terminal must reach the launcher alone.
     os.setpgid(0, 0)
+    # A scheduler signals every process at once, and half a gang that dies by signal cannot save: workers leave when the
+    # launcher publishes a phase.
     for number in (*STOP_SIGNALS, worker_entry.STACKS_SIGNAL):  # children inherit this until they install handlers
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher started us with them blocked
@@ -109,11 +112,7 @@ def _modules(package: str) -> list[str]:
 
 
 def check_forkable() -> None:
-    """Refuse what a forked child would inherit but could not use (threads, open devices), and single-role libraries.
-
-    Raises:
-        ConfigError: this process has such things; names them.
-    """
+    """Raise ConfigError for what a forked child inherits but cannot use: threads, devices, single-role libraries."""
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     found = [f"{num_threads} threads ({_other_threads()})"] if num_threads > 1 else []
     prefixes = tuple(f"/dev/{vendor.files}" for vendor in vendors().values() if vendor.files)

@@ -95,12 +95,9 @@ class Accepted:
     plan: "Plan | None" = None
 
     def check_here(self) -> None:
-        """Check that this machine has the libraries that the run needs, and try the user's functions.
+        """Check that this machine has the libraries that the run needs, and try user functions; raises ConfigError.
 
         `doctor` and `sbatch` skip this, because they run elsewhere than the job.
-
-        Raises:
-            ConfigError: a library is missing, an engine does not run here, or a user function fails.
         """
         check_libraries(self.checked.config, device=self.checked.devices.kind)
         check_loggers(self.checked.config.loggers)
@@ -140,6 +137,7 @@ class Accepted:
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
+        # Held before the cut: no other launcher may write meanwhile.
         with held_run_dir(run_dir):
             lineage = self._cut_back()
             try:
@@ -195,11 +193,7 @@ class Request:
     """What errors call CONFIG if it is not a user's file."""
 
     def accept(self) -> Accepted:
-        """Resolve and check what node 0 needs; write nothing.
-
-        Raises:
-            ConfigError: the first check that fails.
-        """
+        """Resolve and check what node 0 needs; write nothing. Raises ConfigError at the first check that fails."""
         try:
             return self._accept_new() if self.resume is None else self._accept_resumed(self.resume)
         except OSError as error:
@@ -235,6 +229,7 @@ class Request:
         if self.resume not in (None, LATEST):
             target = resume_path(self.resume or "")
             return target.parent.parent if target.parent.name == CHECKPOINTS else target
+        # All launchers of a Slurm job derive the same name.
         if self.place.job_id:
             return (RUNS / f"slurm-{self.place.job_id}").resolve()
         raise ConfigError(
@@ -316,11 +311,7 @@ class _Loaded:
 
 
 def try_functions(config: RunConfig) -> None:
-    """Import the functions of user-defined tasks, the one that updates servers' weights, and the group filter.
-
-    Raises:
-        ConfigError: one cannot be imported, or does not accept its arguments.
-    """
+    """Import the functions of user-defined tasks, of weight updates and of group filters; raises ConfigError."""
     named: list[tuple[str, str, tuple[str, ...]]] = [
         (f"tasks.{number}.function", task.function, ARGUMENTS) for number, task in enumerate(config.tasks)
     ]
@@ -329,6 +320,7 @@ def try_functions(config: RunConfig) -> None:
     group_filter = config.algorithm.group_filter
     if group_filter is not None and group_filter != ZERO_VARIANCE:
         named.append((FILTER, group_filter, FILTER_ARGUMENTS))
+    # In children, not read as source: what the import says is what the run will say.
     pools = [_importing(*each) for each in named]  # all start at once
     try:
         for pool in pools:

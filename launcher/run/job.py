@@ -115,6 +115,7 @@ def run_job(
 
             keep_torch_off_the_terminal()
             secret = secrets.token_hex(32)
+            # Only the holder of this secret is believed on the store's port, which others on the host can reach.
             store = open_store(place, secret)
             choose_interfaces(store.host)  # the launcher opens channels as well
             job = Job(
@@ -189,6 +190,7 @@ class _Run:
         own = config.launcher
         self._job = job = nodes.job
         self._run_dir = run_dir
+        # Device and inode, to notice when the directory is replaced by another one.
         self._run_dir_is = (run_dir.stat().st_dev, run_dir.stat().st_ino)
         self._specs = {gang.name: gang for gang in job.gangs}
         self._external = {name: self._specs[name] for name in own.external_gangs}
@@ -223,6 +225,7 @@ class _Run:
             reference_follows=bool(config.algorithm.ref_update_interval),
             external=self._external,
         )
+        # A run that waits for processes outside may wait as long as those take, which is no deadlock.
         self._watch = RankWatch(
             start_timeout_s=own.start_timeout_s,
             operation_timeout_s=own.operation_timeout_s,
@@ -256,6 +259,7 @@ class _Run:
             self._end()
 
     def _start(self) -> None:
+        # Services first: all others need them.
         for gang in sorted(self._specs.values(), key=lambda gang: gang.role not in SERVICES):
             if gang.name not in self._external:
                 self._host.start(gang, 0)
@@ -285,6 +289,7 @@ class _Run:
             self._read_statuses()  # whether it got to work may have changed since the last poll
             self._gone.add(event.gang)
             self._watch.forget(event.gang)
+            # The supervisor judges an exit by whether the last step is done, so tell it first.
             if self._store.is_done():
                 self._supervisor.handle(LastStepDone())
         is_first = self._phase is not Phase.STOP  # a scheduler signals the launchers of all nodes at once

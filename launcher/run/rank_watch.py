@@ -74,6 +74,7 @@ class RankWatch:
                 continue
             seen = self._seen.get((gang, rank))
             if seen is None or seen.time != status.time:
+                # Counted from a report's arrival here: its own timestamp may be another host's.
                 seen = self._seen[gang, rank] = _Seen(status.time, now)
             silent_s = now - seen.heard_at
             if silent_s > self._silence_timeout_s:

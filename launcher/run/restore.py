@@ -84,8 +84,7 @@ class Checkpoint:
 def newest_checkpoint(run_dir: Path, *, tell: Callable[[str], None] = logger.warning) -> Checkpoint | None:
     """Return the newest valid checkpoint of a run, or None; reads all of its files.
 
-    Args:
-        tell: called with one line for each newer checkpoint that is skipped, saying what is wrong with it.
+    `tell` is called with one line for each newer checkpoint that is skipped, saying what is wrong with it.
     """
     for path in reversed(list_checkpoints(run_dir).values()):
         try:
@@ -96,11 +95,7 @@ def newest_checkpoint(run_dir: Path, *, tell: Callable[[str], None] = logger.war
 
 
 def verified_checkpoint(path: Path, tell: Callable[[str], None]) -> Checkpoint:
-    """Return the checkpoint in `path` after checking every file.
-
-    Raises:
-        CheckpointError: a file does not match `meta.json`, or the checkpoint is incomplete.
-    """
+    """Return the checkpoint in `path`; CheckpointError: it is incomplete, or a file does not match `meta.json`."""
     meta = CheckpointMeta.read(path)
     if checkpoint_step(path) not in (None, meta.step):
         raise CheckpointError(f"{path} is of step {meta.step}, as {META_FILE} says")
@@ -143,6 +138,7 @@ def restore_run(run_dir: Path, job: Job) -> tuple[Job, Restored | RestoreFailed]
         checkpoint = newest_checkpoint(run_dir)
         if checkpoint is not None:
             rewind_run(checkpoint)
+        # The run continued from a checkpoint that is no longer readable: starting over would discard its progress.
         elif job.resume_from:
             return job, RestoreFailed(f"no checkpoint in {run_dir} can be read any more; see logs/launcher.log")
         else:
@@ -157,11 +153,7 @@ def restore_run(run_dir: Path, job: Job) -> tuple[Job, Restored | RestoreFailed]
 
 
 def rewind_run(checkpoint: Checkpoint) -> None:
-    """Cut the run back to the checkpoint's step.
-
-    Raises:
-        ConfigError: a line other than the last is not JSON.
-    """
+    """Cut the run back to the checkpoint's step; see `cut_lines`."""
     # The order matters: after a crash in between, `--resume latest` still does the rest. Each cut is atomic.
     _set_newer_aside(checkpoint.run_dir, checkpoint.step, suffix=f"before-lineage{checkpoint.lineage + 1}")
     for name in CUT_FILES:
@@ -169,11 +161,7 @@ def rewind_run(checkpoint: Checkpoint) -> None:
 
 
 def rewind_to_start(run_dir: Path) -> None:
-    """Cut a run without a valid checkpoint back to its beginning, and set damaged checkpoints aside.
-
-    Raises:
-        ConfigError: a line other than the last is not JSON.
-    """
+    """Cut a run without a valid checkpoint back to its beginning; damaged checkpoints go aside. See `cut_lines`."""
     _set_newer_aside(run_dir, 0, suffix="damaged")
     for name in CUT_FILES:
         cut_lines(run_dir / name, 0)
@@ -255,11 +243,7 @@ _REFERENCE = "algorithm.ref_update_interval"
 
 
 def resume_path(target: str) -> Path:
-    """Return the run or checkpoint that `--resume TARGET` names, absolute; it need not exist.
-
-    Raises:
-        ConfigError: the system cannot look at such a path.
-    """
+    """Return the run or checkpoint that `--resume TARGET` names, absolute; it need not exist."""
     path = user_path(target, "--resume")
     root = Path(target).expanduser().absolute().parent
     # `checkpoints/` may be a symlink to another disk. Do not follow it: its target does not lead back to the run.

@@ -1,6 +1,7 @@
 """The run directory: its default name, whether a new run may use it, and whether a launcher runs it now.
 
-`asyncflow.run_files` has the names in it. Nothing is written before the whole configuration has been accepted.
+`asyncflow.run_files` has the names in it. Nothing is written before the whole configuration has been accepted. Every
+function raises ConfigError for a directory that cannot be used.
 """
 
 import fcntl
@@ -44,11 +45,7 @@ _START_SLACK_S = 5.0
 
 
 def default_run_dir(name: str, now: datetime) -> Path:
-    """Return `runs/NAME-TIMESTAMP` in the working directory, with a counter if that exists.
-
-    Raises:
-        ConfigError: `name` cannot be part of a directory name.
-    """
+    """Return `runs/NAME-TIMESTAMP` in the working directory, with a counter if that exists."""
     if not name.strip() or name.startswith(".") or "/" in name or not name.isprintable():
         raise ConfigError(f"name: {name!r} cannot name a run directory; use letters, digits, '-' and '_'")
     if len(os.fsencode(name)) > _LONGEST_NAME:
@@ -57,12 +54,7 @@ def default_run_dir(name: str, now: datetime) -> Path:
 
 
 def check_new_run_dir(path: Path) -> None:
-    """Check that a new run may be created at `path`; write nothing.
-
-    Raises:
-        ConfigError: it already holds a run, holds files other than a batch job's, is not a directory, or is not
-            writable.
-    """
+    """Check that a new run may be created at `path`: writable, no run in it, no files but a batch job's."""
     held = [name for name in (CONFIG_FILE, *LINE_FILES, *DIRECTORIES) if (path / name).exists()]
     if held == [CONFIG_FILE] and not began_run(path):
         raise ConfigError(f"run directory: {path} has a {CONFIG_FILE} that no run wrote; choose another --run-dir")
@@ -88,7 +80,7 @@ def _may_be_beside(entry: Path) -> bool:
 
 
 def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resume DIR or --run-dir DIR") -> Path:
-    """Return the newest run directory in `runs/`; raises ConfigError if there is none."""
+    """Return the newest run directory in `runs/`."""
     runs = [file.parent for file in RUNS.glob(f"*/{CONFIG_FILE}")]
     if not runs:
         raise ConfigError(f"{asked_by}: there is no run in {RUNS.resolve()}; {remedy}")
@@ -109,11 +101,7 @@ def began_run(path: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a run may write into `path`, or into its nearest existing parent; nothing is left behind.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that a run may write into `path`, or into its nearest existing parent; nothing is left behind."""
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
@@ -136,9 +124,6 @@ def create_run_dir(path: Path, config: "RunConfig", *, or_beside: bool = False) 
 
     If two commands choose the same free directory, the second is refused or, with `or_beside`, takes the next free
     number.
-
-    Raises:
-        ConfigError: another launcher took it, or the file system refuses.
     """
     for candidate in _numbered(path):
         try:
@@ -158,11 +143,7 @@ def create_run_dir(path: Path, config: "RunConfig", *, or_beside: bool = False) 
 
 
 def rewrite_run_dir(path: Path, config: "RunConfig") -> Path:
-    """Create missing directories of the layout and overwrite the resolved configuration; return `path`.
-
-    Raises:
-        ConfigError: the file system refuses.
-    """
+    """Create missing directories of the layout and overwrite the resolved configuration; return `path`."""
     try:
         for name in DIRECTORIES:
             (path / name).mkdir(parents=True, exist_ok=True)
@@ -173,11 +154,7 @@ def rewrite_run_dir(path: Path, config: "RunConfig") -> Path:
 
 
 def write_plan(path: Path, plan: Mapping[str, Any]) -> None:
-    """Write the planner's choice next to the configuration, for `asyncflow status` to compare with.
-
-    Raises:
-        ConfigError: the file system refuses.
-    """
+    """Write the planner's choice next to the configuration, for `asyncflow status` to compare with."""
     try:
         replace_text(path / PLAN_FILE, json.dumps(plan, indent=1))
     except OSError as error:
@@ -205,11 +182,7 @@ def discard_run_dir(path: Path) -> None:
 
 @contextmanager
 def held_run_dir(path: Path) -> Iterator[None]:
-    """Keep other launchers out of a run's directory; the system releases the lock however this process ends.
-
-    Raises:
-        ConfigError: another launcher holds it.
-    """
+    """Keep other launchers out of a run's directory; the system releases the lock however this process ends."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -242,7 +215,7 @@ def running_launcher(run_dir: Path) -> int | None:
 
 
 def check_not_running(run_dir: Path) -> None:
-    """Raise ConfigError if a launcher of this host runs `run_dir` now."""
+    """Refuse a directory that a launcher of this host runs now."""
     pid = running_launcher(run_dir)
     if pid is not None:
         raise ConfigError(f"--resume: {run_dir} is still running (launcher process {pid}); stop it first")

@@ -265,12 +265,7 @@ class RunEnd:
 
 
 def read_status(run_dir: Path) -> RunStatus | RunEnd:
-    """Return the newest snapshot of a live run, or how a run ended.
-
-    Raises:
-        ConfigError: there is no run.
-        TransportError: the launcher is starting, or a signal stopped it.
-    """
+    """Return the newest snapshot of a live run, or how a run ended; raises as `RunStatus.read`."""
     end = None if _is_live(run_dir) else RunEnd.read(run_dir)
     return RunStatus.read(run_dir) if end is None else end
 
@@ -294,6 +289,7 @@ def _is_live(run_dir: Path) -> bool:
     """Return whether the run's launcher runs on this host or, judging by its last snapshot, on another."""
     if running_launcher(run_dir) is not None:
         return True
+    # Another host's process id cannot be checked, so its newest snapshot decides.
     return _is_of_another_host(run_dir) and _is_recent(_newest_fields(run_dir))
 
 

@@ -88,12 +88,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class Restart:
-    """What to do about a failure.
-
-    Attributes:
-        wait_s: delay before the restart (s).
-        count: failures of this gang within the window, including this one.
-    """
+    """What to do about a failure: `wait_s` is the delay (s), `count` the gang's failures within the window so far."""
 
     scope: Scope
     wait_s: float = 0.0
@@ -132,6 +127,7 @@ class RestartBudget:
         mine.append(at)
         self._forget(mine, at)
         count = len(mine)
+        # The first restart comes at once; then the wait doubles.
         if count <= self._max_restarts:
             wait_s = 0.0 if count == 1 else min(_FIRST_WAIT_S * 2.0 ** (count - 2), _LONGEST_WAIT_S)
             return Restart(Scope.GANG, wait_s, count)
@@ -139,6 +135,7 @@ class RestartBudget:
         if len(self._globals) >= self._max_global:
             return Restart(Scope.NONE, count=count)
         self._globals.append(at)
+        # Everything starts again, so every gang gets a fresh budget.
         self._failures.clear()
         return Restart(Scope.ALL, count=count)
 
@@ -171,8 +168,7 @@ class FirstStarts:
 def restarts_with(gang: GangSpec, gangs: Iterable[GangSpec], *, reference_follows: bool) -> tuple[str, ...]:
     """Return the names of the gangs that start again when `gang` fails.
 
-    Args:
-        reference_follows: the reference's weights are earlier ones of the policy.
+    `reference_follows`: the reference's weights are earlier ones of the policy.
     """
     gangs = tuple(gangs)
     if gang.role not in TRAINERS and not (gang.role in _QUEUE and any(one.role == "critic" for one in gangs)):
@@ -294,6 +290,8 @@ class Supervisor:
             case RankStuck():
                 return self._found_stuck(event)
             case NodeLost():
+                # A lost node ends the run resumably: its devices are part of the configuration, and only a scheduler
+                # gives new ones.
                 self._lost_node = event.node
                 return self._enter(Phase.EXIT)
             case RunDirLost():
@@ -321,6 +319,7 @@ class Supervisor:
             return self._restore_if_all_are_gone()
         if self._was_told_to_leave(gang):
             return self._left(gang, event)
+        # A service has no reason to leave by itself.
         if event.code == 0 and gang.role in SERVICES:
             event = GangExited(event.gang, FAILED, "it left during the run", 0, event.at)
         return self._left(gang, event) if event.code == 0 else self._failed(gang, event)
@@ -370,6 +369,7 @@ class Supervisor:
         if restart.scope is Scope.ALL:
             names = tuple(self._gangs)
         dump: list[Instruction] = [DumpStacks()] if event.deadline else []
+        # A gang that the user starts cannot be restarted from here.
         if event.final or never_worked or restart.scope is Scope.NONE or self._external.intersection(names):
             return [*dump, *self._give_up(event)]
         goes_back = gang.role in TRAINERS or len(names) > 1
@@ -388,6 +388,7 @@ class Supervisor:
         return [*kills, *self._restore_if_all_are_gone()]
 
     def _restore_if_all_are_gone(self) -> list[Instruction]:
+        # Files are cut back only when nobody writes them any more.
         if self._restoring.keys() & self._running.keys():
             return []
         if self._phase is Phase.RUN:
@@ -415,7 +416,8 @@ class Supervisor:
 
     def _stop(self, count: int) -> list[Instruction]:
         self._stop_requested = True
-        if not self._all_ready or count > 1:  # before all are at work there is nothing to save
+        # Before all are at work there is nothing to save, and ranks may wait where nothing can interrupt them.
+        if not self._all_ready or count > 1:
             return self._kill_and_finish()
         return self._enter(Phase.STOP)
 
