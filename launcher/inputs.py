@@ -139,7 +139,7 @@ class _Module:
         name = getattr(given, "__name__", "")
         if not name.isidentifier() or not (inspect.isfunction(given) or inspect.isclass(given)):
             what = "a lambda" if name == "<lambda>" else f"a {type(given).__name__}"
-            raise ConfigError(f"{argument}: {what} has no source of its own; give a function that `def` makes")
+            raise ConfigError(f"{argument}: {what} has no source of its own; give a function defined with `def`")
         self._add(name, given, (argument, name))
         return name
 
@@ -385,7 +385,7 @@ def _check_no_attributes(function: FunctionType, path: tuple[str, ...]) -> None:
     for name in vars(function):
         if not _is_dunder(name):
             raise ConfigError(
-                f"{_shown(path)}: it has an attribute of its own, {name!r}, which its source does not make; use "
+                f"{_shown(path)}: it has an attribute of its own, {name!r}, which its source does not set; use "
                 f"a global name instead"
             )
 

@@ -109,7 +109,7 @@ def _check_rotary(config: RunConfig) -> None:
     )
     if kind in ("dynamic", "longrope", "su") and type(limit) is int and longest > limit:
         raise ConfigError(
-            f"model.path: {config.model.path} computes all samples of a batch otherwise once one is longer than "
+            f"model.path: {config.model.path} computes all samples of a batch differently if one is longer than "
             f"{limit} tokens (rope_type {kind} in config.json), but sequences may have {longest}; lower "
             f"data.max_prompt_tokens, rollout.max_response_tokens or rollout.max_context_tokens, so that none is longer"
         )
@@ -159,8 +159,8 @@ def _check_deterministic(config: RunConfig) -> None:
     """Refuse engines that form their own batches."""
     if config.deterministic and config.rollout.engine in ("vllm", "openai"):
         raise ConfigError(
-            f"deterministic: true cannot be with rollout.engine {config.rollout.engine}, which computes together what "
-            f"comes together; set rollout.engine to hf, or deterministic to false"
+            f"deterministic: true cannot be with rollout.engine {config.rollout.engine}, which batches "
+            f"whatever arrives together; set rollout.engine to hf, or deterministic to false"
         )
 
 
@@ -364,9 +364,7 @@ def check_libraries(config: RunConfig, *, device: str) -> None:
     for role, engine in engines.items():
         instead = f"set {role}.engine to {_OTHERWISE.get(role, 'hf')}"
         if device == "cpu" and engine in ACCELERATED:
-            raise ConfigError(
-                f"{role}.engine: {engine} computes on CUDA and NPU, and this run is on the CPU; {instead}"
-            )
+            raise ConfigError(f"{role}.engine: {engine} needs CUDA or NPU, but this run is on the CPU; {instead}")
         module = _MODULES.get(engine)
         if module is not None and not is_installed(module):
             raise ConfigError(

@@ -201,7 +201,7 @@ def _too_few(roles: Mapping[str, int], wanted: int, devices: Devices, num_nodes:
     nodes = f" ({num_nodes} nodes x {devices.count})" if num_nodes > 1 else ""
     more = ", add nodes (--nnodes)" if num_nodes > 1 else ""
     return ConfigError(
-        f"roles: {asked} needs {wanted} {devices.kind} devices, but {there} are there{nodes}; launch {there} ranks in "
+        f"roles: {asked} needs {wanted} {devices.kind} devices, but there are {there}{nodes}; launch {there} ranks in "
         f"all{more}, or set launcher.device=cpu"
     )
 
@@ -217,7 +217,7 @@ def _no_room(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> Config
         )
     needs = "begins on an empty node" if spans else "stays on one node"
     return ConfigError(
-        f"roles: {gang.name} needs {len(gang.devices)} {devices.kind} devices and {needs}, but free are {free}; launch "
+        f"roles: {gang.name} needs {len(gang.devices)} {devices.kind} devices and {needs}, but {free} are free; launch "
         f"fewer ranks, or more nodes (--nnodes)"
     )
 

@@ -29,13 +29,13 @@ def check_own_rollouts(config: RunConfig) -> None:
     what = next(name for name in ("function", "agent", "agent_command") if getattr(config.rollout, name))
     if config.deterministic:
         raise ConfigError(
-            f"deterministic: true cannot be with rollout.{what}, whose calls are drawn as they come; set it to false"
+            f"deterministic: true cannot be with rollout.{what}, whose calls are sampled on arrival; set it to false"
         )
     for role in TRAINERS.intersection(config.roles):
         if getattr(config, role).max_tokens_per_micro_batch or config.actor.engine == "sim":
             continue
         raise ConfigError(
-            f"{role}.max_tokens_per_micro_batch: is 0, but a rollout of rollout.{what} has any number of samples; "
+            f"{role}.max_tokens_per_micro_batch: is 0, but a rollout of rollout.{what} can have any number of samples; "
             f"set it to the tokens that fit a forward-backward"
         )
     if "reward" in config.roles:

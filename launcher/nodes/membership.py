@@ -63,7 +63,7 @@ class Membership:
         before = self._entries.get(hello.rank)
         if before is not None and before.hello.launcher != hello.launcher:
             self._turned_away[hello.rank] = hello.host
-            return Refuse(f"node {hello.rank} is {before.hello.host} already; give every node its own number", True)
+            return Refuse(f"node {hello.rank} is already {before.hello.host}; give every node its own number", True)
         if before is not None and before.ready is not None:
             return Refuse(f"node {hello.rank} has joined already", True)
         obstacle = self._obstacle(hello)

@@ -62,7 +62,7 @@ def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env:
     if nnodes is not None and not 1 <= nnodes <= _MOST_NODES:
         raise ConfigError(f"--nnodes: {nnodes} is not a number of nodes; give 1 to {_MOST_NODES}")
     if nnodes == 1 and host:
-        raise ConfigError(f"--head: {head} needs --nnodes 2 or more; a run on one node listens on loopback alone")
+        raise ConfigError(f"--head: {head} needs --nnodes 2 or more; a run on one node listens on loopback only")
     if nnodes is not None and (nnodes == 1 or node_rank is not None):
         return _named(nnodes, node_rank or 0, host, port)
     step = _slurm_step(env)
@@ -72,7 +72,7 @@ def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env:
         if node_rank is not None:
             raise ConfigError(f"--node-rank: {node_rank} needs --nnodes, the number of nodes")
         if host:
-            raise ConfigError(f"--head: {head} needs --nnodes 2 or more; a run on one node listens on loopback alone")
+            raise ConfigError(f"--head: {head} needs --nnodes 2 or more; a run on one node listens on loopback only")
         return ONE_NODE
     if nnodes not in (None, step.count):
         raise ConfigError(f"--nnodes: {nnodes}, but srun started the command on {step.count}; leave --nnodes out")

@@ -399,7 +399,7 @@ class Supervisor:
     def _restored(self, event: Restored) -> list[Instruction]:
         names = [name for name in self._gangs if name in self._restoring]
         self._restoring.clear()
-        note = Note(f"going on from step {event.step} (lineage {event.lineage})")
+        note = Note(f"continuing from step {event.step} (lineage {event.lineage})")
         return [note, *(start for name in names for start in self._start_again(name))]
 
     def _start_again(self, name: str) -> list[Instruction]:

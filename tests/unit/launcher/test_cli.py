@@ -654,7 +654,7 @@ def test_megatron_on_a_cpu_is_told_before_anything_is_written(
     monkeypatch.setattr("launcher.checks.models.is_installed", lambda module: True)
     (tmp_path / "model" / "config.json").write_text(json.dumps(MEGATRON_MODEL))
     message = refuse(tmp_path, write_config(), "--set", "actor.engine=megatron", *option)
-    assert message.startswith("actor.engine: megatron computes on CUDA and NPU")
+    assert message.startswith("actor.engine: megatron needs CUDA or NPU")
     assert message.endswith("set actor.engine to fsdp")
 
 
