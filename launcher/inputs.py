@@ -109,6 +109,7 @@ def _line_of(row: Mapping[str, Any], number: int) -> str:
 
 def _as_json(row: dict[str, Any]) -> str:
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    # Raises for lone surrogates, which json.dumps accepts.
     text.encode()
     return text
 
@@ -447,6 +448,7 @@ def _differs(source: ast.expr, live: Any, known: Mapping[str, Any]) -> bool:
         return True
     if type(live).__module__ != "builtins" and (again == live) is not True:
         return True
+    # By repr: `==` would equate 1, 1.0 and True inside containers. A set's repr has no fixed order.
     return repr(again) != repr(live) and not (isinstance(live, set | frozenset) and again == live)
 
 

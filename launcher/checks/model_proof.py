@@ -190,6 +190,7 @@ def shipped_key(question: Question) -> str:
 def known_verdicts(question: Question) -> dict[str, str | None]:
     """Return part -> None for the parts known to be correct, from the package or from earlier starts."""
     shipped, parts = _shipped(), ()
+    # The package's list holds only for the transformers version that it was proven with.
     if shipped["transformers"] == _version("transformers") and (known := shipped["models"].get(shipped_key(question))):
         parts = shipped["parts"][known]
     try:
@@ -278,6 +279,7 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
         elif key.endswith("_token_id"):
             own[key] = _TOKENS.get(key, 3)
     if config.get("auto_map"):
+        # Only whether the model brings its own code matters, not its name.
         own["auto_map"] = {"is": "there"}
     own = {key: value for key, value in own.items() if not key.endswith("_token_id") or key in _TOKENS}
     own |= {key: own.get(key, token) for key, token in _TOKENS.items() if key != "pad_token_id"}
@@ -340,6 +342,7 @@ def _narrow(own: dict[str, Any], config: Mapping[str, Any]) -> None:
     own[name] = HEADS
     for key in _KEY_HEADS:
         if type(own.get(key)) is int:
+            # Multi-query stays one key head, multi-head as many as heads; grouped heads become groups of two.
             own[key] = 1 if own[key] == 1 else HEADS if own[key] == heads else HEADS // 2
     size = own.get("head_dim")
     if type(size) is int and "qk_rope_head_dim" not in own:

@@ -354,8 +354,7 @@ _BACKENDS = {"redis": "redis", "mooncake": "mooncake"}
 
 
 def check_libraries(config: RunConfig, *, device: str) -> None:
-    """Refuse to start without the libraries of the engines and the queue's backend, or on an unsupported kind of
-    device."""
+    """Refuse missing libraries of the engines and the queue's backend, and engines that do not run on `device`."""
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if "evaluate" in config.roles:
         engines["evaluate"] = config.evaluate.engine

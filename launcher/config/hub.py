@@ -94,6 +94,7 @@ def _rows_of(text: str, part: HubPart, *, key: str) -> Path:
     asked = json.dumps([text, part.subset, part.split or "train", part.revision])
     command = [sys.executable, "-P", "-m", "launcher.config.hub", asked]
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    # The answer is the last line: the library may print before it.
     lines = child.stdout.splitlines()
     if child.returncode or not lines:
         why = lines[-1] if lines else f"its process ended with {child.returncode}"

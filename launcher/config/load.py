@@ -405,6 +405,7 @@ def load_config(
     file = read_yaml(source)
     if called is not None:
         file = replace(file, path=Path(called), root=None)
+    # A copy: the file's own values are compared with below.
     values: dict[Any, Any] = copy.deepcopy(file.values)
     options = dict(_apply_override(values, text) for text in overrides)
     of_run = source.name == CONFIG_FILE and called is None
@@ -498,6 +499,7 @@ def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
     section = values
     for depth, key in enumerate(keys[:-1]):
         inner = section.setdefault(key, {})
+        # An empty section in YAML is null.
         if inner is None:
             inner = section[key] = {}
         if not isinstance(inner, dict):

@@ -195,6 +195,7 @@ class NodeHead:
         for token in waiting:
             self.order(token, FinishRun(code, line))
         with self._changed:
+            # Only launchers that joined have processes to end.
             joined = [link for link in waiting.values() if link.heartbeat is not None]
             self._changed.wait_for(lambda: all(link.is_gone for link in joined), LEAVE_TIMEOUT_S)
 
@@ -297,6 +298,7 @@ class NodeHead:
             if link is None or link.is_gone:
                 return
             link.is_gone = True
+            # A launcher that has not joined runs nothing, so the run does not depend on it.
             expected = self._finished or link.heartbeat is None
             name = self._members.name(link.rank)
             self._changed.notify_all()

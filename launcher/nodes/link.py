@@ -142,6 +142,7 @@ class HeadLink:
         return None
 
     def _begin(self, inbox: "SimpleQueue[Inbound]") -> None:
+        # Silence counts from here, not from the start of joining.
         self._heartbeat = HeartbeatTimeout(time.monotonic())
         for work, arguments in ((self._receive, (inbox,)), (self._beat, ()), (self._send, ())):
             # Its own client: TCPStore has no deadline on a call to a stopped server, and a blocked call stalls the

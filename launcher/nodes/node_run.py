@@ -126,6 +126,7 @@ class NodeFollower:
                 self._unseen[event.gang] = (event, self._now() + SIGHT_TIMEOUT_S)
                 self._start_seen()
             case KillPart(gang=gang):
+                # Not started yet: its end is reported all the same, because node 0 waits for it.
                 unseen = self._unseen.pop(gang, None)
                 if unseen is not None:
                     self._never_started(unseen[0], "killed before it started")

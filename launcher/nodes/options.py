@@ -135,6 +135,7 @@ class _SlurmStep:
 def _slurm_step(env: Mapping[str, str]) -> _SlurmStep | None:
     """Return what `srun` says; None: it did not start this process."""
     in_step = "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
+    # The step's own numbers come first: a step may use fewer nodes and tasks than its job.
     count = _number(env, "SLURM_STEP_NUM_NODES") if in_step else None
     count = _number(env, "SLURM_NNODES") if count is None else count
     if not in_step:

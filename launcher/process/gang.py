@@ -303,6 +303,7 @@ class RankLogs(LogsSpecs):
         errors = {}
         for local_rank, variables in envs.items():
             rank = self._ranks[local_rank]
+            # An earlier attempt's error must not count for this one.
             self._error_file(rank).unlink(missing_ok=True)
             errors[local_rank] = str(self._error_file(rank))
             variables[LOG_VARIABLE] = str(self._dir / f"{self._label(rank)}.log")

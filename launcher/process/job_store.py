@@ -83,6 +83,7 @@ class JobStore(JobStoreClient):
         """Drop what the ranks of a gang reported before they ended, because the gang starts again."""
         for rank in range(gang.num_ranks):
             self._store.delete_key(f"left/{gang.name}/{rank}")
+            # Otherwise the previous attempt's status would count as at work.
             status = {"state": STARTING, "time": time.time()}
             self._store.set(f"status/{gang.name}/{rank}", json.dumps(status))
 

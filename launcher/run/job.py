@@ -133,6 +133,7 @@ def run_job(
             for left in (STATUS_FILE, END_FILE):  # left by an earlier start
                 (run_dir / left).unlink(missing_ok=True)
             job.save(run_dir)
+            # job.json marks the run as live, so it goes when the launcher ends.
             stack.callback((run_dir / JOB_FILE).unlink, missing_ok=True)
             progress = stack.enter_context(
                 Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
@@ -150,6 +151,7 @@ def run_job(
                 finish = run.until_finished()
             lines = _final_lines(finish, run_dir, progress=progress, job=job)
             with contextlib.suppress(OSError):  # disk full or directory gone: the terminal still shows it
+                # Without the line that names the run directory.
                 RunEnd(run_dir, lines[1:], finish.code, time.time(), restarts).write()
             nodes.finish(finish.code, lines[-1])
         for line in lines:
@@ -347,6 +349,7 @@ class _Run:
         """Read what workers and trainer report; tell the user, and the supervisor once all are at work."""
         self._read_statuses()
         finished_steps = self._tail.read()
+        # A finished step proves that all were at work, even if a status was missed.
         if not self._all_ready and (finished_steps or not self._missing()):
             self._all_ready = True
             self._supervisor.handle(AllReady())

@@ -211,6 +211,7 @@ def _set_newer_aside(run_dir: Path, step: int, *, suffix: str) -> None:
         (root / ABANDONED).mkdir(exist_ok=True)
         target = root / ABANDONED / f"{path.name}-{suffix}"
         count = 1
+        # An earlier resume may have set the same step aside.
         while target.exists():
             count += 1
             target = target.with_name(f"{path.name}-{suffix}-{count}")

@@ -1,7 +1,7 @@
 """The run directory: its default name, whether a new run may use it, and whether a launcher runs it now.
 
-`asyncflow.run_files` has the names in it. Nothing is written before the whole configuration has been accepted. Every
-function raises ConfigError for a directory that cannot be used.
+`asyncflow.run_files` has the names in it. Nothing is written before the whole configuration has been accepted. Checks
+and writers raise ConfigError for a directory that cannot be used.
 """
 
 import fcntl

@@ -315,6 +315,7 @@ class Supervisor:
         # Killed by us for being stuck: report why it was stuck instead of the signal.
         if stuck is not None and event.code < 0:
             event = GangExited(event.gang, event.code, stuck.why, stuck.rank, event.at)
+        # Part of a restore: whatever its exit code, it starts again with the others.
         if event.gang in self._restoring:
             return self._restore_if_all_are_gone()
         if self._was_told_to_leave(gang):
@@ -335,6 +336,7 @@ class Supervisor:
         instructions: list[Instruction] = []
         if event.code != 0:
             self._complain(event)
+        # Nobody is left to save, so everything leaves at once.
         if gang.role in TRAINERS and event.code != 0 and not self._last_step_done:
             instructions += self._enter(Phase.EXIT)
         elif gang.role in TRAINERS:
@@ -368,6 +370,7 @@ class Supervisor:
         names = restarts_with(gang, self._gangs.values(), reference_follows=self._reference_follows)
         if restart.scope is Scope.ALL:
             names = tuple(self._gangs)
+        # After a missed deadline another rank may be stuck: its stacks show where.
         dump: list[Instruction] = [DumpStacks()] if event.deadline else []
         # A gang that the user starts cannot be restarted from here.
         if event.final or never_worked or restart.scope is Scope.NONE or self._external.intersection(names):
@@ -426,6 +429,7 @@ class Supervisor:
         self._failures.append(event)
         gang = self._gangs[event.gang]
         self._running.pop(event.gang, None)
+        # Saving needs the trainer and every service.
         can_save = self._all_ready and gang.role not in SERVICES | TRAINERS
         return [*self._enter(Phase.STOP if can_save else Phase.EXIT), *self._after_leaving()]
 
