@@ -1,12 +1,12 @@
-"""A caller's Python objects as a run's files: what `asyncflow.Trainer` takes as functions and rows. Torch-free.
+"""Turns a caller's Python objects, functions and rows given to `asyncflow.Trainer`, into files of a run. Torch-free.
 
-    functions -> asyncflow_inputs.py   the source of what notebook cells or a script define, with all that it uses;
-                                       what a module defines is imported from there
-    rows      -> data.jsonl            an object per line
+    functions -> asyncflow_inputs.py   the source of what notebook cells or a script define, with everything it uses;
+                                       what a module defines is imported from that module
+    rows      -> data.jsonl            one object per line
 
-Nothing is pickled: workers read the module as any other, a resumed run too, and a person may look at it. What has no
-such form is refused by name, before anything starts; so is what the program has made something else of since its
-definition, which is made again from the source elsewhere: a changed file, default, class or name.
+Nothing is pickled: workers import the module like any other, so does a resumed run, and a person can read it. An object
+without such a form is refused by name before anything starts. So is one that the program changed after its definition
+(its file, a default, a class, a name), because workers would rebuild the original from the source.
 """
 
 import __future__
@@ -41,20 +41,20 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _IN_A_MODULE = "put it into a module (a .py file) and import it from there"
 _AGAIN = "run the definition again"
 _OF_EVERY_MODULE = {"__name__", "__builtins__", "__annotations__"}
-"""Every module has its own, and a class looks up `__name__` by itself."""
+"""Every module has its own, and a class body looks up `__name__` implicitly."""
 _OF_THE_PROGRAM = {"__file__", "__cached__", "__doc__", "__loader__", "__package__", "__path__", "__spec__"}
 _MISSING = object()
 _CHAIN = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.UnaryOp, ast.unaryop, ast.expr_context)
 
 
 def ship_functions(functions: Mapping[str, Callable[..., Any]]) -> tuple[str, dict[str, str]]:
-    """Return the source of a module that has these functions or classes, and for each argument `module:name`.
+    """Return the source of a module that defines these functions or classes, and `module:name` for each argument.
 
     Args:
-        functions: argument of the caller -> what was given.
+        functions: the caller's argument name -> the object that was given.
 
     Raises:
-        ConfigError: one cannot be shipped; names the argument, the function, and what of it stands in the way.
+        ConfigError: one cannot be shipped; names the argument, the function and the obstacle.
     """
     module = _Module()
     names = {argument: f"{MODULE}:{module.add_callable(argument, given)}" for argument, given in functions.items()}
@@ -62,10 +62,10 @@ def ship_functions(functions: Mapping[str, Callable[..., Any]]) -> tuple[str, di
 
 
 def write_rows(rows: Any, file: Path) -> None:
-    """Write the argument `data`, rows of a list, a `datasets.Dataset` or a data frame, as JSON lines.
+    """Write the argument `data` (a list of rows, a `datasets.Dataset` or a data frame) as JSON lines.
 
     Raises:
-        ConfigError: it is none of these, has no rows, or one has a value that JSON has not; names row and field.
+        ConfigError: it is none of these, has no rows, or a value has no JSON form; names row and field.
     """
     if hasattr(rows, "to_dicts"):  # polars
         rows = rows.to_dicts()
@@ -87,6 +87,7 @@ def _line_of(row: Mapping[str, Any], number: int) -> str:
     try:
         return _as_json(dict(row))
     except (TypeError, ValueError):
+        # Find the field to blame: the error itself does not name it.
         for field, value in row.items():
             if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value):
                 raise ConfigError(
@@ -108,12 +109,13 @@ def _line_of(row: Mapping[str, Any], number: int) -> str:
 
 def _as_json(row: dict[str, Any]) -> str:
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    # Raises for lone surrogates, which json.dumps accepts.
     text.encode()
     return text
 
 
 class _Module:
-    """The module while it is made: definitions by name, each after what it uses."""
+    """The module under construction: definitions by name, each after those that it uses."""
 
     def __init__(self) -> None:
         self._future = False
@@ -124,30 +126,31 @@ class _Module:
         self._objects: dict[str, Any] = {}
 
     def source(self) -> str:
-        """Return its text."""
         lines = [f'"""Made by asyncflow.Trainer from what it was given: see {__name__}."""', ""]
         lines += ["from __future__ import annotations", ""] * self._future
         if self._paths:
+            # Appended, not inserted: a user's modules never shadow installed ones.
             lines += ["import sys", "", *(f"sys.path.append({path!r})" for path in self._paths), ""]
         return "\n".join([*lines, *self._submodules, *self._imports, "", *self._definitions.values()])
 
     def add_callable(self, argument: str, given: Callable[..., Any]) -> str:
-        """Add what the caller gave; returns its name in the module."""
+        """Add an object that the caller gave; return its name in the module."""
         if not callable(given):
             raise ConfigError(f"{argument}: {given!r} is not a function; give one, or its name in overrides")
         name = getattr(given, "__name__", "")
         if not name.isidentifier() or not (inspect.isfunction(given) or inspect.isclass(given)):
             what = "a lambda" if name == "<lambda>" else f"a {type(given).__name__}"
-            raise ConfigError(f"{argument}: {what} has no source of its own; give a function that `def` makes")
+            raise ConfigError(f"{argument}: {what} has no source of its own; give a function defined with `def`")
         self._add(name, given, (argument, name))
         return name
 
     def _add(self, name: str, value: Any, path: tuple[str, ...]) -> None:
-        """Have `name` be `value`; `path` says for whom, in errors."""
+        """Bind `name` to `value`; `path` tells errors through which functions `value` was reached."""
         if name in self._objects:
             if self._objects[name] is not value:
                 raise ConfigError(f"{_shown(path)}: two different objects are called {name!r}; rename one of them")
             return
+        # Before its definition, so that recursive functions end here.
         self._objects[name] = value
         imported = self._import_line(name, value, path)
         if imported is not None:
@@ -160,7 +163,7 @@ class _Module:
                 self._imports[f"import {type(value).__module__.partition('.')[0]}"] = None
 
     def _import_line(self, name: str, value: Any, path: tuple[str, ...]) -> str | None:
-        """Return how another process imports it; None: no module but the caller's program defines it."""
+        """Return how another process imports the object; None: only the caller's program defines it."""
         if isinstance(value, ModuleType):
             return f"import {value.__name__} as {name}" if self._is_importable(value.__name__, path) else None
         home = getattr(value, "__module__", None)
@@ -178,10 +181,11 @@ class _Module:
             return False
         if spec.has_location:
             places = [*(spec.submodule_search_locations or [spec.origin])][:1]
-        else:  # several directories may be one package; what has none is built in
+        else:  # a namespace package of several directories; built-in modules have none
             places = [*(spec.submodule_search_locations or ())]
         known = _workers_path()
         for root in (Path(place).absolute().parent for place in places):
+            # Already on the workers' path, or added by an earlier object.
             if root.resolve() in known or str(root) in self._paths:
                 continue
             other = PathFinder.find_spec(top, [str(place) for place in known])
@@ -203,9 +207,7 @@ class _Module:
         used_at_once, used = _names_used(node, path, stringized=_stringized(value))
         for each in sorted(used):
             if each in _OF_THE_PROGRAM and each in known:
-                raise ConfigError(
-                    f"{_shown((*path, each))}, which is another one in the run's processes; write its value"
-                )
+                raise ConfigError(f"{_shown((*path, each))}, which differs in the run's processes; write its value")
             if each in _OF_EVERY_MODULE:
                 continue
             if each in known:
@@ -214,13 +216,13 @@ class _Module:
                     self._submodules |= dict.fromkeys(_submodules_used(node, each, known[each]))
             elif each in used_at_once and not hasattr(builtins, each):
                 raise ConfigError(
-                    f"{_shown((*path, each))}, which its definition needs and which is gone since; {_IN_A_MODULE}"
+                    f"{_shown((*path, each))}, which its definition needs and which no longer exists; {_IN_A_MODULE}"
                 )
         self._definitions[name] = text + "\n"
 
 
 def _workers_path() -> list[Path]:
-    """Where workers look, too: what is beside a script, or was added to `sys.path`, is there in this process alone."""
+    # Not sys.path: directories beside a script, or added by the program, exist in this process alone.
     paths = sysconfig.get_paths()
     known = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     known += [f"{known[0]}/lib-dynload"]
@@ -230,14 +232,11 @@ def _workers_path() -> list[Path]:
 
 
 def _definition(value: Any, path: tuple[str, ...]) -> tuple[_Definition, str]:
-    """Return the statement that defines a function or class of the caller's program, and its text.
-
-    Raises:
-        ConfigError: there is none, or not of the code that the program has.
-    """
+    """Return the statement that defines a function or class of the caller's program, and its source text."""
     changed = f"{_shown(path)}: its source has changed since it was defined; {_AGAIN}"
     is_class = inspect.isclass(value)
     for file, line in _places_of(value):
+        # A file may have changed since it was imported.
         linecache.checkcache(file)
         lines = linecache.getlines(file)
         try:
@@ -253,21 +252,22 @@ def _definition(value: Any, path: tuple[str, ...]) -> tuple[_Definition, str]:
             and isinstance(node, ast.ClassDef) == is_class
             and (line is None or _first_line(node) <= line <= (node.end_lineno or 0))
         ]
-        if found:  # of several around a line the innermost; of several in a file the last, which is the one that counts
+        if found:  # several around a line: the innermost counts; several in a file: the last one
             node = found[-1] if line is None else min(found, key=lambda each: (each.end_lineno or 0) - each.lineno)
             if not all(
                 _same_code(live, codes.get((each.name, _first_line(each)))) for each, live in _live(node, value)
             ):
                 raise ConfigError(changed)
             text = "".join(lines[_first_line(node) - 1 : node.end_lineno]).rstrip() + "\n"
+            # Keeps the source of an indented definition (a nested function) valid at the top level.
             return node, "if True:\n" * bool(node.col_offset) + text
         if lines and not is_class:
             raise ConfigError(changed)
-    raise ConfigError(f"{_shown(path)}: its source is not to be had; {_IN_A_MODULE}")
+    raise ConfigError(f"{_shown(path)}: its source is not available; {_IN_A_MODULE}")
 
 
 def _codes_in(text: str, stringized: bool) -> dict[tuple[str, int], CodeType]:
-    """Return the code of all that a text defines, by name and first line."""
+    """Return the code objects of everything that a text defines, by name and first line."""
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | (__future__.annotations.compiler_flag if stringized else 0)
     pending = [compile(text, "<asyncflow>", "exec", flags, dont_inherit=True)]
     codes: dict[tuple[str, int], CodeType] = {}
@@ -279,7 +279,7 @@ def _codes_in(text: str, stringized: bool) -> dict[tuple[str, int], CodeType]:
 
 
 def _same_code(one: CodeType, other: CodeType | None) -> bool:
-    """Whether both do the same, wherever they stand."""
+    """Whether both do the same, regardless of their line numbers."""
 
     def unplaced(code: CodeType) -> CodeType:
         consts = tuple(unplaced(each) if isinstance(each, CodeType) else each for each in code.co_consts)
@@ -289,7 +289,7 @@ def _same_code(one: CodeType, other: CodeType | None) -> bool:
 
 
 def _live(node: _Definition, value: Any) -> Iterator[tuple[_Definition, CodeType]]:
-    """Yield the definition of each function that was made, and the code that the program has of it."""
+    """Yield each function's definition with the code object that the program holds for it."""
     if not isinstance(node, ast.ClassDef):
         yield node, inspect.unwrap(value).__code__
         return
@@ -298,18 +298,17 @@ def _live(node: _Definition, value: Any) -> Iterator[tuple[_Definition, CodeType
 
 
 def _methods(node: ast.ClassDef, value: type) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, FunctionType]]:
-    """Yield the methods that a class's body defines, and those that the class has by that name."""
+    """Yield the methods that a class body defines, each with the function that the class holds under that name."""
     times = _names_made(node)
     for each in node.body:
         if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and times[each.name] == 1:
             function = _function_of(vars(value).get(_mangled(each.name, node)))
             if function is None or (each.decorator_list and function.__code__.co_name != each.name):
-                continue  # a decorator's own
+                continue  # a function that a decorator made
             yield each, function
 
 
 def _function_of(member: Any) -> FunctionType | None:
-    """Return the function of a class's member."""
     if isinstance(member, property):
         member = member.fget
     elif isinstance(member, functools.cached_property):
@@ -327,7 +326,7 @@ def _mangled(name: str, node: ast.ClassDef) -> str:
 
 
 def _names_made(node: ast.ClassDef) -> Counter[str]:
-    """Return the names that a class's body makes, and in how many places."""
+    """Return the names that a class body binds, and at how many places."""
     names: Counter[str] = Counter()
     pending: list[ast.AST] = [*node.body]
     while pending:
@@ -348,9 +347,9 @@ def _names_made(node: ast.ClassDef) -> Counter[str]:
 
 
 def _check_as_defined(node: _Definition, value: Any, known: dict[str, Any], path: tuple[str, ...]) -> None:
-    """Refuse what the program has done to a function or class since its definition, which is made again elsewhere.
+    """Refuse a function or class that the program changed since its definition: workers rebuild it from the source.
 
-    A default that was a local name of the enclosing function is added to `known`.
+    Adds defaults that were local names of the enclosing function to `known`.
     """
     if isinstance(node, ast.ClassDef):
         for method, function in _methods(node, value):
@@ -377,8 +376,8 @@ def _check_function(
     for source, default in _defaults(node, function):
         if _differs(source, default, known):
             raise ConfigError(
-                f"{_shown(path)}: the default {ast.unparse(source)!r} is {_short(default)} in it and something else by "
-                f"now; {_AGAIN}"
+                f"{_shown(path)}: the default {ast.unparse(source)!r} was {_short(default)} at its definition and "
+                f"has changed since; {_AGAIN}"
             )
     _check_no_attributes(function, path)
 
@@ -387,14 +386,14 @@ def _check_no_attributes(function: FunctionType, path: tuple[str, ...]) -> None:
     for name in vars(function):
         if not _is_dunder(name):
             raise ConfigError(
-                f"{_shown(path)}: it has an attribute of its own, {name!r}, which its source does not make; use "
+                f"{_shown(path)}: it has an attribute of its own, {name!r}, which its source does not set; use "
                 f"a global name instead"
             )
 
 
 def _check_attributes(node: ast.ClassDef, value: type, known: Mapping[str, Any], path: tuple[str, ...]) -> None:
     if type(value) not in (type, ABCMeta) or (issubclass(value, tuple) and hasattr(value, "_fields")):
-        return  # an enumeration's or a named tuple's body says something else than what the class has
+        return  # the bodies of enumerations and named tuples differ from what their classes hold
     times = _names_made(node)
     others = len(node.decorator_list) - ("__dataclass_fields__" in vars(value))
     for each in node.body:
@@ -413,7 +412,7 @@ def _check_attributes(node: ast.ClassDef, value: type, known: Mapping[str, Any],
     if others > 0 or any(
         "__init_subclass__" in vars(base) for base in value.__mro__[1:] if base not in (object, Generic)
     ):
-        return  # these may add anything, and do so again
+        return  # decorators and __init_subclass__ may add anything, and will do so again in the worker
     made = {_mangled(name, node) for name in times}
     for name, live in vars(value).items():
         if name not in made and not _is_dunder(name) and name != "_abc_impl" and not inspect.isdatadescriptor(live):
@@ -421,7 +420,7 @@ def _check_attributes(node: ast.ClassDef, value: type, known: Mapping[str, Any],
 
 
 def _defaults(node: ast.FunctionDef | ast.AsyncFunctionDef, function: FunctionType) -> Iterator[tuple[ast.expr, Any]]:
-    """Yield each default's source and value."""
+    """Yield each default's source expression and its current value."""
     positional, by_name = function.__defaults__ or (), function.__kwdefaults__ or {}
     if len(positional) != len(node.args.defaults):
         positional = (_MISSING,) * len(node.args.defaults)
@@ -432,7 +431,7 @@ def _defaults(node: ast.FunctionDef | ast.AsyncFunctionDef, function: FunctionTy
 
 
 def _differs(source: ast.expr, live: Any, known: Mapping[str, Any]) -> bool:
-    """Whether a literal, or a chain like `POINTS["right"]`, is not what was made of it; others are not evaluated."""
+    """Whether a literal, or a chain such as `POINTS["right"]`, no longer gives `live`; nothing else is evaluated."""
     try:
         again = ast.literal_eval(source)
     except (ValueError, TypeError):
@@ -441,7 +440,7 @@ def _differs(source: ast.expr, live: Any, known: Mapping[str, Any]) -> bool:
         try:
             code = compile(ast.Expression(source), "<asyncflow>", "eval")
             again = eval(code, {**vars(builtins), **known})  # noqa: S307  the user's own line, without calls
-        except Exception:  # noqa: BLE001  whatever the user's objects raise: it is not there any more
+        except Exception:  # noqa: BLE001  user objects may raise anything; the value is gone
             return True
     if again is live:
         return False
@@ -449,6 +448,7 @@ def _differs(source: ast.expr, live: Any, known: Mapping[str, Any]) -> bool:
         return True
     if type(live).__module__ != "builtins" and (again == live) is not True:
         return True
+    # By repr: `==` would equate 1, 1.0 and True inside containers. A set's repr has no fixed order.
     return repr(again) != repr(live) and not (isinstance(live, set | frozenset) and again == live)
 
 
@@ -466,10 +466,10 @@ def _first_line(node: _Definition) -> int:
 
 
 def _places_of(value: Any) -> Iterator[tuple[str, int | None]]:
-    """Yield the files, with a line inside of it where that is known, in which a function or class may be defined."""
+    """Yield the files in which a function or class may be defined, each with a line inside the definition if known."""
     for code in _codes_of(value):
         yield code.co_filename, code.co_firstlineno
-    if inspect.isclass(value):  # one without methods of its own knows only its module; a notebook's is its cells
+    if inspect.isclass(value):  # without methods it knows only its module; a notebook's module is all its cells
         module = sys.modules[value.__module__]
         yield getattr(module, "__file__", None) or "", None
         yield from (
@@ -478,7 +478,6 @@ def _places_of(value: Any) -> Iterator[tuple[str, int | None]]:
 
 
 def _codes_of(value: Any) -> Iterator[CodeType]:
-    """Yield the code of a function, or of a class's own methods."""
     if inspect.isfunction(value):
         yield inspect.unwrap(value).__code__
     elif inspect.isclass(value):
@@ -486,7 +485,7 @@ def _codes_of(value: Any) -> Iterator[CodeType]:
 
 
 def _namespace(value: Any) -> dict[str, Any]:
-    """Return what names mean inside of a function or class; builtins are everywhere, unless the program has its own."""
+    """Return what free names mean inside a function or class; unchanged builtins are left out."""
     if inspect.isclass(value):
         known = {**vars(sys.modules[value.__module__])}
         functions = [each for each in map(_function_of, vars(value).values()) if each is not None]
@@ -505,14 +504,14 @@ def _namespace(value: Any) -> dict[str, Any]:
 
 
 def _names_used(node: ast.stmt, path: tuple[str, ...], *, stringized: bool) -> tuple[set[str], set[str]]:
-    """Return the names that a definition looks up outside of itself: when it is made (decorators, defaults, bases,
-    annotations), and at all."""
+    """Return the outer names used when it is made (decorators, defaults, bases, annotations), and all of them."""
     alone = ast.Module([node], [])
     flags = __future__.annotations.compiler_flag if stringized else 0
+    # Compiled alone, a definition looks every outer name up as a global.
     try:
         pending = [compile(alone, "<asyncflow>", "exec", dont_inherit=True)]
     except SyntaxError as error:
-        raise ConfigError(f"{_shown(path)}: {error.msg}, outside of where it stands; {_IN_A_MODULE}") from error
+        raise ConfigError(f"{_shown(path)}: {error.msg}, outside its context; {_IN_A_MODULE}") from error
     at_once = _looked_up(compile(alone, "<asyncflow>", "exec", flags, dont_inherit=True))
     names: set[str] = set()
     while pending:
@@ -527,7 +526,8 @@ def _looked_up(code: CodeType) -> set[str]:
 
 
 def _submodules_used(node: ast.stmt, name: str, module: ModuleType) -> Iterator[str]:
-    """Yield the imports by which `name.a.b` of a definition is there: that of `name` alone may not do."""
+    """Yield the imports that make `name.a.b` resolve in a worker."""
+    # `import name` alone does not import submodules; this program may have imported them elsewhere.
     for each in ast.walk(node):
         first, *parts = ast.unparse(each).split(".") if isinstance(each, ast.Attribute) else [""]
         if first != name:
@@ -546,7 +546,7 @@ def _stringized(value: Any) -> bool:
 
 
 def _expression(value: Any, path: tuple[str, ...]) -> str:
-    """Return Python that makes a constant."""
+    """Return a Python expression that makes a constant."""
     if isinstance(value, re.Pattern):
         return f"re.compile({value.pattern!r}, {value.flags})"
     if isinstance(value, logging.Logger):
@@ -571,5 +571,5 @@ def _expression(value: Any, path: tuple[str, ...]) -> str:
 
 
 def _shown(path: tuple[str, ...]) -> str:
-    """Return `reward: score uses table`."""
+    """Return, for example, `reward: score uses table`."""
     return f"{path[0]}: {' uses '.join(path[1:])}"

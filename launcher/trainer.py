@@ -3,16 +3,16 @@
     trainer = asyncflow.Trainer("quickstart", roles="rollout:2,actor:1", overrides={"actor.lr": 3e-4}, steps=40)
     print(trainer.plan())            all checks of a start; what `asyncflow-launch --dry-run` prints, and as data
     results = trainer.fit()          the run, in a child process; Ctrl-C, or `stop()` in a thread, saves and ends it
-    trainer.fit(resume=True)         goes on
+    trainer.fit(resume=True)         continues it
     results.frame()                  a row per step
 
     asyncflow.Trainer(reward=score, data=rows)      functions and rows of this program: see `launcher.inputs`
 
-    start() -> a thread owns the launcher and shows its lines -> wait(): Results, or the error that it told
+    start() -> a thread owns the launcher and shows its lines -> wait(): Results, or the launcher's error
                                    stop() -'
 
-The child is `asyncflow-launch` itself, in a process group of its own, so that a Ctrl-C reaches it through this process
-alone. If this process dies, the kernel asks the child to stop: it saves the last completed step.
+The child is `asyncflow-launch` itself, in its own process group, so that a Ctrl-C reaches it only through this process.
+If this process dies, the kernel asks the child to stop: it saves the last completed step.
 """
 
 import json
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
     from workers.outside.local_engines import LocalEngines
 
+# A child process: the launcher forks workers, takes over signals and logging, and imports torch, none of which a
+# notebook's kernel should suffer.
 _CHILD = """
 import signal, sys
 from asyncflow.process import die_with_parent
@@ -64,10 +66,25 @@ launch(prog_name="asyncflow-launch")
 
 
 class Trainer:
-    """A run: its settings, and the launcher while it goes on.
+    """A run: its settings, and its launcher while it runs.
+
+    Args:
+        config: YAML file, name of a packaged recipe, its sections as a dict (relative paths start from the working
+            directory), or a loaded configuration. None: the quickstart.
+        roles: ranks per role, `{"rollout": 8, "actor": 4}` or `rollout:8,actor:4`, as `--roles`.
+        overrides: dotted key -> value, as `--set`.
+        steps: number of the last step.
+        run_dir: where the run writes; None: each run gets a directory of its own, `runs/NAME-TIMESTAMP`.
+        reward, rollout: functions (or, for rollouts, a class) of this program or notebook, for `reward.function` and
+            `rollout.function`. Their source goes to the run together with what it uses.
+        data: rows for `data.path`: a list of dicts, a `datasets.Dataset` or a data frame.
 
     Attributes:
-        run_dir: of the newest run, or the one that the next run gets; None: `runs/NAME-TIMESTAMP`.
+        run_dir: of the newest run, or the one that the next run gets; None: chosen at the start.
+
+    Raises:
+        ConfigError: a value has the wrong type or no form in YAML, or a function or row cannot be given to other
+            processes.
     """
 
     def __init__(
@@ -82,21 +99,6 @@ class Trainer:
         data: Any = None,
         rollout: Callable[..., Any] | None = None,
     ) -> None:
-        """Args:
-        config: YAML file, name of a packaged recipe, its sections as a dict (relative paths start from the working
-            directory), or a loaded configuration. None: the quickstart.
-        roles: ranks per role, `{"rollout": 8, "actor": 4}` or `rollout:8,actor:4`, as `--roles`.
-        overrides: dotted key -> value, as `--set`.
-        steps: number of the last step.
-        run_dir: where the run writes; None: each run gets a directory of its own.
-        reward, rollout: functions (or, for rollouts, a class) of this program or notebook, for `reward.function` and
-            `rollout.function`. Their source goes to the run with what it uses.
-        data: rows for `data.path`: a list of dicts, a `datasets.Dataset` or a data frame.
-
-        Raises:
-            ConfigError: a value has no form in YAML, or is of another type, or `run_dir` is not a path; a function or
-                row that other processes cannot have.
-        """
         if not isinstance(roles, str | Mapping | None):
             raise ConfigError(
                 f"roles: {roles!r} is not a dict; give {{'rollout': 8, 'actor': 4}}, or 'rollout:8,actor:4'"
@@ -113,6 +115,7 @@ class Trainer:
         self._source = None if config is None else str(config)
         self._called: str | None = None
         self._inputs = Path(tempfile.mkdtemp(prefix="asyncflow-"))
+        # Temporary inputs live as long as the trainer.
         weakref.finalize(self, shutil.rmtree, self._inputs, ignore_errors=True)
         if isinstance(config, (Mapping, RunConfig)):
             (directory := self._inputs / "config").mkdir()
@@ -129,7 +132,7 @@ class Trainer:
         """The resolved configuration.
 
         Raises:
-            ConfigError: what cannot be used.
+            ConfigError: a setting cannot be used.
         """
         return self._load(self._settings(self._kept or self._inputs))
 
@@ -138,7 +141,7 @@ class Trainer:
         return load_config(source, overrides=overrides, roles=self._roles, steps=self._steps, called=self._called)
 
     def _settings(self, inputs: Path) -> tuple[str, ...]:
-        """Return `--set` options, where what the caller gave as objects lies in `inputs`."""
+        """Return `--set` options; `inputs` is the directory that holds what the caller gave as objects."""
         if not self._given:
             return self._overrides
         given = {**self._given}
@@ -146,16 +149,13 @@ class Trainer:
             given["data.path"] = str(inputs / DATA_FILE)
         settings = (*self._overrides, *(f"{key}={_as_yaml(value, key)}" for key, value in given.items()))
         if (inputs / f"{MODULE}.py").is_file():
+            # The generated module goes before the user's own code directory.
             places = os.pathsep.join([str(inputs), self._load(settings).code_directory or "."])
             settings = (*settings, f"code_directory={_as_yaml(places, 'code_directory')}")
         return settings
 
     def _keep_inputs(self, *, resume: bool) -> Path:
-        """Put what was given as objects into the run's directory, for as long as the run may go on; return where.
-
-        Raises:
-            ConfigError: the directory is another run's, or cannot be written; the run began with other rows.
-        """
+        """Copy what was given as objects into the run's directory, where a resumed run finds it; return where."""
         run_dir = self._resumed()
         if not self._given:
             return self._inputs
@@ -174,13 +174,14 @@ class Trainer:
         return kept
 
     def plan(self, *, resume: bool = False) -> Accepted:
-        """Check all that a start checks, and start nothing.
+        """Run all checks of a start without starting anything.
 
         Returns:
             What the run would be: `run_dir`, and in `checked` its `gangs`, `tasks`, `memory`, `first_prompt` and so on;
-            `str()` of it is what `--dry-run` prints.
+                `str()` of it is what `--dry-run` prints.
+
         Raises:
-            ConfigError: the first thing that does not hold.
+            ConfigError: the first check that fails.
         """
         accepted = Request(
             config=self._source,
@@ -196,11 +197,12 @@ class Trainer:
         return accepted
 
     def fit(self, *, resume: bool = False, show: Callable[[str], None] = print_line) -> "Results":
-        """Run to the end, or to a stop. An interrupt saves the last completed step, and is raised then.
+        """Run to the end, or to a stop. A KeyboardInterrupt saves the last completed step, then propagates.
 
         Args:
-            resume: go on with the run in `run_dir`, with this trainer's settings.
-            show: is called with every line that the launcher writes, in another thread.
+            resume: continue the run in `run_dir`, with this trainer's settings.
+            show: called with every line that the launcher writes, in another thread.
+
         Raises:
             ConfigError: the launcher refused the settings.
             RoleFailed: the run failed.
@@ -209,20 +211,20 @@ class Trainer:
         return self.wait()
 
     def start(self, *, resume: bool = False, show: Callable[[str], None] = print_line) -> None:
-        """Start the run and return at once, as a notebook may want it; see `fit`."""
+        """Start the run and return at once, for example in a notebook; see `fit`."""
         if self._launcher is not None and not self._launcher.ended.done():
-            raise ConfigError("fit: a run of this trainer goes on; stop() it, or wait() for its end")
+            raise ConfigError("fit: a run of this trainer is in progress; stop() it, or wait() for its end")
         if resume:
             where = ("--resume", str(self._resumed()))
         else:
-            _ = self.config  # what is wrong with the caller's settings is raised here, in the caller's words
+            _ = self.config  # raises here, so that errors name the settings as the caller gave them
             if self.run_dir is None or not self._names_run_dir:
                 self.run_dir = default_run_dir(self.config.name, datetime.now())
             where = ("--run-dir", str(self.run_dir))
         roles = () if self._roles is None else ("--roles", self._roles)
         steps = () if self._steps is None else ("--steps", str(self._steps))
         self._kept = self._keep_inputs(resume=resume)
-        self.__dict__.pop("config", None)  # from now on it names what the run has
+        self.__dict__.pop("config", None)  # from now on it is the run's, with the kept inputs
         settings = self._settings(self._kept)
         options = [*where, *roles, *steps, *(word for each in settings for word in ("--set", each))]
         self._launcher = _Launcher([*options, "--", *([] if self._source is None else [self._source])], show, self)
@@ -240,12 +242,13 @@ class Trainer:
             try:
                 launcher.ended.result()
             except KeyboardInterrupt:
-                launcher.signal(signal.SIGINT)  # at once
+                launcher.signal(signal.SIGINT)  # the second signal ends the run at once
                 launcher.ended.result()
             raise
         if code in (DONE, RESUMABLE) or launcher.stopped:
             return self.results
-        if code == USAGE and self._given and not (self._resumed() / CONFIG_FILE).exists():  # nothing was started
+        # The launcher refused before it wrote anything: do not leave the inputs that were copied for it.
+        if code == USAGE and self._given and not (self._resumed() / CONFIG_FILE).exists():
             shutil.rmtree(self._resumed() / INPUTS, ignore_errors=True)
             with suppress(OSError):
                 self._resumed().rmdir()
@@ -253,8 +256,7 @@ class Trainer:
         raise error(line.removeprefix("Error: ") or f"the launcher ended with code {code} and said nothing")
 
     def stop(self) -> None:
-        """Have the run save its last completed step and end, and return at once; `fit` returns then. From any thread;
-        nothing happens where no run goes on."""
+        """Ask the run to save its last completed step and end, without waiting for that. Any thread may call it."""
         if self._launcher is not None:
             self._launcher.signal(signal.SIGTERM)
 
@@ -263,15 +265,16 @@ class Trainer:
         """What the run has written so far.
 
         Raises:
-            ConfigError: there is no run.
+            ConfigError: this trainer has had no run.
         """
         return Results(self._resumed())
 
     def init_engines(self, kind: "type[LocalEngines] | None" = None) -> "LocalEngines":
-        """Return engines and a queue in this process, for a loop of your own; a context manager.
+        """Return engines and a queue in this process, for a training loop of your own; a context manager.
 
         Args:
-            kind: your subclass, which may generate or update in another way.
+            kind: your subclass, which may generate or update differently.
+
         Raises:
             ConfigError: see `LocalEngines`.
         """
@@ -293,27 +296,23 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Results:
-    """What a run has written down; of one that goes on, so far.
-
-    Attributes:
-        run_dir: of the run.
-    """
+    """What a run has written, so far if it is still running."""
 
     run_dir: Path
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """A dict per finished step, with the figures of docs/metrics.md."""
+        """One dict per finished step, with the figures of docs/metrics.md."""
         return LineTail(self.run_dir / METRICS_FILE).read()
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """A dict per evaluation on held-out prompts."""
+        """One dict per evaluation on held-out prompts."""
         return LineTail(self.run_dir / EVALUATION_FILE).read()
 
     @property
     def finished(self) -> bool:
-        """Whether the last step of the configuration was made; else `fit(resume=True)` goes on.
+        """Whether the configuration's last step was trained; otherwise `fit(resume=True)` continues.
 
         Raises:
             ConfigError: there is no run.
@@ -331,7 +330,7 @@ class Results:
         """The newest model that the run saved: a directory that `transformers` loads.
 
         Raises:
-            ConfigError: it has saved none.
+            ConfigError: none was saved.
         """
         for path in reversed(list_checkpoints(self.run_dir).values()):
             if (path / HF / "config.json").is_file():
@@ -342,7 +341,7 @@ class Results:
         )
 
     def frame(self) -> "DataFrame":
-        """Return the steps as a pandas DataFrame by step; figures inside of figures are `idle_fraction/rollout`."""
+        """Return a pandas DataFrame indexed by step; nested figures become columns such as `idle_fraction/rollout`."""
         import pandas
 
         steps = [figures(line) for line in self.steps]
@@ -350,14 +349,12 @@ class Results:
 
 
 class _Launcher:
-    """The launcher in a child process, and the thread that owns it: for the kernel, that thread is its parent."""
+    """The launcher in a child process, and the thread that owns it.
+
+    `owner` is kept alive until the child has ended, because the child reads files that are deleted with it.
+    """
 
     def __init__(self, arguments: Sequence[str], show: Callable[[str], None], owner: object) -> None:
-        """Args:
-        arguments: of the command.
-        show: is called with each line.
-        owner: is kept until the child has ended, since a file of its configuration goes with it.
-        """
         self.ended: Future[tuple[int, str]] = Future()
         """Exit code and last line."""
         self._begun: Future[subprocess.Popen[str]] = Future()
@@ -368,20 +365,16 @@ class _Launcher:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop ended it before it could answer signals, so that nothing was to be saved."""
+        """Whether a stop killed the child before it handled signals, so there was nothing to save."""
         return self._stopping and self.ended.result()[0] == -signal.SIGTERM
 
     def begin(self) -> None:
-        """Start it.
-
-        Raises:
-            OSError: the system has no room for a process.
-        """
+        """Start the child; raises OSError if the system cannot create a process."""
+        # For the kernel, the parent is this thread: the child's parent-death signal comes when it ends.
         threading.Thread(target=self._own, name="launcher", daemon=True).start()
         self._begun.result()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, if it runs."""
         self._stopping = True
         self._begun.result().send_signal(number)
 
@@ -389,6 +382,7 @@ class _Launcher:
         last = held = ""
         try:
             process = subprocess.Popen(
+                # -P: the working directory must not shadow our modules.
                 [sys.executable, "-P", "-c", _CHILD, str(os.getpid()), *self._arguments],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 text=True, errors="replace", process_group=0,
@@ -405,7 +399,7 @@ class _Launcher:
                     last = line or last
                     if held:
                         self._show(held)
-                    # The line that says why it ends is raised, and not shown beside.
+                    # The line that tells why the run ended is raised, so it is not shown as well.
                     held = line if line.startswith(("Error: ", "failed (")) else ""
                     if not held:
                         self._show(line)
@@ -421,7 +415,7 @@ class _Launcher:
 
 
 def _ship(functions: Mapping[str, Callable[..., Any]], data: Any, directory: Path) -> dict[str, str]:
-    """Write what the caller gave as objects into a directory; return the settings that name it."""
+    """Write what the caller gave as objects into a directory; return the settings that refer to it."""
     given: dict[str, str] = {}
     if functions:
         source, names = ship_functions(functions)
@@ -434,7 +428,7 @@ def _ship(functions: Mapping[str, Callable[..., Any]], data: Any, directory: Pat
 
 
 def _write(config: Mapping[str, Any] | RunConfig, directory: Path) -> str:
-    """Write a configuration that is in no file; return where."""
+    """Write a configuration that is in no file; return its path."""
     if isinstance(config, RunConfig):
         config.save(directory)
     else:
@@ -445,7 +439,7 @@ def _write(config: Mapping[str, Any] | RunConfig, directory: Path) -> str:
 
 def _as_yaml(value: Any, what: str) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, default=_plain)  # which is YAML, too
+        return json.dumps(value, ensure_ascii=False, default=_plain)  # JSON is also YAML
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{what}: {error}; give numbers, texts, lists and dicts") from error
 

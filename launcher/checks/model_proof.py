@@ -1,8 +1,9 @@
-"""Whether the run's engines compute its models rightly: proven on a small model of the same config, before a start.
+"""Checks, before a start, that the run's engines compute its models correctly: tries a small model of the same config.
 
-The proof needs torch, so a child process has it (`workers.engines.model_proof`). What is right is remembered by what it
-depends on: the small config, the names in the weight files, the versions of transformers and torch, and our engines'
-sources. `proven_models.json` lists what was proven when the package was made: known families cost nothing.
+The proof needs torch, so it runs in a child process (`workers.engines.model_proof`). Correct results are cached
+under everything they depend on: the small config, the names in the weight files, the versions of transformers and
+torch, and our engines' sources. `proven_models.json` lists what was proven when the package was built, so known
+families cost nothing.
 """
 
 import hashlib
@@ -30,9 +31,9 @@ _TIMEOUT_S = 300.0
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
 POSITIONS = 64
 _WIDE_HEAD_DIM = 32
-"""Of heads that together are wider than the hidden size, or narrower."""
+"""For heads whose total width differs from the hidden size."""
 _WINDOW = 5
-"""Shorter than the proof's samples."""
+"""Shorter than the proof's samples, so the window takes effect."""
 _VOCABULARY = 48
 _MOST_LAYERS = 8
 
@@ -57,7 +58,7 @@ _COSMETIC = re.compile(
     r"|pretraining_tp|rope_theta|use_mrope|rope_interleaved|is_llama_config|name_or_path|attn_implementation"
     r"|unsloth_.*|.*layer_drop.*|layerdrop)$"
 )
-"""Settings on which it does not depend whether a model is computed rightly."""
+"""Settings that do not affect whether a model is computed correctly."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,7 @@ class ModelUse:
     """A model of the run, and what is computed with it.
 
     Attributes:
-        key: setting that names it; begins messages.
-        path: of its directory.
+        key: the setting that names it; messages begin with it.
         parts: of the proof that it needs; see `workers.engines.model_proof`.
     """
 
@@ -76,11 +76,13 @@ class ModelUse:
 
 
 def check_proven(config: RunConfig) -> None:
-    """Refuse models that the run's engines do not compute rightly; what is not known is proven, in a child.
+    """Refuse models that the run's engines do not compute correctly; unknown ones are proven in a child process.
 
     Raises:
-        ConfigError: names the model, the layer, and what to do.
+        ConfigError: names the model, the layer and what to do.
     """
+    # Proven by computing rather than by a list of families: a family's options (layer types, ALiBi, windows) matter,
+    # and a list ages with transformers.
     questions = [(use, question_of(use.path)) for use in models_of(config)]
     verdicts = [known_verdicts(question) for _, question in questions]
     missing = [
@@ -100,7 +102,7 @@ def check_proven(config: RunConfig) -> None:
 
 
 def models_of(config: RunConfig) -> list[ModelUse]:
-    """Return the models that transformers' classes compute in this run, and what with each."""
+    """Return the models that transformers' classes compute in this run, each with the parts it is used for."""
     actor, ref, roles = config.actor, config.ref, config.roles
     generating = {
         engine
@@ -144,7 +146,7 @@ def models_of(config: RunConfig) -> list[ModelUse]:
 
 
 Question = tuple[dict[str, Any], list[str]]
-"""A small config, and the names of weights in the files, numbers replaced by `*`."""
+"""A small config, and the names of the weights in the files with numbers replaced by `*`."""
 
 
 def question_of(path: Path) -> Question:
@@ -152,16 +154,12 @@ def question_of(path: Path) -> Question:
 
 
 def name_patterns(names: Iterable[str]) -> list[str]:
-    """Return the names of weights without their numbers, each once, in order."""
+    """Return the sorted, distinct names of weights without their numbers."""
     return sorted({name_pattern(name) for name in names})
 
 
 def _prove(asked: Sequence[Sequence[Any]], *, key: str) -> list[dict[str, str | None]]:
-    """Have a child prove models.
-
-    Raises:
-        ConfigError: it could not; says why.
-    """
+    """Have a child process prove the models."""
     pool = CallPool(
         Entry("workers.engines.model_proof:proving"),
         what=f"{key}: the proof that the engines compute it",
@@ -180,18 +178,19 @@ def _prove(asked: Sequence[Sequence[Any]], *, key: str) -> list[dict[str, str | 
 
 
 def _advice(problem: str) -> str:
-    """Say what to do, where the problem does not."""
+    # A problem with a semicolon already says what to do.
     return "" if ";" in problem else "; name a model of a family that docs/models.md lists as proven"
 
 
 def shipped_key(question: Question) -> str:
-    """Return under what `proven_models.json` lists a model that is proven in all parts."""
+    """Return the key under which `proven_models.json` lists a model."""
     return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def known_verdicts(question: Question) -> dict[str, str | None]:
-    """Return the parts that are right, as came with the package or as earlier starts remembered; part -> None."""
+    """Return part -> None for the parts known to be correct, from the package or from earlier starts."""
     shipped, parts = _shipped(), ()
+    # The package's list holds only for the transformers version that it was proven with.
     if shipped["transformers"] == _version("transformers") and (known := shipped["models"].get(shipped_key(question))):
         parts = shipped["parts"][known]
     try:
@@ -203,15 +202,13 @@ def known_verdicts(question: Question) -> dict[str, str | None]:
 
 
 def _remember(question: Question, verdicts: Mapping[str, str | None]) -> None:
-    """Write which parts are right, whole or not at all, since other starts read and write them.
-
-    Where nothing can be written, the next start proves the model again; so it does what was refused, which may be due
-    to the machine.
-    """
+    """Record which parts are correct."""
     file = _cache_file(question)
+    # Failures are not recorded, since they may be the machine's: the next start proves the model again.
     right = {part: problem for part, problem in verdicts.items() if problem is None}
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
+        # A temporary file and a rename: other starts read and write the same file.
         descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".new")
         try:
             with os.fdopen(descriptor, "w") as stream:
@@ -246,7 +243,7 @@ def _version(package: str) -> str:
 
 @cache
 def _engines() -> str:
-    """Return a hash over the sources of the engines: a verdict of other ones does not count."""
+    """Return a hash of the engines' sources, so that verdicts for other sources do not count."""
     digest = hashlib.sha256()
     for file in sorted(Path(workers.__file__).parent.joinpath("engines").rglob("*.py")):
         digest.update(file.read_bytes())
@@ -254,15 +251,15 @@ def _engines() -> str:
 
 
 _SAME_FOR_ALL = {"rms_norm_eps": 1e-6, "layer_norm_eps": 1e-6, "rope_theta": 10000.0}
-"""Numbers that differ between models of a family and do not change how they are computed."""
+"""Numbers that differ within a family but do not change how a model is computed."""
 _PLAIN_ROPE = {"rope_theta", "rope_type"}
 
 
 def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a small model with the same kinds of layers: one for many sizes of a family."""
+    """Return the config of a small model with the same kinds of layers; one result covers many sizes of a family."""
     own = {key: value for key, value in config.items() if not _COSMETIC.match(key) and value is not None}
     own |= {key: value for key, value in _SAME_FOR_ALL.items() if key in own}
-    if own.get("is_encoder_decoder") is False:  # as where it is left out
+    if own.get("is_encoder_decoder") is False:  # the default
         del own["is_encoder_decoder"]
     if not own.get("use_sliding_window", True):
         own = {key: value for key, value in own.items() if key not in ("sliding_window", "max_window_layers")}
@@ -282,6 +279,7 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
         elif key.endswith("_token_id"):
             own[key] = _TOKENS.get(key, 3)
     if config.get("auto_map"):
+        # Only whether the model brings its own code matters, not its name.
         own["auto_map"] = {"is": "there"}
     own = {key: value for key, value in own.items() if not key.endswith("_token_id") or key in _TOKENS}
     own |= {key: own.get(key, token) for key, token in _TOKENS.items() if key != "pad_token_id"}
@@ -294,7 +292,7 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut_layers(own: dict[str, Any], count: int) -> None:
-    """Keep the first layer of each kind, where lists say the kinds; else as many as a pattern needs."""
+    """Keep the first layer of each kind if lists name the kinds; otherwise as many layers as a pattern needs."""
     lists = [
         key
         for key, value in own.items()
@@ -330,7 +328,7 @@ def _cut_layers(own: dict[str, Any], count: int) -> None:
 
 
 def _narrow(own: dict[str, Any], config: Mapping[str, Any]) -> None:
-    """Make it narrow: as divisible as before, with as many heads a group where these are grouped."""
+    """Shrink the widths, keeping their divisibility and whether heads are grouped."""
     width = next((config[key] for key in _WIDTHS if type(config.get(key)) is int), 0)
     for key in own:
         if key in _WIDTHS and type(own[key]) is int:
@@ -344,6 +342,7 @@ def _narrow(own: dict[str, Any], config: Mapping[str, Any]) -> None:
     own[name] = HEADS
     for key in _KEY_HEADS:
         if type(own.get(key)) is int:
+            # Multi-query stays one key head, multi-head as many as heads; grouped heads become groups of two.
             own[key] = 1 if own[key] == 1 else HEADS if own[key] == heads else HEADS // 2
     size = own.get("head_dim")
     if type(size) is int and "qk_rope_head_dim" not in own:
@@ -358,7 +357,7 @@ def _narrow(own: dict[str, Any], config: Mapping[str, Any]) -> None:
 
 
 def _small_rope(rope: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary settings for the small heads; sections per kind of layer, too."""
+    """Return rotary settings that fit the small heads; sections per kind of layer, too."""
     small: dict[str, Any] = {
         key: _small_rope(value, own) if isinstance(value, dict) else value for key, value in rope.items()
     }

@@ -1,4 +1,7 @@
-"""What must hold of the models that generate and that score before a run is accepted. Torch-free."""
+"""Checks of the models that generate and score, before a run is accepted. Torch-free.
+
+Each `check_*` raises ConfigError at the first condition that fails; the message says which setting to change.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,22 +26,14 @@ from workers.settings.run import RunConfig
 
 
 def check_generating(config: RunConfig) -> None:
-    """Check what the configuration alone decides.
-
-    Raises:
-        ConfigError: the first thing that does not hold.
-    """
+    """Check what the configuration alone decides."""
     _check_deterministic(config)
     _check_openai(config)
     _check_vllm(config)
 
 
 def check_reference(config: RunConfig) -> None:
-    """Refuse a reference, or role actor_fwd, that ranks share where there are none that could.
-
-    Raises:
-        ConfigError: the first thing that does not hold.
-    """
+    """Refuse settings under which no ranks could share a copy of the reference or of role actor_fwd."""
     engine, shared = config.ref.engine, config.ref.ranks_per_copy
     if engine not in ("fsdp", "megatron"):
         return
@@ -55,11 +50,7 @@ def check_reference(config: RunConfig) -> None:
 
 
 def check_positions(config: RunConfig) -> None:
-    """Refuse sequences that are longer than the model's positions: its responses there would be noise, or an error.
-
-    Raises:
-        ConfigError: says which setting to lower.
-    """
+    """Refuse sequences longer than the model's positions: their responses would be noise, or an error."""
     limit = max_positions(Path(config.model.path))
     prompt = config.data.max_prompt_tokens
     _check_context(config, limit)
@@ -88,7 +79,7 @@ def check_positions(config: RunConfig) -> None:
 
 
 def _check_context(config: RunConfig, positions: int | None) -> None:
-    """Refuse turns that are longer than the engine takes: they would fail in place of being cut."""
+    """Refuse turns longer than the engine accepts: they would fail instead of being truncated."""
     wanted = config.rollout.max_context_tokens
     for _, engine, _ in _generating(config):
         limits = [] if engine == "sim" else [("the model's positions (max_position_embeddings)", positions)]
@@ -103,7 +94,7 @@ def _check_context(config: RunConfig, positions: int | None) -> None:
 
 
 def _check_rotary(config: RunConfig) -> None:
-    """Refuse sequences from whose length on a model turns all tokens of a batch otherwise, other samples' too."""
+    """Refuse lengths beyond which a model rotates all tokens of a batch differently, also those of other samples."""
     model = read_model_config(Path(config.model.path))
     rope = model.get("rope_parameters") or model.get("rope_scaling")
     if not isinstance(rope, dict) or config.actor.engine == "sim":
@@ -118,30 +109,27 @@ def _check_rotary(config: RunConfig) -> None:
     )
     if kind in ("dynamic", "longrope", "su") and type(limit) is int and longest > limit:
         raise ConfigError(
-            f"model.path: {config.model.path} computes all samples of a batch otherwise once one is longer than "
+            f"model.path: {config.model.path} computes all samples of a batch differently if one is longer than "
             f"{limit} tokens (rope_type {kind} in config.json), but sequences may have {longest}; lower "
             f"data.max_prompt_tokens, rollout.max_response_tokens or rollout.max_context_tokens, so that none is longer"
         )
 
 
 def ranks_per_instance(config: RunConfig) -> dict[str, int]:
-    """Return role -> ranks that share one copy of the model."""
+    """Return role -> number of ranks that share one copy of the model."""
     size = config.vllm.tensor_parallel_size
     return {section: size for section, engine, _ in _generating(config) if engine == "vllm"}
 
 
 def check_tensor_parallel(config: RunConfig) -> None:
-    """Refuse a model that vLLM cannot divide.
-
-    Raises:
-        ConfigError: names both numbers.
-    """
+    """Refuse a model that vLLM cannot divide."""
     size = max(ranks_per_instance(config).values(), default=1)
     if size == 1:
         return
     model = read_model_config(Path(config.model.path))
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         value = model.get(name)
+        # With fewer key heads than ranks, vLLM replicates them.
         repeats = name == "num_key_value_heads" and isinstance(value, int) and value and size % value == 0
         if isinstance(value, int) and value % size and not repeats:
             raise ConfigError(
@@ -150,16 +138,9 @@ def check_tensor_parallel(config: RunConfig) -> None:
 
 
 def check_broadcast(config: RunConfig, kind: str) -> None:
-    """Refuse broadcasts to vLLM's ranks on accelerators: two communicators that wait at once may wait for each other.
-
-    Args:
-        config: of the run.
-        kind: of its devices.
-
-    Raises:
-        ConfigError: says what to set instead.
-    """
+    """Refuse broadcasts to vLLM's ranks on accelerators; `kind` is the devices' kind."""
     size = ranks_per_instance(config).get("rollout", 1)
+    # Two communicators that wait at the same time may deadlock.
     if size > 1 and kind != "cpu" and config.weightsync.path == "broadcast":
         raise ConfigError(
             f"weightsync.path: broadcast would wait beside the collectives of vLLM's {size} ranks, and on {kind} both "
@@ -175,17 +156,17 @@ def _generating(config: RunConfig) -> Iterator[tuple[str, str, int]]:
 
 
 def _check_deterministic(config: RunConfig) -> None:
-    """Refuse engines that choose their own batches."""
+    """Refuse engines that form their own batches."""
     if config.deterministic and config.rollout.engine in ("vllm", "openai"):
         raise ConfigError(
-            f"deterministic: true cannot be with rollout.engine {config.rollout.engine}, which computes together what "
-            f"comes together; set rollout.engine to hf, or deterministic to false"
+            f"deterministic: true cannot be with rollout.engine {config.rollout.engine}, which batches "
+            f"whatever arrives together; set rollout.engine to hf, or deterministic to false"
         )
 
 
 def _check_vllm(config: RunConfig) -> None:
-    """Refuse a limit below prompt and response together: vLLM would refuse such prompts one by one, during the run."""
     longest, prompt = config.vllm.max_model_len, config.data.max_prompt_tokens
+    # Otherwise vLLM would reject such prompts one by one during the run.
     for section, engine, response in _generating(config):
         if engine == "vllm" and longest is not None and longest < prompt + response:
             raise ConfigError(
@@ -196,7 +177,6 @@ def _check_vllm(config: RunConfig) -> None:
 
 
 def _check_openai(config: RunConfig) -> None:
-    """Refuse missing servers, instances that would replace each other's weights, and paths that are not absolute."""
     if config.rollout.engine != "openai":
         return
     own = config.openai
@@ -207,6 +187,7 @@ def _check_openai(config: RunConfig) -> None:
         )
     if not own.weights_dir:
         raise ConfigError("openai.weights_dir: is missing; name a directory that the servers can read, too")
+    # Several instances would overwrite each other's weights on the servers.
     if config.roles["rollout"] > 1:
         raise ConfigError(
             f"roles: rollout:{config.roles['rollout']} cannot be with rollout.engine openai, whose servers have one "
@@ -227,11 +208,7 @@ HEAD_WEIGHT = f"{SCORE_HEAD}.weight"
 
 
 def check_reward_role(config: RunConfig) -> None:
-    """Refuse a reward model that nobody computes with, and what cannot be with one.
-
-    Raises:
-        ConfigError: the first thing that does not hold.
-    """
+    """Refuse a reward model without the role that runs it, and settings that exclude a reward model."""
     if config.reward.model is None:
         return
     if "reward" not in config.roles:
@@ -248,11 +225,7 @@ def check_reward_role(config: RunConfig) -> None:
 
 
 def check_reward_model(config: RunConfig) -> None:
-    """Check the directory of the reward model: files, head, tokens, positions.
-
-    Raises:
-        ConfigError: the first thing that does not hold.
-    """
+    """Check the reward model's directory: files, head, tokens, positions."""
     if config.reward.model is None:
         return
     path = Path(config.reward.model.path)
@@ -269,20 +242,20 @@ def check_reward_model(config: RunConfig) -> None:
 
 
 def _check_head(path: Path) -> None:
-    """Refuse a model whose files have no head, or one of several numbers."""
     head = stored_tensors(path, key=KEY).get(HEAD_WEIGHT)
     if head is None:
         raise ConfigError(
             f"{KEY}: {path} has no weight {HEAD_WEIGHT}, the head that gives a response its score; name a reward model "
             f"on a language model of the policy's family"
         )
+    # The head's first dimension is its number of scores.
     labels = head.shape[0]
     if labels != 1:
         raise ConfigError(f"{KEY}: {path} has {labels} labels; a reward model has 1, name one")
 
 
 def _check_tokens(path: Path, policy: Path) -> None:
-    """Refuse a model to which the policy's tokens mean something else."""
+    """Refuse a model with another vocabulary than the policy's."""
     known, wanted = _vocabulary(path), _vocabulary(policy)
     for token, number in sorted(wanted.items(), key=lambda entry: entry[1]):
         if known.get(token) != number:
@@ -308,7 +281,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
     return tokenizer.get_vocab(with_added_tokens=True)
 
 
-# Refuses a run whose models cannot fit on their devices, and shows what takes how much. Torch-free.
+# Device memory: refuses models that cannot fit, and shows what takes how much. Torch-free.
 
 _OF_COPIES = (
     "lower ref.micro_batch_size, set model.dtype to bfloat16, or let several ranks share a copy (ref.engine: fsdp)"
@@ -322,15 +295,13 @@ _REMEDIES = {
     "evaluate": "lower rollout.batch_size or, with vllm, raise vllm.tensor_parallel_size",
 }
 _BESIDE_VLLM = ("next version", "buckets")
-"""Not part of what vLLM takes."""
+"""Not part of the share that vLLM takes."""
 
 
 def device_memory(config: RunConfig, num_parameters: int) -> dict[str, Parts]:
-    """Return what each role's ranks need on their devices, by role; nothing where `launcher.device_memory_gb` is not
-    given, or for models whose sizes are not known.
+    """Return role -> what its ranks need on their devices; raises ConfigError, with the sum, if a role needs too much.
 
-    Raises:
-        ConfigError: a role needs more than the device has; with the sum that shows it.
+    Empty if `launcher.device_memory_gb` is not set, or if the sizes of the model are not known.
     """
     limit = config.launcher.device_memory_gb
     model = ModelSizes.of(read_model_config(Path(config.model.path)), num_parameters) if limit else None
@@ -358,7 +329,7 @@ def device_memory(config: RunConfig, num_parameters: int) -> dict[str, Parts]:
 
 
 def sum_text(parts: Parts) -> str:
-    """Return e.g. `34.1 GB = weights 15.2 GB + moments 18.9 GB`, the largest first."""
+    """Return e.g. `34.1 GB = weights 15.2 GB + moments 18.9 GB`, the largest term first."""
     largest_first = sorted(parts.items(), key=lambda part: -part[1])
     terms = " + ".join(f"{name} {size_text(size)}" for name, size in largest_first)
     return f"{size_text(sum(parts.values()))} = {terms}"
@@ -369,29 +340,21 @@ def _is_vllm(config: RunConfig, role: str) -> bool:
     return engines.get(role) == "vllm"
 
 
-# Which libraries and devices the configured engines and the queue's backend need, and which are not here. Looks;
-# imports none of them. `doctor` and `sbatch`, which may plan a run for other machines, do without.
+# Libraries and devices that the configured engines and the queue's backend need. Looks for the libraries, but
+# imports none. `doctor` and `sbatch` skip this, since they may plan a run for other machines.
 
 ACCELERATED = ("megatron",)
-"""Engines that do not compute on a CPU."""
+"""Engines that do not run on a CPU."""
 _MODULES = {"vllm": "vllm", "openai": "httpx2", "megatron": "megatron.core"}
-"""Engine -> the library of its extra; the others need what every installation has."""
+"""Engine -> the library of its extra; the other engines need no more than every installation has."""
 _OTHERWISE = {"actor": "fsdp"}
-"""Role -> an engine that every installation has; else hf."""
+"""Role -> an engine that every installation has; hf for all other roles."""
 _BACKENDS = {"redis": "redis", "mooncake": "mooncake"}
-"""Backend of the queue -> the library of the extra of its name."""
+"""Backend of the queue -> the library of the extra with the same name."""
 
 
 def check_libraries(config: RunConfig, *, device: str) -> None:
-    """Refuse to start without what the engines that generate and train need here, and the queue's backend.
-
-    Args:
-        config: of the run.
-        device: kind of device that it runs on.
-
-    Raises:
-        ConfigError: a library is not installed (says how to install it), or an engine does not compute on the device.
-    """
+    """Refuse missing libraries of the engines and the queue's backend, and engines that do not run on `device`."""
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if "evaluate" in config.roles:
         engines["evaluate"] = config.evaluate.engine
@@ -400,9 +363,7 @@ def check_libraries(config: RunConfig, *, device: str) -> None:
     for role, engine in engines.items():
         instead = f"set {role}.engine to {_OTHERWISE.get(role, 'hf')}"
         if device == "cpu" and engine in ACCELERATED:
-            raise ConfigError(
-                f"{role}.engine: {engine} computes on CUDA and NPU, and this run is on the CPU; {instead}"
-            )
+            raise ConfigError(f"{role}.engine: {engine} needs CUDA or NPU, but this run is on the CPU; {instead}")
         module = _MODULES.get(engine)
         if module is not None and not is_installed(module):
             raise ConfigError(

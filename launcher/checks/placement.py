@@ -1,11 +1,11 @@
-"""Decide which gangs a run has, and which node and device every rank gets. Pure: roles and settings in, gangs out.
+"""Decide which gangs a run has, and the node and device of every rank. Pure: roles and settings in, gangs out.
 
-The actor's ranks are one gang. One ref rank is one copy, unless several share one: these are a gang. A rollout rank is
-an instance, unless several make one: one process drives all of their devices. Advantages processes take no device,
-reward processes only with a reward model. Services come first, because all others need them.
+The actor's ranks are one gang. Each ref rank is a copy, unless several share one: these form a gang. Each rollout rank
+is an instance, unless several form one: then one process drives all of their devices. Advantages processes take no
+device; reward processes take one only with a reward model. Services come first, because all others need them.
 
     devices    node after node in the order of `roles_on_device`; an instance or a copy stays on one node, and leaves
-               devices to smaller ones where it does not fit; a trainer that needs more than one begins on an empty one
+               devices to smaller ones where it does not fit; a trainer that needs several nodes begins on an empty one
     cpu        as many ranks on every node, in the same order
     others     storage units and ranks without a device in turn, controllers on node 0, a weight agent on each node
 """
@@ -21,7 +21,7 @@ from asyncflow.vendors import CPU, Vendor, vendor_of, vendors
 from workers.settings.dataflow import CONTROLLER, STORAGE, WEIGHTS, roles_on_device
 from workers.settings.run import RunConfig
 
-# Which devices this machine has, found without importing torch: device files, the vendors' variables, the build.
+# This machine's devices, found without importing torch: device files, the vendors' variables, the PyTorch build.
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ def find_devices(
     """Return the devices for `launcher.device`.
 
     Args:
-        requested: `auto` (an accelerator if one can be used, else the CPU), or a vendor's kind.
-        dev: where device files are.
-        env: the environment.
+        requested: `auto` (an accelerator if one is usable, else the CPU), or a vendor's kind.
         installed: whether the accelerator's PyTorch is installed; None: look.
+
     Raises:
-        ConfigError: the requested device is not there, or the installed PyTorch cannot use it.
+        ConfigError: the requested device does not exist, or the installed PyTorch cannot use it.
     """
     if requested == "cpu":
         return Devices("cpu")
     for vendor in vendors().values() if requested == "auto" else [vendor_of(requested)]:
         if vendor is CPU:
             break
+        # Asking torch would import it before the configuration is accepted.
         count = vendor.count(dev, env)
         obstacle = vendor.obstacle() if installed is None else ("" if installed else "its PyTorch is missing")
         if count and not obstacle:
@@ -87,13 +87,12 @@ def place_gangs(
     """Return all gangs: services, then those of `roles_on_device` in its order, then those without a device.
 
     Args:
-        config: roles, the queue's services, `launcher.external_gangs`.
         devices: of every node.
-        num_nodes: nodes of the run.
-        ranks_per_instance: role -> ranks of one instance, where that is more than one.
+        ranks_per_instance: role -> ranks of one instance, if more than one.
+
     Raises:
-        ConfigError: fewer accelerators than ranks, no node with room for an instance, ranks that make no whole
-            instances, or `launcher.external_gangs` names no gang, or one that is not on node 0.
+        ConfigError: fewer accelerators than ranks, no node with room for an instance, ranks that form no whole
+            instances, or `launcher.external_gangs` names something other than a gang on node 0.
     """
     sizes = ranks_per_instance or {}
     roles = config.roles
@@ -110,7 +109,7 @@ def place_gangs(
 
 
 def _gangs_of(role: str, config: RunConfig, size: int) -> list[GangSpec]:
-    """Return a role's gangs; `size`: devices that one process drives."""
+    """Return a role's gangs; `size` is the number of devices that one process drives."""
     num_ranks, shared = config.roles[role], config.ranks_per_copy(role)
     if role in ONE_GANG:
         return [_gang(role, role, 0, num_ranks)]
@@ -128,7 +127,7 @@ _INSTANCE_KEY = "vllm.tensor_parallel_size"
 
 
 def _copy_key(role: str) -> str:
-    """Return what says how many ranks have a copy together."""
+    """Return the settings that say how many ranks share a copy."""
     return "reward.model.shards" if role == "reward" else "ref.shards, ref.megatron"
 
 
@@ -141,7 +140,7 @@ def _in_turn(gangs: Sequence[GangSpec], num_nodes: int) -> list[GangSpec]:
 
 
 def _spread(gangs: Sequence[GangSpec], num_nodes: int) -> list[GangSpec]:
-    """Give every node an even block of all ranks; an instance is where its first rank falls."""
+    """Give every node an even block of all ranks; an instance lives where its first rank falls."""
     total = sum(len(gang.devices) for gang in gangs)
     placed, begin = [], 0
     for gang in gangs:
@@ -165,7 +164,7 @@ class _Room:
         return self.count - self.used
 
     def take(self, number: int) -> list[tuple[int, int]]:
-        """Return (node, device) of so many, or of all that are left."""
+        """Return (node, device) of `number` devices, or of all that are left."""
         first, self.used = self.used, min(self.used + number, self.count)
         return [(self.node, device) for device in range(first, self.used)]
 
@@ -181,6 +180,7 @@ def _fill(gangs: Sequence[GangSpec], devices: Devices, num_nodes: int, roles: Ma
 def _with_devices(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> GangSpec:
     number = len(gang.devices)
     if gang.role in ONE_GANG and number > devices.count:
+        # A trainer that needs several nodes takes whole, empty ones.
         wholes = -(-number // devices.count)
         empty = [room for room in rooms if room.used == 0][:wholes]
         able = empty if len(empty) == wholes else []
@@ -201,7 +201,7 @@ def _too_few(roles: Mapping[str, int], wanted: int, devices: Devices, num_nodes:
     nodes = f" ({num_nodes} nodes x {devices.count})" if num_nodes > 1 else ""
     more = ", add nodes (--nnodes)" if num_nodes > 1 else ""
     return ConfigError(
-        f"roles: {asked} needs {wanted} {devices.kind} devices, but {there} are there{nodes}; launch {there} ranks in "
+        f"roles: {asked} needs {wanted} {devices.kind} devices, but there are {there}{nodes}; launch {there} ranks in "
         f"all{more}, or set launcher.device=cpu"
     )
 
@@ -217,7 +217,7 @@ def _no_room(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> Config
         )
     needs = "begins on an empty node" if spans else "stays on one node"
     return ConfigError(
-        f"roles: {gang.name} needs {len(gang.devices)} {devices.kind} devices and {needs}, but free are {free}; launch "
+        f"roles: {gang.name} needs {len(gang.devices)} {devices.kind} devices and {needs}, but {free} are free; launch "
         f"fewer ranks, or more nodes (--nnodes)"
     )
 

@@ -1,4 +1,7 @@
-"""All that must hold before a run is accepted, shared by `--dry-run` and a real start. Reads; never writes."""
+"""All that must hold before a run is accepted, shared by `--dry-run` and a real start. Reads, never writes.
+
+Each check raises ConfigError at the first condition that fails; the message names a setting and what to do.
+"""
 
 import math
 import os
@@ -49,15 +52,11 @@ from workers.settings.run import RunConfig
 from workers.settings.sim import SimConfig
 from workers.tasks.graph import graph_of
 
-# What an algorithm needs of the rest of the configuration.
+# What an algorithm requires of the rest of the configuration.
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Refuse settings beside the algorithm that it cannot be trained with.
-
-    Raises:
-        ConfigError: an engine or a schedule does not fit it, or its own settings refuse another one.
-    """
+    """Refuse engines, schedules and settings that the algorithm cannot be trained with."""
     _check_critic_beside_actor(config)
     if config.algorithm.entropy_coef and config.actor.engine == "sim":
         raise ConfigError("algorithm.entropy_coef: cannot be with actor.engine sim, which has no distributions; set 0")
@@ -65,18 +64,17 @@ def check_algorithm(config: RunConfig) -> None:
 
 
 def settings_without_effect(config: RunConfig) -> str:
-    """Return one line that names the settings of section `algorithm` that change no gradient of this run; "": none.
-
-    Before a step's first update the policy is its own old one. With one update there is no other, so the ratio is 1,
-    and so are the critic's values their own old ones. Without weights (`off_policy.method: none`) the ratio is to the
-    policy that drew the tokens, which is itself with `actor.tri_model` alone, and on-policy. Role `actor_fwd` may
-    compute the old policy with another engine or type than the actor, so that the ratio to it is not 1.
-    """
+    """Return one line that names the `algorithm` settings that change no gradient of this run, or ""."""
     algorithm, schedule = config.algorithm, config.schedule
     found = []
+    # The ratio is 1 at a step's first update, where the policy is still its own old one; with one update there is no
+    # other. The same holds for the critic's values. Without importance weights (`off_policy.method: none`) the ratio is
+    # to the policy that drew the tokens, which is the trained policy itself only for an on-policy run with
+    # `actor.tri_model`.
     own_old_policy = algorithm.off_policy.has_proximal_policy or (
         config.actor.tri_model and not schedule.staleness_bound
     )
+    # Role actor_fwd may compute the old policy with another engine or dtype, so the ratio to it is not exactly 1.
     if "actor_fwd" in config.roles and config.needs_old_log_probs:
         own_old_policy = False
     bounds = [name for name in algorithm.ratio_bounds if getattr(algorithm, name) is not None]
@@ -93,7 +91,6 @@ def settings_without_effect(config: RunConfig) -> str:
 
 
 def _check_critic_beside_actor(config: RunConfig) -> None:
-    """Refuse engines and schedules that have no critic."""
     if not config.algorithm.has_critic:
         return
     name, engine = config.algorithm.name, config.actor.engine
@@ -112,15 +109,11 @@ def _check_critic_beside_actor(config: RunConfig) -> None:
         )
 
 
-# How a step's samples divide over actor ranks and micro-batches, and which numbers would fit if they do not. Pure.
+# How a step's samples divide over actor ranks and micro-batches; if they do not, which numbers would. Pure.
 
 
 def check_batch_sizes(config: RunConfig) -> None:
-    """Check that whole groups divide over actor ranks, mini-batches and micro-batches.
-
-    Raises:
-        ConfigError: they do not; names numbers that fit.
-    """
+    """Check that whole groups divide over actor ranks, mini-batches and micro-batches; errors name numbers that fit."""
     groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
     ranks = config.actor.num_replicas(config.roles["actor"])
     smallest = config.algorithm.min_group_size
@@ -148,7 +141,6 @@ def check_batch_sizes(config: RunConfig) -> None:
 
 
 def _check_critic(config: RunConfig) -> None:
-    """Check that a step divides over a critic's ranks, mini-batches and micro-batches as it does over the actor's."""
     groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
     ranks, updates = config.roles["critic"], config.actor.num_mini_batches
     if groups % (ranks * updates):
@@ -161,7 +153,6 @@ def _check_critic(config: RunConfig) -> None:
 
 
 def _check_micro_batches(config: RunConfig, samples: int, role: str, micro: int) -> None:
-    """Check that a rank's samples of a mini-batch divide over micro-batches."""
     updates = config.actor.num_mini_batches
     groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
     fitting = [size for size in _divisors(samples) if size % group_size == 0 or group_size % size == 0]
@@ -176,11 +167,7 @@ def _check_micro_batches(config: RunConfig, samples: int, role: str, micro: int)
 
 
 def check_token_budget(config: RunConfig) -> None:
-    """Check that rounds which fill a token budget (`tq.policy: token-budget`) have one, and can be had.
-
-    Raises:
-        ConfigError: they have none, or the schedule wants rounds of rows.
-    """
+    """Check that rounds that fill a token budget (`tq.policy: token-budget`) have one and fit the schedule."""
     if policy_name(config.tq.policy) != "token-budget":
         return
     for role in sorted({"actor", "critic"} & config.roles.keys()):
@@ -197,7 +184,7 @@ def check_token_budget(config: RunConfig) -> None:
 
 
 def num_micro_batches(config: RunConfig) -> int:
-    """Return the micro-batches of one actor rank in one pass over a step."""
+    """Return the number of micro-batches that one actor rank processes in one pass over a step."""
     schedule = config.schedule
     samples = schedule.rollout_batch_size * schedule.n_samples_per_prompt
     return samples // (config.actor.num_replicas(config.roles["actor"]) * config.actor.micro_batch_size)
@@ -208,7 +195,7 @@ def _kind(config: RunConfig) -> str:
 
 
 def _trainers(config: RunConfig) -> str:
-    """Name what rows are divided over: ranks, or replicas of several ranks."""
+    """Name what rows are divided over: ranks, or with megatron replicas of several ranks."""
     ranks = config.roles["actor"]
     if config.actor.engine != "megatron":
         return f"actor:{ranks}"
@@ -220,7 +207,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _nearest(wanted: int, candidates: list[int]) -> tuple[int, int]:
-    """Return the nearest candidates below and above `wanted`; the same twice at an end."""
+    """Return the nearest candidates below and above `wanted`; at either end, the same candidate twice."""
     below = [size for size in candidates if size <= wanted] or candidates[:1]
     above = [size for size in candidates if size >= wanted] or candidates[-1:]
     return below[-1], above[0]
@@ -231,24 +218,17 @@ def _either(low: int, high: int) -> str:
     return " or ".join(options)
 
 
-# What the start of a run says although it is no error: settings that are allowed, and rarely meant. Pure.
+# Notes at the start of a run: settings that are valid but rarely intended. Pure.
 #
-# `--dry-run` shows the same lines. What would train on something else than the user meant is refused instead, by the
-# other checks.
+# `--dry-run` shows the same lines. A setting that would train on something other than the user intended is refused by
+# the other checks instead.
 
 _MOST_PROCESSES_PER_CORE = 16
-"""The quickstart's seventeen processes are fine on two cores: they mostly wait."""
+"""The quickstart's seventeen processes run well on two cores, because they mostly wait."""
 
 
 def start_notes(config: RunConfig, gangs: Sequence[GangSpec], devices: Devices, *, num_cores: int) -> tuple[str, ...]:
-    """Return a line for each thing worth knowing.
-
-    Args:
-        config: resolved.
-        gangs: of the run, placed.
-        devices: of each node.
-        num_cores: of this node.
-    """
+    """Return one line per note. `num_cores` is this node's count; `devices` are those of each node."""
     return (
         *_outside_roles(config),
         *_crowded_nodes(gangs, devices, num_cores),
@@ -296,15 +276,11 @@ def _filtered_draws(config: RunConfig) -> Iterator[str]:
             )
 
 
-# Whether the settings of simulated engines fit together.
+# Simulated engines.
 
 
 def check_sim(config: RunConfig) -> None:
-    """Refuse simulated engines beside real ones, and lengths that they cannot draw from.
-
-    Raises:
-        ConfigError: there are such.
-    """
+    """Refuse simulated engines next to real ones, stop strings, and response lengths that they cannot draw from."""
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if config.algorithm.kl_coef > 0:
         engines["ref"] = config.ref.engine
@@ -323,11 +299,7 @@ def check_sim(config: RunConfig) -> None:
 
 
 def check_lengths(config: SimConfig) -> None:
-    """Refuse a file of response lengths that has none.
-
-    Raises:
-        ConfigError: it cannot be read, or has something else.
-    """
+    """Refuse a file of response lengths that is unreadable, empty, or holds something other than positive numbers."""
     if config.lengths == "file":
         path = Path(config.lengths_file)
         try:
@@ -343,18 +315,15 @@ class Preflight:
     """An accepted configuration and what it resolves to.
 
     Attributes:
-        config: resolved.
         devices: where model ranks run.
-        gangs: every gang of the run.
         tasks: what the queue serves, with fused tasks folded in.
-        num_prompts: rows of the data; None: a source makes them without an end, or they are fed.
+        num_prompts: rows of the data; None: an endless source makes them, or they are fed.
         num_held_out: prompts of one evaluation; 0 without the role `evaluate`.
-        num_parameters: of the model's files; tied weights count once.
-        first_row, first_prompt: of the data, as it is there and as the model gets it; None: prompts are fed.
-        num_nodes: of the run.
-        num_reward_parameters: of the reward model's files; 0 without one.
+        num_parameters: elements in the model's files; tied weights count once.
+        first_row, first_prompt: the first row as the data has it and as the model gets it; None: prompts are fed.
+        num_reward_parameters: elements in the reward model's files; 0 without a reward model.
         memory: what each role's ranks need on their devices; see `device_memory`.
-        notes: lines about what is accepted, and may not be what the user meant.
+        notes: lines about settings that are valid but may not be what the user intended.
     """
 
     config: RunConfig
@@ -373,13 +342,9 @@ class Preflight:
 
 
 def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
-    """Check roles, devices, batch sizes, users' functions, model and data, the cheap ones first.
+    """Check roles, devices, batch sizes, user functions, model and data, the cheap checks first.
 
-    Args:
-        config: resolved.
-        num_nodes: of the run, each like this one.
-    Raises:
-        ConfigError: the first thing that does not hold.
+    `num_nodes`: nodes of the run, all assumed to be like this one.
     """
     tasks = _check_settings(config)
     devices = _usable_devices(config)
@@ -400,11 +365,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
 
 
 def check_node(config: RunConfig) -> Devices:
-    """Check on a node other than node 0 what `check_run` does, but for the placement; returns this node's devices.
-
-    Raises:
-        ConfigError: the first thing that does not hold.
-    """
+    """Run the checks of `check_run` except placement on a node other than node 0; return this node's devices."""
     _check_settings(config)
     devices = find_devices(config.launcher.device)
     _check_files(config)
@@ -412,16 +373,11 @@ def check_node(config: RunConfig) -> Devices:
 
 
 def count_parameters(model_dir: Path) -> int:
-    """Count the elements in the headers of the model's files; a tensor in two files counts once.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
+    """Count the elements in the headers of the model's files; a tensor stored in two files counts once."""
     return sum(math.prod(stored.shape) for stored in stored_tensors(model_dir).values())
 
 
 def _ignored_files(config: RunConfig) -> tuple[str, ...]:
-    """Name the files beside the run's models that are not read."""
     models = {"model.path": config.model.path}
     if config.algorithm.has_critic and config.critic.path is not None:
         models["critic.path"] = config.critic.path
@@ -431,11 +387,7 @@ def _ignored_files(config: RunConfig) -> tuple[str, ...]:
 
 
 def check_megatron(config: RunConfig) -> None:
-    """Refuse a model that cannot be divided as configured, broken replicas, and settings that megatron does not have.
-
-    Raises:
-        ConfigError: the first thing that does not hold.
-    """
+    """Refuse a model that cannot be divided as configured, incomplete replicas, and settings that megatron lacks."""
     actor, roles = config.actor, config.roles
     of_ref = config.ref.engine == "megatron" and roles.keys() & {"ref", "actor_fwd"}
     if actor.engine != "megatron" and not of_ref:
@@ -452,7 +404,7 @@ def check_megatron(config: RunConfig) -> None:
 
 
 def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
-    """Check what the configuration alone decides; returns the tasks. From here on users' modules are found."""
+    # First, so that the checks below find the user's modules.
     search_beside(config.code_directory)
     tasks = _place_tasks(config)
     check_batch_sizes(config)
@@ -473,7 +425,7 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
 
 
 def _usable_devices(config: RunConfig) -> Devices:
-    """Return the devices of this node that ranks may use; the other nodes must have as many."""
+    """Return the devices of this node that ranks may use; every other node must have at least as many."""
     devices, wanted = find_devices(config.launcher.device), config.launcher.devices_per_node
     if devices.kind == "cpu" or not wanted:
         return devices
@@ -486,11 +438,7 @@ def _usable_devices(config: RunConfig) -> Devices:
 
 
 def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow | None, ShownPrompt | None]:
-    """Check users' functions, the model and the data.
-
-    Returns:
-        The numbers of prompts and of held-out prompts; the first prompt, as the data has it and as the model sees it.
-    """
+    """Check user functions, model and data; return the counts of prompts and held-out prompts, and the first prompt."""
     check_reward(config.reward)
     check_group_filter(config.algorithm)
     for number, task in enumerate(config.tasks):
@@ -512,7 +460,7 @@ def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow | None, 
         if config.data.sampler is not None and first_prompt is not None:
             kept = first_prompt.num_kept if config.data.source is None else None
             try_sampler(config.data, size=kept or num_rows, seed=config.seed)
-    except UserCodeFailed as error:  # here it is the user's input
+    except UserCodeFailed as error:  # before the start, failing user code is a user error
         raise ConfigError(str(error)) from error
     check_proven(config)
     return num_rows, len(held_out), rows[0] if rows else None, first_prompt
@@ -520,7 +468,7 @@ def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow | None, 
 
 def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptRow]) -> ShownPrompt | None:
     check_templates(config.data)
-    if config.rollout.is_own:  # it makes its own prompts
+    if config.rollout.is_own:  # an own rollout builds its prompts itself
         return ShownPrompt(str(rows[0].prompt) or rows[0].task, rows[0].ground_truth, None) if rows else None
     model_dir = Path(config.model.path)
     data = config.data
@@ -529,7 +477,7 @@ def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptR
             "data.chat_template_options: are set, but data.chat_template is false; set that to true or remove them"
         )
     with ModelTokenizer(model_dir, chat=data.chat_template, templates=data.templates) as tokenizer:
-        if not rows:  # they are fed
+        if not rows:  # prompts are fed later
             check_ends(data, tokenizer)
         first_prompt = check_prompts(rows, data, model_dir=model_dir, tokenizer=tokenizer) if rows else None
         if held_out:
@@ -538,7 +486,7 @@ def _check_rows(config: RunConfig, rows: list[PromptRow], held_out: list[PromptR
 
 
 def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
-    """Return how many rows the data have, and all of a file, some of a source, or none of a feed."""
+    """Return the size of the data, and its rows: all of a file, a few of a source, none of a feed."""
     data, seed, own = config.data, config.seed, config.rollout.is_own
     stuck_s = config.launcher.operation_timeout_s
     if (data.source or data.sampler) and data.timeout_s >= stuck_s:
@@ -558,7 +506,6 @@ def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
 
 
 def _check_evaluate(config: RunConfig) -> None:
-    """Refuse evaluators without prompts, and more of them than there are versions to evaluate."""
     num_ranks = config.roles.get("evaluate", 0)
     if num_ranks and config.evaluate.path is None and config.evaluate.source is None:
         raise ConfigError(
@@ -566,17 +513,17 @@ def _check_evaluate(config: RunConfig) -> None:
             "(--set evaluate.path=FILE), or a source of tasks (evaluate.source), or leave the role out"
         )
     size = ranks_per_instance(config).get("evaluate", 1)
-    most = size * -(-config.steps // config.evaluate.interval)  # instance 0 has the last step in any case
+    most = size * -(-config.steps // config.evaluate.interval)  # instance 0 evaluates the last step in any case
     if num_ranks > most:
         raise ConfigError(
-            f"roles: evaluate:{num_ranks} are more than have something to evaluate up to step {config.steps}; launch "
-            f"{most} or fewer, or lower evaluate.interval ({config.evaluate.interval})"
+            f"roles: evaluate:{num_ranks} is more ranks than there are versions to evaluate up to step {config.steps}; "
+            f"launch {most} or fewer, or lower evaluate.interval ({config.evaluate.interval})"
         )
 
 
 def _check_queue(config: RunConfig) -> None:
-    """Refuse limits under which a step could never be completed, and a policy that does not exist."""
-    if ":" not in policy_name(config.tq.policy):  # else `workers.roles.own_classes` did
+    """Refuse limits under which no step could complete, and an unknown queue policy."""
+    if ":" not in policy_name(config.tq.policy):  # `workers.roles.own_classes` checks users' own classes
         check_policy(config)
     check_token_budget(config)
     schedule, limit = config.schedule, config.tq.max_live_rows
@@ -584,12 +531,12 @@ def _check_queue(config: RunConfig) -> None:
         raise ConfigError(
             f"tq.max_live_rows: {limit} rows are fewer than the schedule keeps alive ({schedule.rollout_batch_size} "
             f"groups x {schedule.n_samples_per_prompt} responses x {schedule.gate_staleness + 1} steps = "
-            f"{schedule.live_rows}), so the run would wait for ever; set it to {schedule.live_rows} or more, or to 0"
+            f"{schedule.live_rows}), so the run would wait forever; set it to {schedule.live_rows} or more, or to 0"
         )
 
 
 def _check_fill(config: RunConfig) -> None:
-    """Refuse what depends on the step that trains a row, where another role computes it earlier."""
+    """Refuse whatever depends on the step that trains a row when another role computes it before that step is known."""
     interval = config.algorithm.ref_update_interval
     if config.schedule.lateness and "actor_fwd" in config.roles:
         raise ConfigError(
@@ -606,7 +553,6 @@ def _check_fill(config: RunConfig) -> None:
 
 
 def _check_ground_truth(config: RunConfig) -> None:
-    """Refuse a reward that compares with what the data do not have."""
     reward = config.reward
     needs_none = reward.is_users or reward.group_function or reward.model or config.rollout.is_own
     if config.data.ground_truth_field is None and not needs_none:
@@ -617,7 +563,7 @@ def _check_ground_truth(config: RunConfig) -> None:
 
 
 def _check_export(config: RunConfig) -> None:
-    """Refuse a directory for exports that is the run's own, or that could not be made."""
+    """Refuse an export directory that is among the run's own files or could not be created."""
     if config.weightsync.export is None:
         return
     given = config.weightsync.export.directory
@@ -633,9 +579,10 @@ def _check_export(config: RunConfig) -> None:
 
 
 def _check_outside(config: RunConfig) -> None:
-    """Refuse what the run does in roles that are left to processes outside."""
     outside = config.outside_roles
+    # Without role reward, the rollout processes score.
     scores = "reward" if "reward" in config.roles else "rollout"
+    # Processes outside do not receive these settings.
     for setting, needed, role in (
         ("deterministic: true", bool(outside) and config.deterministic, scores),
         ("algorithm.group_filter", scores in outside and config.algorithm.filters_groups, scores),
@@ -650,7 +597,7 @@ def _check_outside(config: RunConfig) -> None:
 
 
 def check_clients(config: RunConfig) -> None:
-    """Refuse more processes than one service of the queue takes."""
+    """Refuse more processes than one queue service accepts."""
     sizes = ranks_per_instance(config)
     ranks = sum(number // sizes.get(role, 1) for role, number in config.roles.items())
     processes = ranks + config.tq.num_storage_units + config.tq.num_controllers

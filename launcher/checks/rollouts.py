@@ -1,4 +1,4 @@
-"""Whether rollouts of the user's own can be made, as configured."""
+"""Checks of users' own rollouts: settings, code, and one trial."""
 
 import logging
 import shutil
@@ -18,28 +18,24 @@ from workers.settings.run import RunConfig
 logger = logging.getLogger(__name__)
 
 _TRIAL_S = 60.0
-"""Longest time of the trial rollout (s); one that takes longer is not judged, unless a run gives it no more."""
+"""Longest time of the trial rollout (s); one that exceeds it is not judged, unless the run's own limit is as short."""
 _TRIAL_TURNS = 16
 
 
 def check_own_rollouts(config: RunConfig) -> None:
-    """Refuse settings that cannot be with rollouts of the user's own.
-
-    Raises:
-        ConfigError: the first one.
-    """
+    """Refuse settings that exclude users' own rollouts; raises ConfigError."""
     if not config.rollout.is_own:
         return
     what = next(name for name in ("function", "agent", "agent_command") if getattr(config.rollout, name))
     if config.deterministic:
         raise ConfigError(
-            f"deterministic: true cannot be with rollout.{what}, whose calls are drawn as they come; set it to false"
+            f"deterministic: true cannot be with rollout.{what}, whose calls are sampled on arrival; set it to false"
         )
     for role in TRAINERS.intersection(config.roles):
         if getattr(config, role).max_tokens_per_micro_batch or config.actor.engine == "sim":
             continue
         raise ConfigError(
-            f"{role}.max_tokens_per_micro_batch: is 0, but a rollout of rollout.{what} has any number of samples; "
+            f"{role}.max_tokens_per_micro_batch: is 0, but a rollout of rollout.{what} can have any number of samples; "
             f"set it to the tokens that fit a forward-backward"
         )
     if "reward" in config.roles:
@@ -49,10 +45,11 @@ def check_own_rollouts(config: RunConfig) -> None:
 
 
 def check_rollout_code(config: RunConfig) -> None:
-    """Import the user's functions in a child, as the run will; warn of what the renderer cannot do.
+    """Import the user's functions in a child, as the run will; warn about what the renderer lacks.
 
     Raises:
-        ConfigError: one cannot be used, the program does not exist, or the model's chat template ignores tools.
+        ConfigError: a function cannot be used, the program does not exist, or the model's chat template ignores
+            tools.
     """
     own = config.rollout
     if not own.is_own:
@@ -88,19 +85,16 @@ def check_rollout_code(config: RunConfig) -> None:
 
 
 def try_rollout(config: RunConfig, row: PromptRow) -> None:
-    """Make one rollout of the user's, with its processes and all, whose every reply is the row's ground truth.
-
-    Args:
-        config: of the run.
-        row: the first of the data.
+    """Run one of the user's rollouts, with its processes and all; every reply is the row's ground truth.
 
     Raises:
-        ConfigError: it failed, and `rollout.on_failure` trains on no failures; or there is nothing to score it with.
+        ConfigError: it failed and `rollout.on_failure` tolerates no failures, or nothing can score it.
     """
     own, what = config.rollout, config.rollout.own_name
     if not (own.is_own and own.trial):
         return
     limit_s = min(own.timeout_s, _TRIAL_S)
+    # As in the run, but with one attempt, one worker and few turns.
     setup = {
         "model_dir": str(Path(config.model.path)),
         "renderer": config.model.renderer,
@@ -134,15 +128,15 @@ def try_rollout(config: RunConfig, row: PromptRow) -> None:
     finally:
         pool.close()
     if late and own.timeout_s > limit_s:
-        logger.warning("%s: a trial rollout did not end within %g s; the run goes on without", what, limit_s)
+        logger.warning("%s: a trial rollout did not end within %g s; the run continues without it", what, limit_s)
     elif failed := found["failed"]:
         if own.on_failure != "dead_letter":
             logger.warning(
-                "%s %s; the run goes on: rollout.on_failure is %s", of_rollout(what, failed), about, own.on_failure
+                "%s %s; the run continues: rollout.on_failure is %s", of_rollout(what, failed), about, own.on_failure
             )
             return
         raise ConfigError(
-            f"{of_rollout(what, failed)} {about}; correct it: it must bear any reply; or set rollout.trial to false"
+            f"{of_rollout(what, failed)} {about}; correct it: it must handle any reply; or set rollout.trial to false"
         )
     elif not (found["has_reward"] or found["truncated"] or row.ground_truth.strip() or _is_scored_otherwise(config)):
         raise ConfigError(

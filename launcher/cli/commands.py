@@ -1,4 +1,4 @@
-"""`asyncflow`: the secondary commands. Each imports what it needs when it runs."""
+"""`asyncflow`: the secondary commands. Each imports what it needs only when it runs."""
 
 import sys
 from dataclasses import replace
@@ -26,7 +26,9 @@ main.add_command(launch, "launch")
 @main.command("import-gguf", cls=OneLineCommand)
 @click.argument("source")
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of the saved weights.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Type of the saved weights."
+)
 def import_gguf_command(source: str, target: Path, *, dtype: Literal["float32", "bfloat16"]) -> None:
     """Convert a GGUF model to a Hugging Face directory.
 
@@ -137,7 +139,7 @@ def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
 
 @main.command("timeline", cls=OneLineCommand)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
-@click.option("--width", type=click.IntRange(1000, 32_000), default=2400, help="Of the chart (pixels).")
+@click.option("--width", type=click.IntRange(1000, 32_000), default=2400, help="Width of the chart (pixels).")
 def timeline_command(run_dir: Path | None, *, width: int) -> None:
     """Draw a run's timeline and account for idle time.
 
@@ -164,10 +166,10 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
 
 @main.command("plan", cls=OneLineCommand)
 @click.argument("config", required=False)
-@click.option("--devices", type=click.IntRange(2), required=True, metavar="N", help="At most so many are used.")
-@click.option("--device", metavar="NAME", help="Of configs/devices, or a YAML file; not for `sim` engines.")
+@click.option("--devices", type=click.IntRange(2), required=True, metavar="N", help="Use at most N devices.")
+@click.option("--device", metavar="NAME", help="A file of configs/devices, or YAML; not for `sim` engines.")
 @click.option(
-    "--objective", type=click.Choice(["time", "cost"]), default="time", help="Fastest step, or most a device."
+    "--objective", type=click.Choice(["time", "cost"]), default="time", help="Fastest step, or most work per device."
 )
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
 @click.option("--lengths", metavar="RUN_DIR", type=click.Path(path_type=Path), help="Lengths of that run's responses.")
@@ -265,7 +267,7 @@ def report_command(run_dir: Path | None) -> None:
 @click.option("--step", type=click.IntRange(min=0), help="Step.  [default: the newest]")
 @click.option("--worst", type=click.IntRange(min=0), default=0, metavar="N", help="The N with the lowest rewards.")
 @click.option("--best", type=click.IntRange(min=0), default=0, metavar="N", help="The N with the highest rewards.")
-@click.option("--number", type=click.IntRange(min=1), default=4, help="Without these: the first so many.")
+@click.option("--number", type=click.IntRange(min=1), default=4, help="Without these: how many, from the first.")
 def samples_command(run_dir: Path | None, *, step: int | None, worst: int, best: int, number: int) -> None:
     """Print conversations of a run with their rewards.
 

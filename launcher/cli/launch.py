@@ -1,6 +1,6 @@
 """`asyncflow-launch`: check everything, then start the run. No torch before the configuration is accepted.
 
-Imports of AsyncFlow's own modules, but for the errors, are inside functions, so that `--help` answers at once.
+AsyncFlow's own modules, except the errors, are imported inside functions, so that `--help` answers at once.
 """
 
 import os

@@ -14,7 +14,7 @@ from tq.config import QueueConfig, TaskConfig
 
 
 class QueueFile(Settings):
-    """What the command reads."""
+    """The file that the command reads."""
 
     tasks: dict[str, tuple[str, ...] | TaskConfig] = Field(min_length=1)
     """Name -> input columns, or all settings of a task; producers before consumers."""
@@ -23,10 +23,10 @@ class QueueFile(Settings):
 
 
 def serve_queue(file: Path, *, host: str, address: Path) -> None:
-    """Serve until a signal.
+    """Serve until a signal arrives.
 
     Raises:
-        ConfigError: the file, the host or the place of the address cannot be used.
+        ConfigError: the file, the host or the location of the address file cannot be used.
         TransportError: a service cannot be started again.
     """
     from tq.local import LocalQueue  # imports torch

@@ -1,11 +1,11 @@
-"""Models and data sets by their names on the Hugging Face Hub: directories and files before a run starts. Torch-free.
+"""Fetches models and data sets of the Hugging Face Hub as directories and files before a run starts. Torch-free.
 
     model OWNER/NAME     -> the snapshot of one commit, in huggingface_hub's cache
     data set OWNER/NAME  -> a JSONL file in HF_HOME/asyncflow, named after its content, which a child writes
 
-The launcher of each node does this while it reads the configuration, so no process of the run asks the network. The
-caches lock their files: nodes that share one download once. What was found (directory, commit, file) is written into
-the run's `config.yaml`, so a resumed run has the same; a snapshot that is gone from the cache is got again.
+The launcher of each node does this while it reads the configuration, so no process of the run needs the network. The
+caches lock their files: nodes that share a cache download once. What was found (directory, commit, file) is written
+into the run's `config.yaml`, so a resumed run uses the same; a snapshot that left the cache is downloaded again.
 """
 
 import importlib.util
@@ -42,10 +42,10 @@ def snapshot_of(text: str) -> tuple[str, str] | None:
 
 
 def located_model(section: Any, path: Path | None, *, key: str) -> Any:
-    """Return the section `key` with a directory, `path` if it is here, and the commit of a model of the Hub.
+    """Return the section `key` with a local directory and, for a Hub model, its commit. `path`: None asks the Hub.
 
     Raises:
-        ConfigError: the Hub does not have it, or cannot be asked; or a revision of a directory is asked for.
+        ConfigError: the Hub lacks it or cannot be reached, or a revision is given for a directory.
     """
     if path is not None and section.revision not in (None, path.name):
         raise ConfigError(
@@ -60,10 +60,10 @@ def located_model(section: Any, path: Path | None, *, key: str) -> Any:
 
 
 def located_data(section: Any, path: Path | None, *, key: str) -> Any:
-    """Return the section `key`, a `HubPart`, with a file of rows: `path`, or made of a directory there or a data set.
+    """Return the section `key`, a `HubPart`, with a file of rows, made from a directory or a data set if necessary.
 
     Raises:
-        ConfigError: the data set cannot be read, or a part of a single file is asked for.
+        ConfigError: the data set cannot be read, or a part of a single file is requested.
     """
     if path is not None and not path.is_dir():
         if section.is_part:
@@ -79,12 +79,12 @@ def _download(name: str, revision: str | None, *, key: str) -> Path:
     at = f" at {revision}" if revision else ""
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES, ignore_patterns=_NOT))
-    except Exception as error:  # of several libraries: HTTP, proxies, files
+    except Exception as error:  # from several libraries: HTTP, proxies, files
         absent = isinstance(error, errors.LocalEntryNotFoundError)
-        why = f"{constants.HF_HUB_CACHE} has not all of it" if absent else one_line(error)
+        why = f"{constants.HF_HUB_CACHE} lacks parts of it" if absent else one_line(error)
         raise ConfigError(
-            f"{key}: {name}{at} is not a directory here, and cannot be had from the Hub ({why}); correct the name, log "
-            f"in (`hf auth login`), or copy the cache of a machine that ran `hf download {name}`"
+            f"{key}: {name}{at} is not a directory here, and cannot be fetched from the Hub ({why}); correct the name, "
+            f"log in (`hf auth login`), or copy the cache of a machine that ran `hf download {name}`"
         ) from error
 
 
@@ -94,6 +94,7 @@ def _rows_of(text: str, part: HubPart, *, key: str) -> Path:
     asked = json.dumps([text, part.subset, part.split or "train", part.revision])
     command = [sys.executable, "-P", "-m", "launcher.config.hub", asked]
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    # The answer is the last line: the library may print before it.
     lines = child.stdout.splitlines()
     if child.returncode or not lines:
         why = lines[-1] if lines else f"its process ended with {child.returncode}"
@@ -105,7 +106,7 @@ def _rows_of(text: str, part: HubPart, *, key: str) -> Path:
 
 
 def _write_rows(name: str, subset: str | None, split: str, revision: str | None) -> Path:
-    """Write the rows as JSON lines into a file that is named after them."""
+    """Write the rows as JSON lines into a file named after its content."""
     from datasets import load_dataset
     from huggingface_hub import constants
 
@@ -113,7 +114,7 @@ def _write_rows(name: str, subset: str | None, split: str, revision: str | None)
     folder = Path(constants.HF_HOME).expanduser() / "asyncflow"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as directory:
-        file = Path(directory) / "rows.jsonl"  # with the mode of the user's files: a cache may be shared
+        file = Path(directory) / "rows.jsonl"  # a regular file mode, not mkstemp's 0600: a cache may be shared
         with file.open("wb") as written:
             for row in rows:
                 written.write(msgspec.json.encode(row, enc_hook=str) + b"\n")
@@ -127,7 +128,7 @@ def _write_rows(name: str, subset: str | None, split: str, revision: str | None)
 def _main() -> None:
     try:
         line, code = str(_write_rows(*json.loads(sys.argv[1]))), 0
-    except Exception as error:  # noqa: BLE001  the boundary of a process: its parent says it
+    except Exception as error:  # noqa: BLE001  process boundary: the parent reports it
         line, code = one_line(error), 1
     sys.stdout.write(f"\n{line}\n")
     sys.exit(code)

@@ -1,8 +1,8 @@
-"""Turn a YAML file and the command line, `--roles` too, into one checked, resolved `RunConfig`. Torch-free.
+"""Turns a YAML file and the command line, including `--roles`, into one checked, resolved `RunConfig`. Torch-free.
 
-The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and the paths of models, data and users'
-modules become absolute. Every problem is one `ConfigError` line. Called by the command line; it writes nothing but what
-the Hub gives (`launcher.config.hub`).
+Values are applied in this order: file, `--set`, `--steps`, `--roles`. Then every value is checked, and the paths of
+models, data and user modules become absolute. Every problem is one `ConfigError` of one line. Nothing is written except
+downloads from the Hub (`launcher.config.hub`).
 """
 
 import copy
@@ -33,25 +33,19 @@ from workers.settings.dataflow import ALIASES, OBSERVERS, ROLES, TRAINERS
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode
 
-# Read a YAML file whose top is a mapping, refuse duplicate keys, and remember the line of every key. Torch-free.
+# Reading YAML: the top level must be a mapping, and duplicate keys are refused. PyYAML's nodes know every key's line.
 
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A parsed file.
-
-    Attributes:
-        path: the file.
-        values: its content.
-        root: the node tree, which knows lines; None: the settings come from no file.
-    """
+    """A parsed file. `root` is the node tree, which knows line numbers; None: the settings come from no file."""
 
     path: Path
     values: dict[Any, Any]
     root: yaml.Node | None
 
     def line_of(self, keys: Sequence[str | int]) -> int | None:
-        """Return the line (from 1) of the value under `keys`, or None when the file does not set it."""
+        """Return the line (from 1) of the value under `keys`, or None if the file does not set it."""
         node = self.root
         line = None
         for key in keys:
@@ -65,11 +59,7 @@ class YamlFile:
 
 
 def read_yaml(path: Path) -> YamlFile:
-    """Parse `path`.
-
-    Raises:
-        ConfigError: unreadable, not YAML (with file:line), empty, not a mapping at the top, or a key given twice.
-    """
+    """Parse `path`; raises ConfigError if it is unreadable, not YAML, empty, not a mapping, or has a duplicate key."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -101,7 +91,7 @@ def read_yaml(path: Path) -> YamlFile:
 
 
 def parse_value(text: str, option: str) -> Any:
-    """Parse one value of the command line as YAML; `option` names it in the error."""
+    """Parse one command-line value as YAML; `option` names it in errors."""
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
@@ -120,6 +110,8 @@ def _child(node: yaml.Node, key: str | int) -> tuple[int, yaml.Node] | None:
 
 
 def _refuse_duplicates(root: yaml.Node, path: Path) -> None:
+    # YAML aliases can form cycles, so each node is visited once; a loop instead of recursion, since files may nest
+    # deeply.
     pending, visited = [root], {id(root)}
     while pending:
         node = pending.pop()
@@ -154,7 +146,7 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
     return " ".join(", ".join(parts).split()) or "cannot be parsed"
 
 
-# Say in one line what is wrong with a configuration: dotted field, value, where it was given, what to do.
+# Error messages: one line with the dotted field, its value, where it was given, and what to do.
 
 _ADVICE = {
     "int_type": "give a whole number",
@@ -210,7 +202,7 @@ _OTHER_WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "steps": ("max_steps", "num_steps", "total_steps", "total_training_steps"),
     }
 )  # fmt: skip
-"""Our key -> its names in TRL, verl, OpenRLHF and the like."""
+"""Our key -> its names in TRL, verl, OpenRLHF and similar systems."""
 
 _OTHER_NUMBERS: Mapping[str, str] = MappingProxyType(
     {
@@ -222,7 +214,7 @@ _OTHER_NUMBERS: Mapping[str, str] = MappingProxyType(
         "total_epochs": "set steps to prompts / schedule.rollout_batch_size x total_epochs",
     }
 )
-"""Their settings that ours say by another number: what to do."""
+"""Settings of those systems that we express through a different quantity -> what to do."""
 
 _ALGORITHM = "algorithm"
 """The section whose settings depend on its `name`."""
@@ -230,13 +222,13 @@ _ALGORITHM = "algorithm"
 
 @dataclass(frozen=True)
 class Origins:
-    """Where values came from: an option of the command line, or a line of the file."""
+    """Where each value came from: a command-line option, or a line of the file."""
 
     file: YamlFile
     options: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, keys: Sequence[str | int]) -> str:
-        """Return ` (file:line)` or ` (from --set ...)`, or nothing when unknown."""
+        """Return ` (file:line)` or ` (from --set ...)`, or "" if unknown."""
         for depth in range(len(keys), 0, -1):
             option = self.options.get(".".join(str(key) for key in keys[:depth]))
             if option is not None:
@@ -250,9 +242,9 @@ class Origins:
 
 
 def explain(error: ValidationError, origins: Origins) -> str:
-    """Return one line for the most telling problem, and how many others there are."""
+    """Return one line for the most telling problem, plus the number of other problems."""
     details = sorted(error.errors(include_url=False), key=lambda detail: _rank(detail["type"]))
-    if details[0]["type"] == "missing":  # then all are
+    if details[0]["type"] == "missing":  # ranked last, so every problem is a missing key
         return _explain_missing([_keys_of(detail)[1] for detail in details], origins)
     line = _explain_one(details[0], origins)
     others = len(details) - 1
@@ -260,20 +252,20 @@ def explain(error: ValidationError, origins: Origins) -> str:
 
 
 def _rank(kind: str) -> int:
-    """A misspelt key also makes the right one missing, so it comes first."""
+    # A misspelled key also makes the intended one missing, so unknown keys rank first.
     return {"extra_forbidden": 0, "invalid_key": 0, "missing": 2}.get(kind, 1)
 
 
 def _keys_of(detail: Mapping[str, Any]) -> tuple[str, tuple[str | int, ...]]:
-    """Return the name of the algorithm where a problem is in its settings, and the keys that lead to it."""
+    """Return the algorithm's name if the problem is in its settings (else ""), and the keys that lead to it."""
     keys: tuple[str | int, ...] = tuple(key for key in detail["loc"] if key != "[key]")
-    if keys[0] == _ALGORITHM and len(keys) > 1:  # pydantic names the member of the union, too
+    if keys[0] == _ALGORITHM and len(keys) > 1:  # pydantic inserts the union member's name
         return str(keys[1]), (keys[0], *keys[2:])
     return "", keys
 
 
 def _explain_missing(missing: Sequence[tuple[str | int, ...]], origins: Origins) -> str:
-    """Name all missing keys at once, so that the user edits the file once."""
+    # All missing keys at once, so the user edits the file only once.
     names = [".".join(str(key) for key in keys) for keys in missing]
     what = [_description(keys) for keys in missing]
     if len(names) == 1:
@@ -317,18 +309,13 @@ def _key_hint(keys: Sequence[str | int]) -> str:
 
 
 def _meant_key(key: str, here: Sequence[str], everywhere: Iterable[str]) -> str | None:
-    """Return the key that was probably meant, or None.
-
-    Args:
-        key: that does not exist.
-        here: the keys of its section.
-        everywhere: all keys of the configuration, dotted.
-    """
+    """Return the key that the user probably meant, or None: `key` is unknown, `here` are the keys of its section."""
     ours = [name for name, words in _OTHER_WORDS.items() if key.lower() in words]
     beside = [name for name in here if any(name == _leaf(other) for other in ours)]
     same = [name for name in everywhere if _leaf(name) == key]
     near = difflib.get_close_matches(key, here, n=1)
-    return next(iter([*beside, *same, *ours, *near]), None)  # what another system calls it is no guess
+    # Another system's name for a key is certain; a similar spelling is a guess, so it comes last.
+    return next(iter([*beside, *same, *ours, *near]), None)
 
 
 def _leaf(name: str) -> str:
@@ -347,7 +334,6 @@ def _unknown_algorithm(section: Any, origins: Origins) -> str:
 
 
 def _algorithm_hint(algorithm: str, key: str) -> str:
-    """Return which algorithms have a setting that this one lacks."""
     owners = [name for name, settings in ALGORITHMS.items() if key in settings.model_fields]
     if owners:
         return f"it is a setting of {' '.join(owners)}, and algorithm.name is {algorithm}; remove one of them"
@@ -361,11 +347,11 @@ def _algorithm_hint(algorithm: str, key: str) -> str:
 
 
 def _section(keys: Sequence[str | int]) -> type[BaseModel] | None:
-    """Return the model that `keys` lead to, or None when they lead elsewhere."""
+    """Return the model that `keys` lead to, or None if they lead nowhere."""
     model: type[BaseModel] = RunConfig
     for key in keys:
         if isinstance(key, int):
-            continue  # an item of a list, whose type `_submodel` gave already
+            continue  # a list item: `_submodel` already returned the item type
         inner = _submodel(model, str(key))
         if inner is None:
             return None
@@ -405,26 +391,26 @@ def load_config(
     steps: int | None = None,
     called: str | None = None,
 ) -> RunConfig:
-    """Read, override, check and resolve.
+    """Read, override, check and resolve a configuration: canonical role names, absolute paths.
 
     Args:
-        source: YAML file.
         overrides: `a.b=value`, each value parsed as YAML; later ones win.
-        roles: `rollout:8,actor:4`; replaces the file's `roles` as a whole.
+        roles: `rollout:8,actor:4`; replaces the file's `roles` entirely.
         steps: number of the last step.
-        called: what errors call the settings, where `source` is none of the user's files.
-    Returns:
-        The configuration with canonical role names and absolute paths.
+        called: what errors call the settings if `source` is not a user's file.
+
     Raises:
-        ConfigError: one line with field, value, what to do.
+        ConfigError: one line with field, value and what to do.
     """
     file = read_yaml(source)
     if called is not None:
         file = replace(file, path=Path(called), root=None)
+    # A copy: the file's own values are compared with below.
     values: dict[Any, Any] = copy.deepcopy(file.values)
     options = dict(_apply_override(values, text) for text in overrides)
     of_run = source.name == CONFIG_FILE and called is None
     if of_run:
+        # Only a run's own file holds all defaults.
         _forget_other_algorithm(values, file.values, options)
     if steps is not None:
         values["steps"] = steps
@@ -446,28 +432,22 @@ def load_config(
         located = _located(model, "reward.model", source, options)
         resolved["reward"] = config.reward.model_copy(update={"model": located})
     try:
+        # Last: a child imports users' own classes, which it finds through the resolved code directory.
         config = resolve(config.model_copy(update=resolved))
     except ConfigError as error:
         if not of_run:
             raise
         raise ConfigError(
-            f"{error} ({source} has the settings that the run began with; if the class is another one since, correct "
-            f"it there, too)"
+            f"{error} ({source} holds the settings that the run began with; if the class has changed since, correct "
+            f"it there as well)"
         ) from error
-    _refuse_surprises(values, config.model_dump(mode="python"), origins, ())  # now in outside classes' settings, too
+    # Again: only now are the settings of users' own classes resolved.
+    _refuse_surprises(values, config.model_dump(mode="python"), origins, ())
     return config
 
 
 def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
-    """Parse the option's value.
-
-    Args:
-        text: of the option.
-        users: roles of users' tasks.
-
-    Raises:
-        ConfigError: not `role:ranks` pairs, a role given twice, or what `check_roles` refuses.
-    """
+    """Parse the value of `--roles`; `users` are the roles of user-defined tasks. Raises as `check_roles` does."""
     roles: dict[str, int] = {}
     for part in text.split(","):
         if not part.strip():
@@ -485,17 +465,18 @@ def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
 
 
 def check_roles(roles: Mapping[str, int], users: Collection[str] = ()) -> dict[str, int]:
-    """Return `roles` with canonical names, in the order of `ROLES`, then of `users`, the roles of users' tasks.
+    """Return `roles` with canonical names, in the order of `ROLES`, then of `users` (roles of user-defined tasks).
 
     Raises:
-        ConfigError: unknown role (with the nearest name), less than one rank (none is for processes outside, but not of
-            trainers and evaluators), a required role missing, or one role under two names.
+        ConfigError: an unknown role (with the nearest name), too few ranks (0 leaves a role to processes outside, which
+            trainers and evaluators do not allow), a missing required role, or one role under two names.
     """
     counts: dict[str, int] = {}
     for name, count in roles.items():
         role = _canonical_role(name, users)
         if role in counts:
             raise ConfigError(f"roles: {role!r} is given twice (as {name!r} too); give it once")
+        # True counts as 1: trainers and evaluators need a rank, other roles may have none.
         if count < (role in {*TRAINERS, *OBSERVERS}):
             raise ConfigError(
                 f"roles: {name}:{count} must have at least 1 rank; give {name}:1 or more, or leave it out"
@@ -508,7 +489,7 @@ def check_roles(roles: Mapping[str, int], users: Collection[str] = ()) -> dict[s
 
 
 def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
-    """Set one `a.b=value` in `values`; return (`a.b`, the option as the user gave it)."""
+    """Set one `a.b=value` in `values`; return (`a.b`, the option as the user typed it)."""
     option = f"--set {text}"
     name, equals, value = text.partition("=")
     name = name.strip()
@@ -518,6 +499,7 @@ def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
     section = values
     for depth, key in enumerate(keys[:-1]):
         inner = section.setdefault(key, {})
+        # An empty section in YAML is null.
         if inner is None:
             inner = section[key] = {}
         if not isinstance(inner, dict):
@@ -529,10 +511,7 @@ def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
 
 
 def _forget_other_algorithm(values: dict[Any, Any], written: Mapping[Any, Any], options: Mapping[str, str]) -> None:
-    """Where an option names another algorithm than a run's own file, drop the former one's defaults from that file.
-
-    A run writes down every setting, so the user gave none of these. What an option gave stays.
-    """
+    """If an option switches the algorithm of a run's own file, drop the former algorithm's defaults from that file."""
     before, now = written.get("algorithm"), values.get("algorithm")
     if (
         "algorithm" in options
@@ -544,6 +523,7 @@ def _forget_other_algorithm(values: dict[Any, Any], written: Mapping[Any, Any], 
     former = ALGORITHMS.get(str(before.get("name")))
     if former is None:
         return
+    # A run's file holds every setting, so values equal to the defaults were not chosen by the user. Options stay.
     defaults = former().model_dump(mode="json")
     given = {"name", *(option.split(".")[1] for option in options if option.startswith("algorithm."))}
     for key, value in before.items():
@@ -552,7 +532,7 @@ def _forget_other_algorithm(values: dict[Any, Any], written: Mapping[Any, Any], 
 
 
 def _users_roles(values: Mapping[Any, Any]) -> list[str]:
-    """Return the roles of users' tasks, before anything is known to be valid."""
+    """Return the roles of user-defined tasks from values that are not validated yet."""
     tasks = values.get("tasks")
     named = [task for task in tasks if isinstance(task, dict)] if isinstance(tasks, list) else []
     return [str(task.get("role") or task.get("name")) for task in named]
@@ -568,10 +548,10 @@ def _canonical_role(name: str, users: Collection[str]) -> str:
 
 
 def _default_staleness(values: dict[Any, Any], options: Mapping[str, str]) -> None:
-    """In `sync` and `periodic` mode the bound is 0: write that down unless the user asked for another number, too."""
     schedule = values.get("schedule")
     if not isinstance(schedule, dict) or schedule.get("mode") not in ("sync", "periodic"):
         return
+    # sync and periodic bound the staleness to 0: record that unless the user also asked for another number.
     only_mode_given = "schedule.mode" in options and "schedule.max_staleness" not in options
     if only_mode_given or "max_staleness" not in schedule:
         schedule["max_staleness"] = 0
@@ -620,7 +600,7 @@ def _validate(values: Mapping[Any, Any], origins: Origins, *, beside: Path) -> R
 
 
 def _refuse_surprises(given: Any, resolved: Any, origins: Origins, keys: tuple[str | int, ...]) -> None:
-    """Refuse what pydantic accepts but is surely a mistake: true as a number, infinite numbers."""
+    """Refuse what pydantic accepts but is surely a mistake: booleans as numbers, infinite numbers."""
     if isinstance(given, Mapping) and isinstance(resolved, Mapping):
         for key, value in given.items():
             _refuse_surprises(value, resolved.get(key), origins, (*keys, key))
@@ -636,7 +616,7 @@ def _refuse_surprises(given: Any, resolved: Any, origins: Origins, keys: tuple[s
 
 
 def _located(section: Any, name: str, source: Path, options: Mapping[str, str]) -> Any:
-    """Return a section with an absolute `path`, if it has one; an option names it from the working directory."""
+    """Return a section whose `path`, if any, is absolute; a path from an option starts at the working directory."""
     if section.path is None:
         return section
     given = any(f"{name}.path" == key or f"{name}.path".startswith(f"{key}.") for key in options)
@@ -645,11 +625,8 @@ def _located(section: Any, name: str, source: Path, options: Mapping[str, str]) 
 
 
 def _absolute(text: str, name: str, source: Path, *, given: bool) -> Path | None:
-    """Find a relative path beside the config file, else in the working directory; the other way round for `--set`.
-
-    Returns:
-        The path; None: it may be a name on the Hub.
-    """
+    """Return the first place that exists; None: it may be a name on the Hub."""
+    # A path in the file is meant relative to the file; one from --set relative to the working directory.
     places = [Path.cwd(), source.parent] if given else [source.parent, Path.cwd()]
     candidates = list(dict.fromkeys(user_path(text, name, beside=place) for place in places))
     for candidate in candidates:
@@ -663,5 +640,5 @@ def _absolute(text: str, name: str, source: Path, *, given: bool) -> Path | None
 
 
 def _where_from(source: Path) -> str:
-    """Say where a packaged recipe's files come from; it does not bring large ones."""
+    # The package does not ship a recipe's large files.
     return f", or get it as the first lines of {source} say" if source in packaged_recipes().values() else ""

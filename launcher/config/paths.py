@@ -1,4 +1,4 @@
-"""Paths as the user wrote them, made absolute and checked; CONFIG may name a recipe of AsyncFlow. Torch-free."""
+"""Paths as the user wrote them, made absolute and checked; CONFIG may name a packaged recipe. Torch-free."""
 
 import difflib
 import reprlib
@@ -8,14 +8,14 @@ from asyncflow.errors import ConfigError
 
 
 def user_path(text: str, field: str, *, beside: Path | None = None) -> Path:
-    """Return `text` as an absolute path without `~` and links; nothing needs to exist there.
+    """Return `text` as an absolute path without `~` and links; it need not exist.
 
     Args:
-        text: what the user wrote.
-        field: its name in the error, e.g. `--run-dir`.
+        field: its name in errors, e.g. `--run-dir`.
         beside: the directory that a relative path starts from; None: the working directory.
+
     Raises:
-        ConfigError: it is empty, holds a NUL, names the home of an unknown user, or follows links in a circle.
+        ConfigError: it is empty, holds a NUL, names the home of an unknown user, or is a circular link.
     """
     shown = reprlib.repr(text)
     if not text.strip():
@@ -28,30 +28,23 @@ def user_path(text: str, field: str, *, beside: Path | None = None) -> Path:
         raise ConfigError(f"{field}: {shown}: no such user here; write the directory out") from error
     try:
         return (beside / path if beside is not None else path).resolve()
-    except RuntimeError as error:  # Python 3.13 raises OSError, which the caller expects from any path
+    except RuntimeError as error:  # from Python 3.13 an OSError, which callers expect of any path
         raise ConfigError(f"{field}: {shown} is a link that leads to itself; correct it") from error
 
 
 def check_makeable(text: str, field: str) -> None:
-    """Refuse an absolute path where no directory can be made or written to.
-
-    Raises:
-        ConfigError: names what is in the way.
-    """
+    """Refuse an absolute path where no directory can be created or written to; raises ConfigError."""
     parent = next(path for path in (Path(text), *Path(text).parents) if path.exists())
     if not parent.is_dir() or why_not_writable(parent):
         raise ConfigError(f"{field}: cannot create {text!r}, {parent} is not a writable directory")
 
 
 def why_not_writable(directory: Path) -> str:
-    """Return why nothing can be made in a directory, or nothing when it can.
-
-    It makes a file that has no name and is gone when it is closed: modes say too little (root, /proc, a disk that was
-    mounted to be read, a server that does not trust root).
-    """
-    import tempfile  # not needed to say how a run is
+    """Return why nothing can be created in a directory; "" if it can."""
+    import tempfile  # not needed by `asyncflow status`
 
     try:
+        # Try it: mode bits say too little (root, /proc, a read-only mount, a server that squashes root).
         with tempfile.TemporaryFile(dir=directory):
             return ""
     except OSError as error:
@@ -60,14 +53,14 @@ def why_not_writable(directory: Path) -> str:
 
 QUICKSTART = "quickstart"
 PACKAGED = Path(__file__).resolve().parents[2] / "configs"
-"""Our recipes lie beside our code. Not found by import: a folder `configs` of the user's may come first."""
+"""Located beside our code, not by import: a user's folder `configs` may shadow it."""
 
 
 def find_recipe(source: str | None) -> Path:
-    """Return the YAML file for the command line's CONFIG.
+    """Return the YAML file for the command line's CONFIG; None: the packaged quickstart.
 
-    A file that exists wins; otherwise the last part of the path, with or without `.yaml`, may name a packaged recipe,
-    so that `configs/quickstart.yaml` works from any directory. None: the packaged quickstart.
+    An existing file wins. Otherwise the last part of the path, with or without `.yaml`, may name a packaged recipe, so
+    `configs/quickstart.yaml` works from any directory.
 
     Raises:
         ConfigError: neither a file nor a recipe; names the nearest recipe.
@@ -90,7 +83,7 @@ def find_recipe(source: str | None) -> Path:
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """Return the recipes installed with AsyncFlow: name without `.yaml` -> file."""
+    """Return name without `.yaml` -> file of the recipes installed with AsyncFlow."""
     return {file.stem: file for file in sorted(PACKAGED.glob("*.yaml"))}
 
 

@@ -1,4 +1,4 @@
-"""Every key of the configuration: type, default, meaning, read off the models. Torch-free, pure.
+"""Every configuration key with type, default and meaning, read from the settings models. Torch-free, pure.
 
 `asyncflow config` prints it, and `docs/configuration.md` is what `as_markdown` returns (a test compares the two).
 """
@@ -29,9 +29,9 @@ class Key:
 
     Attributes:
         path: e.g. `actor.lr`; `tasks[].name` is a key of each entry of a list.
-        type: as a person writes it, with its bounds.
-        default: as YAML has it; "required" without one.
-        text: what it means.
+        type: for people, with its bounds.
+        default: as YAML; "required" if there is none.
+        text: its meaning.
         variant: the values of `algorithm.name` that have it; "": all.
     """
 
@@ -48,17 +48,13 @@ def all_keys() -> list[Key]:
 
 
 def key_paths() -> list[str]:
-    """Return all sections and keys, dotted, a section before its keys."""
+    """Return all sections and keys, dotted, each section before its keys."""
     paths = [key.path.split(".") for key in all_keys()]
     return list(dict.fromkeys(".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)))
 
 
 def keys_of(section: str) -> list[Key]:
-    """Return the keys of one section, e.g. `actor` or `actor.megatron`, or one key.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """Return the keys of one section, e.g. `actor` or `actor.megatron`, or one key; ConfigError: there is none."""
     keys = all_keys()
     found = [key for key in keys if key.path == section or key.path.startswith((f"{section}.", f"{section}[]."))]
     if not found:
@@ -70,7 +66,7 @@ def keys_of(section: str) -> list[Key]:
 
 
 def as_text(keys: Sequence[Key]) -> str:
-    """Return keys for a terminal: a line with type and default, then what it means."""
+    """Return keys for a terminal: a line with type and default, then the meaning."""
     lines = []
     for key in keys:
         only = f"  (algorithm.name: {key.variant})" if key.variant else ""
@@ -79,7 +75,7 @@ def as_text(keys: Sequence[Key]) -> str:
 
 
 def as_markdown(keys: Sequence[Key]) -> str:
-    """Return the page: a table for each section."""
+    """Return the page: one table per section."""
     parts = [
         "# Configuration",
         "Every key, as `asyncflow config` prints it. `--set actor.lr=1e-5` sets one. Made from the models by "
@@ -117,7 +113,7 @@ def _keys_of(model: type[BaseModel], prefix: str, variant: str = "") -> Iterator
 
 
 def _keys_of_union(models: Sequence[type[BaseModel]], prefix: str) -> Iterator[Key]:
-    """Yield the keys that all models share once, then those of single models."""
+    """Yield the keys that all models share, each once, then those of single models."""
     names = [str(model.model_fields["name"].default) for model in models]
     yield Key(f"{prefix}name", " | ".join(names), json.dumps(names[0]), "Which one: docs/algorithms.md.")
     each = [[key for key in _keys_of(model, prefix) if key.path != f"{prefix}name"] for model in models]
@@ -132,7 +128,6 @@ def _keys_of_union(models: Sequence[type[BaseModel]], prefix: str) -> Iterator[K
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models that a field's type is made of, in order."""
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in _models_in(part)]

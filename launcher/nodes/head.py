@@ -1,7 +1,7 @@
-"""Node 0's side of a run on several nodes: takes the other launchers in, gives orders, hears what happens there.
+"""Node 0's side of a run on several nodes: admits the other launchers, gives orders, learns what happens there.
 
 Everything goes through the job store. `launcher.nodes.messages` has the messages and their proofs.
-Keys, where TOKEN names one launcher's try to join:
+Keys, where TOKEN names one launcher's attempt to join:
 
     launcher/events         queue, from all nodes             launcher/beat/TOKEN   their heartbeats
     launcher/orders/TOKEN   queue, to one                     launcher/beat/head    node 0's
@@ -57,7 +57,7 @@ EVENTS = "launcher/events"
 HEAD_BEAT = "launcher/beat/head"
 IDLE = timedelta(days=30)
 LEAVE_TIMEOUT_S = 10.0
-"""How long node 0 waits until the other launchers have ended what they started (s)."""
+"""How long node 0 waits for the other launchers to end what they started (s)."""
 _LOOK_S = 0.1
 _JOIN_TIMEOUT_S = 2.0
 
@@ -65,18 +65,18 @@ logger = logging.getLogger(__name__)
 
 
 def orders_key(token: str) -> str:
-    """Return the queue of orders to one launcher."""
+    """Return the key of the queue of orders to one launcher."""
     return f"launcher/orders/{token}"
 
 
 def beat_key(token: str) -> str:
-    """Return where one launcher writes its heartbeats."""
+    """Return the key under which one launcher writes its heartbeats."""
     return f"launcher/beat/{token}"
 
 
 @dataclass
 class _Link:
-    """One launcher that proved that it knows the secret."""
+    """A launcher that proved knowledge of the secret."""
 
     rank: int
     events: Opener
@@ -88,7 +88,16 @@ class _Link:
 
 
 class NodeHead:
-    """The launchers of all other nodes, seen from node 0."""
+    """The launchers of all other nodes, seen from node 0. The constructor starts answering them.
+
+    Args:
+        store: of the job; each thread gets a client of its own.
+        secret: the job's (hex).
+        members: decides who takes part.
+        clock: of this host; all others are aligned to it.
+        part_exited: called by a thread when a node's ranks of a gang are gone.
+        report: called by a thread with signals that reached other launchers, and with launchers that are gone.
+    """
 
     def __init__(
         self,
@@ -101,17 +110,6 @@ class NodeHead:
         part_exited: Callable[[int, GangExited], None],
         report: Callable[[StopRequested | NodeLost], None],
     ) -> None:
-        """Begin to answer launchers.
-
-        Args:
-            store: of the job; each thread gets a client of its own.
-            secret: the job's (hex).
-            members: decides who takes part.
-            clock: of this host; all others are aligned to it.
-            run_dir: of the run.
-            part_exited: is told by a thread that a node's ranks of a gang are gone.
-            report: is told by a thread of signals that came to other launchers, and of launchers that are gone.
-        """
         self._store = store
         self._secret = bytes.fromhex(secret)
         self._members = members
@@ -134,20 +132,21 @@ class NodeHead:
         ]
 
     def end(self, error: BaseException | None) -> None:
-        """End the threads. Launchers that were not told yet how the run ended learn it now: it was node 0's error."""
+        """End the threads. Launchers that do not know yet how the run ended are told: by `error` of node 0."""
         code = USAGE if isinstance(error, ConfigError) else FAILED
         self.finish(code, f"Error: {error}" if error is not None else "node 0 ended without a word")
         self.close()
 
     def gather(self, timeout_s: float, stopped: Callable[[], bool]) -> str:
-        """Wait until the launchers of all nodes are ready; returns what came first instead, or "".
+        """Wait until the launchers of all nodes are ready; return "", or the event that came first.
 
         Args:
-            timeout_s: for all of them.
-            stopped: the user or the scheduler asked for it.
+            timeout_s: for all of them together (s).
+            stopped: whether the user or the scheduler asked to stop.
+
         Raises:
             ConfigError: one cannot take part.
-            RoleFailed: not all came in time, or a thread of node 0 died.
+            RoleFailed: not all arrived in time, or a thread of node 0 died.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -168,26 +167,26 @@ class NodeHead:
             return self._members.nodes()
 
     def warnings(self) -> list[str]:
-        """Return what users should know about the nodes."""
         with self._changed:
             return self._members.warnings()
 
     def hosts(self) -> dict[int, GangHost]:
-        """Return what starts and ends ranks on the other nodes, by node; all have joined."""
+        """Return node -> the object that starts and ends ranks there; call it after all have joined."""
         with self._changed:
             return {node.rank: RemoteNode(self, self._members.token(node.rank)) for node in self._members.nodes()}
 
     def order(self, token: str, message: Order) -> None:
-        """Send a message to one launcher; one that is gone does not get it."""
+        """Send a message to one launcher; one that is gone does not receive it."""
         with self._changed:
             link = self._links[token]
+        # Sealing and pushing under one lock, so that numbers arrive in order.
         with link.sending:
             data = link.orders.seal(message)
             with self._ordering:
                 self._orders.queue_push(orders_key(token), data)
 
     def finish(self, code: int, line: str) -> None:
-        """End the run on all nodes: they kill what is left there, say `line` and exit with `code`; idempotent."""
+        """End the run on all nodes: they kill what is left there, print `line` and exit with `code`. Idempotent."""
         with self._changed:
             if self._finished:
                 return
@@ -196,15 +195,17 @@ class NodeHead:
         for token in waiting:
             self.order(token, FinishRun(code, line))
         with self._changed:
+            # Only launchers that joined have processes to end.
             joined = [link for link in waiting.values() if link.heartbeat is not None]
             self._changed.wait_for(lambda: all(link.is_gone for link in joined), LEAVE_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the threads; idempotent."""
-        self.threads.close()  # the store may end before its clients
+        """End the threads. Idempotent."""
+        self.threads.close()  # from now on an error is expected: the store may end before its clients
         self._closing.set()
         try:
             with self._ordering:
+                # Wakes the receiving thread, which then sees that we are closing.
                 self._orders.queue_push(EVENTS, b"")
         except DistError:
             logger.debug("the job store is gone before its last client")
@@ -218,7 +219,7 @@ class NodeHead:
                 return
             envelope = read_envelope(data)
             if envelope is None:
-                logger.warning("%s: something that no launcher said was dropped", EVENTS)
+                logger.warning("%s: dropped something that is not a launcher's message", EVENTS)
                 continue
             try:
                 self._take(envelope)
@@ -228,10 +229,11 @@ class NodeHead:
     def _take(self, envelope: Envelope) -> None:
         token = envelope.sender
         link = self._links.get(token)
+        # A launcher is unknown until its hello, which the same secret proves.
         opener = Opener(self._secret, token, HEAD_NAME) if link is None else link.events
         body = opener.open(envelope)
         if body is None:
-            logger.warning("%s: a message that does not prove the job's secret was dropped", EVENTS)
+            logger.warning("%s: dropped a message that does not prove the job's secret", EVENTS)
             return
         message = read_body(body, FromNode)
         arrived = self._clock.now()
@@ -290,12 +292,13 @@ class NodeHead:
                 self._lose(token, "no sign of life of its launcher")
 
     def _lose(self, token: str, reason: str) -> None:
-        """A launcher is gone; while the run goes on, that ends it."""
+        """A launcher is gone; during the run, that ends the run."""
         with self._changed:
             link = self._links.get(token)
             if link is None or link.is_gone:
                 return
             link.is_gone = True
+            # A launcher that has not joined runs nothing, so the run does not depend on it.
             expected = self._finished or link.heartbeat is None
             name = self._members.name(link.rank)
             self._changed.notify_all()
@@ -306,7 +309,7 @@ class NodeHead:
 
 
 class RemoteNode:
-    """The `GangHost` of another node."""
+    """The `GangHost` of another node: passes every call on to its launcher."""
 
     def __init__(self, head: NodeHead, token: str) -> None:
         self._head = head
@@ -314,19 +317,16 @@ class RemoteNode:
         self._started: dict[str, None] = {}
 
     def start(self, gang: GangSpec, attempt: int) -> None:
-        """Have its launcher start its ranks of a gang."""
         self._started[gang.name] = None
         self._head.order(self._token, StartPart(gang.name, attempt, Job.load(self._head.run_dir).revision))
 
     def kill(self, gang: str) -> None:
-        """Have its launcher kill its ranks of a gang."""
         self._head.order(self._token, KillPart(gang))
 
     def dump_stacks(self) -> None:
-        """Have its launcher ask its processes for their stacks."""
         self._head.order(self._token, DumpStacks())
 
     def close(self, timeout_s: float) -> None:
-        """Have its launcher kill whatever it started."""
+        """Have its launcher kill whatever it started; does not wait."""
         for gang in self._started:
             self.kill(gang)

@@ -1,10 +1,10 @@
-"""Another node's way to node 0: joins its job store, then carries orders in, events out, and heartbeats both ways.
+"""Another node's link to node 0: joins its job store, then carries orders in, events out, and heartbeats both ways.
 
     join      hello, welcome, clock offset, ready
     threads   orders -> inbox | outgoing events | heartbeats
 
-Each thread has a store client of its own, and may hang in it when node 0's host is stopped or cut off; that is why the
-owner, which never touches the store, asks `lost()`. Imports torch.
+Each thread has its own store client and may hang in it when node 0's host is stopped or cut off. That is why the
+owner, which never touches the store, polls `lost()`. Imports torch.
 """
 
 import logging
@@ -43,7 +43,7 @@ from launcher.nodes.messages import (
 from launcher.process.job_store import JobStoreClient
 
 ANSWER_TIMEOUT_S = 5.0
-"""Of node 0 to a hello or a ping (s)."""
+"""For node 0's answer to a hello or a ping (s)."""
 _PROBE_TIMEOUT_S = 2.0
 _NUM_PINGS = 16
 
@@ -51,27 +51,26 @@ logger = logging.getLogger(__name__)
 
 
 class HeadLink:
-    """One launcher's link to node 0."""
+    """One launcher's link to node 0; made by `join`."""
 
     @staticmethod
     def join(
         job: Job, hello: Hello, inbox: "SimpleQueue[Inbound]", given_up: threading.Event
     ) -> "HeadLink | Refuse | FinishRun":
-        """Join a run; blocks, for as long as node 0's host is stopped, too.
+        """Join a run; return the link, or node 0's refusal. Blocks, also as long as node 0's host is stopped.
 
         Args:
             job: read from the run directory; perhaps of a run that is over.
             hello: of this launcher; its address is filled in.
             inbox: receives orders.
-            given_up: is set when the caller no longer waits.
-        Returns:
-            The link, or what node 0 said instead.
+            given_up: set when the caller no longer waits.
+
         Raises:
-            TransportError: no answer from there, or it was given up.
+            TransportError: node 0 does not answer, or the attempt was abandoned.
         """
         where = (job.store_host, job.store_port)
         try:
-            # A client of the store would try for long, and print traces.
+            # Probe first: a store client would retry for long and print stack traces.
             socket.create_connection(where, _PROBE_TIMEOUT_S).close()
             hello.address = address_towards(job.store_host)
             link = HeadLink(job, f"{hello.rank}.{secrets.token_hex(8)}")
@@ -86,12 +85,6 @@ class HeadLink:
         return link
 
     def __init__(self, job: Job, token: str) -> None:
-        """Connect; `join` does the rest.
-
-        Args:
-            job: where the store is, and the secret.
-            token: names this try.
-        """
         self.job = job
         self.store = JobStoreClient(job.store_host, job.store_port, job.secret)
         self.clock = job.clock
@@ -112,15 +105,15 @@ class HeadLink:
         self._outgoing.put(event)
 
     def lost(self) -> str:
-        """Return why node 0 counts as gone, or ""; ask it often, from one thread."""
+        """Return why node 0 counts as lost, or ""; call it often, always from the same thread."""
         if self._heartbeat.look(self._heads_beats.number, time.monotonic()):
             return self._gone or "it gives no sign of life"
         return self._gone
 
     def close(self, timeout_s: float) -> bool:
-        """Send what is left to send and end the threads; returns whether they ended.
+        """Send what is left to send and end the threads; return whether they ended.
 
-        They do not while node 0 is stopped, or its host cut off.
+        They do not while node 0 is stopped or its host is cut off.
         """
         self._closing.set()
         self._outgoing.put(None)
@@ -130,7 +123,7 @@ class HeadLink:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _say_hello(self, hello: Hello) -> Refuse | FinishRun | None:
-        """Introduce this launcher and align its clock; returns what ended that, or None: it is one of the run's."""
+        """Introduce this launcher and align its clock; return what prevented that, or None: it is a member now."""
         client = self.store.client(timedelta(seconds=ANSWER_TIMEOUT_S))
         self._push(client, hello)
         answer = self._next(client)
@@ -149,8 +142,11 @@ class HeadLink:
         return None
 
     def _begin(self, inbox: "SimpleQueue[Inbound]") -> None:
+        # Silence counts from here, not from the start of joining.
         self._heartbeat = HeartbeatTimeout(time.monotonic())
         for work, arguments in ((self._receive, (inbox,)), (self._beat, ()), (self._send, ())):
+            # Its own client: TCPStore has no deadline on a call to a stopped server, and a blocked call stalls the
+            # client.
             client = self.store.client(IDLE)
             name = f"head-{work.__name__.strip('_')}"
             thread = threading.Thread(target=self._until_gone, args=(work, client, *arguments), name=name, daemon=True)
@@ -160,7 +156,7 @@ class HeadLink:
     def _until_gone(self, work: Callable[..., None], client: TCPStore, *arguments: object) -> None:
         try:
             work(client, *arguments)
-        except Exception as error:  # noqa: BLE001 - the boundary of a thread: without it orders would go unheard
+        except Exception as error:  # noqa: BLE001 - thread boundary: the owner must learn that no more orders arrive
             if not self._closing.is_set():
                 logger.warning("node 0: %s", one_line(error))
                 self._gone = self._gone or _why(error)
@@ -198,7 +194,7 @@ class HeadLink:
             if body is not None:
                 order: Order = read_body(body, Order)
                 return order
-            logger.warning("an order that does not prove the job's secret was dropped")
+            logger.warning("dropped an order that does not prove the job's secret")
 
 
 def _why(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 Pure: the clock is passed in.
 
-Hello -> Welcome .. Ready -> here       Hello that cannot be -> Refuse, and the run ends with its reason
+Hello -> Welcome .. Ready -> here       Hello that does not fit -> Refuse, and the run ends with its reason
                                         a second launcher with the same rank -> Refuse; it may ask again
 """
 
@@ -16,13 +16,13 @@ from asyncflow.job import GangSpec, Node
 from launcher.nodes.messages import Hello, Ready, Refuse, Welcome
 
 MOST_AHEAD_S = 1.0
-"""Wall clocks that differ by more are worth a warning (s)."""
+"""A larger difference of wall clocks is worth a warning (s)."""
 HEARTBEAT_S = 0.5
 """How often launchers send a heartbeat (s)."""
 SILENT_S = 4.0
-"""Silence that counts as death (s): with the pauses between looks that is seen within 5 s."""
+"""Silence that counts as death (s); with the pauses between polls, it is noticed within 5 s."""
 _LONGEST_LOOK_S = 1.0
-"""Time between two looks that counts. In a longer one this process did not run, and knows nothing of the peer (s)."""
+"""Longest time between two polls that counts (s). In a longer one this process did not run, and learned nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,33 +41,29 @@ class _Entry:
 
 
 class Membership:
-    """The launchers of nodes 1, 2, ...; node 0 is not among them."""
+    """The launchers of nodes 1, 2, ...; node 0 is not among them.
 
-    def __init__(self, count: int, devices: Mapping[int, DevicesUsed], version: str) -> None:
-        """Args:
+    Args:
         count: nodes of the run.
         devices: what the placement needs on each node.
-        version: of AsyncFlow here.
-        """
+        version: of AsyncFlow on node 0.
+    """
+
+    def __init__(self, count: int, devices: Mapping[int, DevicesUsed], version: str) -> None:
         self._count = count
         self._devices = devices
         self._version = version
         self._entries: dict[int, _Entry] = {}
         self._turned_away: dict[int, str] = {}
         self.obstacle = ""
-        """Why the run cannot begin: the first launcher that cannot take part says so."""
+        """Why the run cannot begin: the complaint of the first launcher that cannot take part."""
 
     def hello(self, token: str, hello: Hello) -> Welcome | Refuse:
-        """Answer a launcher that wants to take part.
-
-        Args:
-            token: names this try of it.
-            hello: what it says.
-        """
+        """Answer a launcher that wants to take part; `token` names this attempt."""
         before = self._entries.get(hello.rank)
         if before is not None and before.hello.launcher != hello.launcher:
             self._turned_away[hello.rank] = hello.host
-            return Refuse(f"node {hello.rank} is {before.hello.host} already; give every node its own number", True)
+            return Refuse(f"node {hello.rank} is already {before.hello.host}; give every node its own number", True)
         if before is not None and before.ready is not None:
             return Refuse(f"node {hello.rank} has joined already", True)
         obstacle = self._obstacle(hello)
@@ -86,7 +82,6 @@ class Membership:
         return entry is not None
 
     def is_complete(self) -> bool:
-        """Return whether all are ready."""
         return not self.missing()
 
     def missing(self) -> list[int]:
@@ -95,12 +90,7 @@ class Membership:
         return [rank for rank in range(1, self._count) if rank not in here]
 
     def complaint(self, timeout_s: float, where: str) -> str:
-        """Return which nodes did not come in time, for the user.
-
-        Args:
-            timeout_s: that was waited.
-            where: they should have found the run.
-        """
+        """Return a message that names the nodes that did not arrive; `where` is the run directory."""
         missing = self.missing()
         nodes = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         also = [f"{host} was started as node {rank}, too" for rank, host in sorted(self._turned_away.items())]
@@ -116,11 +106,10 @@ class Membership:
         return f"node {rank}" if entry is None else f"node {rank} ({entry.hello.host})"
 
     def token(self, rank: int) -> str:
-        """Return the token of the launcher that has joined as this node."""
         return self._entries[rank].token
 
     def nodes(self) -> list[Node]:
-        """Return those that are ready."""
+        """Return the nodes that are ready."""
         return [
             Node(rank, entry.hello.host, entry.hello.address, HostClock(entry.ready.boot, entry.ready.offset_s))
             for rank, entry in sorted(self._entries.items())
@@ -156,7 +145,7 @@ class Membership:
 
 
 class HeartbeatTimeout:
-    """Says when one peer has been silent for too long. Its heartbeats carry a number that grows."""
+    """Tells when a peer has been silent for too long. Its heartbeats carry a number that grows."""
 
     def __init__(self, now: float) -> None:
         self._looked_at = now
@@ -164,12 +153,11 @@ class HeartbeatTimeout:
         self._last = -1
 
     def look(self, number: int, now: float) -> bool:
-        """Take in the newest number that is known; returns whether the peer has been silent for too long.
+        """Take in the number of the peer's newest known heartbeat; return whether it has been silent for too long.
 
-        Args:
-            number: of the peer's last heartbeat.
-            now: monotonic time (s).
+        `now`: monotonic time (s).
         """
+        # Capped: after a longer gap this process did not run, so the silence may be its own.
         self._silent_s += min(now - self._looked_at, _LONGEST_LOOK_S)
         self._looked_at = now
         if number > self._last:
@@ -179,7 +167,7 @@ class HeartbeatTimeout:
 
 
 def needed_devices(gangs: Iterable[GangSpec], count: int) -> dict[int, DevicesUsed]:
-    """Return what a placement uses on each of `count` nodes."""
+    """Return the devices that a placement uses on each of `count` nodes."""
     used = dict.fromkeys(range(count), DevicesUsed("cpu", 0))
     for gang in gangs:
         for node, device in gang.places:
@@ -190,7 +178,7 @@ def needed_devices(gangs: Iterable[GangSpec], count: int) -> dict[int, DevicesUs
 
 
 def own_name() -> str:
-    """Return what people call this host."""
+    """Return this host's name, for people."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

@@ -10,9 +10,9 @@ node K                               node 0
   |<------------------------- FinishRun -|
   |-- Left ----------------------------->|   all its processes are gone
 
-They go through the job store, whose port others can reach. So every message carries its sender, a number that grows,
-and an HMAC over both and the receiver: it cannot be forged, changed, replayed or redirected, and the receiver notices
-one that was taken away.
+They go through the job store, whose port others can reach. So every message carries its sender, a growing number, and
+an HMAC over both and the receiver: it cannot be forged, changed, replayed or redirected, and the receiver notices a
+missing one.
 """
 
 from typing import TYPE_CHECKING
@@ -35,12 +35,13 @@ class Hello(msgspec.Struct, tag=True):
     """A launcher asks to take part.
 
     Attributes:
-        rank, count: as it was started.
-        launcher: names this process; another try of the same one replaces the first.
-        host, address: for people, and for the others to reach it.
+        rank, count: as given at its start.
+        launcher: names this process; another attempt of the same process replaces the first.
+        host: for people.
+        address: at which the others reach it.
         version: of AsyncFlow.
         device: kind of its devices, as PyTorch names it.
-        num_devices: that it has; 0 for the CPU.
+        num_devices: 0 for the CPU.
         complaint: why it cannot take part, or "".
     """
 
@@ -66,8 +67,8 @@ class Ready(msgspec.Struct, tag=True):
 
     Attributes:
         boot: names its host's monotonic clock.
-        offset_s: node 0's unix time minus that clock.
-        ahead_s: how far its wall clock is ahead of node 0's.
+        offset_s: node 0's unix time minus that clock (s).
+        ahead_s: how far its wall clock is ahead of node 0's (s).
     """
 
     boot: str
@@ -82,13 +83,13 @@ class PartExited(msgspec.Struct, tag=True):
 
 
 class StopAsked(msgspec.Struct, tag=True):
-    """A signal came to this launcher; `count` is how often so far."""
+    """This launcher received a signal; `count` is the number so far."""
 
     count: int
 
 
 class Left(msgspec.Struct, tag=True):
-    """This launcher leaves, and all its processes are gone."""
+    """This launcher leaves; all its processes are gone."""
 
 
 class Welcome(msgspec.Struct, tag=True):
@@ -96,7 +97,7 @@ class Welcome(msgspec.Struct, tag=True):
 
 
 class Refuse(msgspec.Struct, tag=True):
-    """The launcher may not take part; `later`: another try may succeed."""
+    """The launcher may not take part; `later`: another attempt may succeed."""
 
     reason: str
     later: bool
@@ -111,7 +112,7 @@ class Pong(msgspec.Struct, tag=True):
 
 
 class StartPart(msgspec.Struct, tag=True):
-    """Start this node's ranks of a gang, as the revision of `job.json`, or a later one, describes it."""
+    """Start this node's ranks of a gang as described by this revision of `job.json`, or a later one."""
 
     gang: str
     attempt: int
@@ -125,11 +126,11 @@ class KillPart(msgspec.Struct, tag=True):
 
 
 class DumpStacks(msgspec.Struct, tag=True):
-    """Have every process of this node write the stacks of its threads into its log."""
+    """Have every process of this node write its threads' stacks into its log."""
 
 
 class FinishRun(msgspec.Struct, tag=True):
-    """The run is over: end what is left, say `line`, exit with `code`."""
+    """The run is over: end what is left, print `line`, exit with `code`."""
 
     code: int
     line: str
@@ -154,7 +155,7 @@ class Envelope(msgspec.Struct):
 
 
 class Sealer:
-    """Seals one sender's messages to one receiver. The caller keeps their order."""
+    """Seals one sender's messages to one receiver. Not thread-safe: the caller keeps their order."""
 
     def __init__(self, secret: bytes, sender: str, receiver: str) -> None:
         self._mac = Mac(secret, _PURPOSE)
@@ -163,7 +164,7 @@ class Sealer:
         self._number = 0
 
     def seal(self, message: msgspec.Struct | None = None) -> bytes:
-        """Return the next message as bytes; None: it has no content."""
+        """Return the next message as bytes; None: one without content."""
         self._number += 1
         body = b"" if message is None else _ENCODER.encode(message)
         proof = self._mac.of(*_fields(self._sender, self._receiver, self._number, body))
@@ -181,7 +182,7 @@ class Opener:
         """Of the newest genuine message."""
 
     def open(self, envelope: Envelope) -> bytes | None:
-        """Return the body of the next message; None: it is forged, or was there before.
+        """Return the body of the next message; None: it is forged or a replay.
 
         Raises:
             TransportError: messages before it are missing.
@@ -191,11 +192,11 @@ class Opener:
         missing = envelope.number - self.number - 1
         self.number = envelope.number
         if missing:
-            raise TransportError(f"{missing} messages of {self._sender} are missing; somebody else takes them")
+            raise TransportError(f"{missing} messages of {self._sender} are missing; something else reads them")
         return envelope.body
 
     def newest(self, envelope: Envelope) -> int:
-        """Take in a message that replaces those before it; returns the number of the newest."""
+        """Take in a message that replaces earlier ones; return the newest genuine number."""
         if envelope.number > self.number and self._is_genuine(envelope):
             self.number = envelope.number
         return self.number
@@ -206,7 +207,7 @@ class Opener:
 
 
 def read_envelope(data: bytes) -> Envelope | None:
-    """Decode what came; None: it is not an envelope."""
+    """Decode received bytes; None: they are not an envelope."""
     if len(data) > _MOST_BYTES:
         return None
     try:
@@ -216,10 +217,10 @@ def read_envelope(data: bytes) -> Envelope | None:
 
 
 def read_body(body: bytes, messages: Any) -> Any:
-    """Decode a message of the types in a union.
+    """Decode a message of one of the types in the union `messages`.
 
     Raises:
-        TransportError: it is none of them; the two ends have different versions.
+        TransportError: it is none of them; the two ends run different versions.
     """
     try:
         return msgpack_decoder(messages).decode(body)
@@ -232,4 +233,4 @@ def _fields(sender: str, receiver: str, number: int, body: bytes) -> tuple[bytes
 
 
 Inbound = Order | GangExited | StopRequested
-"""What such a launcher handles."""
+"""What the launcher of node 1, 2, ... handles."""

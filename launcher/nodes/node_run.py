@@ -1,4 +1,4 @@
-"""The command on any node but node 0: finds the run, joins it, does its part, ends with its exit code.
+"""The command on every node but node 0: finds the run, joins it, does its part, ends with the run's exit code.
 
 NodeRun.start --> job.json --> fork server, import of torch --> join --> NodeFollower.run --> last line, exit code
 """
@@ -48,21 +48,21 @@ if TYPE_CHECKING:
     from launcher.nodes.link import HeadLink
 
 
-# The launcher of node 1, 2, ... once it has joined: carries out the orders of node 0, and reports what happens here.
+# The launcher of node 1, 2, ... after it joined: carries out the orders of node 0 and reports what happens here.
 #
-# It decides nothing. However it ends (by an order, or because node 0 is lost), no process that it started is left.
+# It decides nothing. However it ends (by an order, or because node 0 is lost), it leaves no process behind.
 
 LOOK_S = 0.25
-"""How often it looks whether node 0 is there, and whether it sees the job that an order is about (s)."""
+"""How often it checks that node 0 is there, and whether the job that an order refers to is visible (s)."""
 KILL_TIMEOUT_S = 5.0
 SIGHT_TIMEOUT_S = 60.0
-"""How long a shared file system may take to show what node 0 wrote (s)."""
+"""How long a shared file system may take to show what node 0 wrote (s); NFS takes up to a minute."""
 
 logger = logging.getLogger(__name__)
 
 
 class Link(Protocol):
-    """The way to node 0."""
+    """The connection to node 0."""
 
     clock: HostClock
 
@@ -79,7 +79,14 @@ class End:
 
 
 class NodeFollower:
-    """One node's part of the run."""
+    """One node's part of the run.
+
+    Args:
+        host: starts ranks on this node.
+        inbox: orders of node 0, ends of ranks here (`GangExited`), signals (`StopRequested`).
+        load_job: reads `job.json`.
+        now: monotonic time (s).
+    """
 
     def __init__(
         self,
@@ -91,14 +98,6 @@ class NodeFollower:
         load_job: Callable[[], Job],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        node: this node's number.
-        link: to node 0.
-        host: starts ranks here.
-        inbox: orders, ends of ranks here (`GangExited`), signals (`StopRequested`).
-        load_job: reads `job.json`.
-        now: monotonic time (s).
-        """
         self._node = node
         self._link = link
         self._host = host
@@ -108,7 +107,7 @@ class NodeFollower:
         self._unseen: dict[str, tuple[StartPart, float]] = {}
 
     def run(self) -> End:
-        """Follow node 0 until the run ends, or node 0 is lost; then nothing that was started here is left."""
+        """Follow node 0 until the run ends or node 0 is lost; on return no process started here is left."""
         try:
             while True:
                 try:
@@ -127,6 +126,7 @@ class NodeFollower:
                 self._unseen[event.gang] = (event, self._now() + SIGHT_TIMEOUT_S)
                 self._start_seen()
             case KillPart(gang=gang):
+                # Not started yet: its end is reported all the same, because node 0 waits for it.
                 unseen = self._unseen.pop(gang, None)
                 if unseen is not None:
                     self._never_started(unseen[0], "killed before it started")
@@ -173,7 +173,7 @@ class NodeFollower:
         self._link.send(self._told(exited))
 
     def _told(self, exited: GangExited) -> PartExited:
-        """Return the end of a gang's ranks here as a message to node 0, in node 0's time."""
+        # Convert this host's wall clock to node 0's time.
         at = exited.at - (time.time() - self._link.clock.now())
         return PartExited(replace(exited, at=at))
 
@@ -191,11 +191,7 @@ class NodeRun:
     """A command on node 1, 2, ... whose arguments were checked.
 
     Attributes:
-        place: which node this is.
-        run_dir: of the run, the same on all nodes.
-        settings: of the launcher.
-        devices: that this node has.
-        complaint: why this node cannot take part; node 0 is told.
+        complaint: why this node cannot take part; node 0 is told. "": it can.
         entrypoint: `module:function` that every worker runs as `function(run_dir, gang)`.
     """
 
@@ -207,11 +203,11 @@ class NodeRun:
     entrypoint: str = ENTRYPOINT
 
     def start(self) -> int:
-        """Take part in the run; call it from the main thread. Returns the exit code of the whole run.
+        """Take part in the run; return the exit code of the whole run. Call it from the main thread.
 
         Raises:
             ConfigError: this node cannot take part.
-            RoleFailed: no run let it in in time.
+            RoleFailed: no run admitted this node in time.
         """
         inbox: SimpleQueue[Inbound] = SimpleQueue()
         stopped = threading.Event()
@@ -223,6 +219,7 @@ class NodeRun:
         with stop_signals(stop), contextlib.ExitStack() as stack:
             try:
                 end, ended = self._take_part(inbox, stopped, stack)
+            # A node with a complaint reports that, not that nobody answered.
             except RoleFailed:
                 if not self.complaint:
                     raise
@@ -236,7 +233,7 @@ class NodeRun:
     def _take_part(
         self, inbox: "SimpleQueue[Inbound]", stopped: threading.Event, stack: contextlib.ExitStack
     ) -> tuple[End, bool]:
-        """Return how it ended, and whether all threads did."""
+        """Return how it ended, and whether all of its threads ended."""
         timeout_s = COMPLAINT_TIMEOUT_S if self.complaint else self.settings.start_timeout_s
         hello = self._hello()
         state = f"cannot take part: {self.complaint}" if self.complaint else f"takes part in {self.run_dir}"
@@ -292,7 +289,7 @@ class NodeRun:
 
 @dataclass
 class _Try:
-    """One attempt to join, in a thread of its own."""
+    """One attempt to join, in its own thread."""
 
     job: Job
     given_up: threading.Event = field(default_factory=threading.Event)
@@ -303,19 +300,19 @@ class _Try:
 class RunSearch:
     """Finds the run that this node is to take part in.
 
-    Node 0 writes where it is, and the secret, into `job.json` in the run directory. What lies there
-    may be of a run that is over: then nothing answers, or something that does not know the secret, and the file is read
-    again until it changes. A try that hangs (node 0 is stopped) is waited for, unless another run begins.
+    Node 0 writes its address and the secret into `job.json` in the run directory. A file there may belong to a run
+    that is over: then nothing answers, or something that does not know the secret, and the file is read again until it
+    changes. An attempt that hangs (node 0 is stopped) is waited for, unless another run begins.
 
         job.json --> try to join, in a thread --> HeadLink | refused | no answer --> again, until the deadline
+
+    Args:
+        run_dir: need not exist yet.
+        stopped: set when the user or the scheduler asks to stop.
+        timeout_s: for the run to appear and to admit this node (s).
     """
 
     def __init__(self, run_dir: Path, *, stopped: threading.Event, timeout_s: float) -> None:
-        """Args:
-        run_dir: of the run; it need not exist yet.
-        stopped: the user or the scheduler asked to stop.
-        timeout_s: for the run to appear, and to let this node in.
-        """
         self._run_dir = run_dir
         self._stopped = stopped
         self._timeout_s = timeout_s
@@ -324,10 +321,10 @@ class RunSearch:
         self._try: _Try | None = None
 
     def wait_for_job(self) -> bool:
-        """Wait for a `job.json`, perhaps an old one; False: a stop came first.
+        """Wait for any `job.json`, even an old one; False: a stop came first.
 
         Raises:
-            RoleFailed: there was none in time.
+            RoleFailed: none appeared in time.
         """
         while self._read() is None:
             if self._pause():
@@ -338,15 +335,16 @@ class RunSearch:
         """Join the run; None: a stop came first.
 
         Args:
-            join: see `HeadLink.join`; is called in a thread.
+            join: see `HeadLink.join`; called in a thread.
 
         Raises:
             ConfigError: node 0 refuses this node.
-            RoleFailed: no run let it in in time.
+            RoleFailed: no run admitted this node in time.
         """
         while True:
             job = self._read()
             if self._try is not None and job is not None and job.secret != self._try.job.secret:
+                # Another run began: abandon the attempt, which may hang in the old one.
                 self._try.given_up.set()
                 self._try = None
             if self._try is None and job is not None:
@@ -360,11 +358,12 @@ class RunSearch:
                 self._stopped.wait(_LOOK_S)
 
     def _begin(self, job: Job, join: Join) -> None:
+        # In a thread, because joining hangs while node 0's host is stopped.
         self._try = _Try(job)
         threading.Thread(target=_join, args=(self._try, join), name="join", daemon=True).start()
 
     def _answer(self) -> "HeadLink | FinishRun | None":
-        """Return what the try brought; None: nothing yet, or nothing but a reason to try again."""
+        """Return the attempt's result; None: none yet, or only a reason to try again."""
         if self._try is None or not self._try.done.is_set():
             return None
         answer, self._try = self._try.answer, None
@@ -382,7 +381,7 @@ class RunSearch:
         return None
 
     def _pause(self) -> bool:
-        """Wait a moment; returns whether a stop came."""
+        """Wait a moment; return whether a stop came."""
         if time.monotonic() > self._deadline:
             raise RoleFailed(f"no run to take part in within {self._timeout_s:g} s: {self._obstacle}")
         done = self._try.done if self._try is not None else None
@@ -395,7 +394,7 @@ class RunSearch:
     def _read(self) -> Job | None:
         try:
             return Job.load(self._run_dir)
-        except (ConfigError, OSError, ValueError, TypeError, KeyError):  # none yet, or one of another version
+        except (ConfigError, OSError, ValueError, TypeError, KeyError):  # none yet, or of another version
             return None
 
 
@@ -404,14 +403,14 @@ def _join(one: _Try, join: Join) -> None:
         one.answer = join(one.job, one.given_up)
     except AsyncFlowError as error:
         one.answer = error
-    except Exception:  # the boundary of a thread: another try may do better
+    except Exception:  # thread boundary: another attempt may succeed
         logger.exception("joining the run failed")
     finally:
         one.done.set()
 
 
 def _leave_at_once(code: int) -> None:
-    """End without waiting for threads that hang in a store whose host is stopped."""
+    # Not sys.exit: it would wait for threads that hang in a store whose host is stopped.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

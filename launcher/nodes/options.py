@@ -23,10 +23,10 @@ class NodePlace:
 
     Attributes:
         count: nodes of the run, each with one launcher.
-        rank: of this one; node 0 is the head.
-        head_host: name or address of node 0, as the user gave it; "": node 0 chooses.
-        head_port: where its job store listens; 0: on any free port.
-        hints: how the scheduler calls node 0; tried when the user said nothing.
+        rank: of this node; node 0 is the head.
+        head_host: name or address of node 0 as the user gave it; "": node 0 chooses.
+        head_port: where node 0's job store listens; 0: any free port.
+        hints: the scheduler's names of node 0; tried if the user gave none.
         job_id: the scheduler's; "" without one.
     """
 
@@ -49,20 +49,20 @@ ONE_NODE = NodePlace()
 def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env: Mapping[str, str]) -> NodePlace:
     """Return this launcher's place.
 
-    What the user says counts more than what Slurm says. Slurm's variables count where `srun` started the command; an
-    interactive shell in an allocation is one node.
+    The user's options override Slurm's variables. These count only if `srun` started the command; an interactive shell
+    in an allocation is one node.
 
     Args:
-        nnodes, node_rank, head: the options, None where they are not given.
-        env: the environment.
+        nnodes, node_rank, head: the options; None: not given.
+
     Raises:
-        ConfigError: an option or variable that cannot be, two that contradict each other, or one that is missing.
+        ConfigError: an option or variable is invalid or missing, or two contradict each other.
     """
     host, port = _head(head)
     if nnodes is not None and not 1 <= nnodes <= _MOST_NODES:
         raise ConfigError(f"--nnodes: {nnodes} is not a number of nodes; give 1 to {_MOST_NODES}")
     if nnodes == 1 and host:
-        raise ConfigError(f"--head: {head} needs --nnodes 2 or more; a run on one node listens on loopback alone")
+        raise ConfigError(f"--head: {head} needs --nnodes 2 or more; a run on one node listens on loopback only")
     if nnodes is not None and (nnodes == 1 or node_rank is not None):
         return _named(nnodes, node_rank or 0, host, port)
     step = _slurm_step(env)
@@ -72,7 +72,7 @@ def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env:
         if node_rank is not None:
             raise ConfigError(f"--node-rank: {node_rank} needs --nnodes, the number of nodes")
         if host:
-            raise ConfigError(f"--head: {head} needs --nnodes 2 or more; a run on one node listens on loopback alone")
+            raise ConfigError(f"--head: {head} needs --nnodes 2 or more; a run on one node listens on loopback only")
         return ONE_NODE
     if nnodes not in (None, step.count):
         raise ConfigError(f"--nnodes: {nnodes}, but srun started the command on {step.count}; leave --nnodes out")
@@ -82,13 +82,8 @@ def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env:
 
 
 def first_host(text: str) -> str:
-    """Return the first host of Slurm's short form: `gpu001` of `gpu[001-003,7],login1`.
-
-    Args:
-        text: e.g. of SLURM_JOB_NODELIST: names with numbers, ranges and leading zeros in brackets, also several.
-    Raises:
-        ConfigError: it is no such list.
-    """
+    """Return the first host of Slurm's compact form: `gpu001` of `gpu[001-003,7],login1`; raises ConfigError."""
+    # Only the first host is needed, so a regular expression replaces a library for node lists.
     matched = _NODE_LIST.fullmatch(text)
     if matched is None:
         raise ConfigError(
@@ -140,6 +135,7 @@ class _SlurmStep:
 def _slurm_step(env: Mapping[str, str]) -> _SlurmStep | None:
     """Return what `srun` says; None: it did not start this process."""
     in_step = "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
+    # The step's own numbers come first: a step may use fewer nodes and tasks than its job.
     count = _number(env, "SLURM_STEP_NUM_NODES") if in_step else None
     count = _number(env, "SLURM_NNODES") if count is None else count
     if not in_step:

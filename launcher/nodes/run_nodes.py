@@ -1,7 +1,7 @@
 """The nodes of a run as `launcher.run.job` sees them: one `GangHost`, whatever their number. Imports torch.
 
-On one node there is nothing to wait for. On several, the launchers of the others join first; from then on `job.json`
-names all nodes.
+A run on one node waits for nothing. On several, the other launchers join first; from then on `job.json` names all
+nodes.
 """
 
 import importlib.metadata
@@ -23,11 +23,7 @@ from launcher.process.job_store import JobStore
 
 
 def open_store(place: NodePlace, secret: str) -> JobStore:
-    """Start the job store, of a job with this secret (hex): on loopback for one node, else where the others reach it.
-
-    Raises:
-        ConfigError: it cannot listen there.
-    """
+    """Start the job store: on loopback for a single node, else where the others reach it; ConfigError: it cannot."""
     host = LOOPBACK if place.count == 1 else address_to_listen_on(place.head_host, place.hints)
     try:
         return JobStore(secret, host, place.head_port)
@@ -39,20 +35,14 @@ def open_store(place: NodePlace, secret: str) -> JobStore:
 
 
 class RunNodes:
-    """All nodes of a run. A context manager: at its end no other launcher waits for this one."""
+    """All nodes of a run. A context manager: after it, no other launcher waits for this one.
+
+    The constructor starts to admit other launchers; `job` is as it was written, without nodes.
+    """
 
     def __init__(
         self, job: Job, run_dir: Path, *, store: JobStore, place: NodePlace, events: "SimpleQueue[Event]"
     ) -> None:
-        """Begin to let other launchers in.
-
-        Args:
-            job: as it was written, without nodes.
-            run_dir: of the run.
-            store: of the job.
-            place: how many nodes there are.
-            events: of the run.
-        """
         self.job = job
         self.hosts = AllHosts(events.put)
         self._run_dir = run_dir
@@ -83,14 +73,11 @@ class RunNodes:
             self._head.end(error)
 
     def gather(self, timeout_s: float, *, say: Callable[[str], None]) -> Finish | None:
-        """Wait for all launchers and write down where they are; returns how the run ends if it cannot begin.
+        """Wait for all launchers and record where they are; return how the run ends if it cannot begin, else None.
 
-        Args:
-            timeout_s: for all of them.
-            say: tells the user.
         Raises:
             ConfigError: one cannot take part.
-            RoleFailed: not all came in time.
+            RoleFailed: not all arrived in time.
         """
         if self._head is None:
             return None
@@ -108,11 +95,7 @@ class RunNodes:
         return None
 
     def check(self) -> None:
-        """Check the threads that listen to the other nodes.
-
-        Raises:
-            RoleFailed: one died.
-        """
+        """Check the threads that listen to the other nodes; raises RoleFailed if one died."""
         if self._head is not None:
             self._head.threads.check()
 

@@ -1,17 +1,14 @@
-"""What can happen to a run, and what can be done about it: the data between `launcher.run.supervisor` and its shell.
-
-Events go in, instructions come out. Plain data, no decisions.
-"""
+"""The data between `launcher.run.supervisor` and its shell: events go in, instructions come out. No decisions."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
+# Exit codes of the command. USAGE: refused input; 75 is EX_TEMPFAIL of sysexits.h.
 DONE, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75
-"""Exit codes of the command: USAGE for refused input; 75 is EX_TEMPFAIL of sysexits.h."""
 
 
 class Phase(StrEnum):
-    """Value of the store key `phase`, which every worker watches."""
+    """The value of the store key `phase`, which every worker watches."""
 
     RUN = "run"
     EVALUATE = "evaluate"
@@ -20,8 +17,6 @@ class Phase(StrEnum):
 
 
 class Timer(StrEnum):
-    """Deadlines that the supervisor asks for."""
-
     START = "start"
     EVALUATE = "evaluate"
     STOP = "stop"
@@ -35,9 +30,8 @@ class GangExited:
     """All processes of a gang are gone.
 
     Attributes:
-        gang: its name.
         code: 0, the exit code of the rank that failed first, or minus the signal that ended it.
-        error: the last error in one line, "" for code 0.
+        error: the last error in one line; "" for code 0.
         rank: the rank that failed first.
         at: when it failed (unix time, s); tells a cause from its consequences in other gangs.
         final: another start would fail in the same way.
@@ -59,7 +53,7 @@ class GangExited:
 
 @dataclass(frozen=True)
 class RankStuck:
-    """A rank is alive but makes no progress: `why` says with what and for how long."""
+    """A rank is alive but makes no progress; `why` says on what and for how long."""
 
     gang: str
     rank: int
@@ -68,14 +62,14 @@ class RankStuck:
 
 @dataclass(frozen=True)
 class NodeLost:
-    """The launcher of another node is gone or silent, and what ran there with it."""
+    """The launcher of another node is gone or silent, and with it everything that ran there."""
 
     node: str
 
 
 @dataclass(frozen=True)
 class RunDirLost:
-    """The run's directory was removed or moved; nothing can be recorded or saved any more."""
+    """The run's directory was removed or moved: nothing can be recorded or saved anymore."""
 
     path: str
 
@@ -99,14 +93,14 @@ class LastStepDone:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The user (Ctrl-C) or the scheduler asked to stop; `count` is how often so far."""
+    """The user (Ctrl-C) or the scheduler asked to stop; `count` is the number of requests so far."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The run's files are those of `step` again; `lineage` is the new one."""
+    """The run's files are back at `step`; `lineage` is the new one."""
 
     step: int
     lineage: int
@@ -114,14 +108,14 @@ class Restored:
 
 @dataclass(frozen=True)
 class RestoreFailed:
-    """There is nothing to go back to; `error` says why in one line."""
+    """No checkpoint can be restored; `error` says why in one line."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class DeadlinePassed:
-    """A timer that was armed ran out; `detail` names the ranks that were waited for."""
+    """An armed timer ran out; `detail` names the ranks that were awaited."""
 
     timer: Timer
     detail: str = ""
@@ -152,7 +146,7 @@ class SetPhase:
 
 @dataclass(frozen=True)
 class Arm:
-    """Send `DeadlinePassed(timer, gang=gang)` after `seconds`; armed again, a timer runs anew."""
+    """Send `DeadlinePassed(timer, gang=gang)` after `seconds`; arming a timer again restarts it."""
 
     timer: Timer
     seconds: float
@@ -176,17 +170,17 @@ class KillGang:
 
 @dataclass(frozen=True)
 class DumpStacks:
-    """Have every process write the stacks of its threads into its log."""
+    """Have every process write its threads' stacks into its log."""
 
 
 @dataclass(frozen=True)
 class Restore:
-    """Take the run's files back to the newest valid checkpoint, as the next lineage; answer with an event."""
+    """Take the run's files back to the newest valid checkpoint, as the next lineage; answered by an event."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Tell the user; `failure`: that something failed."""
+    """A line for the user; `failure`: it reports a failure."""
 
     text: str
     failure: bool = False

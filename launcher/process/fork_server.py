@@ -1,8 +1,8 @@
-"""Starts and ends the fork server from which every worker is forked, so that they import torch once, not each.
+"""Starts and ends the fork server from which all workers are forked, so that they import torch once, not each.
 
-Torch-free. `start` is called as early as possible: the server imports on one core while the launcher imports on the
-other. The server runs `launcher.process.preloaded`. It has its own process group, so Ctrl-C in a terminal reaches the
-launcher alone.
+Torch-free. Call `start` as early as possible: the server imports on one core while the launcher imports on another.
+The server runs `launcher.process.preloaded`. It has its own process group, so Ctrl-C in a terminal reaches only the
+launcher.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ class ServerDeath:
 
     Attributes:
         error: in one line.
-        raised: it raised that itself, before it could fork anything; else something ended it.
-        final: another one would raise it again.
+        raised: it raised this itself, before it could fork anything; False: something ended it.
+        final: another server would raise it again.
     """
 
     error: str
@@ -51,16 +51,14 @@ class ServerDeath:
 
 @contextlib.contextmanager
 def serving(log_file: Path, *, threads: int) -> Iterator[None]:
-    """Have a fork server while the enclosed block runs; torch may be imported inside, and not before.
-
-    The server imports it on one core while this process does so on another.
+    """Keep a fork server while the enclosed block runs; import torch inside the block, not before.
 
     Args:
         log_file: see `start`.
         threads: see `environment`.
     """
     os.environ.update(environment(threads=threads))
-    for left in log_file.parent.glob(error_file(log_file, "*").name):  # of earlier starts of the run
+    for left in log_file.parent.glob(error_file(log_file, "*").name):  # left by earlier starts of the run
         left.unlink(missing_ok=True)
     start(log_file)
     try:
@@ -73,22 +71,21 @@ def serving(log_file: Path, *, threads: int) -> Iterator[None]:
 def environment(*, threads: int) -> dict[str, str]:
     """Return the variables that launcher and workers need before they import torch.
 
-    Args:
-        threads: intra-op threads per worker; forked workers also call `torch.set_num_threads`.
+    `threads`: intra-op threads per worker; forked workers also call `torch.set_num_threads`.
     """
     return {
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        # Each TCPStore client looks its peer's name up; with a slow resolver that costs seconds a connection.
+        # Each TCPStore client looks up its peer's name; with a slow resolver that costs seconds per connection.
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
         "OMP_NUM_THREADS": str(threads),
-        # numpy's OpenBLAS would start threads at import, and forking a process with threads is unsafe.
+        # numpy's OpenBLAS would start threads at import, and forking a process that has threads is unsafe.
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
 
 
 def start(log_file: Path) -> int:
-    """Start the fork server unless it runs, and return its process id at once; it goes on importing.
+    """Start the fork server unless it runs, and return its process id at once, while it is still importing.
 
     Call it from the main thread: the server dies with the thread that started it.
 
@@ -102,13 +99,14 @@ def start(log_file: Path) -> int:
         LOG_VARIABLE: str(log_file),
         LAUNCHER_VARIABLE: str(os.getpid()),
     }
-    # Should this process be killed, the tracker removes multiprocessing's semaphores; it need not say so.
+    # If this process is killed, the tracker removes multiprocessing's semaphores; it need not warn about that.
     quiet = [os.environ.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
     with _stop_signals_blocked(), variables_set({"PYTHONWARNINGS": ",".join(filter(None, quiet))}):
         resource_tracker.ensure_running()
     multiprocessing.set_forkserver_preload(["launcher.process.preloaded"])
-    with _stop_signals_blocked(), variables_set(variables):  # again, because `ensure_running` lets two of them in
+    with _stop_signals_blocked(), variables_set(variables):  # again: `ensure_running` above unblocked two of them
         forkserver.ensure_running()
+    # See there: later starts must never create a server.
     _forkserver.ensure_running = _check_running
     return int(_forkserver._forkserver_pid)
 
@@ -119,11 +117,12 @@ def server_pid() -> int:
 
 
 def is_running() -> bool:
-    """Return whether the fork server lives; it is not reaped here, `multiprocessing` does that."""
+    """Return whether the fork server lives."""
     pid = server_pid()
     if not pid:
         return False
     try:
+        # WNOWAIT: `multiprocessing` reaps the server, not we.
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
         return False
@@ -133,13 +132,13 @@ def let_go_on() -> None:
     """Continue the fork server if a signal has stopped it: new workers would wait for it."""
     pid = _forkserver._forkserver_pid
     if pid is not None and is_stopped(pid):
-        logger.warning("the fork server was stopped by a signal; it goes on")
+        logger.warning("the fork server was stopped by a signal; continuing it")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Return whether a process is in state T; not while a debugger looks at it, which is t."""
+    """Return whether a process is in state T (a debugger's stop is t, and does not count)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
@@ -147,21 +146,19 @@ def is_stopped(pid: int | None) -> bool:
 
 
 def stop() -> None:
-    """End the fork server, and with it whatever workers are left; idempotent."""
+    """End the fork server, and with it all remaining workers. Idempotent."""
+    # Also ends workers: they die with the server (`die_with_parent`).
     pid = _forkserver._forkserver_pid
     if pid is None:
         return
-    # The server's own way to stop waits for every holder of its pipe; the kernel's way does not.
+    # Kill first: `_stop` alone would wait for every process that holds the server's pipe.
     os.kill(pid, signal.SIGKILL)
     _forkserver._stop()
 
 
 def has_died(pid: int) -> bool:
-    """Return whether a fork server is gone, or replaced; waits a moment, for its pipes close before it is.
-
-    Args:
-        pid: of the server whose pipe just closed, or that refused.
-    """
+    """Return whether the fork server `pid`, whose pipe just closed or which refused, is gone or was replaced."""
+    # Wait a moment: the server's pipes close before the process is gone.
     deadline = time.monotonic() + _DYING_S
     while pid == server_pid() and is_running():
         if time.monotonic() > deadline:
@@ -171,11 +168,7 @@ def has_died(pid: int) -> bool:
 
 
 def why_died(pid: int) -> ServerDeath:
-    """Return why a fork server of this process ended.
-
-    Args:
-        pid: of the server, which is gone.
-    """
+    """Return why fork server `pid` ended."""
     if _log_file is not None:
         with contextlib.suppress(OSError, ValueError):
             said = json.loads(error_file(_log_file, str(pid)).read_text())
@@ -184,25 +177,20 @@ def why_died(pid: int) -> ServerDeath:
 
 
 def error_file(log_file: Path, pid: str) -> Path:
-    """Return where a server of this process id writes what it raised; several nodes share the directory."""
+    """Return where the server `pid` records what it raised; several nodes share the directory."""
     return log_file.with_name(f"{log_file.stem}-fork-server-{pid}.error.json")
 
 
 def _check_running() -> None:
-    """Take the place of `ForkServer.ensure_running`, which every start of a worker calls, in whichever thread.
-
-    It would start another server, which would die with that thread; only `start` may do that.
-
-    Raises:
-        ConnectionRefusedError: there is no server to fork a worker.
-    """
+    """Stands in for `ForkServer.ensure_running`, which every start of a worker calls; raises ConnectionRefusedError."""
+    # The original would start another server in the calling thread, and die with it; only `start` may.
     if not is_running():
         raise ConnectionRefusedError("the fork server is gone")
 
 
 @contextlib.contextmanager
 def hidden_main() -> Iterator[None]:
-    """Keep `multiprocessing` from running the launcher's main script again in every worker that is forked inside."""
+    """Keep `multiprocessing` from rerunning the launcher's main script in every worker forked inside the block."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -213,11 +201,9 @@ def hidden_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """Have the processes that are started inside begin with these signals blocked; in this one they only wait.
-
-    A scheduler sends them to every process at once. The fork server ignores them as soon as it can; the tracker keeps
-    those blocked that `multiprocessing` does not think of (USR1, HUP).
-    """
+    """Block stop signals, here and in processes started inside the block; blocked signals stay pending."""
+    # A scheduler signals all processes at once. The fork server ignores these signals as soon as it can; the tracker
+    # keeps those blocked that `multiprocessing` does not handle (USR1, HUP).
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

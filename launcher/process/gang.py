@@ -1,12 +1,12 @@
 """One gang's ranks on this node under torchrun's elastic agent, in a thread of the launcher.
 
 `launcher.process.gang_hosts` starts and kills gangs; nothing else touches their processes. What happens to them
-becomes events of the supervisor. Imports torch, so it is imported after the config is accepted.
+becomes events of the supervisor. Imports torch, so import it only after the config is accepted.
 
     Gang.start -> thread: GangAgent.run -> fork server forks ranks
                           polls every MONITOR_INTERVAL_S; all returned, or one died or was stopped -> GangExited
 
-A gang starts once; to start again is another `Gang` with the next attempt.
+A gang starts once; a restart is another `Gang` with the next attempt.
 """
 
 import contextlib
@@ -38,15 +38,23 @@ from launcher.process.worker_entry import ATTEMPT_VARIABLE, LOG_VARIABLE, STACKS
 MONITOR_INTERVAL_S = 0.2
 KILL_TIMEOUT_S = 5.0
 STOPPED_S = 3.0
-"""A process that a signal has stopped for so long is ended (s)."""
+"""A process that a signal has stopped for this long is killed (s)."""
 _UNKNOWN = 255
-"""What `multiprocessing` takes for the exit code of a process whose fork server is gone."""
+"""The exit code that `multiprocessing` reports for a process whose fork server is gone."""
 
 logger = logging.getLogger(__name__)
 
 
 class Gang:
-    """The processes of one gang and the thread that watches them."""
+    """The processes of one gang on this node, and the thread that watches them.
+
+    Args:
+        spec: of the whole gang, including its ranks on other nodes.
+        attempt: counts the gang's starts from 0.
+        entrypoint: `module:function` that every rank runs as `function(run_dir, gang)`.
+        exited: called by the gang's thread when all ranks are gone.
+        node: this node; only its ranks are started.
+    """
 
     def __init__(
         self,
@@ -59,15 +67,6 @@ class Gang:
         exited: Callable[[GangExited], None],
         node: int = 0,
     ) -> None:
-        """Args:
-        spec: of the whole gang.
-        attempt: counts the gang's starts from 0.
-        entrypoint: `module:function` that every rank runs as `function(run_dir, gang)`.
-        run_dir: of the run.
-        store: of the job.
-        exited: is called, by the gang's thread, when all ranks are gone.
-        node: this node; its ranks are meant.
-        """
         self.spec = spec
         self._node = node
         self._ranks = spec.ranks_on(node)
@@ -85,26 +84,26 @@ class Gang:
         self._thread.start()
 
     def kill(self) -> None:
-        """Have the agent SIGKILL every rank at its next look, also those that are only about to start; idempotent."""
+        """Have the agent SIGKILL every rank at its next poll, including ranks about to start. Idempotent."""
         self._killed.set()
 
     def dump_stacks(self) -> None:
-        """Have every rank write the stacks of its threads into its log; one that is stopped does it when it goes on."""
+        """Have every rank write its threads' stacks into its log; a stopped process does so once it continues."""
         if self._agent is not None:
             self._agent.send(STACKS_SIGNAL)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread; returns whether it ended, or never began."""
+        """Wait for the thread; return whether it ended or never began."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _watch(self) -> None:
-        """Run the agent. However this thread ends, the supervisor hears that the gang is gone."""
+        """Run the agent. However this thread ends, the supervisor learns that the gang is gone."""
         exited = GangExited(self.spec.name, 1, "its launcher thread died; see logs/launcher*.log", at=time.time())
         try:
             exited = self._run()
-        except Exception as error:  # the boundary of a thread: e.g. logs/ cannot be written
+        except Exception as error:  # thread boundary: e.g. logs/ is not writable
             logger.exception("gang %s", self.spec.name)
             text = f"its launcher thread died: {type(error).__name__}: {error}; see logs/launcher*.log"
             exited = GangExited(self.spec.name, 1, text, at=time.time())
@@ -113,11 +112,13 @@ class Gang:
 
     def _run(self) -> GangExited:
         spec = self.spec
-        if self._killed.is_set():  # the fork server may be gone: asking it would start another
+        if self._killed.is_set():  # the fork server may be gone: asking it would start a new one
             return GangExited(spec.name, -signal.SIGKILL, "killed before it started", at=time.time())
         self._agent = agent = GangAgent(
             WorkerSpec(
                 role=spec.role,
+                # Only this node's ranks: torchrun's rendezvous over several agents blocks in calls that cannot be
+                # interrupted.
                 local_world_size=len(self._ranks),
                 rdzv_handler=OneNodeRendezvous(self._store),
                 entrypoint=enter,
@@ -145,7 +146,7 @@ class Gang:
 
 
 class GangAgent(LocalElasticAgent):
-    """torchrun's agent, which names the rank that failed first and ends the others at once.
+    """torchrun's agent, modified to name the rank that failed first and to kill the others at once.
 
     The stock agent sends SIGTERM and waits 30 s; our workers ignore SIGTERM (a scheduler sends it to every process).
     """
@@ -172,18 +173,18 @@ class GangAgent(LocalElasticAgent):
         self._stopped_since: dict[int, float] = {}
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to every rank that lives; from any thread."""
+        """Send a signal to every live rank. Any thread may call it."""
         for process in self._processes():
             with contextlib.suppress(ProcessLookupError):
                 if process.pid is not None:
                     os.kill(process.pid, number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        fork_server.let_go_on()  # one gang's look is enough for all that are to be started
-        # Only this thread looks at the processes: multiprocessing's exit codes are read once, without a lock.
+        fork_server.let_go_on()  # any gang's poll does this for all gangs that wait to start
+        # Only this thread polls the processes: multiprocessing reads an exit code once, without a lock.
         if self._killed.is_set():
             self._kill_all()
-        # A rank that returns waits for its agent before it exits, so one that is gone here, even with code 0, died.
+        # A rank that returns waits for its agent before it exits, so one that is gone by now died, even with code 0.
         codes = {rank: process.exitcode for rank, process in self._by_rank()}
         dead = [self._failure(rank, code) for rank, code in codes.items() if code is not None]
         dead += self._stopped()
@@ -197,6 +198,7 @@ class GangAgent(LocalElasticAgent):
     def _stopped(self) -> list[GangExited]:
         """Return the ranks that have been stopped (SIGSTOP) for too long: to their peers they are as good as dead."""
         now = time.monotonic()
+        # From /proc, not from missing heartbeats: a process whose threads wait for the GIL would look dead too.
         stopped = [rank for rank, process in self._by_rank() if fork_server.is_stopped(process.pid)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         return [
@@ -213,6 +215,7 @@ class GangAgent(LocalElasticAgent):
             process.join(KILL_TIMEOUT_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
+        # Whatever signal the agent asks for: workers ignore SIGTERM.
         super()._shutdown(signal.SIGKILL, timeout)
 
     def _failure(self, rank: int, code: int) -> GangExited:
@@ -223,7 +226,7 @@ class GangAgent(LocalElasticAgent):
             return self._exited(rank, code, f"ended by {signal.Signals(-code).name}")
         if code == _UNKNOWN and fork_server.has_died(self.fork_server):
             return _without_server(self._gang, rank, self.fork_server)
-        if error := error_in(self._last_words(rank)):  # the disk is full, so it could not record them
+        if error := error_in(self._last_words(rank)):  # on a full disk it cannot write its error file
             return self._exited(rank, code or 1, error)
         return self._exited(rank, code or 1, f"exited with code {code} without finishing")
 
@@ -231,7 +234,7 @@ class GangAgent(LocalElasticAgent):
         return GangExited(self._gang, code, error, rank, time.time())
 
     def _by_rank(self) -> list[tuple[int, BaseProcess]]:
-        return list(zip(self._ranks, self._processes(), strict=False))  # there are none before they started
+        return list(zip(self._ranks, self._processes(), strict=False))  # empty before the start
 
     def _processes(self) -> list[BaseProcess]:
         context: Any = self._pcontext  # MultiprocessContext; `_pc` exists once its processes do
@@ -246,7 +249,7 @@ def _without_server(gang: str, rank: int, server: int) -> GangExited:
 
 
 class OneNodeRendezvous(RendezvousHandler):
-    """Rendezvous of the one agent that a gang has on a node. It meets no other, so a store in this process will do."""
+    """Rendezvous of a gang's only agent on this node. It meets no other agent, so a store in this process suffices."""
 
     def __init__(self, store: JobStoreClient) -> None:
         self._endpoint = RendezvousStoreInfo(store.host, store.port)
@@ -278,10 +281,9 @@ class OneNodeRendezvous(RendezvousHandler):
 
 
 class RankLogs(LogsSpecs):
-    """`logs/ROLE/RANK.log` with stdout and stderr of a rank, appended to; RANK counts over all gangs of the role.
+    """`logs/ROLE/RANK.log` with a rank's stdout and stderr, appended to; RANK counts over all gangs of the role.
 
-    It also tells each rank its place in the whole gang; an agent knows only the ranks of its node.
-
+    It also tells each rank its place in the whole gang, since an agent knows only the ranks of its node.
     `worker_entry` opens the log: torchelastic's own redirection truncates, and cannot merge the two streams.
     """
 
@@ -301,24 +303,26 @@ class RankLogs(LogsSpecs):
         errors = {}
         for local_rank, variables in envs.items():
             rank = self._ranks[local_rank]
+            # An earlier attempt's error must not count for this one.
             self._error_file(rank).unlink(missing_ok=True)
             errors[local_rank] = str(self._error_file(rank))
             variables[LOG_VARIABLE] = str(self._dir / f"{self._label(rank)}.log")
             variables[ATTEMPT_VARIABLE] = str(self._attempt)
             variables["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
+            # Global ranks come from the placement; torchelastic set this node's.
             variables["RANK"] = variables["ROLE_RANK"] = str(rank)
             variables["WORLD_SIZE"] = variables["ROLE_WORLD_SIZE"] = str(self._gang.num_ranks)
         return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), {}, {}, errors)
 
     def failure(self, rank: int, code: int) -> GangExited | None:
-        """Return what a rank of the gang recorded as its last error; None if it recorded nothing."""
+        """Return the last error that a rank of the gang recorded, or None."""
         path = self._error_file(rank)
         try:
             message = json.loads(path.read_text())["message"]
         except (OSError, ValueError):
             return None
         error, at = " ".join(message["message"].split()), path.stat().st_mtime
-        # torchelastic's own record, of a rank that failed before ours could be made, says neither.
+        # torchelastic's own record, of a rank that failed before it could write ours, has neither field.
         final, deadline = message.get("final", False), message.get("deadline", False)
         return GangExited(self._gang.name, code, error, rank, at, final, deadline)
 

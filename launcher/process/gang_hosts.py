@@ -1,9 +1,9 @@
 """What starts and ends the ranks of gangs: this node (`LocalGangs`), or all nodes of a run as one (`AllHosts`).
 
-`launcher.run.job` has an `AllHosts`; the launcher of another node has its `LocalGangs`, which node 0 reaches through
-`launcher.nodes.head.RemoteNode`. A gang that several nodes share starts on each and ends as a whole:
+`launcher.run.job` has an `AllHosts`. The launcher of another node has its `LocalGangs`, which node 0 reaches through
+`launcher.nodes.head.RemoteNode`. A gang that spans several nodes starts on each of them and ends as a whole:
 
-    part of node 0 failed --> kill the parts on nodes 1, 2 --> they are gone --> GangExited with what failed first
+    part on node 0 failed --> kill the parts on nodes 1, 2 --> they are gone --> GangExited with the first failure
 """
 
 import logging
@@ -31,25 +31,30 @@ logger = logging.getLogger(__name__)
 
 
 class GangHost(Protocol):
-    """One host, or all of them. One thread calls it; ends of gangs are reported elsewhere, as `GangExited`."""
+    """One host, or all of them. A single thread calls it; ends of gangs are reported elsewhere, as `GangExited`."""
 
     def start(self, gang: GangSpec, attempt: int) -> None:
         """Start this host's ranks of a gang; returns at once."""
 
     def kill(self, gang: str) -> None:
-        """SIGKILL its ranks here, also those that are only about to start; idempotent, and nothing for one unknown."""
+        """SIGKILL its ranks here, including ranks about to start. Idempotent; an unknown gang is ignored."""
 
     def dump_stacks(self) -> None:
-        """Have every process here write the stacks of its threads into its log."""
+        """Have every process here write its threads' stacks into its log."""
 
     def close(self, timeout_s: float) -> None:
         """Kill what is left and wait until it is gone."""
 
 
 class LocalGangs:
-    """The gangs of this node. Every gang has one living attempt at most.
+    """The gangs of this node; each has at most one live attempt.
 
-    The launcher's main thread owns it: the fork server lives as long as the thread that started it.
+    Only the launcher's main thread may use it: the fork server lives as long as the thread that started it.
+
+    Args:
+        entrypoint: `module:function` that every rank runs as `function(run_dir, gang)`.
+        log_file: of the fork server, in case it has to be restarted.
+        exited: called by other threads when this node's ranks of a gang are gone.
     """
 
     def __init__(
@@ -62,14 +67,6 @@ class LocalGangs:
         exited: Callable[[GangExited], None],
         node: int = 0,
     ) -> None:
-        """Args:
-        entrypoint: `module:function` that every rank runs as `function(run_dir, gang)`.
-        run_dir: of the run.
-        store: of the job.
-        log_file: of the fork server, should it have to be started again.
-        exited: is called, by other threads, when this node's ranks of a gang are gone.
-        node: this node.
-        """
         self._entrypoint = entrypoint
         self._run_dir = run_dir
         self._store = store
@@ -77,11 +74,11 @@ class LocalGangs:
         self._exited = exited
         self._node = node
         self._gangs: dict[str, Gang] = {}
+        # Of this node's storage units, kept across their attempts.
         self._journals: dict[str, JournalMemory] = {}
-        """Of this node's storage units, over all their attempts."""
 
     def start(self, gang: GangSpec, attempt: int) -> None:
-        """Start this node's ranks; returns at once. An earlier attempt is gone."""
+        """Start this node's ranks; returns at once. Any earlier attempt must be gone."""
         from launcher.process.gang import Gang  # imports torch
 
         if not fork_server.is_running():
@@ -102,12 +99,10 @@ class LocalGangs:
         self._gangs[gang.name].start()
 
     def kill(self, gang: str) -> None:
-        """SIGKILL all ranks, also those that are only about to start; idempotent."""
         if gang in self._gangs:
             self._gangs[gang].kill()
 
     def dump_stacks(self) -> None:
-        """Have every process write the stacks of its threads into its log."""
         for gang in self._gangs.values():
             gang.dump_stacks()
 
@@ -125,30 +120,27 @@ class LocalGangs:
 
 
 class AllHosts:
-    """One `GangHost` made of one for each node; it knows which node has which part of a gang."""
+    """One `GangHost` made of one per node; it knows which node runs which part of a gang.
+
+    `report` is called, from any thread, when all ranks of a gang are gone.
+    """
 
     def __init__(self, report: Callable[[GangExited], None]) -> None:
-        """Args:
-        report: is told, from any thread, when all ranks of a gang are gone.
-        """
         self._report = report
         self._hosts: dict[int, GangHost] = {}
         self._parts: dict[str, GangParts] = {}
         self._lock = threading.Lock()
 
     def add(self, hosts: Mapping[int, GangHost]) -> None:
-        """Have these start and end what is on their nodes."""
         self._hosts.update(hosts)
 
     def start(self, gang: GangSpec, attempt: int) -> None:
-        """Start a gang's ranks on all its nodes."""
         with self._lock:
             self._parts[gang.name] = GangParts(gang)
         for node in gang.parts:
             self._hosts[node].start(gang, attempt)
 
     def kill(self, gang: str) -> None:
-        """SIGKILL a gang's ranks wherever they are."""
         with self._lock:
             parts = self._parts.get(gang)
             orders = [] if parts is None else parts.kill()
@@ -156,17 +148,15 @@ class AllHosts:
             self._hosts[order.node].kill(gang)
 
     def dump_stacks(self) -> None:
-        """Have every process of the run write the stacks of its threads into its log."""
         for host in self._hosts.values():
             host.dump_stacks()
 
     def close(self, timeout_s: float) -> None:
-        """Kill what is left on every host."""
         for host in self._hosts.values():
             host.close(timeout_s)
 
     def part_exited(self, node: int, part: GangExited) -> None:
-        """A gang's ranks on a node are gone; from any thread."""
+        """Report that a gang's ranks on a node are gone. Any thread may call it."""
         with self._lock:
             parts = self._parts.get(part.gang)
             orders = [] if parts is None else parts.exited(node, part)
@@ -194,19 +184,20 @@ class GangParts:
         self._failures: list[GangExited] = []
 
     def kill(self) -> list[KillPart]:
-        """End the gang: say which parts that still run have not been told yet."""
+        """End the gang: return orders for the running parts that were not told yet."""
         orders = [KillPart(node) for node in sorted(self._running - self._killed)]
         self._killed |= self._running
         return orders
 
     def exited(self, node: int, part: GangExited) -> list[KillPart | GangExited]:
-        """Take in the end of a node's ranks; the whole gang's end follows the last one."""
+        """Take in the end of a node's ranks; the end of the whole gang follows the last one."""
         if node not in self._running:
             return []
         self._running.discard(node)
         orders: list[KillPart | GangExited] = []
         if part.code != 0:
-            if not (self._failures and node in self._killed and part.code == _KILLED):  # else it is our own doing
+            # After a first failure, SIGKILL of a part that was told to die is our own doing, not another failure.
+            if not (self._failures and node in self._killed and part.code == _KILLED):
                 self._failures.append(part)
             orders += self.kill()
         return orders if self._running else [self._merged(part)]

@@ -1,20 +1,20 @@
-"""The job store: a TCPStore in the head launcher, and the keys through which launcher and workers see each other.
+"""The job store: a TCPStore in the head launcher, and the keys through which launcher and workers communicate.
 
     phase              run | evaluate | stop | exit                             launcher -> workers
     status/GANG/RANK   JSON of `launcher.process.progress.Status`, about twice a second  worker -> launcher
-    warning/GANG/RANK  JSON: trouble that the run survives, or text ""           worker -> launcher
+    warning/GANG/RANK  JSON: trouble that the run survives; text "": none        worker -> launcher
     first/reward_failure   why a response could not be scored, the first time     worker -> launcher
     reward_failure         the same, the last time                               worker -> actor, launcher
-    first/rollout_failure, rollout_failure   the same of rollouts                 worker -> actor, controller, launcher
+    first/rollout_failure, rollout_failure   the same for rollouts                worker -> actor, controller, launcher
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
     launcher/...       between launchers of several nodes, see `launcher.nodes.head`
 
-Values are sealed (`asyncflow.sealed_store`), those between launchers in their own way. A value that this job did not
-write is passed over, as if nothing had been said since the one before: all of these are told again or can be missed.
+Values are sealed (`asyncflow.sealed_store`); launchers seal theirs in their own way. A value that this job did not
+write is skipped: every value here is repeated or dispensable.
 
-Imports torch, so it is imported after the config is accepted. One client per thread: a blocked call stalls all others
+Imports torch, so import it only after the config is accepted. One client per thread: a blocked call stalls all others
 on the same client.
 """
 
@@ -40,54 +40,39 @@ _FAILURES = ("rollout", "reward")
 
 
 class JobStoreClient:
-    """Where the job store is, and a client of it; what a launcher on another node has."""
+    """The job store's address and a client of it. `secret` is the job's (hex); `client`: None makes a new one."""
 
     def __init__(self, host: str, port: int, secret: str, client: TCPStore | None = None) -> None:
-        """Args:
-        host, port: of the server.
-        secret: the job's (hex).
-        client: to use; None: a new one.
-        """
         self.host = host
         self.port = port
         self._store = SealedStore(self.client() if client is None else client, bytes.fromhex(secret))
 
     def client(self, timeout: timedelta = TIMEOUT) -> TCPStore:
-        """Connect once more, for a thread of its own; what it reads and writes is not sealed."""
+        """Return another connection, for a thread of its own; it does not seal what it reads and writes."""
         return connect_store(self.host, self.port, timeout)
 
     def left(self, gang: str, rank: int) -> str | None:
-        """Return what a rank said when it left; None while it has not. From any thread: it does not block."""
+        """Return what a rank said when it left; None: it has not. Any thread may call it, since it does not block."""
         key = f"left/{gang}/{rank}"
         words = self._store.look([key]).get(key)
         return None if words is None else words.decode(errors="replace")
 
     def keep_journal(self, unit: str) -> JournalMemory:
-        """Return memory in which a storage unit of this node notes its rows, so that its next life knows of them."""
+        """Return memory in which a storage unit of this node records its rows, for its next attempt to find."""
         return JournalMemory(self._store, unit)
 
 
 class JobStore(JobStoreClient):
-    """The server and the main thread's client."""
+    """The server, and the main thread's client; raises OSError if the port is taken. `secret` is the job's (hex)."""
 
     def __init__(self, secret: str, host: str = LOOPBACK, port: int = 0) -> None:
-        """Serve at an address of this host.
-
-        Args:
-            secret: the job's (hex).
-            host, port: where; port 0: any free one.
-
-        Raises:
-            OSError: the port is taken.
-        """
         server, port = serve_store(host, TIMEOUT, port)
         super().__init__(host, port, secret, server)
         self._told_failures: set[str] = set()
+        # Key -> the text that `new_warnings` last saw.
         self._warnings: dict[str, str] = {}
-        """By key: what `new_warnings` saw last."""
 
     def set_phase(self, phase: Phase) -> None:
-        """Publish the phase."""
         self._store.set("phase", phase.value)
 
     def is_done(self) -> bool:
@@ -95,18 +80,18 @@ class JobStore(JobStoreClient):
         return bool(self._store.look(["done"]))
 
     def forget(self, gang: GangSpec) -> None:
-        """A gang starts again: what its ranks said before they ended counts no more."""
+        """Drop what the ranks of a gang reported before they ended, because the gang starts again."""
         for rank in range(gang.num_ranks):
             self._store.delete_key(f"left/{gang.name}/{rank}")
+            # Otherwise the previous attempt's status would count as at work.
             status = {"state": STARTING, "time": time.time()}
             self._store.set(f"status/{gang.name}/{rank}", json.dumps(status))
 
     def new_warnings(self, ranks: Iterable[tuple[str, int]]) -> list[str]:
-        """Return the trouble that any of these (gang, rank) told of since the last look, or that it is over; two round
-        trips, but for the first look."""
+        """Return new warnings of these (gang, rank), and which ended; two round trips after the first call."""
         keys = {f"warning/{gang}/{rank}": gang for gang, rank in ranks}
-        for key in keys.keys() - self._warnings.keys():  # keys that are all there are looked at at once
-            with contextlib.suppress(SealBroken):  # a stranger's value; `look` says so
+        for key in keys.keys() - self._warnings.keys():  # create missing keys: `look` reads in one go only if all exist
+            with contextlib.suppress(SealBroken):  # not written by this job; `look` reports it
                 self._store.set_first(key, json.dumps({"text": ""}))
             self._warnings[key] = ""
         new = []
@@ -118,26 +103,26 @@ class JobStore(JobStoreClient):
         return new
 
     def first_failures(self) -> dict[str, str]:
-        """Return why something of each kind (`reward`, `rollout`) failed the first time, each once."""
+        """Return why something of each kind (`reward`, `rollout`) first failed; each kind is returned once."""
         keys = {f"first/{kind}_failure": kind for kind in _FAILURES if kind not in self._told_failures}
         new = {keys[key]: said.decode() for key, said in self._store.look(list(keys)).items()} if keys else {}
         self._told_failures.update(new)
         return new
 
     def last_failures(self) -> dict[str, str]:
-        """Return why something of each kind failed the last time."""
+        """Return why something of each kind last failed."""
         keys = {f"{kind}_failure": kind for kind in _FAILURES if kind in self._told_failures}
         return {keys[key]: said.decode() for key, said in self._store.look(list(keys)).items()} if keys else {}
 
     def statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
-        """Return the newest status of those (gang, rank) that have one; two round trips once all of them have."""
+        """Return the newest status of each (gang, rank) that has one; two round trips once all have."""
         keys = {f"status/{gang}/{rank}": (gang, rank) for gang, rank in ranks}
         return {keys[key]: Status.from_json(json.loads(said)) for key, said in self._store.look(list(keys)).items()}
 
     def exit_of(self, gang: GangSpec, statuses: Statuses) -> GangExited | None:
-        """Return how a gang ended that the launcher did not start; None while its ranks live.
+        """Return how a gang that the user started ended; None while its ranks live.
 
-        All of them said that they left, or one failed, or is gone without a word.
+        It ended when all ranks said that they left, or one failed or is gone without a word.
         """
         words = {rank: self.left(gang.name, rank) for rank in range(gang.num_ranks)}
         for rank, word in words.items():
@@ -145,6 +130,7 @@ class JobStore(JobStoreClient):
                 return GangExited(gang.name, FAILED, error, rank, time.time())
         for rank, word in words.items():
             status = statuses.get((gang.name, rank))
+            # The user starts these gangs on node 0, so their processes are visible in /proc.
             if word is None and status is not None and status.pid > 0 and not Path(f"/proc/{status.pid}").exists():
                 return GangExited(gang.name, FAILED, "its process is gone", rank, time.time())
         return GangExited(gang.name, 0, at=time.time()) if None not in words.values() else None

@@ -1,4 +1,4 @@
-"""The launcher's own process: its log, so that the terminal stays the user's, and the signals that ask it to stop."""
+"""The launcher's own process: its log, which keeps the terminal for the user, and the signals that ask it to stop."""
 
 import contextlib
 import logging
@@ -13,19 +13,19 @@ from asyncflow.process import STOP_SIGNALS
 from asyncflow.run_files import LOGS
 
 SAME_PRESS_S = 0.5
-"""Wrappers such as `timeout` deliver one Ctrl-C twice; a second one counts only after so long (s)."""
+"""Wrappers such as `timeout` deliver one Ctrl-C twice; a second one counts only after this long (s)."""
 
 logger = logging.getLogger(__name__)
 
 
 def launcher_log(run_dir: Path, node: int = 0) -> Path:
-    """Return where the launcher of a node writes its log: `logs/launcher.log`, or `logs/launcher-K.log` on node K."""
+    """Return the log of a node's launcher: `logs/launcher.log`, or `logs/launcher-K.log` on node K."""
     return run_dir / LOGS / (f"launcher-{node}.log" if node else "launcher.log")
 
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Send the launcher's log, Python warnings and errors of its threads to one file."""
+    """Send the launcher's log, and errors of its threads, to one file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
@@ -50,11 +50,11 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 def keep_torch_off_the_terminal() -> None:
-    """Have torch's loggers, which write to stderr themselves, write to the launcher's log."""
+    """Redirect torch's loggers, which write to stderr themselves, to the launcher's log."""
     for name in ("torch", "torch.distributed"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
-    # It warns of every agent outside the main thread, where it cannot take over the signals: as it should be.
+    # It warns about every agent outside the main thread, where it cannot install signal handlers: that is intended.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
 
 
@@ -62,10 +62,7 @@ def keep_torch_off_the_terminal() -> None:
 def stop_signals(request: Callable[[int], None]) -> Iterator[None]:
     """Call `request(count)` for SIGINT, SIGTERM, SIGUSR1 and SIGHUP; only a repeated Ctrl-C counts beyond the first.
 
-    SIGHUP comes when the terminal is closed; under `nohup` it stays ignored. Outside the main thread nothing changes.
-
-    Args:
-        request: is called inside a signal handler, so it may only do what is safe there.
+    `request` runs inside a signal handler, so it must be safe there. Outside the main thread nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -81,6 +78,7 @@ def stop_signals(request: Callable[[int], None]) -> Iterator[None]:
             last_at = now
             request(count)
 
+    # SIGHUP comes when the terminal closes; under `nohup` it must stay ignored.
     under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = [number for number in STOP_SIGNALS if not (under_nohup and number is signal.SIGHUP)]
     before = {number: signal.signal(number, handle) for number in numbers}

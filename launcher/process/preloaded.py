@@ -1,7 +1,7 @@
 """What the fork server runs when it starts: it ties itself to the launcher, then imports what workers need.
 
-Only `multiprocessing.forkserver` imports it, as `launcher.process.fork_server` tells it to. It imports and does nothing
-else: no thread may start here, because a forked child inherits locks but not the threads that hold them.
+Only `multiprocessing.forkserver` imports it, at the request of `launcher.process.fork_server`. It must not start a
+thread: a forked child inherits locks, but not the threads that hold them.
 """
 
 import contextlib
@@ -48,13 +48,13 @@ MODELS = (
 )
 OWN_PACKAGES = ("asyncflow", "tq", "weightsync", "workers")
 _NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-"""Else torch imports every installed backend, torch_npu among them, with itself."""
+"""Otherwise torch imports every installed backend with itself, torch_npu among them."""
 _NEVER = ("workers.engines.vllm.worker",)
-"""What only vLLM's own worker imports: it imports vllm, seconds and gigabytes for every role."""
+"""Only vLLM's own worker may import it: it imports vllm, which costs every role seconds and gigabytes."""
 
 
 def prepare() -> None:
-    """Detach from the terminal, die with the launcher, import. What is raised is written down for the launcher."""
+    """Detach from the terminal, tie this process to the launcher, import. Errors are recorded for the launcher."""
     log_file = Path(os.environ.pop(LOG_VARIABLE))
     try:
         _prepare(log_file)
@@ -66,23 +66,26 @@ def prepare() -> None:
 
 
 def _prepare(log_file: Path) -> None:
+    # A Ctrl-C in the terminal must reach the launcher alone.
     os.setpgid(0, 0)
-    for number in (*STOP_SIGNALS, worker_entry.STACKS_SIGNAL):  # children inherit it, until they are ready for more
+    # A scheduler signals every process at once, and half a gang that dies by signal cannot save: workers leave when the
+    # launcher publishes a phase.
+    for number in (*STOP_SIGNALS, worker_entry.STACKS_SIGNAL):  # children inherit this until they install handlers
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher blocked them until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher started us with them blocked
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     die_with_parent(int(os.environ.pop(LAUNCHER_VARIABLE)))
-    os.environ.pop("PYTHONSAFEPATH", None)  # the server's own path is set; a user's subprocesses choose for themselves
+    os.environ.pop("PYTHONSAFEPATH", None)  # our path is already set; users' subprocesses choose for themselves
     worker_entry.remember_fork_server()
     gc.disable()
     with variables_set(_NO_AUTOLOAD):
         for name in LIBRARIES:
             _import(name)
-    # Where torch_npu is installed, transformers imports it when it is imported itself (`is_torch_npu_available`), and
-    # workers' modules import transformers.
+    # If torch_npu is installed, transformers imports it (`is_torch_npu_available`), and workers' modules import
+    # transformers. torch_npu must not be imported before a fork, so leave these to the workers.
     has_npu = importlib.util.find_spec("torch_npu") is not None
     for name in () if has_npu else MODELS:
         _import(name)
@@ -91,12 +94,12 @@ def _prepare(log_file: Path) -> None:
             _import(name)
     check_forkable()
     gc.collect()
-    gc.freeze()  # the collector in a child does not touch, and so copy, the pages that all of them share
+    gc.freeze()  # so that no child's collector touches, and thereby copies, the shared pages
     gc.enable()
 
 
 def _modules(package: str) -> list[str]:
-    """Return the dotted names of a package and all that is below it."""
+    """Return the dotted names of a package and all of its submodules."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
         return []
@@ -109,16 +112,12 @@ def _modules(package: str) -> list[str]:
 
 
 def check_forkable() -> None:
-    """Refuse what a forked child would inherit and could not use: threads, devices, and what is of one role alone.
-
-    Raises:
-        ConfigError: there is such a thing.
-    """
+    """Raise ConfigError for what a forked child inherits but cannot use: threads, devices, single-role libraries."""
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     found = [f"{num_threads} threads ({_other_threads()})"] if num_threads > 1 else []
     prefixes = tuple(f"/dev/{vendor.files}" for vendor in vendors().values() if vendor.files)
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             path = str(descriptor.readlink())
             found += [f"{path} open"] if path.startswith(prefixes) else []
     found += [f"{name} imported" for name in ("vllm", "torch_npu") if name in sys.modules]
@@ -133,7 +132,7 @@ def check_forkable() -> None:
 
 
 def _other_threads() -> str:
-    """Return the names of the threads beside this one, those of native code by the kernel's name."""
+    """Return the names of the other threads; native ones by the kernel's name."""
     ours = {thread.native_id: thread.name for thread in threading.enumerate()}
     names = []
     for task in Path("/proc/self/task").iterdir():
@@ -145,10 +144,10 @@ def _other_threads() -> str:
 
 
 def _import(name: str) -> None:
-    """Import `name`. A failure is left to the worker that needs the module, which then fails with its own log."""
+    # A failure is left to the worker that needs the module: it then fails with its own log.
     try:
         importlib.import_module(name)
-    except Exception:  # noqa: BLE001 (third-party code at import; the fork server must not die of an optional one)
+    except Exception:  # noqa: BLE001 (third-party code; an optional library must not kill the fork server)
         sys.stderr.write(f"preload: {name} cannot be imported\n{traceback.format_exc()}")
 
 

@@ -1,7 +1,8 @@
-"""Shows how a run goes: a line per step, and below it, in a terminal, what every role is doing now. Torch-free.
+"""Shows the progress of a run: a line per step and, in a terminal, below it what every role is doing now. Torch-free.
 
-`launcher.run.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text, also for
-`asyncflow status` and `--dry-run`; the lower half writes to the terminal. Only this and the command line print.
+`launcher.run.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text, also used
+by `asyncflow status` and `--dry-run`; the lower half writes to the terminal. Only this module and the command line
+print.
 """
 
 import logging
@@ -26,11 +27,11 @@ from asyncflow.job import GangSpec
 from launcher.process.events import FAILED, RESUMABLE
 
 STARTING = "starting"
-"""The state of a rank that is not at work yet; every other state counts as at work."""
+"""The state of a rank that is not yet at work; every other state counts as at work."""
 PASSIVE = frozenset({"idle", "serving"})
-"""States, beside `waiting for ...`, of a rank that has nothing to do until it is asked."""
+"""States, besides `waiting for ...`, of a rank that has nothing to do until it is asked."""
 SILENT_S = 10.0
-"""A rank without news for so long is shown as such (s)."""
+"""A rank without news for this long is shown as silent (s)."""
 VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd", "ref", "evaluate"})
 ROLE_ORDER = (
     "rollout", "actor", "critic", "actor_fwd", "ref", "reward", "advantages", "evaluate",
@@ -44,16 +45,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Status:
-    """What one rank says about itself, in the store key `status/GANG/RANK`.
+    """What one rank reports about itself, in the store key `status/GANG/RANK`.
 
     Attributes:
-        state: what it does, a few words, e.g. `starting`, `generating`, `waiting for weights`.
+        state: what it does, in a few words, e.g. `starting`, `generating`, `waiting for weights`.
         detail: more about it, e.g. `48/64 responses`; shown when all ranks of the role agree.
         step: the step it works for; 0 before the first.
         version: step of the weights it holds; negative when it holds none.
-        time: when it said so (unix time, s).
-        pid: its process id.
-        idle_s: time since it last got on with something (s).
+        time: when it reported this (unix time, s).
+        idle_s: time since it last made progress (s).
         rollouts: of an instance whose rollouts are functions: `workers.rollout.rollouts.Rollouts.figures`.
     """
 
@@ -68,12 +68,12 @@ class Status:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Status":
-        """Build one from the store's JSON; unknown fields are ignored, so workers may say more."""
+        """Build one from the store's JSON; unknown fields are ignored, so workers may report more."""
         return Status(**{name: fields[name] for name in Status.__dataclass_fields__ if name in fields})
 
     @property
     def at_work(self) -> bool:
-        """Whether the rank is done with starting."""
+        """Whether the rank has finished starting."""
         return self.state != STARTING
 
     @property
@@ -89,8 +89,8 @@ def role_rows(gangs: Iterable[GangSpec], statuses: Statuses, now: float) -> list
     """Summarise the ranks of each role.
 
     Returns:
-        One (role, number of ranks, what they do, weight versions) per role, e.g.
-        `("rollout", "8", "6 generating, 2 waiting for weights", "v12")`.
+        One (role, number of ranks, what they do, weight versions) per role, e.g. `("rollout", "8", "6 generating, 2
+            waiting for weights", "v12")`.
     """
     ranks: dict[str, list[Status | None]] = {}
     for gang in gangs:
@@ -124,7 +124,7 @@ def _versions(role: str, ranks: Sequence[Status | None]) -> str:
 def headline(
     metrics: Metrics | None, last_step: int, elapsed_s: float, evaluation: Metrics | None = None
 ) -> tuple[str, ...]:
-    """Return two lines, at most: the newest step with what it learned, and its pace. What is missing is left out."""
+    """Return at most two lines: the newest step with what it learned, and its pace. Missing figures are left out."""
     step = 0 if metrics is None else metrics["step"]
     learned = [] if metrics is None else _learned(metrics)
     pace = [] if metrics is None else _pace(metrics)
@@ -135,7 +135,6 @@ def headline(
 
 
 def step_line(metrics: Metrics, last_step: int) -> str:
-    """Return the plain line of one finished step."""
     duration = metrics.get("step_time_s")
     figures = [*_learned(metrics), *_pace(metrics), *([] if duration is None else [f"{duration:.2f} s"])]
     return f"step {metrics['step']}/{last_step}  " + "  ".join(figures)
@@ -151,7 +150,7 @@ def _learned(metrics: Metrics) -> list[str]:
 
 
 def _failures(metrics: Metrics) -> list[str]:
-    """Return what failed in a step: the figures before leave it out, and may look perfect for that."""
+    # The figures shown before leave failures out, and may look perfect because of that.
     counts = (
         ("reward_failures", "rewards failed of", metrics.get("samples")),
         ("rollout_failures", "rollouts failed of", metrics.get("samples")),
@@ -169,7 +168,6 @@ def _pace(metrics: Metrics) -> list[str]:
 
 
 def evaluation_line(evaluation: Metrics, last_step: int) -> str:
-    """Return the plain line of one evaluation on held-out prompts."""
     failed = evaluation.get("reward_failures")
     parts = [
         f"held out, step {evaluation['step']}/{last_step}",
@@ -205,11 +203,11 @@ def final_lines(
     resumable: bool,
     evaluation: Metrics | None = None,
 ) -> list[str]:
-    """Return the last lines of the command: where the run is, how to go on, and, last of all, how it ended.
+    """Return the command's last lines: where the run is, how to continue it, and, last of all, how it ended.
 
     Args:
         code, message: the supervisor's `Finish`.
-        step: the newest finished step; 0 when this start finished none.
+        step: the newest finished step; 0 if this start finished none.
         resumable: whether there is a checkpoint.
         evaluation: of the newest version that this start evaluated.
     """
@@ -231,7 +229,7 @@ def final_lines(
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows as lines, every column but the last as wide as its widest cell; the first row is the heading."""
+    """Return rows as lines of aligned columns; the first row is the heading."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
@@ -241,7 +239,14 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 class Progress:
-    """The command's output while the run goes on; a context manager around it."""
+    """The command's output during a run; a context manager around it.
+
+    Args:
+        last_step: number of the run's last step.
+        started_at: when the command started (unix time, s).
+        console: None: the terminal.
+        clock: unix time (s) that advances evenly even if the wall clock is set.
+    """
 
     def __init__(
         self,
@@ -252,13 +257,6 @@ class Progress:
         console: Console | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Args:
-        gangs: of the run.
-        last_step: its number.
-        started_at: when the command started (unix time, s).
-        console: None: the terminal.
-        clock: unix time (s) that goes on evenly, whatever becomes of the wall clock.
-        """
         self._gangs = gangs
         self._last_step = last_step
         self._started_at = started_at
@@ -289,7 +287,7 @@ class Progress:
 
     @property
     def last_evaluation(self) -> Metrics | None:
-        """That of the newest version that this start evaluated."""
+        """The evaluation of the newest version that this start evaluated."""
         return self._evaluation
 
     def ready(self, num_workers: int) -> None:
@@ -297,12 +295,10 @@ class Progress:
         self.event(f"started {num_workers} workers in {self._clock() - self._started_at:.1f} s")
 
     def step(self, metrics: Metrics) -> None:
-        """Print a finished step."""
         self._metrics = metrics
         self.event(step_line(metrics, self._last_step))
 
     def evaluation(self, evaluation: Metrics) -> None:
-        """Print an evaluation on held-out prompts."""
         if self._evaluation is None or evaluation["step"] > self._evaluation["step"]:
             self._evaluation = evaluation
         self.event(evaluation_line(evaluation, self._last_step))
@@ -314,7 +310,7 @@ class Progress:
             self.event(text)
 
     def update(self, statuses: Statuses) -> None:
-        """Show what the ranks say; about twice a second."""
+        """Show what the ranks report; called about twice a second."""
         self._statuses = statuses
         if self._live is not None:
             with _even_if_closed(self._console.file):
@@ -329,7 +325,7 @@ class Progress:
             print_line(text)
 
     def _render(self) -> Group:
-        now = time.time()  # statuses have the wall's
+        now = time.time()  # statuses carry wall-clock times
         rows = Table.grid(padding=(0, 2))
         for role, count, activity, version in role_rows(self._gangs, self._statuses, now):
             rows.add_row(
@@ -339,24 +335,24 @@ class Progress:
                 Text(version, style="cyan"),
             )
         figures = headline(self._metrics, self._last_step, self._clock() - self._started_at, self._evaluation)
-        # One row each, whatever the width: the block jumps when a line wraps.
+        # One row each, whatever the width: a line that wraps would make the block jump.
         lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in figures]
         return Group(*lines, rows, *([Text(self._note, style="yellow")] if self._note else []))
 
 
 def print_line(text: str, *, err: bool = False) -> None:
-    """Print to stdout or stderr; a closed terminal or pipe is no error."""
+    """Print to stdout or stderr; a closed terminal or pipe is not an error."""
     with _even_if_closed(sys.stderr if err else sys.stdout):
         click.echo(text, err=err)
 
 
 @contextmanager
 def _even_if_closed(stream: IO[str]) -> Iterator[None]:
-    """If the output behind `stream` is closed, keep running and discard further text."""
+    """If the output behind `stream` is closed, discard further text and continue."""
     try:
         yield
     except OSError as error:
-        logger.warning("nobody reads the output any more (%s); the run goes on without", error)
+        logger.warning("nobody reads the output any more (%s); the run continues without it", error)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)

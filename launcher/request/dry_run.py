@@ -33,12 +33,9 @@ def describe(
     """Return the text, without a final newline.
 
     Args:
-        checked: the accepted configuration.
-        source: its file.
-        run_dir: of the run.
         resume_from: checkpoint directory, or "".
-        place: says how many nodes there are, and where node 0 is.
-        arguments: of the command, but for those that say which node it is.
+        place: how many nodes there are, and where node 0 is.
+        arguments: of the command, except those that say which node it is.
     """
     parts = [
         _summary(checked, source, run_dir, resume_from),
@@ -56,12 +53,10 @@ def describe(
 
 
 def torchrun_line(run_dir: Path, gang: GangSpec) -> str:
-    """Return a shell line that starts all ranks of `gang` under torchrun's own elastic agent.
-
-    The agent meets in a temporary file and shares no store, because torchrun's TCP stores listen on every interface
-    whatever address they are given; the ranks find the job through the run directory. PYTHONSAFEPATH is `python -P`
-    for torchrun and for the workers that it starts: the working directory cannot shadow our packages.
-    """
+    """Return a shell line that starts all ranks of `gang` under torchrun's own elastic agent."""
+    # The agent rendezvous in a temporary file without a shared store: torchrun's TCP stores listen on every interface,
+    # whatever address they get. The ranks find the job through the run directory. PYTHONSAFEPATH is `python -P` for
+    # torchrun and its workers: the working directory cannot shadow our packages.
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nproc-per-node", str(gang.num_ranks)),
@@ -115,13 +110,13 @@ def _first_prompt(checked: Preflight) -> str:
     """Show what the model is asked, templates included, and what the reward compares its response with."""
     shown = checked.first_prompt
     if shown is None:
-        return "FIRST PROMPT (is fed while the run goes on)"
+        return "FIRST PROMPT (fed during the run)"
     tokens = f"{shown.num_tokens} tokens; " if shown.num_tokens is not None else ""
     return f"FIRST PROMPT ({tokens}ground truth {_shortened(repr(shown.ground_truth), 100)})\n{_shown(shown.text)}"
 
 
 def _shown(text: str) -> str:
-    """Return a text of the user's data indented, without what would command a terminal."""
+    """Return user data indented, with control characters escaped so that they cannot drive the terminal."""
     lines = _shortened(text, 2000).split("\n")
     plain = ("".join(char if char.isprintable() else repr(char)[1:-1] for char in line) for line in lines)
     return "\n".join(f"  {line}" for line in plain)
@@ -176,7 +171,6 @@ def _task_table(checked: Preflight) -> str:
 
 
 def _nodes(checked: Preflight, place: NodePlace, arguments: Sequence[str], run_dir: Path) -> str:
-    """Say what runs on each node, and how the launchers are started."""
     rows: list[tuple[str, ...]] = [("NODE", "RANKS", "GANGS")]
     for node in range(checked.num_nodes):
         ranks = sum(gang.nodes.count(node) for gang in checked.gangs)

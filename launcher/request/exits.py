@@ -1,4 +1,4 @@
-"""How errors become one line on stderr and an exit code; those of a started run are the supervisor's (0, 1, 75)."""
+"""Turns errors into one line on stderr and an exit code; a started run's codes are the supervisor's (0, 1, 75)."""
 
 import io
 import os
@@ -13,12 +13,10 @@ from asyncflow.errors import AsyncFlowError, ConfigError
 from launcher.process.events import FAILED, USAGE
 
 _LONGEST = 1000
-"""Characters of a line; a longer one, made by a value of the user's, loses its middle."""
+"""In characters; a longer line, caused by a user's value, loses its middle."""
 
 
 class _OneLine(click.ClickException):
-    """Prints `Error: ...` as one line on stderr."""
-
     def __init__(self, text: str) -> None:
         super().__init__(_as_one_line(text))
 
@@ -40,7 +38,6 @@ class OneLineCommand(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Parse `args`; called by click."""
         try:
             return super().make_context(info_name, args, parent, **extra)
         except click.UsageError as error:
@@ -49,12 +46,11 @@ class OneLineCommand(click.Command):
 
 
 class OneLineGroup(click.Group):
-    """A group of commands; one that does not exist costs one line."""
+    """A group of commands; naming one that does not exist gives one line."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; called by click."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -62,10 +58,8 @@ class OneLineGroup(click.Group):
 
 
 def prepare_streams() -> None:
-    """Have all three standard streams, and never fail because one of them cannot show a character.
-
-    Without them (a daemon's child) the next file or socket would take their place, in workers too.
-    """
+    """Make sure that all three standard streams exist, and never fail on a character that one cannot encode."""
+    # Without them (a daemon's child), the next file or socket would get their numbers, in workers too.
     for number in range(3):
         try:
             os.fstat(number)
@@ -78,7 +72,7 @@ def prepare_streams() -> None:
 
 @contextmanager
 def errors_as_exits() -> Iterator[None]:
-    """Turn AsyncFlow's errors into one line on stderr and an exit code: 2 for the user's input, 1 for a failed run."""
+    """Turn AsyncFlow's errors into one line on stderr and an exit code: 2 for user input, 1 for a failed run."""
     try:
         yield
     except ConfigError as error:
@@ -88,7 +82,7 @@ def errors_as_exits() -> Iterator[None]:
 
 
 def _without_preamble(error: click.UsageError) -> str:
-    """Return click's message, for a bad value in our own form: the option, the value, what is wrong."""
+    """Return click's message; for a bad value in our own form: the option, the value, what is wrong."""
     missing = isinstance(error, click.MissingParameter)
     if isinstance(error, click.BadParameter) and error.param is not None and not missing:
         name = error.param.opts[0] if isinstance(error.param, click.Option) else error.param.human_readable_name
@@ -97,8 +91,9 @@ def _without_preamble(error: click.UsageError) -> str:
 
 
 def _as_one_line(text: str) -> str:
-    """Join lines, show control characters as escapes (no terminal should obey a data file), cut the middle."""
+    """Join lines, escape control characters, and cut the middle."""
     line = " ".join(text.splitlines())
+    # No terminal should obey a data file.
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
     if len(line) <= _LONGEST:
         return line

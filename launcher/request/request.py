@@ -1,13 +1,13 @@
-"""One `asyncflow-launch` command from arguments to a started run: resolve, check everything, and only then write.
+"""One `asyncflow-launch` command from its arguments to a started run: resolve, check everything, and only then write.
 
 Request --accept()--> Accepted --describe()--> text of --dry-run
         |                      '-start()-----> run directory, processes, exit code
         '-follow()--> NodeRun, on any node but node 0
 
-Users' functions are tried before a start: each is imported as in the run, in a child process, and rewards are called
-once, with the first prompt and its own ground truth as the response. A reward that cannot score that would fail on
-every response of the run. It has the configured deadline; a scorer behind a URL is not called. Of rollouts of the
-user's one is made, with a policy that replies with the ground truth.
+User functions are tried before a start. Each is imported as in the run, in a child process. Rewards are called once,
+with the first prompt and its own ground truth as the response: a reward that cannot score that would fail on every
+response of the run. The call has the configured deadline; a scorer behind a URL is not called. One of the user's own
+rollouts runs with a policy that replies with the ground truth.
 """
 
 from array import array
@@ -76,13 +76,12 @@ class Accepted:
     Attributes:
         source: the configuration file.
         run_dir: absolute.
-        checked: what the configuration resolves to.
-        checkpoint: to continue from, or None for a run that begins with step 1.
-        default_run_dir: whether the user left the directory to us.
-        started_over: whether `run_dir` holds a run that was resumed, but never saved anything.
-        place: this launcher's node, which is node 0, and their number.
-        arguments: of the command, but for those that say which node it is.
-        plan: that `--roles auto:N` chose.
+        checkpoint: to continue from; None: the run begins with step 1.
+        default_run_dir: whether the user left the choice of directory to us.
+        started_over: whether `run_dir` holds a resumed run that never saved anything.
+        place: this launcher's node, which is node 0, and the number of nodes.
+        arguments: of the command, except those that say which node it is.
+        plan: chosen by `--roles auto:N`.
     """
 
     source: Path
@@ -96,12 +95,9 @@ class Accepted:
     plan: "Plan | None" = None
 
     def check_here(self) -> None:
-        """Check that this machine has what the run needs of it, besides devices, and try the user's functions.
+        """Check that this machine has the libraries that the run needs, and try user functions; raises ConfigError.
 
-        `doctor` and `sbatch` do without: they run where the job does not.
-
-        Raises:
-            ConfigError: a library is not installed, an engine does not compute here, or a user's function fails.
+        `doctor` and `sbatch` skip this, because they run elsewhere than the job.
         """
         check_libraries(self.checked.config, device=self.checked.devices.kind)
         check_loggers(self.checked.config.loggers)
@@ -131,8 +127,7 @@ class Accepted:
     def start(self, started_at: float) -> int:
         """Write the run directory (or cut it back), run the job, return the exit code.
 
-        Args:
-            started_at: unix time (s) of the user's command.
+        `started_at`: when the user's command started (unix time, s).
         """
         from launcher.process.progress import print_line
         from launcher.run.job import run_job
@@ -142,6 +137,7 @@ class Accepted:
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
+        # Held before the cut: no other launcher may write meanwhile.
         with held_run_dir(run_dir):
             lineage = self._cut_back()
             try:
@@ -156,18 +152,18 @@ class Accepted:
                     started_at=started_at,
                     place=self.place,
                 )
-            except AsyncFlowError:  # the nodes did not come together, or the disk is full
+            except AsyncFlowError:  # the nodes did not meet, or the disk is full
                 if checkpoint is None and not self.started_over:
                     discard_run_dir(run_dir)
                 raise
-            with suppress(Exception):  # a convenience; `asyncflow report` says what is wrong
+            with suppress(Exception):  # a convenience only; `asyncflow report` tells what is wrong
                 from launcher.report.report import write_report
 
                 write_report(run_dir)
             return code
 
     def _cut_back(self) -> int:
-        """Cut a resumed run back to where it goes on; return its lineage, 0 for a new run."""
+        """Cut a resumed run back to where it continues; return its lineage, 0 for a new run."""
         from launcher.process.progress import print_line
 
         if self.checkpoint is None and not self.started_over:
@@ -194,14 +190,10 @@ class Request:
     steps: int | None = None
     place: NodePlace = ONE_NODE
     called: str | None = None
-    """What errors call CONFIG, where it is not a file of the user's."""
+    """What errors call CONFIG if it is not a user's file."""
 
     def accept(self) -> Accepted:
-        """Resolve and check what node 0 needs; write nothing.
-
-        Raises:
-            ConfigError: the first thing that does not hold.
-        """
+        """Resolve and check what node 0 needs; write nothing. Raises ConfigError at the first check that fails."""
         try:
             return self._accept_new() if self.resume is None else self._accept_resumed(self.resume)
         except OSError as error:
@@ -209,10 +201,12 @@ class Request:
             raise ConfigError(f"{where}: {error.strerror}; correct the path or its permissions") from error
 
     def follow(self) -> NodeRun:
-        """Resolve and check what any other node needs. What does not hold here is for node 0 to say, too.
+        """Resolve and check what any other node needs.
+
+        A failed check becomes the complaint of the returned `NodeRun`, so that node 0 reports it as well.
 
         Raises:
-            ConfigError: the nodes have not been told where to meet.
+            ConfigError: the nodes were not told where to meet.
         """
         run_dir = self._given_run_dir()
         assert run_dir is not None, "several nodes have one"
@@ -227,7 +221,7 @@ class Request:
         return NodeRun(self.place, run_dir, config.launcher, devices)
 
     def _given_run_dir(self) -> Path | None:
-        """Return the directory that the user named; on several nodes, the one where all launchers meet."""
+        """Return the directory that the user named; with several nodes, the one where all launchers meet."""
         if self.run_dir is not None:
             return user_path(self.run_dir, "--run-dir")
         if self.place.count == 1:
@@ -235,6 +229,7 @@ class Request:
         if self.resume not in (None, LATEST):
             target = resume_path(self.resume or "")
             return target.parent.parent if target.parent.name == CHECKPOINTS else target
+        # All launchers of a Slurm job derive the same name.
         if self.place.job_id:
             return (RUNS / f"slurm-{self.place.job_id}").resolve()
         raise ConfigError(
@@ -275,8 +270,6 @@ class Request:
         return Accepted(loaded.source, run_dir, checked, None, place=self.place, arguments=arguments, plan=loaded.plan)
 
     def _load(self, run_dir: Path | None) -> "_Loaded":
-        """Return CONFIG, or the configuration that a resumed run has, and what it says, with the time that templates
-        are told."""
         if self.resume is None or self.config is not None or run_dir is None:
             source = find_recipe(self.config)
         else:
@@ -289,6 +282,7 @@ class Request:
             roles, overrides = plan.roles_text, (*overrides, *plan.changes)
         config = load_config(source, overrides=overrides, roles=roles, steps=self.steps, called=self.called)
         if config.data.template_time is None:
+            # A resumed run keeps the time that templates were given, so that its prompts stay the same.
             told = recorded_time(run_dir) if self.resume is not None and run_dir is not None else None
             now = datetime.now().isoformat(timespec="seconds")
             data = config.data.model_copy(update={"template_time": told or now})
@@ -296,7 +290,7 @@ class Request:
         return _Loaded(source, config, plan)
 
     def _planned(self, source: Path, roles: str) -> "Plan":
-        """Return the best plan, and say its options and what it predicts."""
+        """Return the best plan; print its options and its prediction."""
         from launcher.plan.report import auto_plan
 
         plan = auto_plan(roles, load_config(source, overrides=self.overrides))
@@ -309,7 +303,7 @@ class Request:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A configuration, where it is from, and the plan that changed it."""
+    """A configuration, its source, and the plan that changed it."""
 
     source: Path
     config: RunConfig
@@ -317,11 +311,7 @@ class _Loaded:
 
 
 def try_functions(config: RunConfig) -> None:
-    """Import the functions of users' tasks, the one that has servers take new weights, and those of groups.
-
-    Raises:
-        ConfigError: one cannot be imported, or does not take its arguments.
-    """
+    """Import the functions of user-defined tasks, of weight updates and of group filters; raises ConfigError."""
     named: list[tuple[str, str, tuple[str, ...]]] = [
         (f"tasks.{number}.function", task.function, ARGUMENTS) for number, task in enumerate(config.tasks)
     ]
@@ -330,7 +320,8 @@ def try_functions(config: RunConfig) -> None:
     group_filter = config.algorithm.group_filter
     if group_filter is not None and group_filter != ZERO_VARIANCE:
         named.append((FILTER, group_filter, FILTER_ARGUMENTS))
-    pools = [_importing(*each) for each in named]  # side by side
+    # In children, not read as source: what the import says is what the run will say.
+    pools = [_importing(*each) for each in named]  # all start at once
     try:
         for pool in pools:
             pool.until_ready()
@@ -342,16 +333,15 @@ def try_functions(config: RunConfig) -> None:
 
 
 def try_rewards(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
-    """Call the reward function once, and that of groups, if they are the user's.
+    """Call the reward function and the group reward function once, if they are the user's.
 
     Args:
-        config: of the run.
         row, shown: the first prompt, as the data has it and as the model gets it.
 
     Raises:
-        ConfigError: one cannot be imported, or raised, hung, or returned what is not a reward.
+        ConfigError: one cannot be imported, raised, hung, or returned something that is not a reward.
     """
-    length = len(row.ground_truth)  # no tokenizer here
+    length = len(row.ground_truth)  # in characters: there is no tokenizer here
     response = DrawnResponse(length, token_ids=array("i", [0] * length).tobytes())
     try:
         if config.reward.is_users and not is_url(config.reward.function):

@@ -1,10 +1,10 @@
-"""Advice from a live run: which role limits it, and which split of the same devices would be better.
+"""Advice from a live run: which role limits it, and which split of the same devices would be faster.
 
     metrics.jsonl: step time, share of the time in which each role waits --> Advisor --> Advice
         --> status.json (`launcher.run.status_writer`), and a line in the launcher's log when it changes
 
-Measured, so it holds for any engine and needs no profile. The model: a role's work is its busy time of a step, times
-its ranks, and any number of ranks shares it evenly. What the busiest role waits within a step, it waits then, too.
+It is measured, so it holds for any engine and needs no profile. The model: a role's work is its busy time per
+step times its ranks, and any number of ranks shares it evenly. The time that even the busiest role waits stays.
 """
 
 import logging
@@ -27,11 +27,11 @@ from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode
 
 _FIRST = 2
-"""Steps of a start that do not count: nothing is warm yet."""
+"""Steps after a start that do not count, since nothing is warm yet."""
 _LEAST, _WINDOW = 5, 20
-"""Steps that advice rests on, at least and at most."""
+"""Steps that advice is based on, at least and at most."""
 _LEAST_S = 10.0
-"""The same in time: ranks say twice a second how long they have waited (s)."""
+"""The minimum in time: ranks report only twice a second how long they waited (s)."""
 _WORTH = 0.05
 """Share of the step time that another split has to save."""
 
@@ -40,12 +40,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Load:
-    """What a role does.
+    """A role's load.
 
     Attributes:
-        ranks: of the role.
-        busy: share of the time in which they do not wait.
-        sizes: numbers of ranks that it could have, ascending; none: it takes no device, so it is not part of a split.
+        busy: share of the time in which its ranks do not wait.
+        sizes: possible numbers of ranks, ascending; empty: it takes no device, so it is not part of a split.
     """
 
     ranks: int
@@ -58,14 +57,14 @@ class Advice:
     """What the newest steps of a run show.
 
     Attributes:
-        first_step, last_step: that were looked at.
-        step_s: mean time of one (s).
-        predicted_s: the planner's step time, of `sim` engines or of the plan that `--roles auto:N` chose, if any.
+        first_step, last_step: the window.
+        step_s: mean time of a step (s).
+        predicted_s: the planner's step time, for `sim` engines or the plan that `--roles auto:N` chose (s); None: none.
         busy: role -> share of the time in which its ranks do not wait.
-        devices: that the roles share; 0: all compute on the cores of this host, so no split makes them faster.
+        devices: shared by the roles; 0: all compute on this host's cores, so no split makes them faster.
         free: roles that take no device.
-        split: all roles with the numbers of ranks with which a step would be shorter; None: none saves 5 %.
-        split_s: step time with them; without a split, the measured one.
+        split: role -> ranks, for all roles, with which a step would be shorter; None: no split saves 5 %.
+        split_s: step time with that split (s); without one, the measured time.
     """
 
     first_step: int
@@ -85,7 +84,6 @@ class Advice:
 
     @property
     def text(self) -> str:
-        """One line for a person."""
         predicted = "" if self.predicted_s is None else f", {self.predicted_s:.3g} s predicted"
         busy = ", ".join(
             f"{role} {100 * self.busy[role]:.0f} %" for role in sorted(self.busy, key=lambda r: -self.busy[r])
@@ -102,20 +100,18 @@ class Advice:
         return f"{line}{self.limits} limits; --roles {roles} would take about {self.split_s:.3g} s (-{saved:.0f} %)"
 
     def summary(self) -> dict[str, Any]:
-        """Return it for status.json."""
         return {**asdict(self), "limits": self.limits, "text": self.text}
 
 
 def better_split(loads: Mapping[str, Load], *, step_s: float, in_turns: bool) -> tuple[dict[str, int] | None, float]:
-    """Return a split of the same devices with which a step is shorter, and its time (s).
+    """Return the split of the same devices with the shortest step, and its time (s).
 
     Args:
-        loads: of every role.
         step_s: measured (s).
         in_turns: roles work one after the other, not at the same time.
 
     Returns:
-        Role -> ranks of all that take devices; None where no split saves 5 %, with the measured time.
+        Role -> ranks of all roles that take devices; None and the measured time if no split saves 5 %.
     """
     work = {role: load.busy * step_s * load.ranks for role, load in loads.items()}
     now = {role: load.ranks for role, load in loads.items()}
@@ -127,7 +123,7 @@ def better_split(loads: Mapping[str, Load], *, step_s: float, in_turns: bool) ->
     waits_s = step_s - takes(now)
     sharing = {role: load.sizes for role, load in loads.items() if load.sizes}
     devices = sum(loads[role].ranks for role in sharing)
-    # Sharing out one by one misses what a role with few sizes, the actor, needs at once: all its sizes are tried.
+    # Growing roles one rank at a time never affords the large jumps of a role with few sizes (the actor): try them all.
     coarse = min(sharing, key=lambda role: len(sharing[role]), default="")
     splits = [_shared_out(work, sharing | {coarse: [size]}, devices, in_turns) for size in sharing.get(coarse, ())]
     timed = [(waits_s + takes(now | split), split) for split in splits if split]
@@ -138,7 +134,7 @@ def better_split(loads: Mapping[str, Load], *, step_s: float, in_turns: bool) ->
 def _shared_out(
     work: Mapping[str, float], sizes: Mapping[str, Sequence[int]], devices: int, in_turns: bool
 ) -> dict[str, int]:
-    """Return how many ranks each role gets: all the least, then more for the one where it helps most; none: too few."""
+    """Return role -> ranks: each role's minimum, then more for the one that gains most; empty: too few devices."""
     place = dict.fromkeys(sizes, 0)
     ranks = {role: own[0] for role, own in sizes.items()}
     left = devices - sum(ranks.values())
@@ -160,16 +156,12 @@ def _shared_out(
 
 
 class Advisor:
-    """Keeps the newest steps of a run, and says what they show. Of one thread."""
+    """Keeps the newest steps of a run and says what they show. Not thread-safe."""
 
     def __init__(self, config: RunConfig, gangs: Sequence[GangSpec], run_dir: Path) -> None:
-        """Args:
-        config: of the run.
-        run_dir: of the run; may have a plan.
-        gangs: of the run; where all real engines compute on the CPU, a split is no use: they share its cores.
-        """
         self._config = config
         self._run_dir = run_dir
+        # Ranks that all compute on the CPU share its cores, so a split would change nothing.
         shared = config.rollout.engine != "sim" and {device for gang in gangs for device in gang.devices} <= {"cpu"}
         self._sizes = {} if shared else _sizes(config)
         self._free = set(config.roles) - set(roles_on_device(reward_model=config.reward.model is not None))
@@ -180,16 +172,13 @@ class Advisor:
         self._said_at = -_WINDOW
 
     def look(self, finished_steps: Sequence[Mapping[str, Any]]) -> Advice | None:
-        """Take in the newest steps.
+        """Take in the newest steps; return what they show, or None: too few steps, or no role reported its waits.
 
-        Args:
-            finished_steps: lines of `metrics.jsonl`, each step once, in order; after a restore some come again.
-
-        Returns:
-            What they show; None: there are too few, or no role has said how long it waits.
+        `finished_steps` are lines of `metrics.jsonl`, each step once, in order; after a restore some come again.
         """
         for metrics in finished_steps:
             if self._steps and metrics["step"] <= self._steps[-1]["step"]:
+                # A restore: steps come again, and the restarted ranks are cold.
                 self._steps.clear()
                 self._first = _FIRST
             if self._first:
@@ -226,7 +215,7 @@ class Advisor:
         return predicted_step_s(self._config, self._run_dir)
 
     def _log(self, advice: Advice) -> None:
-        """Say it when it is new: at most one line for as many steps as it rests on."""
+        """Log new advice, at most one line per window of steps."""
         said = (advice.limits if advice.split else "", advice.split)
         if said != self._said and abs(advice.last_step - self._said_at) >= _WINDOW:
             self._said, self._said_at = said, advice.last_step
@@ -234,14 +223,10 @@ class Advisor:
 
 
 def predicted_step_s(config: RunConfig, run_dir: Path) -> float | None:
-    """Return the predicted step time (s): for `sim` engines the planner's, else that of the plan; None: there is none.
-
-    Args:
-        config: of the run.
-        run_dir: may have a plan; one of other roles is not of this run.
-    """
+    """Return the predicted step time (s): the planner's for `sim` engines, otherwise the plan's; None: unknown."""
     if {config.rollout.engine, config.actor.engine} != {"sim"}:
         plan = read_plan(run_dir)
+        # A plan for other roles is not this run's.
         step_s = plan.get("step_s")
         return float(step_s) if plan.get("roles") == config.roles and isinstance(step_s, int | float) else None
     try:
@@ -251,7 +236,7 @@ def predicted_step_s(config: RunConfig, run_dir: Path) -> float | None:
 
 
 def _sizes(config: RunConfig) -> dict[str, Sequence[int]]:
-    """Return, per role that takes devices, the numbers of ranks that it could have."""
+    """Return, per role that takes devices, the possible numbers of ranks."""
     taking = set(roles_on_device(reward_model=config.reward.model is not None)) - OBSERVERS
     roles = {role: number for role, number in config.roles.items() if role in taking and number}
     devices = sum(roles.values())
@@ -264,7 +249,7 @@ def _sizes(config: RunConfig) -> dict[str, Sequence[int]]:
 
 
 def _divides(config: RunConfig, role: str, size: int) -> bool:
-    """Whether the batch divides over so many ranks of a trainer, and they make whole replicas."""
+    """Whether the batch divides over `size` ranks of a trainer, and these form whole replicas."""
     try:
         check_batch_sizes(config.model_copy(update={"roles": config.roles | {role: size}}))
     except ConfigError:

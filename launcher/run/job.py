@@ -1,7 +1,7 @@
-"""Runs a job whose configuration was accepted: store, fork server, gangs, until the supervisor says how it ended.
+"""Runs a job whose configuration was accepted: store, fork server and gangs, until the supervisor says how it ended.
 
-`launcher.request.request` calls `run_job`. `launcher.run.supervisor` decides; this shell carries its decisions out.
-One thread owns everything here: gang threads and signal handlers only put events into its queue.
+`launcher.run.supervisor` decides; this shell carries out its decisions. One thread owns everything here: gang
+threads and signal handlers only put events into its queue.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ _FAILED = {
     "reward": "such responses have no weight (reward_failures in metrics.jsonl counts them)",
     "rollout": "it is tried rollout.max_attempts times, then rollout.on_failure says what becomes of its group",
 }
-"""Kind of failures that a run survives -> what happens then."""
+"""Kind of failure that a run survives -> what happens then."""
 
 logger = logging.getLogger(__name__)
 
@@ -86,25 +86,26 @@ def run_job(
     entrypoint: str = ENTRYPOINT,
     place: NodePlace = ONE_NODE,
 ) -> int:
-    """Run the job to its end; call it from the main thread.
+    """Run the job to its end and return the exit code: 0 done, 1 failed, 75 stopped and resumable.
+
+    Call it from the main thread.
 
     Args:
-        config: the resolved configuration.
-        gangs: every gang of the run; those in `launcher.external_gangs` are the user's to start.
-        run_dir: exists, with `config.yaml` in it.
+        gangs: every gang of the run; the user starts those in `launcher.external_gangs`.
+        run_dir: exists and contains `config.yaml`.
         resume_from: checkpoint directory, or "".
         lineage: number of actor restores before this start.
         started_at: when the user's command started (unix time, s).
         entrypoint: `module:function` that every worker runs as `function(run_dir, gang)`.
-        place: says how many nodes the run has; this is node 0.
-    Returns:
-        The exit code: 0 done, 1 failed, 75 stopped and resumable.
+        place: how many nodes the run has; this is node 0.
+
     Raises:
-        ConfigError: another node cannot take part, or the job store cannot listen where it should.
-        RoleFailed: not all nodes came in time.
+        ConfigError: another node cannot take part, or the job store cannot listen on its address.
+        RoleFailed: not all nodes arrived in time.
     """
     events: SimpleQueue[Event] = SimpleQueue()
-    with stop_signals(lambda count: events.put(StopRequested(count))):  # SimpleQueue.put may be interrupted by itself
+    # SimpleQueue.put is reentrant, so a signal handler may call it while the main thread puts.
+    with stop_signals(lambda count: events.put(StopRequested(count))):
         with contextlib.ExitStack() as stack:
             log_file = launcher_log(run_dir)
             stack.enter_context(logging_to(log_file))
@@ -114,8 +115,9 @@ def run_job(
 
             keep_torch_off_the_terminal()
             secret = secrets.token_hex(32)
+            # Only the holder of this secret is believed on the store's port, which others on the host can reach.
             store = open_store(place, secret)
-            choose_interfaces(store.host)  # the launcher has channels, too
+            choose_interfaces(store.host)  # the launcher opens channels as well
             job = Job(
                 store_host=store.host,
                 store_port=store.port,
@@ -128,9 +130,10 @@ def run_job(
                 started_at=started_at,
                 clock=HostClock.measure(),
             )
-            for left in (STATUS_FILE, END_FILE):  # of an earlier start
+            for left in (STATUS_FILE, END_FILE):  # left by an earlier start
                 (run_dir / left).unlink(missing_ok=True)
             job.save(run_dir)
+            # job.json marks the run as live, so it goes when the launcher ends.
             stack.callback((run_dir / JOB_FILE).unlink, missing_ok=True)
             progress = stack.enter_context(
                 Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
@@ -147,7 +150,8 @@ def run_job(
                 )  # fmt: skip
                 finish = run.until_finished()
             lines = _final_lines(finish, run_dir, progress=progress, job=job)
-            with contextlib.suppress(OSError):  # the disk is full, or the directory is gone: the terminal has it
+            with contextlib.suppress(OSError):  # disk full or directory gone: the terminal still shows it
+                # Without the line that names the run directory.
                 RunEnd(run_dir, lines[1:], finish.code, time.time(), restarts).write()
             nodes.finish(finish.code, lines[-1])
         for line in lines:
@@ -169,7 +173,7 @@ def _final_lines(finish: Finish, run_dir: Path, *, progress: Progress, job: Job)
 
 
 class _Run:
-    """One run while it goes on."""
+    """One run in progress."""
 
     def __init__(
         self,
@@ -188,6 +192,7 @@ class _Run:
         own = config.launcher
         self._job = job = nodes.job
         self._run_dir = run_dir
+        # Device and inode, to notice when the directory is replaced by another one.
         self._run_dir_is = (run_dir.stat().st_dev, run_dir.stat().st_ino)
         self._specs = {gang.name: gang for gang in job.gangs}
         self._external = {name: self._specs[name] for name in own.external_gangs}
@@ -222,6 +227,7 @@ class _Run:
             reference_follows=bool(config.algorithm.ref_update_interval),
             external=self._external,
         )
+        # A run that waits for processes outside may wait as long as those take, which is no deadlock.
         self._watch = RankWatch(
             start_timeout_s=own.start_timeout_s,
             operation_timeout_s=own.operation_timeout_s,
@@ -238,10 +244,10 @@ class _Run:
         self._next_poll = 0.0
 
     def until_finished(self) -> Finish:
-        """Start the gangs and follow the supervisor; on return no process of theirs is left."""
+        """Start the gangs and follow the supervisor; on return none of their processes is left."""
         try:
             finish = self._apply(self._supervisor.start())
-            with contextlib.suppress(Empty):  # a stop that was requested during the imports comes before the start
+            with contextlib.suppress(Empty):  # a stop requested during the imports prevents the start
                 while finish is None:
                     finish = self._take(self._events.get_nowait())
             if finish is None:
@@ -255,12 +261,13 @@ class _Run:
             self._end()
 
     def _start(self) -> None:
+        # Services first: all others need them.
         for gang in sorted(self._specs.values(), key=lambda gang: gang.role not in SERVICES):
             if gang.name not in self._external:
                 self._host.start(gang, 0)
 
     def _once(self) -> Finish | None:
-        """Handle one event, or poll when there is none."""
+        """Handle one event, or poll if there is none."""
         wait_s = max(0.0, self._next_poll - time.monotonic())
         try:
             return self._take(self._events.get(timeout=wait_s) if wait_s else self._events.get_nowait())
@@ -279,11 +286,12 @@ class _Run:
     def _take(self, event: Event) -> Finish | None:
         logger.info("event: %s", event)
         if isinstance(event, StopRequested):
-            self._show()  # whether there is something to save may be news of the last half second
+            self._show()  # whether there is something to save may have changed since the last poll
         if isinstance(event, GangExited):
-            self._read_statuses()  # whether it got to work may be news of the last half second
+            self._read_statuses()  # whether it got to work may have changed since the last poll
             self._gone.add(event.gang)
             self._watch.forget(event.gang)
+            # The supervisor judges an exit by whether the last step is done, so tell it first.
             if self._store.is_done():
                 self._supervisor.handle(LastStepDone())
         is_first = self._phase is not Phase.STOP  # a scheduler signals the launchers of all nodes at once
@@ -326,7 +334,7 @@ class _Run:
         self._host.start(self._specs[name], attempt)
 
     def _restore(self) -> Finish | None:
-        """Always the last instruction of its list."""
+        # `Restore` is always the last instruction of its list, so returning early skips none.
         self._job, outcome = restore_run(self._run_dir, self._job)
         self._restarts.restored(self._job.lineage)
         return self._take(outcome)
@@ -335,12 +343,13 @@ class _Run:
         self._phase = phase
         self._store.set_phase(phase)
         if phase is Phase.EVALUATE:
-            self._progress.note("trained and saved; held-out prompts are still answered (Ctrl-C leaves that out)")
+            self._progress.note("trained and saved; held-out prompts are still being answered (Ctrl-C skips them)")
 
     def _show(self) -> None:
-        """Read what workers and trainer say; tell the user, and the supervisor when all are at work."""
+        """Read what workers and trainer report; tell the user, and the supervisor once all are at work."""
         self._read_statuses()
         finished_steps = self._tail.read()
+        # A finished step proves that all were at work, even if a status was missed.
         if not self._all_ready and (finished_steps or not self._missing()):
             self._all_ready = True
             self._supervisor.handle(AllReady())
@@ -367,12 +376,11 @@ class _Run:
         return status is not None and status.at_work
 
     def _new_warnings(self) -> list[str]:
-        """Return what any rank complains about since the last look, and the first reward, and rollout, that failed."""
+        """Return new warnings of any rank, and the first failed reward and rollout."""
         failures = [f"{text}; {_FAILED[kind]}" for kind, text in self._store.first_failures().items()]
         return failures + self._store.new_warnings(self._ranks)
 
     def _missing(self) -> list[str]:
-        """Return the ranks that are not at work yet."""
         return [
             f"{name} rank {rank}"
             for name, rank in self._ranks
@@ -380,7 +388,6 @@ class _Run:
         ]
 
     def _due(self) -> list[Event]:
-        """Return the deadlines that passed."""
         due = [key for key, at in self._deadlines.items() if at <= time.monotonic()]
         for key in due:
             del self._deadlines[key]
@@ -388,9 +395,10 @@ class _Run:
         return [DeadlinePassed(timer, missing if timer is Timer.START else "", gang) for timer, gang in due]
 
     def _stuck(self) -> list[Event]:
-        """Return the ranks that do not get on; those that start, for the first time or again, have another deadline."""
+        """Return the ranks that make no progress."""
         if self._phase is not Phase.RUN or not self._all_ready:
             return []
+        # Ranks that start, for the first time or again, have another deadline.
         away = self._gone | self._supervisor.pending
         passive = SERVICES | OBSERVERS
         workers = {name: gang.role not in passive for name, gang in self._specs.items() if name not in away}
@@ -402,15 +410,14 @@ class _Run:
         return [exited for gang in waited if (exited := self._store.exit_of(gang, self._statuses)) is not None]
 
     def _lost_run_dir(self) -> list[Event]:
-        """Return whether the directory was removed, moved or replaced by another one."""
+        """Return an event if the directory was removed, moved or replaced."""
         try:
             facts = self._run_dir.stat()
         except FileNotFoundError:
             return [RunDirLost(str(self._run_dir))]
-        except OSError:  # a file system that stutters
+        except OSError:  # a temporary error of the file system
             return []
         return [] if (facts.st_dev, facts.st_ino) == self._run_dir_is else [RunDirLost(str(self._run_dir))]
 
     def _end(self) -> None:
-        """Kill what is left of the gangs and wait for their threads."""
         self._host.close(JOIN_TIMEOUT_S)

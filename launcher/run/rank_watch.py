@@ -1,8 +1,8 @@
 """Finds ranks that are alive but make no progress, from the status that each reports twice a second. Pure.
 
-    one works, without progress, longer than `operation_timeout_s`    it is stuck (one that starts: `start_timeout_s`)
-    one says nothing for `silence_timeout_s`                          it is stuck, in something that lets no thread run
-    all wait, for longer than `deadlock_timeout_s`                    so is the run; the longest wait is named
+    a rank works without progress longer than `operation_timeout_s`   it is stuck (while starting: `start_timeout_s`)
+    a rank says nothing for `silence_timeout_s`                       it is stuck in something that lets no thread run
+    all ranks wait for longer than `deadlock_timeout_s`               the run is stuck; the longest wait is named
 
 `launcher.process.gang` finds dead and stopped processes. Waits have deadlines of their own.
 """
@@ -17,24 +17,26 @@ from launcher.process.progress import Status, Statuses
 Place = tuple[str, int]
 
 _LONGEST_LOOK_S = 5.0
-"""Time between two looks that counts. After more, what ranks said meanwhile may not have been read yet (s)."""
+"""Longest time between two polls that counts (s). After a longer gap, ranks' reports may still be unread."""
 
 
 @dataclass
 class _Seen:
-    """What is known of a rank.
-
-    Attributes:
-        time: its own, of its last status; tells a new one from an old.
-        heard_at: when that came (monotonic s, of this process).
-    """
+    """The last status seen of a rank: `time` is the rank's own, `heard_at` when it arrived here (monotonic, s)."""
 
     time: float
     heard_at: float
 
 
 class RankWatch:
-    """Looks at every status; one instance per run."""
+    """Looks at every status; one instance per run.
+
+    Args:
+        start_timeout_s: longest start of a rank (s).
+        operation_timeout_s: longest time without progress of a rank that works (s).
+        silence_timeout_s: longest time without a report (s).
+        deadlock_timeout_s: longest time in which all ranks wait (s).
+    """
 
     def __init__(
         self,
@@ -44,12 +46,6 @@ class RankWatch:
         silence_timeout_s: float,
         deadlock_timeout_s: float,
     ) -> None:
-        """Args:
-        start_timeout_s: longest time of a rank's start (s).
-        operation_timeout_s: longest time without progress of a rank that works (s).
-        silence_timeout_s: longest time without a word (s).
-        deadlock_timeout_s: longest time in which all ranks wait (s).
-        """
         self._start_timeout_s = start_timeout_s
         self._operation_timeout_s = operation_timeout_s
         self._silence_timeout_s = silence_timeout_s
@@ -66,8 +62,8 @@ class RankWatch:
 
         Args:
             statuses: the newest of each rank.
-            workers: the gangs that should be at work -> whether the run cannot end without their work (else they
-                serve others, and wait by nature).
+            workers: gang that should be at work -> whether the run needs its work to end; False: it serves others, and
+                waits by nature.
             now: monotonic (s).
         """
         stuck: list[tuple[float, RankStuck]] = []
@@ -78,6 +74,7 @@ class RankWatch:
                 continue
             seen = self._seen.get((gang, rank))
             if seen is None or seen.time != status.time:
+                # Counted from a report's arrival here: its own timestamp may be another host's.
                 seen = self._seen[gang, rank] = _Seen(status.time, now)
             silent_s = now - seen.heard_at
             if silent_s > self._silence_timeout_s:
@@ -87,7 +84,7 @@ class RankWatch:
                 doing = f"{status.state} {status.detail}".rstrip()
                 why = f"no progress for {status.idle_s + silent_s:.0f} s with: {doing}"
                 stuck.append((status.idle_s + silent_s, RankStuck(gang, rank, why)))
-            elif workers[gang] or not status.waits:  # a service that works is waited for, too
+            elif workers[gang] or not status.waits:  # others also wait for a service that is busy
                 waiting.append((status.idle_s + silent_s if status.waits else 0.0, gang, rank, status.state))
         if not stuck and waiting and min(waiting)[0] > self._deadlock_timeout_s:
             seconds, gang, rank, state = max(waiting)
@@ -97,7 +94,7 @@ class RankWatch:
         return [one for _, one in sorted(stuck, key=lambda each: -each[0])]
 
     def _excuse(self, now: float) -> None:
-        """Take the time for which this process stood still (Ctrl-Z, a suspended job) off the silence of all ranks."""
+        """Do not count the time in which this process was stopped (Ctrl-Z, a suspended job) as silence of the ranks."""
         for seen in self._seen.values():
             seen.heard_at = excused(seen.heard_at, looked_at=self._looked_at, now=now, longest_s=_LONGEST_LOOK_S)
         self._looked_at = now

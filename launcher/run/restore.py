@@ -1,11 +1,11 @@
 """Finds the newest valid checkpoint of a run, and takes the run's files back to it.
 
-A checkpoint is `checkpoints/step_000010/`, valid when its files are what `meta.json` says. Damaged ones are passed over
-and stay where they are: a disk that could not be read may be readable again, and a look at a run changes nothing. When
-a run goes on from an older one, `rewind_run` sets them aside with all that is newer. The run goes on in its own
-directory with the next lineage. Workers restore their own state.
+A checkpoint is `checkpoints/step_000010/`; it is valid when its files match `meta.json`. Damaged ones are skipped but
+stay in place: an unreadable disk may become readable again, and inspecting a run must not change it. When a run
+continues from an older checkpoint, `rewind_run` sets all newer ones aside, damaged ones included. The run continues in
+its own directory with the next lineage. Workers restore their own state.
 
-Called by `launcher.run.restore` for `--resume`, and by `launcher.run.job` when the trainer starts again.
+Called for `--resume`, and by `launcher.run.job` when the trainer starts again.
 """
 
 import contextlib
@@ -48,10 +48,10 @@ from workers.records.ledger_file import trained_groups
 from workers.settings.run import RunConfig
 
 ABANDONED = "abandoned"
-"""Inside `checkpoints/`: where checkpoints go that are newer than the one resumed from. They are kept, because only
-the user knows whether they are worth their disk; `latest` never looks there."""
+"""Inside `checkpoints/`: where checkpoints newer than the one resumed from go. They are kept, because only the user
+knows whether they are worth their disk space; `latest` never looks there."""
 CUT_FILES = (LEDGER_FILE, METRICS_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE)
-"""Are cut to the step of the checkpoint."""
+"""Cut to the checkpoint's step."""
 _SHOWN_DAMAGES = 3
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,11 @@ class Checkpoint:
     """A valid checkpoint.
 
     Attributes:
-        path: its directory.
-        step: the step that it was saved after.
+        step: the step after which it was saved.
         lineage: the lineage that wrote it.
         fingerprint: of the model that the run started from.
         data_hash: of the prompts that the run started with.
-        tokenizer_files: of the model that it started with; none: it was saved by an earlier version.
+        tokenizer_files: of the model that the run started with; empty: an earlier version saved it.
     """
 
     path: Path
@@ -79,19 +78,13 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path:
-        """The run that it belongs to."""
         return self.path.parent.parent
 
 
 def newest_checkpoint(run_dir: Path, *, tell: Callable[[str], None] = logger.warning) -> Checkpoint | None:
-    """Return the newest valid checkpoint of a run; reads all of its files.
+    """Return the newest valid checkpoint of a run, or None; reads all of its files.
 
-    Args:
-        run_dir: of the run.
-        tell: is given a line for each newer one that is passed over, which says what is wrong with it.
-
-    Returns:
-        None: there is none.
+    `tell` is called with one line for each newer checkpoint that is skipped, saying what is wrong with it.
     """
     for path in reversed(list_checkpoints(run_dir).values()):
         try:
@@ -102,15 +95,12 @@ def newest_checkpoint(run_dir: Path, *, tell: Callable[[str], None] = logger.war
 
 
 def verified_checkpoint(path: Path, tell: Callable[[str], None]) -> Checkpoint:
-    """Return the checkpoint in `path` once every file was found to be what it should be.
-
-    Raises:
-        CheckpointError: one is not, or it is not complete.
-    """
+    """Return the checkpoint in `path`; CheckpointError: it is incomplete, or a file does not match `meta.json`."""
     meta = CheckpointMeta.read(path)
     if checkpoint_step(path) not in (None, meta.step):
         raise CheckpointError(f"{path} is of step {meta.step}, as {META_FILE} says")
     found = {name: f"{path / name} {damage}" for name, damage in damages(path, meta.files).items()}
+    # The export is for other programs; a resume does not read it, so damage there is only reported.
     export = [found.pop(name) for name in list(found) if name.startswith(f"{HF}/")]
     if export:
         tell(f"checkpoint {path} is used without its export: {_joined(export)}")
@@ -120,20 +110,16 @@ def verified_checkpoint(path: Path, tell: Callable[[str], None]) -> Checkpoint:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a directory is a checkpoint, valid or not. It has the configuration of its run, too."""
+    """Return whether a directory is a checkpoint, valid or not. Like a run, a checkpoint has a `config.yaml`."""
     return (path / META_FILE).exists() or checkpoint_step(path) is not None
 
 
 def next_lineage(run_dir: Path, checkpoint: Checkpoint | None) -> int:
-    """Return the lineage of a run that goes on: newer than any that was, also if nothing of the last one was saved.
+    """Return a lineage newer than any that the run had, even if the last one saved nothing.
 
-    A launcher that was killed leaves its lineage in `job.json`; one that ended itself, in the metrics. Call it before
-    the run is cut back.
-
-    Args:
-        run_dir: of the run.
-        checkpoint: from which it goes on; None: from its beginning.
+    Call it before the run is cut back. `checkpoint` is where the run continues; None: at its beginning.
     """
+    # A launcher that was killed leaves its lineage in job.json; one that ended by itself, in the metrics.
     left = [-1 if checkpoint is None else checkpoint.lineage]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         left.append(int(json.loads((run_dir / JOB_FILE).read_text())["lineage"]))
@@ -145,15 +131,14 @@ def next_lineage(run_dir: Path, checkpoint: Checkpoint | None) -> int:
 def restore_run(run_dir: Path, job: Job) -> tuple[Job, Restored | RestoreFailed]:
     """Cut the run's files back and write `job.json` for the next lineage.
 
-    The processes that write to the run's ledger, metrics and evaluations are gone meanwhile.
-
-    Returns:
-        The job as it goes on (the same one when that failed), and what became of it.
+    Call it only once the processes that write the run's ledger, metrics and evaluations are gone. On failure the job
+    is returned unchanged, with a `RestoreFailed`.
     """
     try:
         checkpoint = newest_checkpoint(run_dir)
         if checkpoint is not None:
             rewind_run(checkpoint)
+        # The run continued from a checkpoint that is no longer readable: starting over would discard its progress.
         elif job.resume_from:
             return job, RestoreFailed(f"no checkpoint in {run_dir} can be read any more; see logs/launcher.log")
         else:
@@ -168,37 +153,27 @@ def restore_run(run_dir: Path, job: Job) -> tuple[Job, Restored | RestoreFailed]
 
 
 def rewind_run(checkpoint: Checkpoint) -> None:
-    """Cut the run back to the checkpoint's step: newer checkpoints aside, then ledger, metrics and evaluations, each
-    atomically.
-
-    In this order a crash in between leaves a run from which `--resume latest` does the rest.
-
-    Raises:
-        ConfigError: a line other than the last is not JSON.
-    """
+    """Cut the run back to the checkpoint's step; see `cut_lines`."""
+    # The order matters: after a crash in between, `--resume latest` still does the rest. Each cut is atomic.
     _set_newer_aside(checkpoint.run_dir, checkpoint.step, suffix=f"before-lineage{checkpoint.lineage + 1}")
     for name in CUT_FILES:
         cut_lines(checkpoint.run_dir / name, checkpoint.step)
 
 
 def rewind_to_start(run_dir: Path) -> None:
-    """Cut a run without a valid checkpoint back to its beginning; damaged ones go aside.
-
-    Raises:
-        ConfigError: a line other than the last is not JSON.
-    """
+    """Cut a run without a valid checkpoint back to its beginning; damaged checkpoints go aside. See `cut_lines`."""
     _set_newer_aside(run_dir, 0, suffix="damaged")
     for name in CUT_FILES:
         cut_lines(run_dir / name, 0)
 
 
 def cut_lines(path: Path, last_step: int) -> None:
-    """Keep the lines of a JSONL file whose `step` is at most `last_step`; replace the file atomically.
+    """Keep the lines of a JSONL file whose `step` is at most `last_step`; the file is replaced atomically.
 
-    A last line that a crash tore is dropped. A missing file stays missing.
+    An incomplete last line, left by a crash, is dropped. A missing file stays missing.
 
     Raises:
-        ConfigError: another line is not a JSON object with a `step`, with file:line.
+        ConfigError: another line is not a JSON object with a `step`; names file:line.
     """
     if not path.exists():
         return
@@ -212,13 +187,14 @@ def cut_lines(path: Path, last_step: int) -> None:
 
 
 def lines_up_to(path: Path, last_step: int) -> list[bytes]:
-    """Return the lines up to `last_step`, without newlines; nothing for a missing file."""
+    """Return the lines up to `last_step`, without newlines; none for a missing file."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     kept = []
     for number, line in enumerate(lines, start=1):
         try:
             step = int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError) as error:
+            # A crash may tear the last line.
             if number == len(lines):
                 continue
             raise ConfigError(f"{path}:{number}: not a JSON object with a step; repair or remove the line") from error
@@ -235,6 +211,7 @@ def _set_newer_aside(run_dir: Path, step: int, *, suffix: str) -> None:
         (root / ABANDONED).mkdir(exist_ok=True)
         target = root / ABANDONED / f"{path.name}-{suffix}"
         count = 1
+        # An earlier resume may have set the same step aside.
         while target.exists():
             count += 1
             target = target.with_name(f"{path.name}-{suffix}-{count}")
@@ -248,35 +225,29 @@ def _joined(found: list[str]) -> str:
 
 # `--resume`: find the checkpoint that the user means, and check that this command may continue from it.
 #
-#     find_checkpoint -> check_resume -> (everything else accepted) -> restore.rewind_run -> start
+#     find_checkpoint -> check_resume -> (everything else accepted) -> rewind_run -> start
 #
-# A run that was stopped or killed before it saved anything (`unsaved_run`) starts again from step 0:
-# `restore.rewind_to_start`.
+# A run that was stopped or killed before it saved anything (`unsaved_run`) starts again from step 0, with
+# `rewind_to_start`.
 
 LATEST = "latest"
 _FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_per_prompt", "schedule.fill")
-"""Settings that decide which prompt, which rows and which step group g has."""
+"""Settings that decide which prompt, rows and step group g has."""
 _COMPARED_OTHERWISE = ("data.path", "data.mixture", "data.timeout_s")
-"""The contents of files count (`data_identity`), wherever they are."""
+"""The contents of files are compared (`data_identity`), not their paths."""
 _REVISION = "model.revision"
-"""Of a model of the Hub; null: a directory, whose fingerprint is compared."""
+"""Of a model from the Hub; null: a directory, whose fingerprint is compared."""
 _TIME = "data.template_time"
-"""Of a start; null: nothing was told to templates."""
+"""Of the run's start; null: templates were not given a time."""
 _REFERENCE = "algorithm.ref_update_interval"
-"""Decides which weights are the reference of a step; checkpoints hold that one alone."""
+"""Decides which weights are the reference of a step; a checkpoint holds only that one."""
 
 
 def resume_path(target: str) -> Path:
-    """Return the run or checkpoint that `--resume TARGET` names, absolute; nothing needs to exist there.
-
-    A run's `checkpoints/` may be a link to another disk. It is not followed: the run would not be known from its
-    target.
-
-    Raises:
-        ConfigError: the system cannot look at such a path.
-    """
+    """Return the run or checkpoint that `--resume TARGET` names, absolute; it need not exist."""
     path = user_path(target, "--resume")
     root = Path(target).expanduser().absolute().parent
+    # `checkpoints/` may be a symlink to another disk. Do not follow it: its target does not lead back to the run.
     is_of_run = root.name == CHECKPOINTS and (root.parent / CONFIG_FILE).is_file() and root.resolve() == path.parent
     return root.parent.resolve() / CHECKPOINTS / path.name if is_of_run else path
 
@@ -285,8 +256,9 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
     """Return the checkpoint that `--resume TARGET` means.
 
     Args:
-        target: `latest`, a run directory, or one checkpoint directory.
-        run_dir: `--run-dir`, absolute, when given; for `latest` the run to look in, else it must be the target's run.
+        target: `latest`, a run directory, or a checkpoint directory.
+        run_dir: `--run-dir`, absolute, if given: for `latest` the run to look in; else it must be the target's run.
+
     Raises:
         ConfigError: nothing to resume, a damaged checkpoint, or two different runs named.
     """
@@ -308,14 +280,11 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
 
 
 def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
-    """Return the run that `--resume TARGET` means if it never saved anything, else None.
+    """Return the run that `--resume TARGET` means if it never saved anything, else None; see `find_checkpoint`.
 
-    A run whose checkpoints cannot be read, or are gone, is not one: to start that again would throw away what they
-    hold. Nor is a directory with another `config.yaml` than a run's, which would be overwritten.
+    A run whose checkpoints are unreadable or gone does not count: restarting it would discard what they hold. Nor does
+    a directory whose `config.yaml` is not a run's, since it would be overwritten.
 
-    Args:
-        target: as in `find_checkpoint`.
-        run_dir: as in `find_checkpoint`.
     Raises:
         ConfigError: `latest` without any run, or a path that the system cannot look at.
     """
@@ -329,14 +298,14 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Check that `config` may continue from `checkpoint`; write nothing.
 
     Raises:
-        ConfigError: its run is still running, the last step is reached already, a setting is another one that decides
-            which prompt a group has, the data, the model or its tokenizer are others, ledger, metrics or evaluations
-            cannot be read, the sampler's state is missing, or the ledger does not name the groups that were trained.
+        ConfigError: the run is still running; its last step is already reached; a setting that decides which prompt
+            a group has, the data, the model or its tokenizer has changed; ledger, metrics or evaluations are
+            unreadable; the sampler's state is missing; or the ledger does not name the groups that were trained.
     """
     check_not_running(checkpoint.run_dir)
     if config.steps <= checkpoint.step:
         raise ConfigError(
-            f"steps: {config.steps} is reached already, {checkpoint.path.name} is of step {checkpoint.step}; "
+            f"steps: {config.steps} is already reached, {checkpoint.path.name} is of step {checkpoint.step}; "
             f"raise it with --steps N"
         )
     _check_same_prompts(checkpoint, config)
@@ -365,10 +334,8 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 
 def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """Check that group g still is the prompt, the rows and the step that it was: else some would be trained twice.
-
-    The checkpoint's own copy of the settings counts: its checksum was checked, and the run's file may be edited.
-    """
+    """Check that group g still has its prompt, rows and step; otherwise some prompts would be trained twice."""
+    # The checkpoint's own copy: it is covered by a checksum, while the run's file may have been edited.
     own = checkpoint.path / CONFIG_FILE
     before, now = _flat(read_yaml(own).values), _flat(config.model_dump(mode="json"))
     for name in now:
@@ -391,7 +358,7 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 
 def recorded_time(run_dir: Path) -> str | None:
-    """Return the `data.template_time` that a run was told; None: it is of a version that wrote none down."""
+    """Return the run's `data.template_time`; None: a version that did not record it wrote the run."""
     own = run_dir / CONFIG_FILE
     data = read_yaml(own).values.get("data") if own.is_file() and own.stat().st_size else None
     told = data.get("template_time") if isinstance(data, dict) else None
@@ -399,7 +366,7 @@ def recorded_time(run_dir: Path) -> str | None:
 
 
 def _flat(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return dotted key -> value of settings and of those in sections; options of the user's stay whole."""
+    # One level only: options that the user passes through stay whole.
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}

@@ -1,6 +1,7 @@
 """The run directory: its default name, whether a new run may use it, and whether a launcher runs it now.
 
-`asyncflow.run_files` has the names in it. Nothing is written before the whole configuration has been accepted.
+`asyncflow.run_files` has the names in it. Nothing is written before the whole configuration has been accepted. Checks
+and writers raise ConfigError for a directory that cannot be used.
 """
 
 import fcntl
@@ -39,16 +40,12 @@ logger = logging.getLogger(__name__)
 RUNS = Path("runs")
 _OF_BATCH_JOBS = (".sbatch", ".sh", ".out", ".err", ".log")
 _LONGEST_NAME = 200
-"""Bytes; the time follows it, and file systems end at 255."""
+"""In bytes; a timestamp follows the name, and file systems allow 255."""
 _START_SLACK_S = 5.0
 
 
 def default_run_dir(name: str, now: datetime) -> Path:
-    """Return `runs/NAME-TIMESTAMP` in the working directory, with a counter when that exists.
-
-    Raises:
-        ConfigError: `name` cannot be part of a directory name.
-    """
+    """Return `runs/NAME-TIMESTAMP` in the working directory, with a counter if that exists."""
     if not name.strip() or name.startswith(".") or "/" in name or not name.isprintable():
         raise ConfigError(f"name: {name!r} cannot name a run directory; use letters, digits, '-' and '_'")
     if len(os.fsencode(name)) > _LONGEST_NAME:
@@ -57,12 +54,7 @@ def default_run_dir(name: str, now: datetime) -> Path:
 
 
 def check_new_run_dir(path: Path) -> None:
-    """Check that a new run may be created at `path`; write nothing.
-
-    Raises:
-        ConfigError: it holds a run already, or other files than the logs of a batch job, is not a directory, or cannot
-            be written.
-    """
+    """Check that a new run may be created at `path`: writable, no run in it, no files but a batch job's."""
     held = [name for name in (CONFIG_FILE, *LINE_FILES, *DIRECTORIES) if (path / name).exists()]
     if held == [CONFIG_FILE] and not began_run(path):
         raise ConfigError(f"run directory: {path} has a {CONFIG_FILE} that no run wrote; choose another --run-dir")
@@ -83,12 +75,12 @@ def check_new_run_dir(path: Path) -> None:
 
 
 def _may_be_beside(entry: Path) -> bool:
-    """Whether a run may begin in a directory with it: a batch job's script and output are often there."""
+    # A batch job's script and output are often in the run's directory.
     return entry.name == INPUTS or entry.name.startswith(".") or (entry.is_file() and entry.suffix in _OF_BATCH_JOBS)
 
 
 def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resume DIR or --run-dir DIR") -> Path:
-    """Return the newest run directory in `runs/`; raises ConfigError when there is none."""
+    """Return the newest run directory in `runs/`."""
     runs = [file.parent for file in RUNS.glob(f"*/{CONFIG_FILE}")]
     if not runs:
         raise ConfigError(f"{asked_by}: there is no run in {RUNS.resolve()}; {remedy}")
@@ -101,21 +93,15 @@ def has_checkpoint(path: Path) -> bool:
 
 
 def began_run(path: Path) -> bool:
-    """Return whether a run began in `path`: it makes `checkpoints/` before it writes its configuration.
-
-    A project or a checkpoint has a `config.yaml`, too, but is not a run. A run whose `checkpoints/` was taken away, say
-    a link to a disk that is not there, does not count either: what it saved is unknown.
-    """
+    """Return whether a run began in `path`."""
+    # A run creates checkpoints/ before it writes its configuration. Projects and checkpoints have a config.yaml too. A
+    # run whose checkpoints/ is gone, such as a symlink to an absent disk, does not count: what it saved is unknown.
     config = path / CONFIG_FILE
     return config.is_file() and ((path / CHECKPOINTS).is_dir() or not config.stat().st_size)
 
 
 def check_writable(path: Path) -> None:
-    """Check that a run may write into `path`, or into the nearest directory above it that exists; nothing is left.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that a run may write into `path`, or into its nearest existing parent; nothing is left behind."""
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
@@ -134,17 +120,15 @@ def check_writable(path: Path) -> None:
 
 
 def create_run_dir(path: Path, config: "RunConfig", *, or_beside: bool = False) -> Path:
-    """Make a new run's directory and write the resolved configuration; return where.
+    """Create a new run's directory and write the resolved configuration; return the path.
 
-    The directory is taken by making its `config.yaml`, which only one process can do. Of two commands that chose the
-    same free directory the second is refused or, with `or_beside`, takes the next free number.
-
-    Raises:
-        ConfigError: another launcher took it, or the file system refuses.
+    If two commands choose the same free directory, the second is refused or, with `or_beside`, takes the next free
+    number.
     """
     for candidate in _numbered(path):
         try:
             candidate.mkdir(parents=True, exist_ok=True)
+            # Exclusive creation claims the directory: only one process can succeed.
             (candidate / CONFIG_FILE).open("x").close()
         except FileExistsError as error:
             if not or_beside:
@@ -159,11 +143,7 @@ def create_run_dir(path: Path, config: "RunConfig", *, or_beside: bool = False) 
 
 
 def rewrite_run_dir(path: Path, config: "RunConfig") -> Path:
-    """Make what is missing of the layout and write the resolved configuration over the old one; return `path`.
-
-    Raises:
-        ConfigError: the file system refuses.
-    """
+    """Create missing directories of the layout and overwrite the resolved configuration; return `path`."""
     try:
         for name in DIRECTORIES:
             (path / name).mkdir(parents=True, exist_ok=True)
@@ -174,11 +154,7 @@ def rewrite_run_dir(path: Path, config: "RunConfig") -> Path:
 
 
 def write_plan(path: Path, plan: Mapping[str, Any]) -> None:
-    """Write what the planner chose, beside the configuration: `asyncflow status` compares.
-
-    Raises:
-        ConfigError: the file system refuses.
-    """
+    """Write the planner's choice next to the configuration, for `asyncflow status` to compare with."""
     try:
         replace_text(path / PLAN_FILE, json.dumps(plan, indent=1))
     except OSError as error:
@@ -186,7 +162,7 @@ def write_plan(path: Path, plan: Mapping[str, Any]) -> None:
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """Return what the planner chose; nothing where there is no plan, or a damaged one."""
+    """Return the planner's choice; {} if there is no plan, or a damaged one."""
     try:
         return dict(json.loads((path / PLAN_FILE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -194,24 +170,19 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 
 def discard_run_dir(path: Path) -> None:
-    """Remove what a run made that never began: its configuration and plan, the launchers' logs, directories that are
-    empty."""
+    """Remove what a run that never began created: configuration, plan, launcher logs, and empty directories."""
     for name in (CONFIG_FILE, PLAN_FILE):
         (path / name).unlink(missing_ok=True)
     for log in (path / LOGS).glob("launcher*.log"):
         log.unlink(missing_ok=True)
     for directory in (*(path / name for name in DIRECTORIES), path):
-        with suppress(OSError):  # something of the user's is in it
+        with suppress(OSError):  # it holds files of the user
             directory.rmdir()
 
 
 @contextmanager
 def held_run_dir(path: Path) -> Iterator[None]:
-    """Keep other launchers out of a run's directory; the system releases it when this process ends, however it does.
-
-    Raises:
-        ConfigError: another launcher holds it.
-    """
+    """Keep other launchers out of a run's directory; the system releases the lock however this process ends."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,25 +198,24 @@ def held_run_dir(path: Path) -> Iterator[None]:
 
 
 def running_launcher(run_dir: Path) -> int | None:
-    """Return the process id of the launcher that runs `run_dir` now, or None.
-
-    A launcher that was killed leaves `job.json` behind; its process id may since belong to another process, which
-    then started later than the job did. The process id of another host says nothing here: from there the lock of
-    `held_run_dir` keeps a second launcher out, where the file system has locks.
-    """
+    """Return the process id of the launcher that runs `run_dir` on this host now, or None."""
     try:
         job = json.loads((run_dir / JOB_FILE).read_text())
         host, pid, started_at = str(job["clock"]["host"]), int(job["launcher_pid"]), float(job["started_at"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    # Another host's process id means nothing here; there, the lock of `held_run_dir` keeps a second launcher out, if
+    # the file system has locks.
     if host != HostClock.measure().host:
         return None
+    # A killed launcher leaves job.json behind. Its process id may since belong to another process, which started later
+    # than the job.
     process_start = _process_start(pid)
     return pid if process_start is not None and process_start <= started_at + _START_SLACK_S else None
 
 
 def check_not_running(run_dir: Path) -> None:
-    """Check that no launcher of this host runs `run_dir` now; raises ConfigError."""
+    """Refuse a directory that a launcher of this host runs now."""
     pid = running_launcher(run_dir)
     if pid is not None:
         raise ConfigError(f"--resume: {run_dir} is still running (launcher process {pid}); stop it first")
@@ -263,7 +233,7 @@ def _cannot_write(path: Path, error: OSError) -> ConfigError:
 
 
 def _process_start(pid: int) -> float | None:
-    """Return when process `pid` started (unix time, s), or None when it is gone or a zombie."""
+    """Return when process `pid` started (unix time, s), or None if it is gone or a zombie."""
     import psutil
 
     try:

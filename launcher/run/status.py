@@ -1,9 +1,9 @@
-"""`asyncflow status`: what a live run is doing. Torch-free: it reads what the launcher wrote, a second or a few ago.
+"""`asyncflow status`: what a live run is doing. Torch-free: it reads what the launcher wrote a few seconds ago.
 
     launcher: StatusWriter (`launcher.run.status_writer`) --> status.json --> RunStatus.read --> tables or JSON
               at its end                                  --> end.json    --> RunEnd.read    --> lines or JSON
 
-Called by `launcher.cli.commands`. It only looks: nothing in the run changes, and no process of it is asked.
+It only reads: nothing in the run changes, and none of its processes is asked.
 """
 
 import contextlib
@@ -27,30 +27,28 @@ from launcher.run.supervisor import RestartLog
 from weightsync.version import Version
 
 Fields = Mapping[str, Any]
-"""A message of a service as JSON has it."""
+"""A service's message as JSON represents it."""
 
 LATE_S = 10.0
-"""A look that is older is told to the user (s)."""
+"""The user is told about a snapshot that is older (s)."""
 _STALE_S = 30.0
-"""A run whose launcher is on another host counts as over when its last snapshot is older (s)."""
+"""A run whose launcher is on another host counts as over if its last snapshot is older (s)."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One look at a run.
+    """One snapshot of a run.
 
     Attributes:
-        run_dir: of the run.
-        at: when (unix time, s).
-        gangs: all of them.
-        ranks: what each said last.
-        controllers: `tq.messages.QueueStats` of each controller, the lead first; none: the queue does not answer.
+        at: when it was taken (unix time, s).
+        ranks: what each rank reported last.
+        controllers: `tq.messages.QueueStats` of each controller, the lead first; empty: the queue does not answer.
         units: `tq.messages.UnitStats` of each storage unit.
         weights: `weightsync.messages.AgentStatus` of each weight agent that answers.
-        evaluation: on held-out prompts, of the newest version that was evaluated; None: there is none yet.
+        evaluation: on held-out prompts, of the newest evaluated version; None: there is none yet.
         restarts: what failed and was started again; see `launcher.run.supervisor`.
-        advice: `launcher.run.advice.Advice` as JSON has it; None: there is none yet.
-        failures: why a rollout, and a reward, failed last, by kind.
+        advice: `launcher.run.advice.Advice` as JSON represents it; None: there is none yet.
+        failures: kind (reward, rollout) -> why one last failed.
     """
 
     run_dir: Path
@@ -67,11 +65,11 @@ class RunStatus:
 
     @staticmethod
     def read(run_dir: Path) -> "RunStatus":
-        """Return the newest look at a live run.
+        """Return the newest snapshot of a live run.
 
         Raises:
             ConfigError: nothing runs there.
-            TransportError: the launcher is starting, or was stopped by a signal.
+            TransportError: the launcher is starting, or a signal stopped it.
         """
         if not run_dir.is_dir():
             raise ConfigError(f"run directory: {run_dir} does not exist; name a run, or leave it out for the newest")
@@ -84,8 +82,8 @@ class RunStatus:
             )
         if is_stopped(launcher):
             raise TransportError(
-                f"{run_dir}: its launcher (process {launcher}) was stopped by a signal, so nobody answers; let it go "
-                f"on: kill -CONT {launcher}"
+                f"{run_dir}: its launcher (process {launcher}) was stopped by a signal, so nobody answers; continue "
+                f"it: kill -CONT {launcher}"
             )
         if fields is None:
             raise TransportError(f"{run_dir}: the run is starting; ask again in a moment")
@@ -120,7 +118,6 @@ class RunStatus:
         return json.dumps(fields, indent=2)
 
     def as_text(self, now: float) -> str:
-        """Return tables for a person."""
         roles = [("ROLE", "RANKS", "DOES", "WEIGHTS"), *role_rows(self.gangs, self.ranks, now)]
         every = (self._rollouts(), self._tasks(), self._units(), self._weights())
         tables = [table(rows) for rows in every if len(rows) > 1]
@@ -220,11 +217,10 @@ class RunEnd:
     """How the last start of a run ended.
 
     Attributes:
-        run_dir: of the run.
-        lines: the command's last ones; the very last says how and why.
-        code: its exit code; None: it ended without a word.
+        lines: the command's last lines; the very last says how and why it ended.
+        code: its exit code; None: it ended without recording one.
         at: when (unix time, s).
-        restarts: what failed before, and was started again.
+        restarts: what failed before that and was started again.
     """
 
     run_dir: Path
@@ -235,7 +231,7 @@ class RunEnd:
 
     @staticmethod
     def read(run_dir: Path) -> "RunEnd | None":
-        """Return it for a run that is not live; None: that is no run's directory."""
+        """Return it for a run that is not live; None: `run_dir` is not a run's directory."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             fields = json.loads((run_dir / END_FILE).read_text())
             restarts = RestartLog.from_summary(fields["restarts"])
@@ -251,15 +247,9 @@ class RunEnd:
         return RunEnd(run_dir, lines)
 
     def write(self) -> None:
-        """Leave it in the run directory.
-
-        Raises:
-            OSError: it cannot be written.
-        """
         replace_text(self.run_dir / END_FILE, self.as_json())
 
     def as_json(self) -> str:
-        """Return everything as one JSON object."""
         fields = {
             "run_dir": str(self.run_dir),
             "time": self.at,
@@ -270,18 +260,12 @@ class RunEnd:
         return json.dumps(fields, indent=2)
 
     def as_text(self, now: float) -> str:
-        """Return lines for a person; the last one says how it ended."""
         ago = "" if self.at is None else f" {_duration(now - self.at)} ago, exit code {self.code}"
         return "\n".join([f"{self.run_dir}: ended{ago}", *_restart_lines(self.restarts, now), *self.lines])
 
 
 def read_status(run_dir: Path) -> RunStatus | RunEnd:
-    """Return the newest look at a live run, or how one ended.
-
-    Raises:
-        ConfigError: there is no run.
-        TransportError: the launcher is starting, or was stopped by a signal.
-    """
+    """Return the newest snapshot of a live run, or how a run ended; raises as `RunStatus.read`."""
     end = None if _is_live(run_dir) else RunEnd.read(run_dir)
     return RunStatus.read(run_dir) if end is None else end
 
@@ -302,9 +286,10 @@ def _duration(seconds: float) -> str:
 
 
 def _is_live(run_dir: Path) -> bool:
-    """Return whether its launcher runs: on this host, or, by what it wrote last, on another one."""
+    """Return whether the run's launcher runs on this host or, judging by its last snapshot, on another."""
     if running_launcher(run_dir) is not None:
         return True
+    # Another host's process id cannot be checked, so its newest snapshot decides.
     return _is_of_another_host(run_dir) and _is_recent(_newest_fields(run_dir))
 
 

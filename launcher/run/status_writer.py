@@ -1,7 +1,8 @@
-"""Writes `status.json` for `asyncflow status`: what ranks, queue and weight agents say. A thread of the head launcher.
+"""Writes `status.json` for `asyncflow status`: what ranks, queue and weight agents report. A thread of the launcher.
 
-`launcher.run.job` hands it what it knows anyway: ranks, restarts, finished steps. The thread asks queue and agents over
-channels of its own, which stay open, and makes advice of the steps. Nothing waits for it. Imports torch.
+`launcher.run.job` passes in what it already knows: ranks, restarts, finished steps. The thread asks the queue and
+agents over channels of its own, which stay open, and derives advice from the steps. Nothing waits for it. Imports
+torch.
 """
 
 import logging
@@ -36,13 +37,13 @@ from weightsync.messages import AgentStatus, AskStatus, Reply
 from workers.settings.dataflow import WEIGHTS
 from workers.settings.run import RunConfig
 
+# Pause between two polls (s). It grows with a poll's duration, and so with the number of services.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 5.0
-"""Between two looks. It grows with what a look takes, that is, with the number of services (s)."""
 _SHARE = 0.05
-"""Of the time goes into asking, within these bounds."""
+"""Fraction of the time spent asking, within these bounds."""
 _TIMEOUT_S = 2.0
 _LEAVE_S = 20.0
-"""For the call that is under way, and closing. A process that ends while a thread of it is in PyTorch aborts (s)."""
+"""For the call in flight, and for closing (s). A process that exits while one of its threads is in PyTorch aborts."""
 _NAME = "status"
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class StatusWriter:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(_LEAVE_S)
-        with self._writing:  # a thread that is late finds the stop, and does not make the file again
+        with self._writing:  # a late thread then sees the stop, and does not write the file again
             self._path.unlink(missing_ok=True)
 
     def tell(
@@ -81,11 +82,11 @@ class StatusWriter:
         finished_steps: Sequence[Metrics],
         failures: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Take in what the launcher knows; from its main thread.
+        """Take in what the launcher knows; call it from the launcher's main thread.
 
         Args:
             finished_steps: since the last call.
-            failures: why something of each kind failed last.
+            failures: kind -> why one last failed.
         """
         for metrics in finished_steps:
             self._finished_steps.put(metrics)
@@ -96,8 +97,8 @@ class StatusWriter:
             self._write()
             try:
                 self._look_again_and_again()
-            except Exception:  # the picture is a convenience: nothing in it may end or stop anything
-                logger.exception("status: begins anew")
+            except Exception:  # the status is a convenience: its errors must not affect the run
+                logger.exception("status: starting again")
                 self._stop.wait(_LONGEST_PAUSE_S)
 
     def _look_again_and_again(self) -> None:
@@ -119,7 +120,7 @@ class StatusWriter:
         return {"advice": advice and advice.summary()}
 
     def _write(self, **answers: Any) -> None:
-        """Write the file with these answers, and the last ones of the other services."""
+        """Write the file with these answers and the other services' previous ones."""
         self._known = replace(self._known, at=time.time(), **answers)
         with self._writing:
             if self._stop.is_set():
@@ -127,11 +128,11 @@ class StatusWriter:
             try:
                 replace_text(self._path, self._known.as_json())
             except OSError as error:
-                logger.debug("%s: %s", self._path, error)  # a full disk is told by what the run needs of it
+                logger.debug("%s: %s", self._path, error)  # what the run itself writes will report a full disk
 
 
 class _Services:
-    """Queue and weight agents as an onlooker sees them. A service that does not answer is left out of this look."""
+    """Queue and weight agents as an observer sees them. A service that does not answer is left out of this poll."""
 
     def __init__(self, job: Job, config: QueueConfig, stop: threading.Event) -> None:
         store = connect_store(job.store_host, job.store_port, timedelta(seconds=_TIMEOUT_S))
@@ -142,17 +143,14 @@ class _Services:
         self._agents: dict[str, Connection | None] = {gang.name: None for gang in job.of_role(WEIGHTS)}
 
     def controllers(self) -> dict[str, Any]:
-        """Return `controllers`, the lead first; none while one does not answer."""
         answers = self._asked(lambda client: client.stats())
         return {"controllers": [msgspec.to_builtins(stats) for stats in answers or ()]}
 
     def units(self) -> dict[str, Any]:
-        """Return `units`; none while one does not answer."""
         answers = self._asked(lambda client: client.unit_stats())
         return {"units": {name: msgspec.to_builtins(stats) for name, stats in (answers or {}).items()}}
 
     def weights(self) -> dict[str, Any]:
-        """Return `weights`, of each agent that answers."""
         answers = {}
         for name, connection in self._agents.items():
             if self._stop.is_set():
@@ -173,11 +171,11 @@ class _Services:
         return {"weights": answers}
 
     def _asked(self, question: Callable[[QueueClient], T]) -> T | None:
-        """Return the queue's answer, or None; a client that got none is opened anew the next time."""
+        """Return the queue's answer, or None; after None the next call opens a new client."""
         try:
             if self._client is None:
                 with self._credentials.borrowed_store() as store:
-                    if not Directory.is_published(store):  # a client would wait in the store, which no stop ends
+                    if not Directory.is_published(store):  # a client would block in the store, which no stop interrupts
                         return None
                 self._client = QueueClient(self._credentials, _NAME, config=self._config, stop=self._stop)
             return question(self._client)

@@ -1,19 +1,19 @@
-"""Decides how a run goes on when something happens to it: events in, instructions out. Pure: no clock, no sockets.
+"""Decides how a run continues when something happens to it: events in, instructions out. Pure: no clock, no sockets.
 
-`launcher.run.job` feeds it and carries out what it says. A run moves through phases, only forwards:
+`launcher.run.job` feeds it events and carries out its instructions. A run moves through phases, only forwards:
 
     run ----------> stop ----> exit ----> Finish(0 done | 75 stopped, resumable | 1 failed)
      | '-> evaluate -^  |       ^  services leave
      |                  '- the actor saves
      '--------------------------'  no rank can save, all leave at once
 
-In `evaluate` the last step is saved, and held-out prompts are still answered: only a run that trained to its end is
-there, and every other work gang leaves meanwhile. Work gangs leave in `stop`, services only in `exit`, when no work
-gang is left.
+In `evaluate` the last step is saved and held-out prompts are still being answered: only a run that trained to its end
+gets there, and every other work gang leaves meanwhile. Work gangs leave in `stop`. Services leave only in `exit`, when
+no work gang is left.
 
-A gang that fails while it should be at work starts again; one that was told to leave does not. The rules of restarts
-say which gangs start again with it, and when that has been too often. One that fails alike at its first two starts is
-not started a third time.
+A gang that fails while it should be at work starts again; one that was told to leave does not. The restart rules say
+which gangs start again with it, and when failures are too frequent. A gang whose first two starts fail alike does not
+get a third.
 
     rollout, ref, unit, ...   RestartBudget -> wait -> StartGang
     actor, or everything      KillGang of all that follow -> all gone -> Restore -> Restored -> StartGang of all
@@ -58,20 +58,20 @@ from launcher.process.events import (
 )
 from workers.settings.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, TRAINERS
 
-# Which gangs start again together when one fails, how soon, and when that has been too often; the record of it. Pure.
+# Restart rules: which gangs start again together, how soon, and when to give up; and their record. Pure.
 #
 # a gang fails            itself, in place; the trainer: with all that follows its weights, from the last checkpoint
 # again, and again        after 1, 2, 4 ... s
 # `max_restarts` times    everything, from the last checkpoint
-# that too often, too     nothing: the run ends
-# twice alike, and it was never at work       nothing: it would go on like that
+# also too often         nothing: the run ends
+# twice alike, and it was never at work       nothing: it would fail again
 
 FOLLOWERS = TRAINERS | OBSERVERS | {CONTROLLER, STORAGE, "actor_fwd"}
-"""What starts again with the trainer: it holds samples, columns or figures of steps that are no more. Rollouts are not
-among them: they drop what they run, and take the new lineage's weights."""
+"""What starts again with the trainer, because it holds samples, columns or figures of discarded steps. Rollouts are
+not among them: they drop their running responses and take the new lineage's weights."""
 _QUEUE = frozenset({CONTROLLER, STORAGE})
-"""With a critic in a role of its own, what the queue lost cannot be put again by itself: a response that the critic has
-seen, and the actor has not, would come to the actor as another one."""
+"""With a separate critic role, the queue cannot simply be refilled after a loss: a response that the critic has seen
+but the actor has not would reach the actor as a different one."""
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 30.0
 
@@ -80,21 +80,15 @@ class Scope(StrEnum):
     """How much starts again."""
 
     GANG = "gang"
-    """What failed, and what follows it."""
+    """The failed gang and its followers."""
     ALL = "all"
     NONE = "none"
-    """It has been too often."""
+    """Nothing: it has failed too often."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """What to do about a failure.
-
-    Attributes:
-        scope: how much starts again.
-        wait_s: before it does (s).
-        count: failures of this gang within the window, this one among them.
-    """
+    """What to do about a failure: `wait_s` is the delay (s), `count` the gang's failures within the window so far."""
 
     scope: Scope
     wait_s: float = 0.0
@@ -102,7 +96,14 @@ class Restart:
 
 
 class RestartBudget:
-    """Counts failures per gang and decides how much starts again."""
+    """Counts failures per gang and decides how much starts again.
+
+    Args:
+        max_restarts: a gang that fails more often within the window takes all others with it.
+        max_global_restarts: restarts of everything allowed within the window.
+        window_s: older failures do not count (s).
+        clock: monotonic time (s).
+    """
 
     def __init__(
         self,
@@ -112,12 +113,6 @@ class RestartBudget:
         window_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        max_restarts: a gang that fails more often within the window takes all others with it.
-        max_global_restarts: restarts of everything within the window.
-        window_s: failures longer ago do not count (s).
-        clock: seconds; not the wall's, which may be set.
-        """
         self._max_restarts = max_restarts
         self._max_global = max_global_restarts
         self._window_s = window_s
@@ -126,12 +121,13 @@ class RestartBudget:
         self._globals: deque[float] = deque()
 
     def failed(self, gang: str) -> Restart:
-        """Count a failure of a gang, which happened just now."""
+        """Count a failure that just happened."""
         at = self._clock()
         mine = self._failures[gang]
         mine.append(at)
         self._forget(mine, at)
         count = len(mine)
+        # The first restart comes at once; then the wait doubles.
         if count <= self._max_restarts:
             wait_s = 0.0 if count == 1 else min(_FIRST_WAIT_S * 2.0 ** (count - 2), _LONGEST_WAIT_S)
             return Restart(Scope.GANG, wait_s, count)
@@ -139,6 +135,7 @@ class RestartBudget:
         if len(self._globals) >= self._max_global:
             return Restart(Scope.NONE, count=count)
         self._globals.append(at)
+        # Everything starts again, so every gang gets a fresh budget.
         self._failures.clear()
         return Restart(Scope.ALL, count=count)
 
@@ -148,36 +145,30 @@ class RestartBudget:
 
 
 class FirstStarts:
-    """Tells which gangs fail alike at their first two starts: what never worked would go on failing so. Pure."""
+    """Tells which gangs fail alike at their first two starts: a gang that never worked would keep failing. Pure."""
 
     def __init__(self) -> None:
         self._worked: set[str] = set()
         self._failed_with: dict[str, tuple[int, str]] = {}
 
     def worked(self, gang: str) -> None:
-        """All ranks of a gang are at work, or were."""
+        """Record that all ranks of a gang are, or were, at work."""
         self._worked.add(gang)
 
     def fails_again(self, gang: str, code: int, error: str) -> bool:
-        """Take in a failure; returns whether the gang failed like that at its last start, and has never worked.
-
-        Args:
-            error: in one line; numbers in it (ports, processes, times) may differ.
-        """
+        """Record a failure; return whether the gang has never worked and its previous start failed alike."""
         if gang in self._worked:
             return False
+        # Ports, process ids and times differ between two starts.
         how = code, re.sub(r"\d+", "#", error)
         before, self._failed_with[gang] = self._failed_with.get(gang), how
         return before == how
 
 
 def restarts_with(gang: GangSpec, gangs: Iterable[GangSpec], *, reference_follows: bool) -> tuple[str, ...]:
-    """Return the gangs that start again when `gang` fails, by name.
+    """Return the names of the gangs that start again when `gang` fails.
 
-    Args:
-        gang: that failed.
-        gangs: of the run.
-        reference_follows: the reference's weights are earlier ones of the policy.
+    `reference_follows`: the reference's weights are earlier ones of the policy.
     """
     gangs = tuple(gangs)
     if gang.role not in TRAINERS and not (gang.role in _QUEUE and any(one.role == "critic" for one in gangs)):
@@ -188,14 +179,13 @@ def restarts_with(gang: GangSpec, gangs: Iterable[GangSpec], *, reference_follow
 
 @dataclass
 class RestartLog:
-    """What failed so far and what was started again, for `asyncflow status`: counts of one start of the command.
+    """What failed and what was started again since this start of the command, for `asyncflow status`.
 
     Attributes:
-        gangs: how often each was started again.
-        lineage: of the weights now.
+        gangs: gang -> restarts.
         restores: how often the run went back to a checkpoint.
-        last_error: what failed last, and what follows from it; "" when nothing did.
-        last_error_at: when (unix time, s).
+        last_error: the last failure and what follows from it; "" if there was none.
+        last_error_at: unix time (s).
     """
 
     gangs: Counter[str] = field(default_factory=Counter)
@@ -205,7 +195,6 @@ class RestartLog:
     last_error_at: float = 0.0
 
     def started_again(self, gang: str) -> None:
-        """Count another start of a gang."""
         self.gangs[gang] += 1
 
     def restored(self, lineage: int) -> None:
@@ -214,29 +203,33 @@ class RestartLog:
         self.lineage = lineage
 
     def failed(self, text: str) -> None:
-        """Keep the last failure; `text` is one line."""
         self.last_error, self.last_error_at = text, time.time()
 
     @staticmethod
     def from_summary(fields: Mapping[str, Any]) -> "RestartLog":
-        """Read what `summary` returned."""
         return RestartLog(**{**fields, "gangs": Counter(fields["gangs"])})
 
     def summary(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the fields in a form that JSON can hold."""
         return {**vars(self), "gangs": dict(self.gangs)}
 
 
 EXIT_TIMEOUT_S = 5.0
-"""How long processes may take to leave in phase `exit` after a failure, when nothing is saved any more (s)."""
+"""How long processes may take to leave in phase `exit` after a failure, when nothing more is saved (s)."""
 EARLY_EXIT_TIMEOUT_S = 3.0
-"""The same before all are at work: some may wait for the gang that failed, and would until their deadlines (s)."""
+"""The same before all are at work: some may wait for the failed gang, and would until their own deadlines (s)."""
 STACKS_TIMEOUT_S = 1.0
 """How long processes have to write their stacks before a stuck gang is killed (s)."""
 
 
 class Supervisor:
-    """State of one run; see the module."""
+    """State of one run; see the module.
+
+    Args:
+        start_timeout_s, evaluate_timeout_s, stop_timeout_s: see `launcher` and `evaluate` in the configuration.
+        reference_follows: the reference's weights are earlier ones of the policy.
+        external: gangs that the user starts, so the launcher cannot restart them.
+    """
 
     def __init__(
         self,
@@ -249,13 +242,6 @@ class Supervisor:
         reference_follows: bool = False,
         external: Collection[str] = (),
     ) -> None:
-        """Args:
-        gangs: of the run.
-        restarts: counts failures.
-        start_timeout_s, evaluate_timeout_s, stop_timeout_s: see `launcher` and `evaluate` in the configuration.
-        reference_follows: the reference's weights are earlier ones of the policy.
-        external: gangs that others start, so that they cannot be started again.
-        """
         self._gangs = {gang.name: gang for gang in gangs}
         self._restarts = restarts
         self._start_timeout_s = start_timeout_s
@@ -281,15 +267,15 @@ class Supervisor:
 
     @property
     def pending(self) -> frozenset[str]:
-        """Gangs that are being started again."""
+        """Gangs that are about to start again."""
         return frozenset(self._waiting | self._restoring.keys())
 
     def start(self) -> list[Instruction]:
-        """Return the first instructions; the shell starts every gang with attempt 0."""
+        """Return the first instructions; the caller starts every gang with attempt 0."""
         return [SetPhase(Phase.RUN), Arm(Timer.START, self._start_timeout_s)]
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take in one event and return what follows; after `Finish` nothing does."""
+        """Take in one event and return the instructions that follow; none after `Finish`."""
         if self._finished:
             return []
         match event:
@@ -304,6 +290,8 @@ class Supervisor:
             case RankStuck():
                 return self._found_stuck(event)
             case NodeLost():
+                # A lost node ends the run resumably: its devices are part of the configuration, and only a scheduler
+                # gives new ones.
                 self._lost_node = event.node
                 return self._enter(Phase.EXIT)
             case RunDirLost():
@@ -324,14 +312,17 @@ class Supervisor:
         gang = self._gangs[event.gang]
         self._running.pop(event.gang, None)
         stuck = self._stuck.pop(event.gang, None)
+        # Killed by us for being stuck: report why it was stuck instead of the signal.
         if stuck is not None and event.code < 0:
             event = GangExited(event.gang, event.code, stuck.why, stuck.rank, event.at)
+        # Part of a restore: whatever its exit code, it starts again with the others.
         if event.gang in self._restoring:
             return self._restore_if_all_are_gone()
         if self._was_told_to_leave(gang):
             return self._left(gang, event)
+        # A service has no reason to leave by itself.
         if event.code == 0 and gang.role in SERVICES:
-            event = GangExited(event.gang, FAILED, "it left while the run was going on", 0, event.at)
+            event = GangExited(event.gang, FAILED, "it left during the run", 0, event.at)
         return self._left(gang, event) if event.code == 0 else self._failed(gang, event)
 
     def _was_told_to_leave(self, gang: GangSpec) -> bool:
@@ -345,6 +336,7 @@ class Supervisor:
         instructions: list[Instruction] = []
         if event.code != 0:
             self._complain(event)
+        # Nobody is left to save, so everything leaves at once.
         if gang.role in TRAINERS and event.code != 0 and not self._last_step_done:
             instructions += self._enter(Phase.EXIT)
         elif gang.role in TRAINERS:
@@ -361,15 +353,15 @@ class Supervisor:
         return instructions if self._running or self.pending else [*instructions, self._finish()]
 
     def _complain(self, event: GangExited) -> None:
-        """Note a failure while leaving. What a trainer did not save makes the run fail, unless a signal killed it."""
         gang = self._gangs[event.gang]
+        # What a trainer could not save makes the run fail, unless a signal killed it.
         if self._failures or (gang.role in TRAINERS and event.code > 0 and not self._last_step_done):
             self._failures.append(event)
         elif self._phase is not Phase.EXIT:
             self._complaint = self._complaint or f"{self._named(event)} failed while it left: {event.error}"
 
     def _failed(self, gang: GangSpec, event: GangExited) -> list[Instruction]:
-        """A gang failed that should be at work."""
+        """A gang that should be at work failed."""
         self._last_failure = f"{self._named(event)} failed: {event.error}"
         never_worked = not self._all_ready and event.code > 0
         if self._first_starts.fails_again(gang.name, event.code, event.error):
@@ -378,7 +370,9 @@ class Supervisor:
         names = restarts_with(gang, self._gangs.values(), reference_follows=self._reference_follows)
         if restart.scope is Scope.ALL:
             names = tuple(self._gangs)
+        # After a missed deadline another rank may be stuck: its stacks show where.
         dump: list[Instruction] = [DumpStacks()] if event.deadline else []
+        # A gang that the user starts cannot be restarted from here.
         if event.final or never_worked or restart.scope is Scope.NONE or self._external.intersection(names):
             return [*dump, *self._give_up(event)]
         goes_back = gang.role in TRAINERS or len(names) > 1
@@ -389,7 +383,7 @@ class Supervisor:
         return [*dump, note, Arm(Timer.RESTART, restart.wait_s, gang.name)]
 
     def _restore(self, names: Iterable[str]) -> list[Instruction]:
-        """End these gangs; when they are gone, the run goes back to its last checkpoint and they start again."""
+        """End these gangs; once all are gone, the run goes back to its last checkpoint and they start again."""
         new = [name for name in names if name not in self._restoring]
         self._restoring |= dict.fromkeys(new)
         self._waiting.difference_update(new)
@@ -397,17 +391,18 @@ class Supervisor:
         return [*kills, *self._restore_if_all_are_gone()]
 
     def _restore_if_all_are_gone(self) -> list[Instruction]:
+        # Files are cut back only when nobody writes them any more.
         if self._restoring.keys() & self._running.keys():
             return []
         if self._phase is Phase.RUN:
             return [Restore()]
-        self._restoring.clear()  # a stop came meanwhile: what was saved last is the run
+        self._restoring.clear()  # a stop came meanwhile: the run ends with what was last saved
         return self._after_leaving()
 
     def _restored(self, event: Restored) -> list[Instruction]:
         names = [name for name in self._gangs if name in self._restoring]
         self._restoring.clear()
-        note = Note(f"going on from step {event.step} (lineage {event.lineage})")
+        note = Note(f"continuing from step {event.step} (lineage {event.lineage})")
         return [note, *(start for name in names for start in self._start_again(name))]
 
     def _start_again(self, name: str) -> list[Instruction]:
@@ -416,7 +411,7 @@ class Supervisor:
         return [StartGang(name, self._attempts[name])]
 
     def _found_stuck(self, event: RankStuck) -> list[Instruction]:
-        """Have all processes write their stacks, and end the gang a moment later."""
+        """Have all processes write their stacks, and kill the gang a moment later."""
         if event.gang in self._stuck or event.gang not in self._running:
             return []
         self._stuck[event.gang] = event
@@ -424,15 +419,17 @@ class Supervisor:
 
     def _stop(self, count: int) -> list[Instruction]:
         self._stop_requested = True
-        if not self._all_ready or count > 1:  # before all are at work there is nothing to save
+        # Before all are at work there is nothing to save, and ranks may wait where nothing can interrupt them.
+        if not self._all_ready or count > 1:
             return self._kill_and_finish()
         return self._enter(Phase.STOP)
 
     def _give_up(self, event: GangExited) -> list[Instruction]:
-        """Let the run fail; what is trained is saved if the trainer is still there."""
+        """Let the run fail; the trained steps are saved if the trainer is still there."""
         self._failures.append(event)
         gang = self._gangs[event.gang]
         self._running.pop(event.gang, None)
+        # Saving needs the trainer and every service.
         can_save = self._all_ready and gang.role not in SERVICES | TRAINERS
         return [*self._enter(Phase.STOP if can_save else Phase.EXIT), *self._after_leaving()]
 
@@ -460,13 +457,14 @@ class Supervisor:
         return []
 
     def _enter(self, phase: Phase) -> list[Instruction]:
-        """Move forwards to `phase`; nothing if the run is there or beyond. Gangs that wait for a restart stay down."""
+        """Move forwards to `phase`; do nothing if the run is there or beyond."""
         order = list(Phase)
         if order.index(phase) <= order.index(self._phase):
             return []
         self._phase = phase
         if phase is Phase.EVALUATE:
             return [SetPhase(phase), Arm(Timer.EVALUATE, self._evaluate_timeout_s)]
+        # Gangs that wait for a restart stay down, except services, which still start again in `stop`.
         self._waiting = {name for name in self._waiting if phase is Phase.STOP and self._gangs[name].role in SERVICES}
         self._restoring = {name: None for name in self._restoring if name in self._running}
         if phase is Phase.STOP:
@@ -475,11 +473,11 @@ class Supervisor:
             timeout_s = EARLY_EXIT_TIMEOUT_S
         else:
             failed = self._failures or self._lost_node
-            timeout_s = EXIT_TIMEOUT_S if failed else self._stop_timeout_s  # the last weights are exported
+            timeout_s = EXIT_TIMEOUT_S if failed else self._stop_timeout_s  # long enough to export the last weights
         return [SetPhase(phase), Arm(Timer.EXIT, min(timeout_s, self._stop_timeout_s))]
 
     def _observers(self) -> list[str]:
-        """Return the evaluators that are left; the run waits for them only when the training is over."""
+        """Return the remaining evaluators; the run waits for them only after the training is over."""
         return [name for name in self._gangs if self._gangs[name].role in OBSERVERS and self._is_left(name)]
 
     def _is_left(self, name: str) -> bool:
@@ -502,7 +500,7 @@ class Supervisor:
         return Finish(FAILED, complaint) if complaint else Finish(DONE, "done")
 
     def _cause(self) -> str:
-        """Return what failed first, and how many others did."""
+        """Return the first failure, and how many others followed."""
         first = min(self._failures, key=GangExited.precedence)
         others = len(self._failures) - 1
         more = f" (then {others} more gang{'s' if others > 1 else ''})" if others else ""

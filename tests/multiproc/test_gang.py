@@ -327,7 +327,7 @@ def test_dead_actor_takes_the_queue_with_it_and_rollouts_stay(launch: Launch) ->
     pids = launcher.wait_for_workers(6)
     launcher.read_until("started 6 workers")
     os.kill(pids["actor/1"], signal.SIGKILL)
-    launcher.read_until("going on from step 0 (lineage 1)")
+    launcher.read_until("continuing from step 0 (lineage 1)")
     rollouts = {name: pid for name, pid in pids.items() if name.startswith("rollout")}
     again = launcher.wait_for_others({name: pid for name, pid in pids.items() if name not in rollouts})
     assert {name: again[name] for name in rollouts} == rollouts

@@ -228,7 +228,7 @@ def test_node_that_cannot_take_part_is_told_and_ends_the_run(run: Run) -> None:
 def test_second_launcher_with_the_same_number_is_sent_away(run: Run) -> None:
     joined(run)
     answer, _ = run.join(launcher="other")
-    assert answer == Refuse("node 1 is host-1 already; give every node its own number", True)
+    assert answer == Refuse("node 1 is already host-1; give every node its own number", True)
     assert run.told.empty()
 
 

@@ -145,7 +145,7 @@ def test_start_without_prompts_of_its_own_says_who_puts_them(tmp_path: Path) -> 
     checked = check_run(recipe(tmp_path, "data.source=feed"))
     text = describe(checked, source=Path("c.yaml"), run_dir=Path("run"))
     assert "feed  processes outside put the prompts" in text
-    assert "FIRST PROMPT (is fed while the run goes on)" in text
+    assert "FIRST PROMPT (fed during the run)" in text
 
 
 @pytest.mark.parametrize(

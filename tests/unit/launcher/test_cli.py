@@ -125,7 +125,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         (["--set", "evaluate.n_samples_per_prompt=4"], "4 greedy responses to one prompt are all the same; set n_sa"),
         (
             ["--roles", "rollout:1,actor:1,evaluate:3", *EVALUATE[2:]],
-            "evaluate:3 are more than have something to evaluate",
+            "evaluate:3 is more ranks than there are versions to evaluate",
         ),
         (["--set", "rollout.engine=openai"], "openai.urls: is missing; name the servers"),
         ([*OPENAI], "openai.weights_dir: is missing"),
@@ -443,7 +443,7 @@ def test_resume_from_a_checkpoint_with_a_damaged_shard_is_refused(write_config: 
 
 def test_resume_of_a_finished_run_asks_for_more_steps(write_config: WriteConfig, tmp_path: Path) -> None:
     stopped = make_run(tmp_path / "stopped", write_config(), 2)
-    assert "steps: 2 is reached already" in refuse(tmp_path, "--resume", stopped)
+    assert "steps: 2 is already reached" in refuse(tmp_path, "--resume", stopped)
     assert run("--resume", stopped, "--steps", 3, "--dry-run").exit_code == 0
 
 
@@ -657,7 +657,7 @@ def test_megatron_on_a_cpu_is_told_before_anything_is_written(
     monkeypatch.setattr("launcher.checks.models.is_installed", lambda module: True)
     (tmp_path / "model" / "config.json").write_text(json.dumps(MEGATRON_MODEL))
     message = refuse(tmp_path, write_config(), "--set", "actor.engine=megatron", *option)
-    assert message.startswith("actor.engine: megatron computes on CUDA and NPU")
+    assert message.startswith("actor.engine: megatron needs CUDA or NPU")
     assert message.endswith("set actor.engine to fsdp")
 
 

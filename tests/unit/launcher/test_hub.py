@@ -65,9 +65,9 @@ def test_a_directory_of_that_name_comes_first(cache: Path, tmp_path: Path, write
 def test_what_the_cache_lacks_is_to_be_downloaded(cache: Path, write_config: WriteConfig, key: str) -> None:
     message = refusal(write_config(), f"{key}.path=nobody/none", f"{key}.revision=v1")
     assert message.startswith(
-        f"{key}.path: nobody/none at v1 is not a directory here, and cannot be had from the Hub ("
+        f"{key}.path: nobody/none at v1 is not a directory here, and cannot be fetched from the Hub ("
     )
-    assert f"{cache} has not all of it" in message
+    assert f"{cache} lacks parts of it" in message
     assert message.endswith("copy the cache of a machine that ran `hf download nobody/none`")
 
 

@@ -175,7 +175,7 @@ def test_a_function_typed_into_the_prompt_is_refused() -> None:
          "from launcher.inputs import ship_functions\nship_functions({'reward': f})"],
         capture_output=True, text=True,
     )  # fmt: skip
-    assert "reward: f: its source is not to be had; put it into a module" in done.stderr
+    assert "reward: f: its source is not available; put it into a module" in done.stderr
 
 
 def test_rows_are_dicts_of_a_list_or_a_data_frame(tmp_path: Path) -> None:
@@ -323,8 +323,11 @@ SCORE = "def score(prompt, response, ground_truth): return {0}\n"
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        (SCORE.format("__file__"), "score uses __file__, which is another one in the run's processes"),
-        ("W = 1\ndef score(p, r, g, w=W): return w\nW = 2\n", "score: the default 'W' is 1 in it and something else"),
+        (SCORE.format("__file__"), "score uses __file__, which differs in the run's processes"),
+        (
+            "W = 1\ndef score(p, r, g, w=W): return w\nW = 2\n",
+            "score: the default 'W' was 1 at its definition and has changed",
+        ),
         (
             "def score(p, r, g, *, w=1): return w\nscore.__kwdefaults__ = {'w': 2}\n",
             "score: the default '1' is 2 in it",
@@ -357,7 +360,7 @@ SCORE = "def score(prompt, response, ground_truth): return {0}\n"
         (
             "def make():\n    class B: pass\n    class A(B):\n        def f(self): return 1\n    return A\nA = make()\n"
             + SCORE.format("A().f()"),
-            "score uses A uses B, which its definition needs and which is gone since",
+            "score uses A uses B, which its definition needs and which no longer exists",
         ),
         (
             "def f(n): return n and f(n - 1)\ng = f\ndef f(n): return 7\n"
@@ -383,7 +386,7 @@ def test_a_source_that_has_changed_since_is_refused(tmp_path: Path, now: str) ->
     exec(compile(file.read_text(), str(file), "exec"), names)
     assert "1.0" in ship_functions({"reward": names["score"]})[0]
     file.write_text(now)
-    with pytest.raises(ConfigError, match="reward: score: its source (has changed since|is not to be had)"):
+    with pytest.raises(ConfigError, match="reward: score: its source (has changed since|is not available)"):
         ship_functions({"reward": names["score"]})
     file.write_text("def score(p, r, g): return 1.0\n")
     assert "1.0" in ship_functions({"reward": names["score"]})[0]

@@ -69,7 +69,7 @@ def test_second_launcher_with_the_same_number_may_ask_later() -> None:
     members = Membership(3, CPU, "1.0")
     members.hello("1.a", hello(1))
     answer = members.hello("1.b", hello(1, launcher="other", host="host-7"))
-    assert answer == Refuse("node 1 is host-1 already; give every node its own number", True)
+    assert answer == Refuse("node 1 is already host-1; give every node its own number", True)
     assert members.obstacle == ""
     complaint = members.complaint(300, "/runs/a")
     assert complaint.startswith("nodes 1, 2 of 3: did not join within 300 s (launcher.start_timeout_s)")

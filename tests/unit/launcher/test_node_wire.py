@@ -45,7 +45,7 @@ def test_message_that_is_said_again_is_not_heard() -> None:
 def test_message_that_was_taken_away_is_missed() -> None:
     sealer, opener = Sealer(SECRET, "1.a", "head"), Opener(SECRET, "1.a", "head")
     sealed(sealer, StopAsked(1))
-    with pytest.raises(TransportError, match=r"1 messages of 1\.a are missing; somebody else takes them"):
+    with pytest.raises(TransportError, match=r"1 messages of 1\.a are missing; something else reads them"):
         opener.open(sealed(sealer, StopAsked(2)))
 
 

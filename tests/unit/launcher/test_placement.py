@@ -69,7 +69,7 @@ def test_number_of_storage_units_is_configured(configure: Configure) -> None:
 
 
 def test_more_ranks_than_devices_are_refused(configure: Configure) -> None:
-    with pytest.raises(ConfigError, match="rollout:2,actor:4 needs 6 npu devices, but 4 are there"):
+    with pytest.raises(ConfigError, match="rollout:2,actor:4 needs 6 npu devices, but there are 4"):
         place_gangs(configure("rollout:2,actor:4"), Devices("npu", 4))
 
 

@@ -65,10 +65,10 @@ def test_critic_that_needs_several_nodes_begins_on_an_empty_one(configure: Confi
 
 def test_what_is_missing_is_said(configure: Configure) -> None:
     with pytest.raises(
-        ConfigError, match=r"needs 10 npu devices, but 8 are there \(2 nodes x 4\); launch 8 .*--nnodes"
+        ConfigError, match=r"needs 10 npu devices, but there are 8 \(2 nodes x 4\); launch 8 .*--nnodes"
     ):
         place_gangs(configure("rollout:6,actor:4"), Devices("npu", 4), num_nodes=2)
-    one_free_each = "free are 1 on node 0, 1 on node 1; launch fewer ranks, or more nodes"
+    one_free_each = "1 on node 0, 1 on node 1 are free; launch fewer ranks, or more nodes"
     with pytest.raises(ConfigError, match=f"rollout-1 needs 2 npu devices and stays on one node, but {one_free_each}"):
         place_gangs(configure("rollout:4,actor:2"), Devices("npu", 3), num_nodes=2, ranks_per_instance={"rollout": 2})
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: 8 ranks .*a node has 4 npu .*set it to 4 or less"):

@@ -64,7 +64,7 @@ def test_reward_ranks_take_a_device_only_with_a_model() -> None:
     function_alone = config.model_copy(update={"reward": config.reward.model_copy(update={"model": None})})
     placed = {gang.name: gang.devices for gang in place_gangs(function_alone, Devices("cuda", 2))}
     assert placed["reward-0"] == ("cpu",)
-    with pytest.raises(ConfigError, match="needs 4 cuda devices, but 3 are there"):
+    with pytest.raises(ConfigError, match="needs 4 cuda devices, but there are 3"):
         place_gangs(config, Devices("cuda", 3))
 
 

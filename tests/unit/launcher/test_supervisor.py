@@ -161,7 +161,7 @@ def test_service_that_leaves_too_early_is_a_failure() -> None:
     supervisor = started_run()
     assert supervisor.handle(GangExited("controller", 0, at=10.0)) == EXIT
     last = leave(supervisor, "rollout-0", "rollout-1", "actor", "storage-0")
-    assert last == [Finish(1, "controller rank 0 failed: it left while the run was going on")]
+    assert last == [Finish(1, "controller rank 0 failed: it left during the run")]
 
 
 def test_cause_is_named_before_its_consequences() -> None:

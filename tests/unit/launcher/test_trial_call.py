@@ -251,7 +251,7 @@ def test_a_trial_that_takes_too_long_is_no_judgement(
 ) -> None:
     monkeypatch.setattr("launcher.checks.rollouts._TRIAL_S", 0.2)
     tried("rollout.function=tried_rollouts:hangs")
-    assert "a trial rollout did not end within 0.2 s; the run goes on without" in caplog.text
+    assert "a trial rollout did not end within 0.2 s; the run continues without it" in caplog.text
 
 
 @pytest.mark.slow

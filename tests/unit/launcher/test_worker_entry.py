@@ -26,5 +26,5 @@ def test_worker_whose_log_cannot_be_opened_speaks_elsewhere(tmp_path: Path) -> N
     done = redirected(tmp_path)
     assert done.stdout == "out\n"
     first, last = done.stderr.splitlines()
-    assert first.startswith(f"{tmp_path}: Is a directory; what process ")
+    assert first.startswith(f"{tmp_path}: Is a directory; output of process ")
     assert last == "err"
