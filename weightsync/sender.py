@@ -1,12 +1,12 @@
-"""The trainer's side: copy this rank's shards to the node's weight agent and go on.
+"""The trainer's side: copy this rank's shards to the node's weight agent while training continues.
 
     trainer thread    publish v1 | forward, backward ... | update | publish v2 | forward, backward ...
     copies                       | copy v1 |                                   | copy v2 |
     sender thread                 | check, seal | take slot ...                 | check, seal | ...
 
-The copy goes straight into shared memory that was taken ahead, bucket by bucket, and may take until the weights change:
-only what is not copied by then is waited for. An agent that died costs nothing either: the copy goes to memory of this
-process, and to the agent once it is back.
+The copy goes bucket by bucket straight into shared memory that was taken ahead, and may take until the weights change:
+the trainer waits only for what is not copied by then. A dead agent costs nothing either: the copy goes to memory of
+this process, and to the agent once it is back.
 """
 
 import contextlib
@@ -46,11 +46,11 @@ from weightsync.plan import Box, Piece, ShardSpec, TransferPlan
 from weightsync.slot_memory import Region, RegionLayout, SlotMappings, private_memory
 from weightsync.version import Version
 
-# Copies a trainer rank's shards to where they lie in a region. The trainer waits for it, so it does little else.
+# Copies a trainer rank's shards into a region. The trainer waits for it, so it does little else.
 
 
 class Shard(Protocol):
-    """One part of a tensor that this rank holds; `workers.engines.base.LocalShard` is one."""
+    """One part of a tensor that this rank holds, e.g. `workers.engines.base.LocalShard`."""
 
     @property
     def name(self) -> str: ...
@@ -87,27 +87,23 @@ class ShardWriter:
     """One rank's part of a plan."""
 
     def __init__(self, plan: TransferPlan, rank: int) -> None:
-        """Args:
-        plan: agreed on by all ranks.
-        rank: whose buckets are written.
-        """
         self.layout = RegionLayout(plan)
         self.buckets = plan.of_sender(rank)
         self._known: list[tuple[str, Box]] = []
-        self._sources: dict[int, list[tuple[int, Box]]] = {}  # by bucket, of each piece: which shard, where in it
+        self._sources: dict[int, list[tuple[int, Box]]] = {}  # by bucket, for each piece: which shard, where in it
 
     def target(self, memory: Tensor) -> Target:
-        """Lay the plan over memory, uint8 [region_bytes]; once, ahead of time."""
+        """Lay the plan over memory, uint8 [region_bytes]. Done ahead of time, once per memory."""
         region = Region(memory, self.layout)
         return Target(
             region, {bucket.index: [region.piece(piece) for piece in bucket.pieces] for bucket in self.buckets}
         )
 
     def match(self, shards: Sequence[Shard]) -> None:
-        """Find each piece's shard; they are the same ones at every version.
+        """Find each piece's shard, unless the shards are the same as last time (they are, at every version).
 
         Raises:
-            WeightSyncError: a piece is not in them.
+            WeightSyncError: no shard contains a piece.
         """
         held = [(shard.name, shard.box) for shard in shards]
         if held == self._known:
@@ -121,24 +117,22 @@ class ShardWriter:
         self._known = held
 
     def write(self, bucket: int, views: Sequence[Tensor], shards: Sequence[Shard]) -> None:
-        """Copy a bucket's pieces, with the cast to the type of `views`; may return before a device has.
+        """Copy a bucket's pieces, cast to the dtype of `views`; on a device it may return before the copies ended.
 
         Args:
-            bucket: its index.
-            views: where its pieces go.
-            shards: what this rank holds now, as `match` was told.
+            views: where the pieces go.
+            shards: the shards now, in the order that `match` saw.
         """
         whole: dict[int, Tensor] = {}
         sources: list[Tensor] = []
         for number, box in self._sources[bucket]:
             size = shards[number].box.size
-            if number not in whole:  # a view, but for some strided ones
+            if number not in whole:  # a view, except for some strided shards
                 whole[number] = shards[number].values.detach().reshape(size)
             sources.append(whole[number] if box.size == size else whole[number][box.slices])
         torch._foreach_copy_(list(views), sources, non_blocking=True)
 
     def copy(self, source: Target, target: Target) -> None:
-        """Copy all pieces from one region to another."""
         for bucket, views in target.views.items():
             torch._foreach_copy_(list(views), list(source.views[bucket]))
 
@@ -152,31 +146,26 @@ class ShardWriter:
 
 
 class ShardCopies:
-    """Copies shards beside what the trainer computes next. Its thread copies and waits; the sender's repeats.
+    """Copies shards while the trainer computes. Its own thread copies and waits; the sender's thread repeats.
 
     run v1 -> buckets are copied one after another -> wait -> the weights change -> run v2
                               '- repeat: buckets of v1 once more, while the shards are still v1
     """
 
     def __init__(self, writer: ShardWriter, *, device: torch.device, timeline: Spans) -> None:
-        """Args:
-        writer: knows which part of which shard goes where.
-        device: where the shards are.
-        timeline: records every copy.
-        """
         self._writer = writer
         self._timeline = timeline
         self._stream = CopyStream(device)
         self._on_host = device.type == "cpu"
-        self._reading = threading.Lock()  # held while shards are read, so that `wait` waits for that
+        self._reading = threading.Lock()  # held while shards are read, so that `wait` covers `repeat`
         self._ends: Collection[CopiesDone] = ()
-        self._shards: tuple[Version, Sequence[Shard]] | None = None  # whose weights they still are
+        self._shards: tuple[Version, Sequence[Shard]] | None = None  # the version that the shards still hold
 
     def run(self, version: Version, target: Target, shards: Sequence[Shard]) -> dict[int, CopiesDone]:
         """Begin to copy all buckets; returns the end of each. The shards are read until `wait` returns.
 
         Raises:
-            WeightSyncError: a piece is not in the shards.
+            WeightSyncError: no shard contains a piece.
         """
         with self._reading:
             self._writer.match(shards)
@@ -186,14 +175,14 @@ class ShardCopies:
         return dict(zip(indices, ends, strict=True))
 
     def wait(self) -> None:
-        """Wait until the shards are not read any more: they are about to change."""
+        """Wait until nothing reads the shards any more, because they are about to change."""
         with self._reading:
             for end in self._ends:
                 end.wait()
             self._ends, self._shards = (), None
 
     def repeat(self, version: Version, target: Target, buckets: Sequence[int]) -> bool:
-        """Copy some buckets once more and wait for that; returns False if the shards are not that version any more."""
+        """Copy some buckets once more and wait for them; False: the shards no longer hold that version."""
         with self._reading:
             if self._shards is None or self._shards[0] != version:
                 return False
@@ -202,7 +191,7 @@ class ShardCopies:
         return True
 
     def close(self) -> None:
-        """End the thread that copies; idempotent."""
+        """End the copying thread; idempotent."""
         self._stream.close()
 
     def _begin(self, target: Target, shards: Sequence[Shard], buckets: Sequence[int]) -> list[CopiesDone]:
@@ -215,7 +204,7 @@ class ShardCopies:
             self._writer.write(index, target.views[index], shards)
 
     def _staging(self, target: Target, shards: Sequence[Shard], index: int) -> Staging:
-        """Cast and gather a bucket on the device; on the host its pieces go to where they lie, columns too."""
+        """Cast and gather a bucket on the device; on the host, scatter its pieces into place (columns are strided)."""
         layout = bucket_layouts(self._writer.layout)[index]
 
         def pack(there: Tensor) -> None:
@@ -228,22 +217,22 @@ class ShardCopies:
         return Staging(8 * layout.num_words, pack, unpack)
 
 
-# What a trainer rank knows of its versions and of its agent: where the next copy goes, what is delivered. Pure.
+# What a trainer rank knows of its versions and its agent: where the next copy goes, what is delivered. Pure.
 #
 #     place(v) -> ASK -> TakeSlot ... -> grant -> place(v) -> the granted slot -> stage -> [sealed] -> arrived
 #              -> OWN_MEMORY while the agent is gone           (moved into a slot once it is back) -^
 #              -> NEEDLESS: the agent has it already
 #
-# `weightsync.sender` holds its lock around every call, and keeps deadlines.
+# `WeightSender` holds its lock around every call, and keeps the deadlines.
 
 
 class Where(Enum):
-    """Where a version's copy goes, if not into a slot that was granted."""
+    """Where a version's copy goes, if not into a granted slot."""
 
     ASK = auto()
-    """Into a slot that the agent is to be asked for now."""
+    """Into a slot that must be asked for now."""
     SOON = auto()
-    """Into the slot that it was asked for; look again."""
+    """Into a slot that was asked for; check again later."""
     OWN_MEMORY = auto()
     """Into memory of this process; the agent gets it when it is back."""
     NEEDLESS = auto()
@@ -269,16 +258,16 @@ class Staged:
 
 
 class SenderState:
-    """The state of one rank's sender."""
+    """Not thread-safe."""
 
     def __init__(self) -> None:
+        # The newest copy.
         self.staged: Staged | None = None
-        """The newest copy."""
+        # Why the agent refused the last published version.
         self.refused: str | None = None
-        """Why the agent refused what was published last."""
+        # What the agent waits for before it can grant a slot.
         self.no_room = ""
-        """What the agent waits for before it can give a slot."""
-        self._linked: bool | None = None  # None: not yet
+        self._linked: bool | None = None  # None: never yet
         self._granted: Staged | None = None
         self._asked: Version | None = None
         self._complete: Version | None = None
@@ -292,12 +281,12 @@ class SenderState:
         return self.staged.version
 
     def begin(self) -> None:
-        """Another version is published: what was said of the last one counts no more."""
+        """Another version is published: forget what was said of the last one."""
         self.refused = None
         self.no_room = ""
 
     def place(self, version: Version) -> Staged | Where:
-        """Return where to copy a version; a slot that was granted is the caller's from now on."""
+        """Return where to copy a version; a returned slot is the caller's from now on."""
         if self._complete is not None and version <= self._complete:
             return Where.NEEDLESS
         if self._granted is not None and self._granted.version == version:
@@ -313,7 +302,7 @@ class SenderState:
         return Where.SOON
 
     def take_own_memory(self) -> Target | None:
-        """Return this process's memory that the last copy is in, if it is not read and will not be; else None."""
+        """Return this process's memory with the last copy, if nothing reads it now or later; else None."""
         staged = self.staged
         if staged is None or staged.slot is not None or self._linked is not False:
             return None
@@ -321,7 +310,7 @@ class SenderState:
         return staged.target
 
     def link(self) -> Staged | Version | None:
-        """The agent can be asked; returns what to begin with: a copy to deliver, or a version to ask a slot for."""
+        """The agent is reachable. Return what to begin with: a copy to deliver, or a version to ask a slot for."""
         self._linked = True
         if self.staged is not None:
             self._asked = None
@@ -329,17 +318,17 @@ class SenderState:
         return self._asked
 
     def unlink(self) -> None:
-        """The agent is gone, and with it all that it held."""
+        """The agent is gone, and everything that it held."""
         self._linked = False
         self._granted = self._complete = self._delivered = None
 
     def grant(self, granted: Staged) -> None:
-        """A slot is there; nothing is copied into it yet."""
+        """A slot was granted; nothing is copied into it yet."""
         self._granted = granted
         self._asked = None
 
     def settle(self, *, complete: Version | None = None, refused: str | None = None) -> None:
-        """The agent gave no slot: it has the version (and those before) already, or refuses it."""
+        """The agent grants no slot: it already has versions up to `complete`, or refuses this one."""
         self._complete = complete or self._complete
         self.refused = refused
         self._asked = None
