@@ -76,7 +76,7 @@ class Target:
 
     Attributes:
         region: of a whole version.
-        views: by bucket, of the rank's pieces in it.
+        views: by bucket index, the rank's pieces in the region.
     """
 
     region: Region
@@ -246,9 +246,8 @@ class Staged:
     """A version's copy.
 
     Attributes:
-        version, target: what and where.
-        slot: token of the agent's memory that holds it; None: it is this process's own.
-        copied: the ends of the copies from the device, by bucket; one that is not there has ended.
+        slot: token of the agent's memory that holds it; None: memory of this process.
+        copied: by bucket, the ends of the copies from the device; a missing one has ended.
     """
 
     version: Version
@@ -334,27 +333,27 @@ class SenderState:
         self._asked = None
 
     def wait_on(self, reason: str) -> Version | None:
-        """The agent has no room yet; returns the version that it is to be asked for again."""
+        """The agent has no room yet; return the version to ask for again."""
         self.no_room = reason
         return self._asked
 
     def is_due(self, staged: Staged) -> bool:
-        """Return whether a copy still is the newest one, and not delivered."""
+        """Return whether a copy is still the newest one and not delivered."""
         return staged is self.staged and staged.version != self._delivered
 
     def move(self, staged: Staged, moved: Staged) -> None:
-        """A copy lies somewhere else now."""
+        """The copy was moved."""
         if self.staged is staged:
             self.staged = moved
 
     def arrived(self, version: Version) -> None:
-        """The agent has this rank's part of a version."""
+        """The agent has this rank's part of the version."""
         self._delivered = version
 
     def take_ahead(self, version: Version) -> bool:
-        """Return whether to ask for the slot of a version that is yet to come; it counts as asked then."""
+        """Return whether to ask now for the slot of a future version; if so, it counts as asked."""
         if self._granted is not None and self._granted.version < version:
-            self._granted = None  # that version went another way
+            self._granted = None  # that version took another path
         if self._asked is not None or self._granted is not None:
             return False
         self._asked = version
@@ -363,11 +362,11 @@ class SenderState:
 
 logger = logging.getLogger(__name__)
 
+# How long slow readers may hold up a slot (s). Then they keep its memory, and the slot gets a new one.
 _SLOT_WAIT_S = 10.0
-"""How long slow readers may hold up a slot (s); then they keep its memory, and the slot gets a new one."""
 _HOST = torch.device("cpu")
+# How often a wait checks its stop event (s).
 _LOOK_S = 0.5
-"""How often a wait looks at its stop event (s)."""
 
 
 @dataclass(frozen=True)
@@ -383,7 +382,16 @@ _Event = _Take | Staged | SlotGranted | Unneeded | NoRoom | Repair | PeerRefused
 
 
 class WeightSender:
-    """Publishes versions from one trainer rank. One thread of the caller publishes."""
+    """Publishes versions from one trainer rank. One thread of the caller publishes.
+
+    Args:
+        agent: name of this node's weight agent.
+        name: of this process.
+        plan: agreed on by all ranks.
+        device: where the shards are.
+        timeout_s: how long a slot may take to become free.
+        broadcaster: also broadcasts every version, while the trainer waits; None: no broadcasts.
+    """
 
     def __init__(
         self,
@@ -398,19 +406,6 @@ class WeightSender:
         broadcaster: Broadcaster | None = None,
         timeline: Spans | None = None,
     ) -> None:
-        """Start connecting to the agent.
-
-        Args:
-            credentials: store and secret.
-            agent: this node's weight agent.
-            name: of this process.
-            plan: agreed on by all ranks.
-            rank: this trainer rank.
-            device: where the shards are.
-            timeout_s: how long a slot may take to become free.
-            broadcaster: every version is also broadcast, while the trainer waits.
-            timeline: records what the thread does.
-        """
         self._timeline = timeline or NoTimeline()
         self._broadcaster = broadcaster
         self._credentials = credentials
@@ -423,7 +418,7 @@ class WeightSender:
         self._writer = ShardWriter(plan, rank)
         self._buckets = self._writer.buckets
         self._copies = ShardCopies(self._writer, device=device, timeline=self._timeline)
-        # Not page-locked: what comes from a device comes through buffers of `CopyStream.stage`.
+        # Not page-locked: data from a device passes through the page-locked buffers of `CopyStream.stage`.
         self._slots = SlotMappings(write=True, device=_HOST)
         self._extents = tuple(self._writer.layout.extents(self._buckets))
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -438,7 +433,7 @@ class WeightSender:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank wrote for the last version; 0: it was there already."""
+        """Bytes that this rank wrote for the last version; 0: the agent had it already."""
         return self._num_bytes
 
     def publish(
@@ -447,7 +442,6 @@ class WeightSender:
         """Begin to copy the weights; returns the seconds that the trainer was held up.
 
         Args:
-            version: of these weights.
             shards: this rank's parts, as described in the plan. They are read until `before_update` returns.
             timeout_s: for memory to become free.
             stop: ends that wait early.
@@ -475,11 +469,7 @@ class WeightSender:
         return time.monotonic() - began
 
     def before_update(self) -> float:
-        """The weights are about to change: wait until the copies have read them. Call it before every update.
-
-        Returns:
-            The seconds that the trainer was held up.
-        """
+        """Wait until the copies have read the weights; returns the seconds waited. Call it before every update."""
         began = time.monotonic()
         self._copies.wait()
         return time.monotonic() - began
@@ -488,7 +478,7 @@ class WeightSender:
         """Wait until the agent has this rank's part of the last version.
 
         Raises:
-            WeightsLate: it did not take it in time.
+            WeightsLate: the agent did not take it in time.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -567,7 +557,7 @@ class WeightSender:
         connection.call(OpenPlan(self._plan.encode()), timeout_s=self._timeout_s)
         with self._changing() as state:
             events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-            self._events = events  # nothing from a former channel is in it
+            self._events = events  # holds no event of an earlier channel
             first = state.link()
             if first is not None:
                 events.put(first if isinstance(first, Staged) else _Take(first))
@@ -596,7 +586,7 @@ class WeightSender:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[SenderState]:
-        """Hold the lock of the state; its waiters look again."""
+        """Hold the state's lock; then wake its waiters."""
         with self._changed:
             yield self._state
             self._changed.notify_all()
@@ -615,7 +605,7 @@ class WeightSender:
             state.settle(complete=complete, refused=refused)
 
     def _prepare(self, granted: SlotGranted) -> None:
-        """Map a granted slot, with its pages, so that the trainer meets neither."""
+        """Map a granted slot and touch its pages here, so that the trainer waits for neither."""
         target = self._target(granted)
         with self._changing() as state:
             state.grant(Staged(granted.version, target, granted.slot.token))
@@ -632,6 +622,7 @@ class WeightSender:
                 self._arrived(staged.version)
                 return
             staged = moved
+        # One call per bucket: other nodes fetch a bucket as soon as it is sealed.
         with self._timeline.span("seal weights", version=staged.version.step):
             for bucket in self._buckets:
                 if bucket.index in staged.copied:
@@ -643,7 +634,7 @@ class WeightSender:
         self._take_ahead(connection, Version(staged.version.lineage, staged.version.step + 1))
 
     def _move(self, connection: Connection, staged: Staged) -> Staged | None:
-        """Copy a version from memory of this process, or of an agent that is gone, into a slot of this one."""
+        """Copy a version from this process's memory, or from a dead agent's, into a slot of this agent."""
         reply: object = NoRoom("")
         while isinstance(reply, NoRoom) and not self._closing.is_set():
             reply, _ = connection.call(self._request(staged.version), timeout_s=_SLOT_WAIT_S + self._timeout_s)
@@ -675,7 +666,7 @@ class WeightSender:
             self._submit(connection, self._request(asked))
 
     def _repair(self, connection: Connection, version: Version, buckets: Sequence[int]) -> None:
-        """Write buckets again, if these weights are still there."""
+        """Rewrite buckets, if these weights are still there."""
         staged = self._state.staged
         able = staged is not None and staged.version == version and staged.slot in self._slots
         if staged is None or not able or not self._copies.repeat(version, staged.target, buckets):

@@ -208,7 +208,7 @@ class ChannelServer:
                     return
                 if broken == _STORE_TRIES:
                     raise
-                logger.warning("%s: the job store does not answer, tried again (%s)", self._service, one_line(error))
+                logger.warning("%s: the job store does not answer; trying again (%s)", self._service, one_line(error))
                 continue
             try:
                 threading.Thread(target=self._greet, args=(ask,), name=f"greet-{ask.client}", daemon=True).start()
@@ -648,12 +648,12 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether requests are refused from now on: closed here, by the service, or broken."""
+        """Whether requests are refused from now on: closed here or by the service, or broken."""
         return self._closed.is_set()
 
     @property
     def shared(self) -> bool:
-        """Whether payloads of requests go through shared memory: the service runs on this host."""
+        """Whether payloads of requests go through shared memory, because the service runs on this host."""
         return self._channel.shared
 
     def wait_closed(self, timeout_s: float | None = None) -> bool:
