@@ -205,7 +205,7 @@ class BroadcastGroup:
             raise WeightSyncError(f"the group of epoch {transfer.epoch} broke before")
 
     def ready(self, transfer: Transfer, plan: TransferPlan, *, deadline: float, stop: threading.Event) -> None:
-        """Say that this member is ready, and wait until all are. Nothing has been sent before.
+        """Say that this member is ready, and wait until all are; until then nothing is sent.
 
         Raises:
             WeightsLate: not all were ready by `deadline`.

@@ -273,8 +273,7 @@ class WeightReceiver:
         return checked
 
     def _check(self, connection: Connection, offered: Offered, slot: Region, region: Region) -> bool:
-        """Compare buckets with their checksums where the engine will read them, reporting a damaged one to the agent
-        once.
+        """Compare buckets with their checksums where the engine will read them, reporting a damaged one once.
 
         Returns False if `region` (the slot, or where to copy it) does not hold the version, or the receiver closes.
         """
@@ -456,8 +455,7 @@ class RanksEngine(Protocol):
 class RanksReceiver(WeightReceiver):
     """In the process that uses the engine: decides which version the ranks load, and takes turns for them.
 
-    Args (see `WeightReceiver` and `Following` for the others):
-        engine: its ranks start to follow at once.
+    The constructor has the engine's ranks `follow`. For its other arguments see `WeightReceiver` and `Following`.
     """
 
     def __init__(
