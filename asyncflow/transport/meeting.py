@@ -5,9 +5,9 @@
       |-- capability --><------ capability -|   whether it could
       PipeChannel, if both could; else GlooChannel
 
-Same host means: same boot, same namespaces of process ids and of the network (containers with addresses of their own
-are hosts of their own), and the peer's arena could really be mapped (which user ids, a sandbox or a limit on addresses
-may forbid).
+Two ends are on the same host if they have the same boot and the same namespaces of process ids and network (so
+containers with their own addresses are separate hosts), and if the peer's arena can really be mapped (which user ids, a
+sandbox or limited address space may forbid).
 """
 
 import hmac
@@ -52,13 +52,13 @@ SWITCH = "ASYNCFLOW_SHARED_MEMORY"
 
 
 class Hello(msgspec.Struct):
-    """One end of a channel to be.
+    """One end of a future channel.
 
     Attributes:
-        host: names boot and namespaces.
+        host: identifies boot and namespaces.
         pid: in that namespace.
-        arena: what this end will write payloads to; None: shared memory is switched off.
-        pipe: where this end reads frames; None as `arena`.
+        arena: where this end will write payloads; None: shared memory is switched off.
+        pipe: where this end reads frames; None like `arena`.
     """
 
     host: str
@@ -71,7 +71,7 @@ class Capability(msgspec.Struct):
     """Whether an end can share with its peer.
 
     Attributes:
-        obstacle: why the peer's arena cannot be read, or its pipe not be written to; empty: it can share.
+        obstacle: why the peer's arena or pipe cannot be opened; empty: it can share.
     """
 
     obstacle: str
@@ -81,17 +81,13 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Introductions:
-    """One end's hello and capability, each with a proof of the pair's key: their sender took part in the handshake.
+    """One end's hello and capability, each with a proof that its sender took part in the handshake.
 
-    The key contains a nonce of each end, so a proof recorded in an earlier exchange fails here. A proof also covers the
-    sender's side and the kind of message, so a reflection fails, too: a message sent back to its own sender.
+    The key contains a nonce of each end, so a proof recorded in an earlier exchange fails. A proof also covers the
+    sender's side and the kind of message, so a message reflected to its own sender fails, too.
     """
 
     def __init__(self, key: bytes, *, is_server: bool) -> None:
-        """Args:
-        key: the pair's.
-        is_server: which end this is.
-        """
         self._own, self._peers = (
             Mac(key, side) for side in (("server", "client") if is_server else ("client", "server"))
         )
@@ -105,7 +101,7 @@ class Introductions:
         """Return what the peer sent.
 
         Raises:
-            TransportError: it is not the peer.
+            TransportError: it is not from the peer.
         """
         body = data[MAC_BYTES:]
         if not self._peers.proves(data[:MAC_BYTES], kind.__name__.encode(), body):
@@ -117,10 +113,6 @@ class Sharing:
     """What one end of a channel offers to a peer on the same host, until both know whether they can use it."""
 
     def __init__(self, peer: str, limits: Limits) -> None:
-        """Args:
-        peer: the other end's name, for messages.
-        limits: whether to share, and how much.
-        """
         self._arena: Arena | None = None
         self._pipes: Pipes | None = None
         self._peer_arena: PeerArena | None = None
@@ -151,7 +143,8 @@ class Sharing:
         return Capability("")
 
     def conclude(self, peers: Capability) -> HostLink | None:
-        """Hear what the peer could do; returns what the two share: all of it, or nothing."""
+        """Take in the peer's result; return what the two share: everything or nothing."""
+        # By now the peer has mapped the arena or never will, so its descriptor is not needed any more.
         if self._arena is not None:
             self._arena.close()
         if self._arena is None or self._pipes is None or self._peer_arena is None or peers.obstacle:
@@ -166,12 +159,10 @@ def open_channel(
     """Connect; both ends must do so within the deadline.
 
     Args:
-        store: where the pair meets; for it alone.
-        key: the pair's, with which both ends prove themselves.
+        store: where the pair meets; used by this pair alone.
+        key: the pair's; both ends prove that they know it.
         is_server: takes rank 0.
-        peer: the other end's name, for messages.
-        limits: largest parts accepted, and whether memory is shared.
-        timeout_s: deadline of the meeting (which has some seconds at least), and of the hellos.
+        timeout_s: deadline of the meeting (at least a few seconds), and of the hellos.
 
     Raises:
         TransportError: the peer did not come, or another process did.
@@ -206,10 +197,10 @@ def wants_sharing(*, configured: bool) -> bool:
 
 
 def this_host() -> str:
-    """Return a name for this boot of the machine and the namespaces that this process is in.
+    """Return a name for this boot of the machine and this process's namespaces.
 
     Raises:
-        OSError: the platform has no such things.
+        OSError: the platform lacks these.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return "/".join([boot, *(str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "net"))])
@@ -237,11 +228,10 @@ def _receive(pair: GlooPair, limits: Limits, timeout: timedelta) -> bytes:
 #       |<------------------------- offer = nonce_s --------------------|
 #       |- answer = nonce_s ------------>|------------------------------> it is the one, only then the pair is built
 #
-# All of it is sealed (`asyncflow.sealed_store`): a stranger can neither ask nor answer, and what he wrote down of one
-# exchange is of no use in another, since both ends chose a nonce. From both the two derive the pair's key, which never
-# leaves the processes: the first frames inside the pair are proved with it (`meeting`), so another process that got
-# hold of its socket is found out. The secret is never written to the store, to argv or to a log. Keys are deleted
-# after use.
+# All of it is sealed (`asyncflow.sealed_store`): a stranger can neither ask nor answer, and a recorded exchange is
+# useless in another one, since both ends chose a nonce. From both nonces the two derive the pair's key, which never
+# leaves the processes. The first frames inside the pair prove it, which exposes a process that hijacked the socket. The
+# secret is never written to the store, to argv or to a log. Keys are deleted after use.
 
 _NONCE_BYTES = 16
 _MEETING_S = 60.0
@@ -249,7 +239,7 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 
 
 class Ask(msgspec.Struct):
-    """A client's wish for a channel."""
+    """A client's request for a channel."""
 
     channel_id: str
     client: str
@@ -272,7 +262,7 @@ class Credentials:
     _idle: list[SealedStore] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def own_store(self, timeout_s: float | None = None) -> SealedStore:
-        """Return a store client of its own, since a blocked wait stalls other calls on the same client.
+        """Return a separate store client, since a blocked wait stalls other calls on the same client.
 
         Raises:
             TransportError: the job store cannot be reached.
@@ -280,7 +270,7 @@ class Credentials:
         return SealedStore(self.group_store(timeout_s), self.secret)
 
     def group_store(self, timeout_s: float | None = None) -> dist.TCPStore:
-        """Return a store client of its own for a process group of torch's, whose keys are not sealed.
+        """Return a separate store client for a torch process group, whose keys are not sealed.
 
         Raises:
             TransportError: the job store cannot be reached.
@@ -295,24 +285,24 @@ class Credentials:
 
     @property
     def meeting_s(self) -> float:
-        """How long two ends that proved themselves may take to meet (s); both are there, so less than for a start."""
+        """How long two ends that proved themselves may take to meet (s); both are running, so less than for a start."""
         return min(self.timeout_s, _MEETING_S)
 
     @contextmanager
     def borrowed_store(self) -> Iterator[SealedStore]:
         """Lend a store client to one borrower at a time; it is kept for the next one.
 
-        A fresh one costs a reverse DNS lookup in PyTorch, which takes seconds where the resolver does not answer.
-
         Raises:
             TransportError: the job store is gone.
         """
+        # Reuse clients: a new one costs a reverse DNS lookup in PyTorch, which takes seconds if the resolver does not
+        # answer.
         try:
             store = self._idle.pop()
         except IndexError:
             store = self.own_store()
         yield store
-        self._idle.append(store)  # not after an error: the client may be in the middle of an answer
+        self._idle.append(store)  # not after an error: an answer may be half read
 
     def call_store(self, method: str, *arguments: Any) -> Any:
         """Call a method of a borrowed store client.
@@ -333,7 +323,7 @@ def ask_key(service: str) -> str:
 
 
 def pair_store(store: SealedStore, service: str, key: bytes) -> SealedStore:
-    """Return where the two ends of the pair with this key find each other."""
+    """Return where the two ends of the pair with this key meet."""
     return store.under(f"channel/{service}/pair/{Mac(key, 'name').of().hex()}")
 
 
@@ -349,17 +339,14 @@ def ask_for_channel(
     """Run the client's side; returns the pair's key.
 
     Args:
-        store: of this thread alone.
-        secret: the job's.
-        service: whom to ask.
-        client: this process's name.
+        store: used by this thread alone.
         timeout_s: for the service to answer.
-        stop: once set, no answer is waited for.
+        stop: once set, the wait for an answer ends.
 
     Raises:
         DeadlineExceeded: no answer in time.
-        PeerRefused: the server takes no further client.
-        TransportError: a stop, or another process answered.
+        PeerRefused: the server takes no more clients.
+        TransportError: `stop` was set, or another process answered.
     """
     ask = Ask(secrets.token_hex(8), client, secrets.token_bytes(_NONCE_BYTES))
     base = f"channel/{service}/{ask.channel_id}"
@@ -374,7 +361,7 @@ def ask_for_channel(
         raise TransportError(f"{client}: {service} did not answer; is it running?") from error
     except SealBroken as error:
         raise TransportError(
-            f"{client}: who answered for {service} does not know the job's secret ({error})"
+            f"{client}: the process that answered for {service} does not know the job's secret ({error})"
         ) from error
     nonce, refusal = offer[:_NONCE_BYTES], offer[_NONCE_BYTES:].decode()
     if refusal:
@@ -388,7 +375,7 @@ def ask_for_channel(
 
 
 def accept_channel(store: SealedStore, secret: bytes, service: str, ask: Ask) -> bytes:
-    """Run the server's side for one ask; returns the pair's key when the client has answered.
+    """Run the server's side for one ask; returns the pair's key once the client has answered.
 
     Raises:
         TransportError: the client vanished or does not know the secret; other clients are not affected.
@@ -411,19 +398,20 @@ def accept_channel(store: SealedStore, secret: bytes, service: str, ask: Ask) ->
 
 
 def refuse_channel(store: SealedStore, service: str, ask: Ask, reason: str) -> None:
-    """Tell a client at once that it gets no channel; it deletes the key."""
+    """Tell a client at once that it gets no channel; the client deletes the key."""
     offer = secrets.token_bytes(_NONCE_BYTES) + reason.encode()
     store.set(f"channel/{service}/{ask.channel_id}/offer", offer)
 
 
 def pair_key(secret: bytes, service: str, ask: Ask, server_nonce: bytes) -> bytes:
-    """Return what only the two ends of this exchange can know."""
+    """Return a key that only the two ends of this exchange can know."""
     who = (service.encode(), ask.channel_id.encode(), ask.client.encode())
     return Mac(secret, "channel").of(*who, ask.nonce, server_nonce)
 
 
 def key_appears(store: SealedStore, key: str, timeout_s: float, stop: threading.Event) -> bool:
-    """Wait for a key. Not with the store's own wait: that cannot be woken, and it prints a warning at its end."""
+    """Wait for a key; False: not in time, or `stop` was set."""
+    # Polls, since the store's own wait cannot be woken and prints a warning when it times out.
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_LOOK_S
     while not store.check([key]):
