@@ -298,7 +298,7 @@ def test_an_error_that_nobody_expects_costs_one_export(
 
     feed, _ = start(write)
     feed.newest = Version(0, 1)
-    wait_for_log(caplog, "(ValueError: a tensor of an unknown kind); what was exported before stays")
+    wait_for_log(caplog, "(ValueError: a tensor of an unknown kind); earlier exports stay")
     feed.newest = Version(0, 2)
     assert told(server)[0] == "0.2"
     assert names(tmp_path / "weights") == ["latest", "step_000002"]
