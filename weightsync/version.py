@@ -1,4 +1,4 @@
-"""Which weights: (lineage, step). Newer lineage beats newer step."""
+"""Which weights: (lineage, step). A newer lineage beats a newer step."""
 
 from typing import NamedTuple
 

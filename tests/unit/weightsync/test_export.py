@@ -468,7 +468,7 @@ def test_addresses_that_cannot_be_called_are_refused(url: str, problem: str) -> 
 
 
 def test_misspelt_places_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"\{path\} stands for nothing; known: directory"):
+    with pytest.raises(ValidationError, match=r"\{path\} is not a placeholder; known: directory"):
         NotifyTarget(url="http://host/x", body={"a": ["{path}"]})
 
 
