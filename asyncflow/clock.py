@@ -21,15 +21,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """A question to a host whose clock is known, and its answer.
+    """A question to a host whose clock is known, and its answer."""
 
-    Attributes:
-        asked, heard: when the question left and the answer came, on the asking host's monotonic clock (s).
-        arrived, answered: when the question came and the answer left, in the other host's unix time (s).
-    """
-
-    asked: float
-    arrived: float
+    asked: float  # when the question left and the answer came, on the asking host's monotonic clock (s)
+    arrived: float  # when the question came and the answer left, in the other host's unix time (s)
     answered: float
     heard: float
 
@@ -46,15 +41,10 @@ class RoundTrip:
 
 @dataclass(frozen=True)
 class HostClock:
-    """Turns the monotonic clock of one host into unix time.
+    """Turns the monotonic clock of one host into unix time."""
 
-    Attributes:
-        host: the boot id of the kernel whose clock this is, so two containers of a host are one.
-        offset_s: unix time minus monotonic time.
-    """
-
-    host: str
-    offset_s: float
+    host: str  # the boot id of the kernel whose clock this is, so two containers of a host are one
+    offset_s: float  # unix time minus monotonic time
 
     @staticmethod
     def measure(wall: Callable[[], float] = time.time) -> "HostClock":

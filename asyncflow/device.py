@@ -307,28 +307,18 @@ class CopyStream:
 
 @dataclass(frozen=True)
 class Staging:
-    """A copy out of a device; see `CopyStream.stage`.
+    """A copy out of a device; see `CopyStream.stage`."""
 
-    Attributes:
-        num_bytes: that travel.
-        pack: issues work that writes them to uint8 [num_bytes] on the device.
-        unpack: reads them from uint8 [num_bytes] on the host.
-    """
-
-    num_bytes: int
-    pack: Callable[[Tensor], None]
-    unpack: Callable[[Tensor], None]
+    num_bytes: int  # that travel
+    pack: Callable[[Tensor], None]  # issues work that writes them to uint8 [num_bytes] on the device
+    unpack: Callable[[Tensor], None]  # reads them from uint8 [num_bytes] on the host
 
 
 @dataclass(frozen=True)
 class CopiesDone:
-    """The end of copies.
+    """The end of copies."""
 
-    Attributes:
-        wait: blocks until they have ended; raises their error.
-    """
-
-    wait: Callable[[], object]
+    wait: Callable[[], object]  # blocks until they have ended; raises their error
 
 
 def pin(address: int, num_bytes: int, device: torch.device, *, writable: bool) -> Callable[[], object] | None:

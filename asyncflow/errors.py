@@ -10,15 +10,10 @@ _SHOWN_CHARACTERS = 500
 
 
 class AsyncFlowError(Exception):
-    """Base of all errors that AsyncFlow raises on purpose.
+    """Base of all errors that AsyncFlow raises on purpose."""
 
-    Attributes:
-        final: a restarted process would raise it again, so it ends the run.
-        deadline: a process was waited for in vain; its stacks are worth seeing.
-    """
-
-    final: ClassVar[bool] = False
-    deadline: ClassVar[bool] = False
+    final: ClassVar[bool] = False  # a restarted process would raise it again, so it ends the run
+    deadline: ClassVar[bool] = False  # a process was waited for in vain; its stacks are worth seeing
 
 
 class ConfigError(AsyncFlowError):

@@ -25,24 +25,16 @@ _LEFT_WELL = "ok"
 
 @dataclass(frozen=True)
 class GangSpec:
-    """Ranks that live and die together.
+    """Ranks that live and die together."""
 
-    Attributes:
-        name: unique in the run, e.g. `actor`, `rollout-0`, `ref-1`, `storage-0`, `controller`.
-        role: `rollout actor ref reward advantages evaluate`, or the services `storage`, `controller`, `weights`.
-        index: which instance of the role this gang is, from 0.
-        num_ranks: worker processes.
-        devices: one device string per rank, e.g. `("cpu", "cpu")` or `("cuda:0", "cuda:1")`; if a single process drives
-            several devices (tensor parallelism in a generating engine), all of them.
-        nodes: the node of each rank, ascending; left out: all ranks are on node 0.
-    """
-
-    name: str
-    role: str
-    index: int
-    num_ranks: int
+    name: str  # unique in the run, e.g. `actor`, `rollout-0`, `ref-1`, `storage-0`, `controller`
+    role: str  # `rollout actor ref reward advantages evaluate`, or the services `storage`, `controller`, `weights`
+    index: int  # which instance of the role this gang is, from 0
+    num_ranks: int  # worker processes
+    # One device string per rank, e.g. `("cpu", "cpu")` or `("cuda:0", "cuda:1")`; if a single process drives several
+    # devices (tensor parallelism in a generating engine), all of them.
     devices: tuple[str, ...]
-    nodes: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()  # the node of each rank, ascending; left out: all ranks are on node 0
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -67,51 +59,31 @@ class GangSpec:
 
 @dataclass(frozen=True)
 class Node:
-    """One host of a run.
+    """One host of a run."""
 
-    Attributes:
-        rank: its number; node 0 has the head launcher and the job store.
-        host: its name, for people.
-        address: where the others reach it.
-        clock: of this host, aligned to node 0's.
-    """
-
-    rank: int
-    host: str
-    address: str
-    clock: HostClock
+    rank: int  # its number; node 0 has the head launcher and the job store
+    host: str  # its name, for people
+    address: str  # where the others reach it
+    clock: HostClock  # of this host, aligned to node 0's
 
 
 @dataclass(frozen=True)
 class Job:
-    """Endpoints and membership of one run.
+    """Endpoints and membership of one run."""
 
-    Attributes:
-        store_host, store_port: the job store (TCPStore), on loopback for a one-node run, else at node 0's address.
-        secret: hex; channels prove it by challenge-response.
-        launcher_pid: on the head node.
-        gangs: every gang of the run, started by the launcher or by hand.
-        lineage: number of actor restores before this start (0 for a fresh run).
-        resume_from: checkpoint directory to restore, or "".
-        last_step: number of the last step to train.
-        started_at: unix time (s) at which the user's command started; metrics count from it.
-        clock: of the head launcher's host; every timeline there uses it.
-        nodes: all hosts, by rank; empty for a one-node run, and until the launchers of all nodes have joined.
-        revision: counts the writes, so that other hosts know whether they see the newest file.
-    """
-
-    store_host: str
+    store_host: str  # the job store (TCPStore), on loopback for a one-node run, else at node 0's address
     store_port: int
-    secret: str
-    launcher_pid: int
-    gangs: tuple[GangSpec, ...]
-    lineage: int
-    resume_from: str
-    last_step: int
-    started_at: float
-    clock: HostClock
+    secret: str  # hex; channels prove it by challenge-response
+    launcher_pid: int  # on the head node
+    gangs: tuple[GangSpec, ...]  # every gang of the run, started by the launcher or by hand
+    lineage: int  # number of actor restores before this start (0 for a fresh run)
+    resume_from: str  # checkpoint directory to restore, or ""
+    last_step: int  # number of the last step to train
+    started_at: float  # unix time (s) at which the user's command started; metrics count from it
+    clock: HostClock  # of the head launcher's host; every timeline there uses it
+    # All hosts, by rank; empty for a one-node run, and until the launchers of all nodes have joined.
     nodes: tuple[Node, ...] = ()
-    revision: int = 0
+    revision: int = 0  # counts the writes, so that other hosts know whether they see the newest file
 
     def changed(self, **fields: Any) -> "Job":
         """Return this job with other values, as its next revision."""

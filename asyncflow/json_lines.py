@@ -99,18 +99,12 @@ def open_spare(path: Path, *, what: str, loss: str) -> BinaryIO:
 
 @dataclass(frozen=True)
 class Lines(Generic[T]):
-    """What a file holds.
-
-    Attributes:
-        lines: (line number from 1, object) of every valid line.
-        wrong: (line number from 1, what is wrong) of the others.
-        torn: the last line is incomplete: its writer died, or is just writing it. It is in neither list.
-    """
+    """What a file holds."""
 
     path: Path
-    lines: tuple[tuple[int, T], ...] = ()
-    wrong: tuple[tuple[int, str], ...] = ()
-    torn: bool = False
+    lines: tuple[tuple[int, T], ...] = ()  # (line number from 1, object) of every valid line
+    wrong: tuple[tuple[int, str], ...] = ()  # (line number from 1, what is wrong) of the others
+    torn: bool = False  # the last line is incomplete: its writer died, or is just writing it. It is in neither list
 
     def where(self, number: int) -> str:
         """Return `file:line`, as errors name it."""

@@ -17,17 +17,11 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Registry:
-    """The names of one kind of plug-in.
+    """The names of one kind of plug-in."""
 
-    Attributes:
-        group: of entry points.
-        built_in: name -> `module:Class`, which a worker imports.
-        form: how to name one's own, for messages.
-    """
-
-    group: str
-    built_in: Mapping[str, str]
-    form: str = "module:Class"
+    group: str  # of entry points
+    built_in: Mapping[str, str]  # name -> `module:Class`, which a worker imports
+    form: str = "module:Class"  # how to name one's own, for messages
 
     def resolve(self, name: str) -> str:
         """Return `module:Class` for an entry point, and any other name unchanged. Pydantic calls it.

@@ -124,30 +124,20 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `meta.json`.
+    """The content of `meta.json`."""
 
-    Attributes:
-        step: the last completed one. It is also the position in the ledger, whose lines up to it are durable; the two
-            together determine the next prompts.
-        lineage: of the run when it was saved; together with `step` the version of the weights.
-        model_fingerprint: of the model that the run started with.
-        data_hash: of the prompts' file when the run started.
-        num_ranks: of the actor.
-        saved_at: unix time (s).
-        files: path in the checkpoint -> its size and checksum; without `meta.json` and `queue/`.
-        tokenizer_files: of the model when the run started: name -> content (`workers.data.tokenizer.tokenizer_files`).
-        format: of this file.
-    """
-
+    # The last completed one. It is also the position in the ledger, whose lines up to it are durable; the two together
+    # determine the next prompts.
     step: int
-    lineage: int
-    model_fingerprint: str
-    data_hash: str
-    num_ranks: int
-    saved_at: float
-    files: dict[str, FileEntry]
+    lineage: int  # of the run when it was saved; together with `step` the version of the weights
+    model_fingerprint: str  # of the model that the run started with
+    data_hash: str  # of the prompts' file when the run started
+    num_ranks: int  # of the actor
+    saved_at: float  # unix time (s)
+    files: dict[str, FileEntry]  # path in the checkpoint -> its size and checksum; without `meta.json` and `queue/`
+    # Of the model when the run started: name -> content (`workers.data.tokenizer.tokenizer_files`).
     tokenizer_files: dict[str, str] = {}
-    format: int = FORMAT
+    format: int = FORMAT  # of this file
 
     @staticmethod
     def read(directory: Path) -> "CheckpointMeta":

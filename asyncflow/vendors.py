@@ -52,22 +52,14 @@ _GLOO_THREADS = 4
 
 @dataclass(frozen=True)
 class Vendor:
-    """One kind of device. The defaults suit a device that PyTorch knows through `torch.accelerator`.
+    """One kind of device. The defaults suit a device that PyTorch knows through `torch.accelerator`."""
 
-    Attributes:
-        kind: device type as PyTorch names it.
-        backend: of its process groups.
-        files: what its device files in /dev begin with, before a number.
-        visible: environment variable that limits which devices a process sees.
-        has_float64: whether its kernels compute in float64.
-        allocator: environment variables that configure PyTorch's allocator for it; the first one is the one to set.
-    """
-
-    kind: str
-    backend: str
-    files: str = ""
-    visible: str = ""
-    has_float64: bool = True
+    kind: str  # device type as PyTorch names it
+    backend: str  # of its process groups
+    files: str = ""  # what its device files in /dev begin with, before a number
+    visible: str = ""  # environment variable that limits which devices a process sees
+    has_float64: bool = True  # whether its kernels compute in float64
+    # Environment variables that configure PyTorch's allocator for it; the first one is the one to set.
     allocator: tuple[str, ...] = ()
 
     def obstacle(self) -> str:

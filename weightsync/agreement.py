@@ -29,15 +29,10 @@ class HoldShards(msgspec.Struct, tag=True):
 
 
 class AgreedPlan(msgspec.Struct, tag=True):
-    """The plan that follows from what all ranks hold.
+    """The plan that follows from what all ranks hold."""
 
-    Attributes:
-        plan: `TransferPlan.encode`; empty: there is none.
-        error: why there is none.
-    """
-
-    plan: bytes
-    error: str = ""
+    plan: bytes  # `TransferPlan.encode`; empty: there is none
+    error: str = ""  # why there is none
 
 
 def agree_on_plan(

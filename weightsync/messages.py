@@ -33,17 +33,12 @@ class OpenPlan(msgspec.Struct, tag=True):
 
 
 class TakeSlot(msgspec.Struct, tag=True):
-    """A trainer rank wants to write its part of a version; it gives up older ones, finished or not.
-
-    Attributes:
-        plan: digest.
-        wait_s: how long to wait for a free slot; then slow readers are left behind.
-    """
+    """A trainer rank wants to write its part of a version; it gives up older ones, finished or not."""
 
     rank: int
     version: Version
-    plan: str
-    wait_s: float
+    plan: str  # digest
+    wait_s: float  # how long to wait for a free slot; then slow readers are left behind
 
 
 class SealBuckets(msgspec.Struct, tag=True):
@@ -67,14 +62,10 @@ class NoRepair(msgspec.Struct, tag=True):
 
 
 class Watch(msgspec.Struct, tag=True):
-    """A receiver wants the newest version, if newer than this one; it holds the offered version until `Release`.
+    """A receiver wants the newest version, if newer than this one; it holds the offered version until `Release`."""
 
-    Attributes:
-        newer_than: what it has; None: nothing.
-        best_effort: when its slot is needed, the slot gets new memory at once, and the receiver keeps the old memory.
-    """
-
-    newer_than: Version | None
+    newer_than: Version | None  # what it has; None: nothing
+    # When its slot is needed, the slot gets new memory at once, and the receiver keeps the old memory.
     best_effort: bool = False
 
 
@@ -114,18 +105,12 @@ class JoinBroadcast(msgspec.Struct, tag=True):
 
 
 class BeginBroadcast(msgspec.Struct, tag=True):
-    """The trainer's rank 0 wants to broadcast a version; parks until the receivers are ready.
-
-    Attributes:
-        plan: digest.
-        broken: epoch whose group broke, or "".
-        wait_s: after this, receivers that are not ready are left out.
-    """
+    """The trainer's rank 0 wants to broadcast a version; parks until the receivers are ready."""
 
     version: Version
-    plan: str
-    broken: str
-    wait_s: float
+    plan: str  # digest
+    broken: str  # epoch whose group broke, or ""
+    wait_s: float  # after this, receivers that are not ready are left out
 
 
 class WatchPeer(msgspec.Struct, tag=True):
@@ -141,15 +126,11 @@ class FetchPlan(msgspec.Struct, tag=True):
 
 
 class FetchBucket(msgspec.Struct, tag=True):
-    """Another agent wants a bucket's bytes.
-
-    Attributes:
-        base: a complete version that it has; the answer may be a delta against it.
-    """
+    """Another agent wants a bucket's bytes."""
 
     version: Version
     bucket: int
-    base: Version | None
+    base: Version | None  # a complete version that it has; the answer may be a delta against it
 
 
 class AskStatus(msgspec.Struct, tag=True):
@@ -187,21 +168,14 @@ class NoRoom(msgspec.Struct, tag=True):
 
 
 class Offered(msgspec.Struct, tag=True):
-    """The newest complete version.
-
-    Attributes:
-        plan: digest.
-        live: tokens of all memories that the agent has; mappings of other memories are useless.
-        checksums: of every bucket, in order.
-        checksum: of the whole, `version_checksum(checksums)`.
-    """
+    """The newest complete version."""
 
     version: Version
-    plan: str
+    plan: str  # digest
     slot: SlotOffer
-    live: list[bytes]
-    checksums: list[int]
-    checksum: int
+    live: list[bytes]  # tokens of all memories that the agent has; mappings of other memories are useless
+    checksums: list[int]  # of every bucket, in order
+    checksum: int  # of the whole, `version_checksum(checksums)`
 
 
 class Repair(msgspec.Struct, tag=True):
@@ -218,31 +192,20 @@ class SwapTurn(msgspec.Struct, tag=True):
 
 
 class Transfer(msgspec.Struct, tag=True):
-    """A broadcast begins.
+    """A broadcast begins."""
 
-    Attributes:
-        epoch: names its groups, which stay the same as long as the epoch does.
-        members: receivers, in rank order.
-        plan: digest; "": there is no broadcast.
-    """
-
-    epoch: str
+    epoch: str  # names its groups, which stay the same as long as the epoch does
     version: Version
-    members: list[str]
-    plan: str
+    members: list[str]  # receivers, in rank order
+    plan: str  # digest; "": there is no broadcast
 
 
 class Held(msgspec.Struct):
-    """What an agent has of a version.
-
-    Attributes:
-        plan: digest.
-        checksums: by bucket index, of the buckets that it has.
-    """
+    """What an agent has of a version."""
 
     version: Version
-    plan: str
-    checksums: dict[int, int]
+    plan: str  # digest
+    checksums: dict[int, int]  # by bucket index, of the buckets that it has
 
 
 class PeerHas(msgspec.Struct, tag=True):
@@ -264,23 +227,14 @@ class BucketFetched(msgspec.Struct, tag=True):
 
 
 class AgentStatus(msgspec.Struct, tag=True):
-    """An agent's state, for people and tests.
+    """An agent's state, for people and tests."""
 
-    Attributes:
-        newest: complete version.
-        versions: (version, buckets present) of every slot in use.
-        serving: by receiver: the version that it computes with.
-        holders: by receiver: versions that it may be reading.
-        slot_bytes: memory of all slots, if every page was used.
-        fetched_bytes: from other agents, since the start.
-    """
-
-    newest: Version | None
-    versions: list[tuple[Version, int]]
-    serving: dict[str, Version]
-    holders: dict[str, list[Version]]
-    slot_bytes: int
-    fetched_bytes: int
+    newest: Version | None  # complete version
+    versions: list[tuple[Version, int]]  # (version, buckets present) of every slot in use
+    serving: dict[str, Version]  # by receiver: the version that it computes with
+    holders: dict[str, list[Version]]  # by receiver: versions that it may be reading
+    slot_bytes: int  # memory of all slots, if every page was used
+    fetched_bytes: int  # from other agents, since the start
 
 
 Reply = (

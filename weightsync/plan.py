@@ -170,15 +170,10 @@ _ALIGN_BYTES = 64
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor as it travels.
+    """A tensor as it travels."""
 
-    Attributes:
-        shape: of the whole tensor.
-        dtype: element type on the wire.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str  # element type on the wire
 
     @property
     def num_bytes(self) -> int:
@@ -191,19 +186,12 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ShardSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a trainer rank holds of one tensor.
+    """What a trainer rank holds of one tensor."""
 
-    Attributes:
-        name: Hugging Face name.
-        shape: of the whole tensor.
-        dtype: the trainer's element type; floating-point ones are cast to the plan's, others travel unchanged.
-        box: the part held.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    box: Box
+    name: str  # Hugging Face name
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str  # the trainer's element type; floating-point ones are cast to the plan's, others travel unchanged
+    box: Box  # the part held
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -214,33 +202,21 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True):
-    """What travels as one message, with one checksum.
+    """What travels as one message, with one checksum."""
 
-    Attributes:
-        index: position in the plan.
-        sender: trainer rank that holds and sends it.
-        num_bytes: of all pieces, packed.
-        pieces: in the order of their bytes.
-    """
-
-    index: int
-    sender: int
-    num_bytes: int
-    pieces: tuple[Piece, ...]
+    index: int  # position in the plan
+    sender: int  # trainer rank that holds and sends it
+    num_bytes: int  # of all pieces, packed
+    pieces: tuple[Piece, ...]  # in the order of their bytes
 
 
 class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for what is derived once
-    """All of one model's transfer.
+    """All of one model's transfer."""
 
-    Attributes:
-        num_senders: trainer ranks.
-        tensors: in the order in which they lie in a region; a piece names a tensor by its position here.
-        buckets: in sending order; each sender sends its own in this order.
-    """
-
-    num_senders: int
+    num_senders: int  # trainer ranks
+    # In the order in which they lie in a region; a piece names a tensor by its position here.
     tensors: dict[str, TensorSpec]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...]  # in sending order; each sender sends its own in this order
 
     def of_sender(self, rank: int) -> tuple[Bucket, ...]:
         """Return the buckets that `rank` sends, in order."""
@@ -295,17 +271,11 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What a receiver wants of one tensor.
+    """What a receiver wants of one tensor."""
 
-    Attributes:
-        shape: of the whole tensor.
-        aliases: other names of it (tied weights); the first one that the trainer has is used.
-        box: the part; None: all.
-    """
-
-    shape: tuple[int, ...]
-    aliases: tuple[str, ...] = ()
-    box: Box | None = None
+    shape: tuple[int, ...]  # of the whole tensor
+    aliases: tuple[str, ...] = ()  # other names of it (tied weights); the first one that the trainer has is used
+    box: Box | None = None  # the part; None: all
 
 
 def plan_digest(data: bytes) -> str:

@@ -403,28 +403,17 @@ Share = Callable[[Tensor, int], object]
 
 
 class Following(msgspec.Struct, frozen=True):
-    """What a rank must know to receive; plain values, none of them secret.
+    """What a rank must know to receive; plain values, none of them secret."""
 
-    Attributes:
-        run_dir: its `job.json` says how to reach the others.
-        name: of the engine's user.
-        agent: see `WeightReceiver`.
-        lead: see `WeightReceiver`; empty: nothing is broadcast.
-        timeout_s: deadline of a broadcast.
-        start_timeout_s: deadline of a handshake.
-        pid, fd: the pipe's writing end.
-        needs: what the engine wants, by its own names.
-    """
-
-    run_dir: str
-    name: str
-    agent: str
-    lead: str
-    timeout_s: float
-    start_timeout_s: float
-    pid: int
+    run_dir: str  # its `job.json` says how to reach the others
+    name: str  # of the engine's user
+    agent: str  # see `WeightReceiver`
+    lead: str  # see `WeightReceiver`; empty: nothing is broadcast
+    timeout_s: float  # deadline of a broadcast
+    start_timeout_s: float  # deadline of a handshake
+    pid: int  # the pipe's writing end
     fd: int
-    needs: dict[str, Need]
+    needs: dict[str, Need]  # what the engine wants, by its own names
 
 
 @runtime_checkable

@@ -72,15 +72,10 @@ def describe(shards: Iterable[Shard]) -> list[ShardSpec]:
 
 @dataclass(frozen=True)
 class Target:
-    """A region that one rank writes its part into.
+    """A region that one rank writes its part into."""
 
-    Attributes:
-        region: of a whole version.
-        views: by bucket index, the rank's pieces in the region.
-    """
-
-    region: Region
-    views: Mapping[int, Sequence[Tensor]]
+    region: Region  # of a whole version
+    views: Mapping[int, Sequence[Tensor]]  # by bucket index, the rank's pieces in the region
 
 
 class ShardWriter:
@@ -243,16 +238,12 @@ class Where(Enum):
 
 @dataclass(frozen=True)
 class Staged:
-    """A version's copy.
-
-    Attributes:
-        slot: token of the agent's memory that holds it; None: memory of this process.
-        copied: by bucket, the ends of the copies from the device; a missing one has ended.
-    """
+    """A version's copy."""
 
     version: Version
     target: Target
-    slot: bytes | None
+    slot: bytes | None  # token of the agent's memory that holds it; None: memory of this process
+    # By bucket, the ends of the copies from the device; a missing one has ended.
     copied: Mapping[int, CopiesDone] = field(default_factory=dict)
 
 

@@ -39,18 +39,12 @@ _MADV_POPULATE_WRITE = 23
 
 
 class SlotOffer(msgspec.Struct, frozen=True):
-    """Where a slot's memory is.
+    """Where a slot's memory is."""
 
-    Attributes:
-        pid, fd: the agent's.
-        num_bytes: of the region.
-        token: tells this memory from any other that had the same numbers.
-    """
-
-    pid: int
+    pid: int  # the agent's
     fd: int
-    num_bytes: int
-    token: bytes
+    num_bytes: int  # of the region
+    token: bytes  # tells this memory from any other that had the same numbers
 
 
 class SlotMemory:

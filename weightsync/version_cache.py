@@ -29,18 +29,12 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, eq=False)
 class ReadyVersion:
-    """A version that was checked.
-
-    Attributes:
-        views: by the engine's names.
-        own: in memory of the cache; otherwise in the agent's.
-        release: called once, when the version is not used any more.
-    """
+    """A version that was checked."""
 
     version: Version
-    views: Mapping[str, Tensor]
-    own: bool
-    release: Callable[[], None]
+    views: Mapping[str, Tensor]  # by the engine's names
+    own: bool  # in memory of the cache; otherwise in the agent's
+    release: Callable[[], None]  # called once, when the version is not used any more
 
 
 class VersionCache:

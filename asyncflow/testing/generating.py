@@ -30,17 +30,12 @@ DEADLINE_S = 120.0
 
 @dataclass
 class Lab:
-    """An engine under test.
-
-    Attributes:
-        sampling: how it draws.
-        old, new: directories of two models of the same shape; `old` is loaded when a test begins.
-    """
+    """An engine under test."""
 
     adapter: Adapter
     engine: GenerateEngine
-    sampling: SamplingConfig
-    old: Path
+    sampling: SamplingConfig  # how it draws
+    old: Path  # directories of two models of the same shape; `old` is loaded when a test begins
     new: Path
 
     def reset(self) -> "Lab":

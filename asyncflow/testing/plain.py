@@ -17,19 +17,12 @@ from asyncflow.testing import samples
 
 @dataclass(frozen=True)
 class Plain:
-    """A model's results before and after the suite's updates.
+    """A model's results before and after the suite's updates."""
 
-    Attributes:
-        log_probs: float64, of every sample's response.
-        trained_log_probs: the same after the updates.
-        updates: (gradient norm, learning rate) of each.
-        weights: after the updates, by Hugging Face name; tied ones once.
-    """
-
-    log_probs: list[Tensor]
-    trained_log_probs: list[Tensor]
-    updates: list[tuple[float, float]]
-    weights: dict[str, Tensor]
+    log_probs: list[Tensor]  # float64, of every sample's response
+    trained_log_probs: list[Tensor]  # the same after the updates
+    updates: list[tuple[float, float]]  # (gradient norm, learning rate) of each
+    weights: dict[str, Tensor]  # after the updates, by Hugging Face name; tied ones once
 
     @staticmethod
     @lru_cache

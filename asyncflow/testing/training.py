@@ -95,20 +95,13 @@ pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
 
 @dataclass
 class Trained:
-    """What the ranks of one layout did with one family.
-
-    Attributes:
-        model_dir: the initial model.
-        out: holds `export`.
-        ranks: results of each rank, see rank.py.
-        plain: plain PyTorch, with the same model.
-    """
+    """What the ranks of one layout did with one family."""
 
     adapter: TrainAdapter
-    model_dir: Path
-    out: Path
-    ranks: list[dict[str, Any]]
-    plain: Plain
+    model_dir: Path  # the initial model
+    out: Path  # holds `export`
+    ranks: list[dict[str, Any]]  # results of each rank, see rank.py
+    plain: Plain  # plain PyTorch, with the same model
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

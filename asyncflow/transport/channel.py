@@ -504,15 +504,10 @@ _ABORT_TIMEOUT_S = 1.0
 
 
 class PipeOffer(msgspec.Struct):
-    """Where to write to an end of the channel.
+    """Where to write to an end of the channel."""
 
-    Attributes:
-        fd: the write end's descriptor in the offering process.
-        inode: of the pipe; reveals a descriptor that was reused.
-    """
-
-    fd: int
-    inode: int
+    fd: int  # the write end's descriptor in the offering process
+    inode: int  # of the pipe; reveals a descriptor that was reused
 
 
 class Pipes:
@@ -628,16 +623,11 @@ class Pipes:
 
 @dataclass(frozen=True)
 class HostLink:
-    """What two ends on one host share, once each has opened the other's.
-
-    Attributes:
-        arena: where this end writes payloads. Unused, it costs a page, but no thread and no descriptor.
-        peer_arena: where the peer writes them.
-    """
+    """What two ends on one host share, once each has opened the other's."""
 
     pipes: Pipes
-    arena: Arena
-    peer_arena: PeerArena
+    arena: Arena  # where this end writes payloads. Unused, it costs a page, but no thread and no descriptor
+    peer_arena: PeerArena  # where the peer writes them
 
 
 class PipeChannel(Channel):

@@ -74,47 +74,32 @@ class Route(IntEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one end accepts and uses.
+    """What one end accepts and uses."""
 
-    Attributes:
-        meta_bytes, payload_bytes: largest parts accepted.
-        shared_memory: use it when the peer is on the same host.
-        arena_bytes: address space for payloads that the peer has not released; anything beyond goes over the wire.
-    """
-
-    meta_bytes: int = 2**26
+    meta_bytes: int = 2**26  # largest parts accepted
     payload_bytes: int = 2**31
-    shared_memory: bool = True
+    shared_memory: bool = True  # use it when the peer is on the same host
+    # Address space for payloads that the peer has not released; anything beyond goes over the wire.
     arena_bytes: int = 2**33
 
 
 class Frame(msgspec.Struct):
-    """A header, and what came with it.
-
-    Attributes:
-        request_id: pairs a reply with its request; unique per channel.
-        body: sizes of segments and message; empty when it is outside the frame.
-        outside: the body takes the payload's route.
-        num_segments: number of sizes at the front of the body.
-        offset, generation: handle of the region (`Route.SHARED`).
-        releases: offsets in the receiver's arena of regions that the sender of this frame no longer views.
-        body_bytes, body_checksum: of the body, wherever it is.
-        payload: empty unless it is in the frame.
-    """
+    """A header, and what came with it."""
 
     kind: FrameKind
-    request_id: int = 0
+    request_id: int = 0  # pairs a reply with its request; unique per channel
     route: Route = Route.FRAME
-    body: bytes = b""
-    outside: bool = False
-    num_segments: int = 0
+    body: bytes = b""  # sizes of segments and message; empty when it is outside the frame
+    outside: bool = False  # the body takes the payload's route
+    num_segments: int = 0  # number of sizes at the front of the body
     payload_bytes: int = 0
-    offset: int = 0
+    offset: int = 0  # handle of the region (`Route.SHARED`)
     generation: int = 0
+    # Offsets in the receiver's arena of regions that the sender of this frame no longer views.
     releases: Sequence[int] = ()
-    body_bytes: int = 0
+    body_bytes: int = 0  # of the body, wherever it is
     body_checksum: int = 0
-    payload: bytes = b""
+    payload: bytes = b""  # empty unless it is in the frame
 
     def split_body(self) -> tuple[list[int], bytes]:
         """Return (sizes of the segments, message).
@@ -146,15 +131,11 @@ def aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors that travel back to back, without gaps.
+    """Tensors that travel back to back, without gaps."""
 
-    Attributes:
-        parts: 1-D, contiguous, on the CPU, of one dtype; they must not change until the send has returned.
-        dtype: on the wire; the one copy also casts.
-    """
-
+    # 1-D, contiguous, on the CPU, of one dtype; they must not change until the send has returned.
     parts: Sequence[Tensor]
-    dtype: torch.dtype
+    dtype: torch.dtype  # on the wire; the one copy also casts
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -327,19 +308,12 @@ _DATA_START = 4096  # the token's page
 
 
 class ArenaOffer(msgspec.Struct):
-    """Where an arena is.
+    """Where an arena is."""
 
-    Attributes:
-        fd: the sender's descriptor.
-        num_bytes: of the whole file.
-        generation: repeated in every handle.
-        token: the file's first bytes.
-    """
-
-    fd: int
-    num_bytes: int
-    generation: int
-    token: bytes
+    fd: int  # the sender's descriptor
+    num_bytes: int  # of the whole file
+    generation: int  # repeated in every handle
+    token: bytes  # the file's first bytes
 
 
 class Arena:

@@ -52,29 +52,18 @@ SWITCH = "ASYNCFLOW_SHARED_MEMORY"
 
 
 class Hello(msgspec.Struct):
-    """One end of a future channel.
+    """One end of a future channel."""
 
-    Attributes:
-        host: identifies boot and namespaces.
-        pid: in that namespace.
-        arena: where this end will write payloads; None: shared memory is switched off.
-        pipe: where this end reads frames; None like `arena`.
-    """
-
-    host: str
-    pid: int
-    arena: ArenaOffer | None
-    pipe: PipeOffer | None = None
+    host: str  # identifies boot and namespaces
+    pid: int  # in that namespace
+    arena: ArenaOffer | None  # where this end will write payloads; None: shared memory is switched off
+    pipe: PipeOffer | None = None  # where this end reads frames; None like `arena`
 
 
 class Capability(msgspec.Struct):
-    """Whether an end can share with its peer.
+    """Whether an end can share with its peer."""
 
-    Attributes:
-        obstacle: why the peer's arena or pipe cannot be opened; empty: it can share.
-    """
-
-    obstacle: str
+    obstacle: str  # why the peer's arena or pipe cannot be opened; empty: it can share
 
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -248,17 +237,11 @@ class Ask(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process needs to open and accept channels.
+    """What a process needs to open and accept channels."""
 
-    Attributes:
-        store: the job store; cloned for every blocking use.
-        secret: the job's secret.
-        timeout_s: deadline of one handshake.
-    """
-
-    store: dist.TCPStore
-    secret: bytes
-    timeout_s: float = 60.0
+    store: dist.TCPStore  # the job store; cloned for every blocking use
+    secret: bytes  # the job's secret
+    timeout_s: float = 60.0  # deadline of one handshake
     _idle: list[SealedStore] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def own_store(self, timeout_s: float | None = None) -> SealedStore:

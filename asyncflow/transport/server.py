@@ -100,15 +100,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Session:
-    """One client's channel: the unit of identity and of death.
+    """One client's channel: the unit of identity and of death."""
 
-    Attributes:
-        number: unique for the life of this server.
-        client: the name that the client gave.
-    """
-
-    number: int
-    client: str
+    number: int  # unique for the life of this server
+    client: str  # the name that the client gave
 
 
 class Handler(Protocol):

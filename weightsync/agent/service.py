@@ -88,14 +88,10 @@ _CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Fetch:
-    """A bucket to fetch.
-
-    Attributes:
-        region: of the slot's memory at the time of the decision.
-    """
+    """A bucket to fetch."""
 
     pull: Pull
-    region: Region
+    region: Region  # of the slot's memory at the time of the decision
 
 
 @dataclass(frozen=True)

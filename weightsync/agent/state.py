@@ -196,35 +196,23 @@ class PeerCatalog:
 
 @dataclass
 class Slot:
-    """The place of one version.
+    """The place of one version."""
 
-    Attributes:
-        number: which memory.
-        version: None: the slot is empty.
-        checksums: by bucket index, for the buckets that have arrived.
-        writers: by trainer rank: the session that is writing its part, or rewriting damaged buckets of it.
-        readers: sessions that hold it; a writer waits for them.
-        best_effort: sessions that hold it but that no writer waits for.
-        left: its readers were too slow: they keep the memory when the slot is needed.
-        pulling: by bucket index: the agent that the bucket is being fetched from.
-        delivered: a rank of this node has delivered buckets of it.
-        dropped: damaged or overtaken; not offered any more.
-        stained: a session that may still touch the memory is gone.
-    """
-
-    number: int
-    version: Version | None = None
+    number: int  # which memory
+    version: Version | None = None  # None: the slot is empty
     plan: TransferPlan | None = None
     digest: str = ""
-    checksums: dict[int, int] = field(default_factory=dict)
+    checksums: dict[int, int] = field(default_factory=dict)  # by bucket index, for the buckets that have arrived
+    # By trainer rank: the session that is writing its part, or rewriting damaged buckets of it.
     writers: dict[int, object] = field(default_factory=dict)
-    readers: set[object] = field(default_factory=set)
-    best_effort: set[object] = field(default_factory=set)
-    left: bool = False
+    readers: set[object] = field(default_factory=set)  # sessions that hold it; a writer waits for them
+    best_effort: set[object] = field(default_factory=set)  # sessions that hold it but that no writer waits for
+    left: bool = False  # its readers were too slow: they keep the memory when the slot is needed
+    # By bucket index: the agent that the bucket is being fetched from.
     pulling: dict[int, str] = field(default_factory=dict)
-    delivered: bool = False
-    dropped: bool = False
-    stained: bool = False
+    delivered: bool = False  # a rank of this node has delivered buckets of it
+    dropped: bool = False  # damaged or overtaken; not offered any more
+    stained: bool = False  # a session that may still touch the memory is gone
 
     @property
     def complete(self) -> bool:
