@@ -23,10 +23,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class RoundTrip:
     """A question to a host whose clock is known, and its answer."""
 
-    asked: float  # when the question left and the answer came, on the asking host's monotonic clock (s)
-    arrived: float  # when the question came and the answer left, in the other host's unix time (s)
-    answered: float
-    heard: float
+    asked: float  # when the question left, on the asking host's monotonic clock (s)
+    arrived: float  # when the question came, in the other host's unix time (s)
+    answered: float  # when the answer left, in the other host's unix time (s)
+    heard: float  # when the answer came, on the asking host's monotonic clock (s)
 
     @property
     def delay_s(self) -> float:

@@ -411,8 +411,8 @@ class Following(msgspec.Struct, frozen=True):
     lead: str  # see `WeightReceiver`; empty: nothing is broadcast
     timeout_s: float  # deadline of a broadcast
     start_timeout_s: float  # deadline of a handshake
-    pid: int  # the pipe's writing end
-    fd: int
+    pid: int  # of the engine's user
+    fd: int  # the pipe's writing end there
     needs: dict[str, Need]  # what the engine wants, by its own names
 
 

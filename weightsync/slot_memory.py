@@ -42,7 +42,7 @@ class SlotOffer(msgspec.Struct, frozen=True):
     """Where a slot's memory is."""
 
     pid: int  # the agent's
-    fd: int
+    fd: int  # in the agent's process
     num_bytes: int  # of the region
     token: bytes  # tells this memory from any other that had the same numbers
 

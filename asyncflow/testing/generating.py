@@ -35,8 +35,8 @@ class Lab:
     adapter: Adapter
     engine: GenerateEngine
     sampling: SamplingConfig  # how it draws
-    old: Path  # directories of two models of the same shape; `old` is loaded when a test begins
-    new: Path
+    old: Path  # directory of a model, which is loaded when a test begins
+    new: Path  # directory of another model of the same shape
 
     def reset(self) -> "Lab":
         """Make the engine idle, with the old weights, as version 0."""

@@ -76,8 +76,8 @@ class Route(IntEnum):
 class Limits:
     """What one end accepts and uses."""
 
-    meta_bytes: int = 2**26  # largest parts accepted
-    payload_bytes: int = 2**31
+    meta_bytes: int = 2**26  # largest message accepted
+    payload_bytes: int = 2**31  # largest payload accepted
     shared_memory: bool = True  # use it when the peer is on the same host
     # Address space for payloads that the peer has not released; anything beyond goes over the wire.
     arena_bytes: int = 2**33
@@ -93,7 +93,7 @@ class Frame(msgspec.Struct):
     outside: bool = False  # the body takes the payload's route
     num_segments: int = 0  # number of sizes at the front of the body
     payload_bytes: int = 0
-    offset: int = 0  # handle of the region (`Route.SHARED`)
+    offset: int = 0  # with `generation`: handle of the region (`Route.SHARED`)
     generation: int = 0
     # Offsets in the receiver's arena of regions that the sender of this frame no longer views.
     releases: Sequence[int] = ()
