@@ -96,11 +96,7 @@ def awake_slices(timeout_s: float) -> Iterator[float]:
 
 
 def awake_result(future: "Future[R]", timeout_s: float) -> R:
-    """Return a future's result, or raise its error.
-
-    Raises:
-        TimeoutError: none came within `timeout_s`.
-    """
+    """Return a future's result, or raise its error. Raises TimeoutError if none came within `timeout_s`."""
     for slice_s in awake_slices(timeout_s):
         try:
             return future.result(slice_s)

@@ -39,8 +39,7 @@ def name_device(name: str) -> torch.device:
 def open_device(name: str) -> torch.device:
     """Make `name` (`cpu`, `cuda:1`, `npu:0`) the calling thread's current device.
 
-    Raises:
-        ConfigError: this build of PyTorch has no such device.
+    Raises ConfigError if this build of PyTorch has no such device.
     """
     device = name_device(name)
     if device.type == "cpu":

@@ -160,9 +160,7 @@ def choose_interfaces(store_host: str, env: MutableMapping[str, str] = os.enviro
     """Make this process's collective libraries use the interface that leads to the job store.
 
     Call it before the first process group. On one node that is loopback, whatever the user has set for other jobs.
-
-    Raises:
-        ConfigError: no interface leads there, and the user named none.
+    Raises ConfigError if no interface leads there, and the user named none.
     """
     if is_loopback(store_host):
         env[GLOO_INTERFACE] = LOOPBACK_INTERFACE
@@ -198,9 +196,7 @@ def interface_towards(address: str, routes: Path = _ROUTES) -> str:
     """Return the interface with the most specific route to an IPv4 or IPv6 address.
 
     For an address of this host that is the interface of its network. `routes` is the directory of the kernel's tables.
-
-    Raises:
-        ConfigError: there is no route.
+    Raises ConfigError if there is no route.
     """
     target = ip_address(address)
     table = _ipv4_routes(routes / "route") if target.version == 4 else _ipv6_routes(routes / "ipv6_route")
@@ -211,11 +207,7 @@ def interface_towards(address: str, routes: Path = _ROUTES) -> str:
 
 
 def address_towards(address: str) -> str:
-    """Return this host's own address on the way to another one; sends nothing.
-
-    Raises:
-        OSError: there is no route.
-    """
+    """Return this host's own address on the way to another one; sends nothing. Raises OSError if there is no route."""
     # Connecting a datagram socket only looks up the route; the port does not matter.
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
@@ -223,11 +215,7 @@ def address_towards(address: str) -> str:
 
 
 def resolve(host: str) -> str:
-    """Return the address of a name or address; IPv4 where a name has both.
-
-    Raises:
-        OSError: the name is unknown.
-    """
+    """Return the address of a name or address; IPv4 where a name has both. Raises OSError if the name is unknown."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
 

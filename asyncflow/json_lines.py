@@ -60,8 +60,7 @@ class JsonLines:
     def sync(self) -> None:
         """Make everything written durable.
 
-        Raises:
-            OSError: the file system refuses, perhaps lines that it refused before.
+        Raises OSError if the file system refuses, perhaps lines that it refused before.
         """
         with self._lock:
             self._write()

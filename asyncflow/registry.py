@@ -26,8 +26,7 @@ class Registry:
     def resolve(self, name: str) -> str:
         """Return `module:Class` for an entry point, and any other name unchanged. Pydantic calls it.
 
-        Raises:
-            ValueError: there is no such name, or two packages registered it; the message lists the known ones.
+        Raises ValueError, which lists the known names, if there is no such name, or if two packages registered it.
         """
         if name in self.built_in or ":" in name:
             return name

@@ -143,8 +143,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
     def read(directory: Path) -> "CheckpointMeta":
         """Read a checkpoint's `meta.json`.
 
-        Raises:
-            CheckpointError: it is missing, or not what a complete save writes.
+        Raises CheckpointError if it is missing or not what a complete save writes.
         """
         path = directory / META_FILE
         try:

@@ -73,9 +73,7 @@ class SealedStore:
     def get(self, key: str) -> bytes:
         """Return the value, once there is one.
 
-        Raises:
-            SealBroken: the job did not write it.
-            DistError: none came in time, or the store is gone.
+        Raises SealBroken if the job did not write it, DistError if none came in time or the store is gone.
         """
         return self._open(_VALUE, key, self._store.get(self._prefix + key))
 
@@ -122,11 +120,7 @@ class SealedStore:
         return bool(self._store.check([self._prefix + key for key in keys]))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Wait until all these keys exist, sealed or not.
-
-        Raises:
-            DistStoreError: not in time.
-        """
+        """Wait until all these keys exist, sealed or not. Raises DistStoreError if they do not appear in time."""
         self._store.wait([self._prefix + key for key in keys], timeout)
 
     def delete_key(self, key: str) -> bool:
@@ -141,8 +135,7 @@ class SealedStore:
     def read_below(self, prefix: str) -> dict[str, bytes]:
         """Return the values of all keys that begin with `prefix`, by the rest of the key, in one round trip.
 
-        Raises:
-            SealBroken: the job did not write one of them: anybody can add a key.
+        Raises SealBroken if the job did not write one of them: anybody can add a key.
         """
         keys = [key for key in self.list_keys() if key.startswith(prefix)]
         values = self.multi_get(keys) if keys else []
@@ -154,9 +147,8 @@ class SealedStore:
     def queue_pop(self, key: str) -> bytes:
         """Take from a queue, once it has an item.
 
-        Raises:
-            SealBroken: the job did not write the item; it is removed.
-            DistError: nothing came in time, or the store is gone.
+        Raises SealBroken if the job did not write the item, which is removed; DistError if nothing came in time or the
+        store is gone.
         """
         return self._open(_ITEM, key, self._store.queue_pop(self._prefix + key))
 
@@ -224,8 +216,7 @@ def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore,
 def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
     """Connect to a store; a thread that may block in it needs its own client.
 
-    Raises:
-        DistError: no store answers there in time.
+    Raises DistError if no store answers there in time.
     """
     made: Future[TCPStore] = Future()
 

@@ -186,8 +186,7 @@ _OWN = (
 def vendors() -> dict[str, Vendor]:
     """Return all vendors by kind, installed ones first, the CPU last.
 
-    Raises:
-        ConfigError: an installed vendor cannot be loaded.
+    Raises ConfigError if an installed vendor cannot be loaded.
     """
     found: list[Vendor] = []
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
@@ -202,11 +201,7 @@ def vendors() -> dict[str, Vendor]:
 
 
 def vendor_of(kind: str) -> Vendor:
-    """Return the vendor of a device type or of `type:index`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the vendor of a device type or of `type:index`. Raises ConfigError if there is none."""
     kind = kind.partition(":")[0]
     if kind not in vendors():
         raise ConfigError(

@@ -90,8 +90,7 @@ class BucketLayout:
     def check(self, summary: list[int], version: Version) -> None:
         """Compare `summary`'s result with what was expected.
 
-        Raises:
-            WeightSyncError: another bucket or version came, or the bytes changed.
+        Raises WeightSyncError if another bucket or version came, or the bytes changed.
         """
         index, lineage, step, sent, arrived = summary
         if sent != arrived:
@@ -207,8 +206,7 @@ class BroadcastGroup:
     def ready(self, transfer: Transfer, plan: TransferPlan, *, deadline: float, stop: threading.Event) -> None:
         """Say that this member is ready, and wait until all are; until then nothing is sent.
 
-        Raises:
-            WeightsLate: not all were ready by `deadline`.
+        Raises WeightsLate if not all were ready by `deadline`.
         """
         self._all_say("ready", transfer, plan, deadline=deadline, stop=stop)
 

@@ -86,8 +86,7 @@ class WeightFeed(WeightReceiver):
     def wait_newer(self, version: Version | None, *, timeout_s: float, stop: threading.Event | None = None) -> bool:
         """Wait until a version newer than `version` is ready for `load`; False: the run is over, or `stop` is set.
 
-        Raises:
-            WeightSyncError: no such version within `timeout_s`; the message says why.
+        Raises WeightSyncError, which says why, if none comes within `timeout_s`.
         """
         what = "weights" if version is None else f"weights newer than {version}"
         return self._wait(lambda: self._cache.has_newer(version), what, timeout_s=timeout_s, stop=stop)

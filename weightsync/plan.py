@@ -251,11 +251,7 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
 
     @staticmethod
     def decode(data: bytes) -> "TransferPlan":
-        """Read what `encode` wrote.
-
-        Raises:
-            PlanError: the bytes are not a plan.
-        """
+        """Read what `encode` wrote. Raises PlanError if the bytes are not a plan."""
         try:
             return msgpack_decoder(TransferPlan).decode(data)
         except msgspec.MsgspecError as error:

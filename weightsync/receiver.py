@@ -184,9 +184,8 @@ class WeightReceiver:
     def wait_for(self, step: int, *, timeout_s: float, lineage: int = 0, stop: threading.Event | None = None) -> bool:
         """Wait until a version of `step` or later, or of a later lineage, is ready; False: `stop` was set first.
 
-        Raises:
-            WeightSyncError: no such version within `timeout_s`; the message says why.
-            PlanError: trainer and engine disagree on a tensor.
+        Raises WeightSyncError, which says why, if none comes within `timeout_s`; PlanError if trainer and engine
+        disagree on a tensor.
         """
         return self._wait(
             lambda: (newest := self.newest) is not None and newest >= (lineage, step),
@@ -329,9 +328,7 @@ class WeightReceiver:
     def _receive(self, connection: Connection, member: BroadcastMember, transfer: Transfer) -> bool:
         """Receive a broadcast version; False: it did not arrive intact, and the agent will have it.
 
-        Raises:
-            PlanError: the engine does not fit the trainer.
-            TransportError: the lead agent is gone.
+        Raises PlanError if the engine does not fit the trainer, TransportError if the lead agent is gone.
         """
         region: Region | None = None
         with self._cache.coming(transfer.version):

@@ -97,8 +97,7 @@ class ShardWriter:
     def match(self, shards: Sequence[Shard]) -> None:
         """Find each piece's shard, unless the shards are the same as last time (they are, at every version).
 
-        Raises:
-            WeightSyncError: no shard contains a piece.
+        Raises WeightSyncError if no shard contains a piece.
         """
         held = [(shard.name, shard.box) for shard in shards]
         if held == self._known:
@@ -159,8 +158,7 @@ class ShardCopies:
     def run(self, version: Version, target: Target, shards: Sequence[Shard]) -> dict[int, CopiesDone]:
         """Begin to copy all buckets; returns the end of each. The shards are read until `wait` returns.
 
-        Raises:
-            WeightSyncError: no shard contains a piece.
+        Raises WeightSyncError if no shard contains a piece.
         """
         with self._reading:
             self._writer.match(shards)
@@ -468,8 +466,7 @@ class WeightSender:
     def wait(self, timeout_s: float) -> None:
         """Wait until the agent has this rank's part of the last version.
 
-        Raises:
-            WeightsLate: the agent did not take it in time.
+        Raises WeightsLate if the agent did not take it in time.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:

@@ -53,8 +53,7 @@ class SlotMemory:
     def __init__(self, num_bytes: int) -> None:
         """Reserve `num_bytes`; pages are allocated on first use.
 
-        Raises:
-            WeightSyncError: out of descriptors or address space.
+        Raises WeightSyncError if it is out of descriptors or address space.
         """
         try:
             fd, token = create_memfd(_HEADER_BYTES + num_bytes)
@@ -105,8 +104,7 @@ class SlotMappings:
     def get(self, offer: SlotOffer, extents: tuple[tuple[int, int], ...]) -> Tensor:
         """Return a slot's memory, uint8 [num_bytes]; the byte ranges `extents` are present and page-locked.
 
-        Raises:
-            WeightSyncError: see `map_slot`.
+        Raises like `map_slot`.
         """
         known, memory = self._memories.get(offer.token, (None, None))
         if memory is None or known != extents:
@@ -141,8 +139,7 @@ def merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 def private_memory(num_bytes: int) -> Tensor:
     """Return uint8 [num_bytes] of this process alone, page-aligned, in huge pages where the kernel has them.
 
-    Raises:
-        WeightSyncError: not enough memory.
+    Raises WeightSyncError if there is not enough memory.
     """
     try:
         memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

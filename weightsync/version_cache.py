@@ -265,9 +265,8 @@ class EngineViews:
     def layout(self, digest: str, connection: Connection) -> RegionLayout:
         """Return a plan's layout, the same object every time; `connection` is to an agent that knows the plan.
 
-        Raises:
-            PlanError: the engine does not fit the trainer.
-            TransportError: the plan was not known here, and the agent is gone.
+        Raises PlanError if the engine does not fit the trainer, TransportError if the plan was not known here, and the
+        agent is gone.
         """
         if digest not in self._known:
             plan, needs = fetch_plan(connection, digest), self._needs

@@ -255,8 +255,7 @@ class Channel(ABC):
     def expect(self, frames: int) -> None:
         """Let the peer send `frames` frames without waiting for this end.
 
-        Raises:
-            TransportError: the channel is broken.
+        Raises TransportError if the channel is broken.
         """
 
     def send(
@@ -292,10 +291,8 @@ class Channel(ABC):
     def receive(self) -> tuple[Frame, bytes, Tensor]:
         """Wait for one message, without a deadline; returns (frame, meta, payload uint8 [payload_bytes]).
 
-        The payload is the caller's while a view of it exists. A goodbye is the last message.
-
-        Raises:
-            TransportError: the peer is gone or broke the protocol; the channel cannot be used any more.
+        The payload is the caller's while a view of it exists. A goodbye is the last message. Raises TransportError if
+        the peer is gone or broke the protocol; the channel cannot be used any more.
         """
         try:
             frame = self._next_frame()
@@ -527,11 +524,7 @@ class Pipes:
         self.close()
 
     def open_peer(self, pid: int, offer: PipeOffer) -> None:
-        """Open the peer's pipe for writing.
-
-        Raises:
-            TransportError: it does not exist, or may not be opened.
-        """
+        """Open the peer's pipe for writing. Raises TransportError if it does not exist, or may not be opened."""
         try:
             self._out = os.open(f"/proc/{pid}/fd/{offer.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             found = os.fstat(self._out)
@@ -550,8 +543,7 @@ class Pipes:
     def send(self, frame: memoryview, timeout_s: float | None) -> None:
         """Write one frame, waiting while the pipe is full; the caller serializes.
 
-        Raises:
-            TransportError: the peer is gone or did not read in time, or the pipes were closed.
+        Raises TransportError if the peer is gone or did not read in time, or the pipes were closed.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed:
@@ -588,8 +580,7 @@ class Pipes:
     def receive(self, into: memoryview) -> None:
         """Wait for one frame of exactly this size.
 
-        Raises:
-            TransportError: the peer is gone, or the pipes were closed.
+        Raises TransportError if the peer is gone, or the pipes were closed.
         """
         number = os.readv(self._in, [into])
         if number != len(into) or self._closed:

@@ -104,8 +104,7 @@ class Frame(msgspec.Struct):
     def split_body(self) -> tuple[list[int], bytes]:
         """Return (sizes of the segments, message).
 
-        Raises:
-            TransportError: the segments do not add up to the payload.
+        Raises TransportError if the segments do not add up to the payload.
         """
         if self.route is not Route.WIRE:
             return [], self.body
@@ -115,11 +114,7 @@ class Frame(msgspec.Struct):
         return sizes, self.body[8 * self.num_segments :]
 
     def accept_body(self, body: bytes) -> None:
-        """Take a body that came from outside the frame.
-
-        Raises:
-            TransportError: its length or checksum differs.
-        """
+        """Take a body that came from outside the frame. Raises TransportError if its length or checksum differs."""
         if len(body) != self.body_bytes or xxhash.xxh3_64_intdigest(body) != self.body_checksum:
             raise TransportError("frame: checksum of the message does not match; the channel is dropped")
         self.body = body
@@ -241,8 +236,7 @@ def seal_frame(out: memoryview, end: int) -> None:
 def decode_frame(data: memoryview, limits: Limits) -> Frame:
     """Parse FRAME_BYTES bytes; the result does not refer to them.
 
-    Raises:
-        TransportError: not a frame, damaged, of unknown kind, or with a length beyond `limits`.
+    Raises TransportError if it is not a frame, is damaged, or has an unknown kind or a length beyond `limits`.
     """
     if len(data) != FRAME_BYTES:
         raise TransportError(f"frame: {len(data)} bytes, not {FRAME_BYTES}")
@@ -322,8 +316,7 @@ class Arena:
     def __init__(self, num_bytes: int) -> None:
         """Reserve address space; pages are allocated on first use.
 
-        Raises:
-            OSError: out of descriptors or address space.
+        Raises OSError if out of descriptors or address space.
         """
         fd, token = create_memfd(num_bytes)
         self._close_fd = weakref.finalize(self, os.close, fd)
@@ -343,11 +336,7 @@ class Arena:
         return self._memory[offset : offset + num_bytes]
 
     def release(self, offsets: Iterable[int]) -> None:
-        """The receiver has no views of these regions any more.
-
-        Raises:
-            TransportError: no such region is in use.
-        """
+        """The receiver has no views of these regions any more. Raises TransportError if no such region is in use."""
         with self._lock:
             for offset in offsets:
                 try:
@@ -373,11 +362,7 @@ class PeerArena:
     """The receiver's end. One thread borrows; the last view of a region may be dropped in any thread."""
 
     def __init__(self, pid: int, offer: ArenaOffer) -> None:
-        """Map the sender's memory.
-
-        Raises:
-            TransportError: it cannot be opened, or is not what was offered.
-        """
+        """Map the sender's memory. Raises TransportError if it cannot be opened, or is not what was offered."""
         self._offer = offer
         fd = open_memfd(pid, offer.fd, offer.num_bytes, offer.token)
         try:
@@ -392,8 +377,7 @@ class PeerArena:
     def borrow(self, offset: int, num_bytes: int, generation: int) -> Tensor:
         """Return a region as uint8 [num_bytes]; the caller owns it until its last view is gone.
 
-        Raises:
-            TransportError: the handle does not belong to this arena.
+        Raises TransportError if the handle does not belong to this arena.
         """
         inside = _DATA_START <= offset <= self._offer.num_bytes - num_bytes and offset % ALIGN_BYTES == 0
         if generation != self._offer.generation or num_bytes <= 0 or not inside:
@@ -441,11 +425,7 @@ class Extents:
         return None
 
     def free(self, start: int) -> None:
-        """Take a part back.
-
-        Raises:
-            KeyError: no part in use starts there.
-        """
+        """Take a part back. Raises KeyError if no part in use starts there."""
         size = self._used.pop(start)
         k = bisect_left(self._starts, start)
         if k < len(self._starts) and start + size == self._starts[k]:
@@ -495,8 +475,7 @@ def create_memfd(num_bytes: int) -> tuple[int, bytes]:
 def open_memfd(pid: int, fd: int, num_bytes: int, token: bytes) -> int:
     """Open memory that another process made with `create_memfd`; returns a descriptor of our own.
 
-    Raises:
-        TransportError: it is not that memory, or this process may not open it.
+    Raises TransportError if it is not that memory, or this process may not open it.
     """
     path = f"/proc/{int(pid)}/fd/{int(fd)}"
     try:

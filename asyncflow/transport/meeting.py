@@ -87,11 +87,7 @@ class Introductions:
         return self._own.of(type(message).__name__.encode(), body) + body
 
     def open(self, data: bytes, kind: type[M]) -> M:
-        """Return what the peer sent.
-
-        Raises:
-            TransportError: it is not from the peer.
-        """
+        """Return what the peer sent. Raises TransportError if the peer did not send it."""
         body = data[MAC_BYTES:]
         if not self._peers.proves(data[:MAC_BYTES], kind.__name__.encode(), body):
             raise TransportError("it does not know the job's secret")
@@ -188,8 +184,7 @@ def wants_sharing(*, configured: bool) -> bool:
 def this_host() -> str:
     """Return a name for this boot of the machine and this process's namespaces.
 
-    Raises:
-        OSError: the platform lacks these.
+    Raises OSError if the platform lacks these.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return "/".join([boot, *(str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "net"))])
@@ -247,16 +242,14 @@ class Credentials:
     def own_store(self, timeout_s: float | None = None) -> SealedStore:
         """Return a separate store client, since a blocked wait stalls other calls on the same client.
 
-        Raises:
-            TransportError: the job store cannot be reached.
+        Raises TransportError if the job store cannot be reached.
         """
         return SealedStore(self.group_store(timeout_s), self.secret)
 
     def group_store(self, timeout_s: float | None = None) -> dist.TCPStore:
         """Return a separate store client for a torch process group, whose keys are not sealed.
 
-        Raises:
-            TransportError: the job store cannot be reached.
+        Raises TransportError if the job store cannot be reached.
         """
         try:
             store: dist.TCPStore = self.store.clone()  # type: ignore[attr-defined]
@@ -275,8 +268,7 @@ class Credentials:
     def borrowed_store(self) -> Iterator[SealedStore]:
         """Lend a store client to one borrower at a time; it is kept for the next one.
 
-        Raises:
-            TransportError: the job store is gone.
+        Raises TransportError if the job store is gone.
         """
         # Reuse clients: a new one costs a reverse DNS lookup in PyTorch, which takes seconds if the resolver does not
         # answer.
@@ -288,11 +280,7 @@ class Credentials:
         self._idle.append(store)  # not after an error: an answer may be half read
 
     def call_store(self, method: str, *arguments: Any) -> Any:
-        """Call a method of a borrowed store client.
-
-        Raises:
-            TransportError: the job store is gone.
-        """
+        """Call a method of a borrowed store client. Raises TransportError if the job store is gone."""
         try:
             with self.borrowed_store() as store:
                 return getattr(store, method)(*arguments)
@@ -360,8 +348,7 @@ def ask_for_channel(
 def accept_channel(store: SealedStore, secret: bytes, service: str, ask: Ask) -> bytes:
     """Run the server's side for one ask; returns the pair's key once the client has answered.
 
-    Raises:
-        TransportError: the client vanished or does not know the secret; other clients are not affected.
+    Raises TransportError if the client vanished or does not know the secret; other clients are not affected.
     """
     base = f"channel/{service}/{ask.channel_id}"
     nonce = secrets.token_bytes(_NONCE_BYTES)

@@ -626,10 +626,8 @@ class Connection:
     def call(self, message: Any, payload: Payload | None = None, *, timeout_s: float) -> Reply:
         """Send a request and wait for its reply.
 
-        Raises:
-            DeadlineExceeded: no reply within `timeout_s`; the channel is given up.
-            TransportError: the peer is gone.
-            PeerRefused, LeaseFenced: the service refused the request.
+        Raises DeadlineExceeded, and gives the channel up, without a reply within `timeout_s`; TransportError if the
+        peer is gone; PeerRefused or LeaseFenced if the service refused the request.
         """
         deadline = time.monotonic() + timeout_s
         future = self.submit(message, payload, timeout_s=timeout_s)

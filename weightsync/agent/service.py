@@ -411,10 +411,7 @@ class WeightAgent:
 
     def write_bucket(self, fetch: Fetch, payload: Tensor, base: Version | None) -> bool:
         """Write what another agent sent into the slot; False: it does not match the announced checksum, or its base is
-        gone.
-
-        Raises:
-            WeightSyncError: the delta cannot be read.
+        gone. Raises WeightSyncError if the delta cannot be read.
         """
         pull = fetch.pull
         bucket = pull.plan.buckets[pull.bucket]
