@@ -1,12 +1,11 @@
-"""Time: one clock for all processes of a host, and waits that do not count while this process stood still.
+"""Time: one clock for all processes of a host, and waits that do not count while this process stood still."""
 
-The wall clock may be set between the starts of two processes; the monotonic clock, which they share, may not. So the
-launcher aligns it to unix time once. On several hosts that is node 0's unix time: each other launcher measures its own
-monotonic clock against it.
-
-A process stands still on an overloaded or suspended host. The peer it waits for stood still as well, or answered
-without being heard yet, and must not be blamed.
-"""
+# The wall clock may be set between the starts of two processes; the monotonic clock, which they share, is not. So the
+# launcher aligns it to unix time once. On several hosts that is node 0's unix time: each other launcher measures its
+# own monotonic clock against it.
+#
+# A process stands still on an overloaded or suspended host. The peer it waits for stood still as well, or answered
+# without being heard yet, and must not be blamed.
 
 import platform
 import time
@@ -96,7 +95,7 @@ def awake_slices(timeout_s: float) -> Iterator[float]:
 
 
 def awake_result(future: "Future[R]", timeout_s: float) -> R:
-    """Return a future's result, or raise its error. Raises TimeoutError if none came within `timeout_s`."""
+    """Return a future's result or raise its error; raises TimeoutError if none came within `timeout_s`."""
     for slice_s in awake_slices(timeout_s):
         try:
             return future.result(slice_s)

@@ -12,8 +12,8 @@ import msgspec
 
 T = TypeVar("T")
 
+# What msgspec raises for bytes that are not a message, including text that is not UTF-8 and endless nesting.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not a message, including text that is not UTF-8 and endless nesting."""
 
 _making = threading.Lock()
 

@@ -1,14 +1,13 @@
-"""Files of JSON objects, one per line, that a run appends to: ledger, metrics, evaluations, timelines, samples.
+"""Files of JSON objects, one per line, that a run appends to: ledger, metrics, evaluations, timelines, samples."""
 
-    JsonLines       appends what must not be lost: on a full disk, lines wait in memory
-    open_spare      opens what a run can do without: on a full disk, it goes nowhere
-    read_lines      reads a whole file into typed objects, and names the lines that are wrong
-    readable_lines  reads a whole file leniently
-    LineTail        reads what was appended since its last read; VersionTail: each step or evaluation once
-
-Files may be read while they are being written, and after a crash, which leaves at most a truncated last line.
-Torch-free.
-"""
+#     JsonLines       appends what must not be lost: on a full disk, lines wait in memory
+#     open_spare      opens what a run can do without: on a full disk, it goes nowhere
+#     read_lines      reads a whole file into typed objects, and names the lines that are wrong
+#     readable_lines  reads a whole file leniently
+#     LineTail        reads what was appended since its last read; VersionTail: each step or evaluation once
+#
+# Files may be read while they are being written, and after a crash, which leaves at most a truncated last line.
+# Torch-free.
 
 import contextlib
 import errno
@@ -209,8 +208,7 @@ def _finite(line: dict[str, Any]) -> dict[str, Any]:
 
 # Surviving a crash, of a process or of the machine.
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a full disk and of an exhausted quota."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk and of an exhausted quota
 
 
 def sync(path: Path) -> None:

@@ -19,8 +19,8 @@ from asyncflow.errors import AsyncFlowError, RoleFailed, one_line
 PR_SET_PDEATHSIG = 1
 # More descriptors than a process has open when it starts.
 _MOST_DESCRIPTORS = 4096
+# What users and schedulers send to end a run. The launcher obeys them; workers ignore them and leave by message.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What users and schedulers send to end a run. The launcher obeys them; workers ignore them and leave by message."""
 
 
 def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> None:

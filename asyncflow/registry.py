@@ -1,13 +1,12 @@
-"""Plug-ins by name: what a setting that names a class or a function may say. Torch-free; imports no plug-in.
+"""Plug-ins by name: what a setting that names a class or a function may say. Torch-free; imports no plug-in."""
 
-A setting has a built-in's name, `module:Class`, or a name that an installed package registered as an entry point:
-
-    [project.entry-points."asyncflow.rollout_engines"]
-    mine = "my_package.engine:MyEngine"
-
-Each kind of plug-in has one registry, beside its code; docs/outside.md has the table. A checked configuration holds
-only built-ins' names and `module:Class`.
-"""
+# A setting has a built-in's name, `module:Class`, or a name that an installed package registered as an entry point:
+#
+#     [project.entry-points."asyncflow.rollout_engines"]
+#     mine = "my_package.engine:MyEngine"
+#
+# Each kind of plug-in has one registry, beside its code; docs/outside.md has the table. A checked configuration holds
+# only built-ins' names and `module:Class`.
 
 import importlib.metadata
 from collections.abc import Mapping

@@ -1,9 +1,8 @@
-"""The names of everything that a run keeps in its directory, for launcher, workers and tools. Torch-free.
+"""The names of everything that a run keeps in its directory, for launcher, workers and tools. Torch-free."""
 
-config.yaml  plan.json  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl  feed.jsonl
-logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  loggers/  inputs/  report.html
-job.json  status.json  while it runs; end.json  after that
-"""
+# config.yaml  plan.json  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl  feed.jsonl
+# logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  loggers/  inputs/  report.html
+# job.json  status.json  while it runs; end.json  after that
 
 import os
 import re
@@ -17,42 +16,34 @@ import xxhash
 from asyncflow.errors import CheckpointError
 from asyncflow.json_lines import sync
 
-CONFIG_FILE = "config.yaml"
-"""The resolved configuration."""
-PLAN_FILE = "plan.json"
-"""What `--roles auto:N` chose, with its prediction."""
+CONFIG_FILE = "config.yaml"  # the resolved configuration
+PLAN_FILE = "plan.json"  # what `--roles auto:N` chose, with its prediction
 METRICS_FILE = "metrics.jsonl"
 LEDGER_FILE = "ledger.jsonl"
 UPDATES_FILE = "updates.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
-SAMPLER_FILE = "sampler.jsonl"
-"""Which tasks `data.sampler` drew, and its state."""
-FEED_FILE = "feed.jsonl"
-"""The rows that processes outside the run fed."""
-JOB_FILE = "job.json"
-"""Where the job store is, and the job's secret: see `asyncflow.job`."""
-STATUS_FILE = "status.json"
-"""What `asyncflow status` shows."""
+SAMPLER_FILE = "sampler.jsonl"  # which tasks `data.sampler` drew, and its state
+FEED_FILE = "feed.jsonl"  # the rows that processes outside the run fed
+JOB_FILE = "job.json"  # where the job store is, and the job's secret: see `asyncflow.job`
+STATUS_FILE = "status.json"  # what `asyncflow status` shows
 
-END_FILE = "end.json"
-"""How the run's last start ended; see `launcher.run.status.RunEnd`."""
+END_FILE = "end.json"  # how the run's last start ended; see `launcher.run.status.RunEnd`
 
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
 TIMELINE = "timeline"
-LOGGERS = "loggers"
-"""Each logger's progress, and what loggers write on this machine."""
-INPUTS = "inputs"
-"""Functions and rows that `asyncflow.Trainer` got as Python objects."""
+LOGGERS = "loggers"  # each logger's progress, and what loggers write on this machine
+INPUTS = "inputs"  # functions and rows that `asyncflow.Trainer` got as Python objects
 REPORT_FILE = "report.html"
 
+# In each checkpoint; written last, with size and checksum of every other file.
 META_FILE = "meta.json"
-"""In each checkpoint; written last, with size and checksum of every other file."""
 
 DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
 LINE_FILES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE, FEED_FILE)
 LIVE_FILES = (JOB_FILE, STATUS_FILE, "status.tmp")
+# Everything that a run may create in its directory.
 OWN_NAMES = frozenset(
     {
         CONFIG_FILE,
@@ -68,7 +59,6 @@ OWN_NAMES = frozenset(
         "export-id",
     }
 )
-"""Everything that a run may create in its directory."""
 
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 

@@ -1,13 +1,12 @@
-"""The job store: its server, and clients that trust only what a process of the job wrote under the very key they read.
+"""The job store: its server, and clients that trust only values that the job wrote under the key they read."""
 
-PyTorch's own server would listen on every interface; `serve_store` takes one address. Still, a stranger who reaches the
-port can list, read, write and delete keys. So every value begins with an HMAC, by a key derived from the job's secret,
-over the whole key (with all prefixes) and the value. Nothing can be forged, changed, or moved to another key or another
-job. Names of keys are not secret.
-
-A seal cannot tell whether a genuine value is the newest of its key, or whether a key was deleted. Keys that are written
-once have no older value; most are, since they contain a lineage, an attempt or a number. Imports torch.
-"""
+# PyTorch's own server would listen on every interface; `serve_store` takes one address. Still, a stranger who reaches
+# the port can list, read, write and delete keys. So every value begins with an HMAC, by a key derived from the job's
+# secret, over the whole key (with all prefixes) and the value. Nothing can be forged, changed, or moved to another key
+# or another job. Names of keys are not secret.
+#
+# A seal cannot tell whether a genuine value is the newest of its key, or whether a key was deleted. Keys that are
+# written once have no older value; most are, since they contain a lineage, an attempt or a number. Imports torch.
 
 import logging
 import secrets

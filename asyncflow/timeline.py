@@ -1,14 +1,13 @@
-"""Spans of one process: what it did, when, for which step. One JSON object per line in `timeline/PROCESS.jsonl`.
+"""Spans of one process: what it did, when, for which step. One JSON object per line in `timeline/PROCESS.jsonl`."""
 
-    with timeline.span("generate", step=3, rows=64): ...
-
-    {"name":"generate","start":1700000000.25,"end":1700000001.5,"step":3,"rows":64}
-    {"process":"rollout-0-0","cpu_s":12.3,"spans":4711}
-
-Times are unix seconds on the host's clock. Spans named `wait ...` are idle time; at most one of them is open at a time.
-The last line is not a span but the number of spans and the CPU time of the process (s), from which the cost of
-recording is computed; a killed process has no such line.
-"""
+#     with timeline.span("generate", step=3, rows=64): ...
+#
+#     {"name":"generate","start":1700000000.25,"end":1700000001.5,"step":3,"rows":64}
+#     {"process":"rollout-0-0","cpu_s":12.3,"spans":4711}
+#
+# Times are unix seconds on the host's clock. Spans named `wait ...` are idle time; at most one of them is open at a
+# time. The last line is not a span but the number of spans and the CPU time of the process (s), from which the cost of
+# recording is computed; a killed process has no such line.
 
 import contextlib
 import logging

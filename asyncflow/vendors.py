@@ -1,27 +1,27 @@
-"""Vendors of devices: one record each, and no vendor's name anywhere else.
+"""Vendors of devices: one record each, and no vendor's name anywhere else."""
 
-Torch is imported only inside methods, because the launcher reads the records, too. All other code asks PyTorch
-(`torch.accelerator`) or `asyncflow.device`.
-
-Another vendor is a `Vendor` in its own package, named by an entry point:
-
-    [project.entry-points."asyncflow.vendors"]
-    late = "late_device.vendor:LATE"
-
-Groups of accelerators end by their deadline, and never end their process. This is based on:
-
-NCCL, torch 2.13 `ProcessGroupNCCL.cpp`. The watchdog thread stores a timeout that it sees and throws it there, which
-ends the process. With TORCH_NCCL_BLOCKING_WAIT=1, read per constructor, there is no watchdog; `wait(timeout)` waits in
-the host and throws there. `Options._timeout` bounds everything else. The monitor writes a dump key to the *unprefixed*
-store, which every first group of a process polls, unless TORCH_NCCL_DUMP_ON_TIMEOUT=0 (the default became 1).
-
-HCCL, Ascend/pytorch `ProcessGroupHCCL.cpp`, `Init.cpp`, and its page on TORCH_HCCL_BLOCKING_WAIT: the same switch, read
-in the constructor, formerly HCCL_BLOCKING_WAIT. With it there is also no watchdog and a wait in the host, bounded by
-the group's own timeout (`Options.op_timeout`, later `_timeout`) whatever `wait` is given. `Backend.abort` is empty;
-`abort_hccl_comm` destroys the communicators, but an operation on the device continues.
-
-None of this has run on such devices: tests use a backend that behaves in the same way (`tests/device`).
-"""
+# Torch is imported only inside methods, because the launcher reads the records, too. All other code asks PyTorch
+# (`torch.accelerator`) or `asyncflow.device`.
+#
+# Another vendor is a `Vendor` in its own package, named by an entry point:
+#
+#     [project.entry-points."asyncflow.vendors"]
+#     late = "late_device.vendor:LATE"
+#
+# Groups of accelerators end by their deadline, and never end their process. This is based on:
+#
+# NCCL, torch 2.13 `ProcessGroupNCCL.cpp`. The watchdog thread stores a timeout that it sees and throws it there, which
+# ends the process. With TORCH_NCCL_BLOCKING_WAIT=1, read per constructor, there is no watchdog; `wait(timeout)` waits
+# in the host and throws there. `Options._timeout` bounds everything else. The monitor writes a dump key to the
+# *unprefixed* store, which every first group of a process polls, unless TORCH_NCCL_DUMP_ON_TIMEOUT=0 (the default
+# became 1).
+#
+# HCCL, Ascend/pytorch `ProcessGroupHCCL.cpp`, `Init.cpp`, and its page on TORCH_HCCL_BLOCKING_WAIT: the same switch,
+# read in the constructor, formerly HCCL_BLOCKING_WAIT. With it there is also no watchdog and a wait in the host,
+# bounded by the group's own timeout (`Options.op_timeout`, later `_timeout`) whatever `wait` is given. `Backend.abort`
+# is empty; `abort_hccl_comm` destroys the communicators, but an operation on the device continues.
+#
+# None of this has run on such devices: tests use a backend that behaves in the same way (`tests/device`).
 
 import importlib.metadata
 import importlib.util

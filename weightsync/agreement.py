@@ -1,11 +1,10 @@
-"""How the trainer's ranks agree on a plan: each tells rank 0 what it holds, rank 0 plans, and all get the plan.
+"""How the trainer's ranks agree on a plan: each tells rank 0 what it holds, rank 0 plans, and all get the plan."""
 
-    rank k   HoldShards parks at rank 0 ................ AgreedPlan
-    rank 0   serves until all have told it, or the deadline; plans
-
-This uses channels of this start of the gang, not the job store: both messages grow with the model, and the store
-refuses values beyond 8 MiB.
-"""
+#     rank k   HoldShards parks at rank 0 ................ AgreedPlan
+#     rank 0   serves until all have told it, or the deadline; plans
+#
+# This uses channels of this start of the gang, not the job store: both messages grow with the model, and the store
+# refuses values beyond 8 MiB.
 
 import threading
 from collections.abc import Sequence

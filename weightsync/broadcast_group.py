@@ -1,16 +1,15 @@
-"""The group of all senders and receivers of a broadcast, as one of its members sees it.
+"""The group of all senders and receivers of a broadcast, as one of its members sees it."""
 
-    connect   once per epoch: the members meet over the job store and build one group
-    ready     each transfer: all of them say over the store that they are ready, before the first byte
-    travel    bucket by bucket in the plan's order, which is the same everywhere; the root is the bucket's sender
-
-    cast b0 | cast b1 | ............. | cast b2 |        two buffers, on a stream beside the computation
-              b0 ....................... b1 .......      (b2 takes b0's buffer once that has arrived)
-                        sum, write b0 |
-
-On the CPU each sender has its own group with the receivers: Gloo groups do not block each other, and the other senders
-need not receive data that they do not want.
-"""
+#     connect   once per epoch: the members meet over the job store and build one group
+#     ready     each transfer: all of them say over the store that they are ready, before the first byte
+#     travel    bucket by bucket in the plan's order, which is the same everywhere; the root is the bucket's sender
+#
+#     cast b0 | cast b1 | ............. | cast b2 |        two buffers, on a stream beside the computation
+#               b0 ....................... b1 .......      (b2 takes b0's buffer once that has arrived)
+#                         sum, write b0 |
+#
+# On the CPU each sender has its own group with the receivers: Gloo groups do not block each other, and the other
+# senders need not receive data that they do not want.
 
 import logging
 import threading
@@ -128,10 +127,9 @@ def _odd_numbers(count: int, table: int, device: torch.device) -> Tensor:
     return torch.from_numpy(mixed.view(np.int64)).to(device)
 
 
+# Bounds what one member waits for the others, however long a transfer may take: for a group to meet, and for one bucket
+# to arrive (s). For the backend to connect, the limit is that of a transfer, since HCCL needs tens of seconds.
 STALL_S = 30.0
-"""Bounds what one member waits for the others, however long a transfer may take: for a group to meet, and for one
-bucket to arrive (s). For the backend to connect, the limit is that of a transfer, since HCCL needs tens of seconds.
-"""
 # Gloo would wait forever with a timeout of 0.
 _LEAST_WAIT_S = 0.001
 # Per group: one buffer travels while the other is cast or summed.
@@ -142,8 +140,8 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 # How often an abortable wait checks its stop (s).
 _LOOK_S = 0.2
 
+# (bucket, int64 [num_words] on the device): casts a bucket into its buffer, or takes it out.
 Handle = Callable[[BucketLayout, Tensor], None]
-"""(bucket, int64 [num_words] on the device): casts a bucket into its buffer, or takes it out."""
 
 
 class _Seat(NamedTuple):
@@ -373,8 +371,8 @@ logger = logging.getLogger(__name__)
 
 _INSTEAD = "receivers take them from their agents"
 
+# (bucket's index, views): copies the pieces of a bucket, with the cast; see `ShardWriter.write`.
 Cast = Callable[[int, Sequence[Tensor]], None]
-"""(bucket's index, views): copies the pieces of a bucket, with the cast; see `ShardWriter.write`."""
 
 
 class Broadcaster:

@@ -1,15 +1,14 @@
-"""Writes versions of the weights as Hugging Face directories, which any engine can read.
+"""Writes versions of the weights as Hugging Face directories, which any engine can read."""
 
-    DIRECTORY/step_000012/              config, tokenizer, safetensors in the wire's element type, export.json
-    DIRECTORY/step_000003-lineage1/     after a restore
-    DIRECTORY/latest -> step_000012     always a complete one
-
-    newest version -> .export-ID.tmp/ -> fsync -> renamed -> `latest` replaced -> older ones removed -> engines told
-
-A kill at any point leaves the earlier exports and their `latest`. Every directory has its run's `export.json`; other
-directories are never touched. Any failure (a full disk, an engine that hangs) is a warning, and the run continues. It
-runs in a thread beside one node's weight agent, and knows no model, only names and tensors.
-"""
+#     DIRECTORY/step_000012/              config, tokenizer, safetensors in the wire's element type, export.json
+#     DIRECTORY/step_000003-lineage1/     after a restore
+#     DIRECTORY/latest -> step_000012     always a complete one
+#
+#     newest version -> .export-ID.tmp/ -> fsync -> renamed -> `latest` replaced -> older ones removed -> engines told
+#
+# A kill at any point leaves the earlier exports and their `latest`. Every directory has its run's `export.json`; other
+# directories are never touched. Any failure (a full disk, an engine that hangs) is a warning, and the run continues. It
+# runs in a thread beside one node's weight agent, and knows no model, only names and tensors.
 
 import json
 import logging
@@ -150,8 +149,8 @@ def _store_answers(job: Job, timeout_s: float) -> bool:
 
 logger = logging.getLogger(__name__)
 
+# Writes safetensors files into a directory: (directory, shapes by name, the tensor of a name).
 WriteWeights = Callable[[Path, Mapping[str, tuple[int, ...]], Callable[[str], Tensor]], None]
-"""Writes safetensors files into a directory: (directory, shapes by name, the tensor of a name)."""
 LATEST = "latest"
 MARKER = "export.json"
 _ID_FILE = "export-id"

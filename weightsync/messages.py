@@ -1,11 +1,10 @@
-"""Requests of trainer ranks, receivers and agents to a weight agent, and its replies.
+"""Requests of trainer ranks, receivers and agents to a weight agent, and its replies."""
 
-trainer rank   OpenPlan, then per version: TakeSlot (parks until one is free) ... SealBuckets; AwaitRepair parks
-receiver       Watch (parks until a newer version is complete), Release, Serving; AskSwap, EndSwap; ReportCorrupt
-other agent    WatchPeer (parks until there is more), FetchBucket (the payload is the bucket)
-
-Plans are large: messages name them by digest, and `FetchPlan` gets an unknown one, once.
-"""
+# trainer rank   OpenPlan, then per version: TakeSlot (parks until one is free) ... SealBuckets; AwaitRepair parks
+# receiver       Watch (parks until a newer version is complete), Release, Serving; AskSwap, EndSwap; ReportCorrupt
+# other agent    WatchPeer (parks until there is more), FetchBucket (the payload is the bucket)
+#
+# Plans are large: messages name them by digest, and `FetchPlan` gets an unknown one, once.
 
 import logging
 import threading

@@ -1,19 +1,18 @@
-"""Tells engines outside the run where new weights lie: one HTTP POST of JSON to each.
+"""Tells engines outside the run where new weights lie: one HTTP POST of JSON to each."""
 
-Looked up (November 2026) in the engines' sources and documentation:
-
-SGLang    POST /update_weights_from_disk, `UpdateWeightFromDiskReqInput`: `model_path`, and optionally `load_format`,
-          `abort_all_requests`, `weight_version`, `flush_cache`, ...; answers once the weights are loaded, with
-          `{"success": ..., "message": ...}` and status 200, or 400 if it could not load them.
-          https://docs.sglang.io/advanced_features/sglang_for_rl.html
-vLLM      only with VLLM_SERVER_DEV_MODE=1: POST /collective_rpc with `{"method": "reload_weights", "kwargs":
-          {"weights_path": DIRECTORY}}`; cached keys and values stay, so POST /reset_prefix_cache follows.
-          Newer servers with `--weight-transfer-config '{"backend": "disk"}'` take the same in three requests:
-          /start_weight_update, /update_weights, /finish_weight_update (targets of one server keep their order).
-          https://docs.vllm.ai/en/latest/training/layerwise/, .../training/weight_transfer/disk/
-
-Neither was run against here. Called by the exporter; knows nothing of weights.
-"""
+# Looked up (November 2026) in the engines' sources and documentation:
+#
+# SGLang    POST /update_weights_from_disk, `UpdateWeightFromDiskReqInput`: `model_path`, and optionally `load_format`,
+#           `abort_all_requests`, `weight_version`, `flush_cache`, ...; answers once the weights are loaded, with
+#           `{"success": ..., "message": ...}` and status 200, or 400 if it could not load them.
+#           https://docs.sglang.io/advanced_features/sglang_for_rl.html
+# vLLM      only with VLLM_SERVER_DEV_MODE=1: POST /collective_rpc with `{"method": "reload_weights", "kwargs":
+#           {"weights_path": DIRECTORY}}`; cached keys and values stay, so POST /reset_prefix_cache follows.
+#           Newer servers with `--weight-transfer-config '{"backend": "disk"}'` take the same in three requests:
+#           /start_weight_update, /update_weights, /finish_weight_update (targets of one server keep their order).
+#           https://docs.vllm.ai/en/latest/training/layerwise/, .../training/weight_transfer/disk/
+#
+# Neither was run against here. Called by the exporter; knows nothing of weights.
 
 import json
 import logging
@@ -34,8 +33,7 @@ from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
 
-PAUSES_S = (0.25, 1.0, 4.0)
-"""Pauses before the second, third and fourth attempt (s)."""
+PAUSES_S = (0.25, 1.0, 4.0)  # pauses before the second, third and fourth attempt (s)
 _TOO_MANY_REQUESTS = 429
 _SERVER_ERRORS = 500
 _SHOWN_BYTES = 300

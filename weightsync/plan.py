@@ -1,18 +1,17 @@
-"""From the trainer's shards to buckets and senders. Pure; every process computes or reads the same plan.
+"""From the trainer's shards to buckets and senders. Pure; every process computes or reads the same plan."""
 
-Each rank sends exactly what it holds, so nothing is gathered first. A version of the weights is one *region*: all
-tensors in wire format, one after another, under their Hugging Face names. A rank's shards, however they were cut, are
-boxes of these tensors. The plan groups them into buckets, the unit of transfer and of checksums.
-
-    rank 0 holds w[0:2, :] b[0:2]      buckets:  0 (sender 0): w[0:2, :] b[0:2]
-    rank 1 holds w[2:4, :] b[2:4]                1 (sender 1): w[2:4, :] b[2:4]
-    region: | w ............... | b .... |
-
-A plan grows with tensors times ranks. So it travels to a process once, as bytes (`encode`); messages name it by its
-digest, and pieces name tensors by number.
-
-A receiver takes whole tensors (a generator, by Hugging Face names) or boxes of them (ranks sharded like the trainer).
-"""
+# Each rank sends exactly what it holds, so nothing is gathered first. A version of the weights is one *region*: all
+# tensors in wire format, one after another, under their Hugging Face names. A rank's shards, however they were cut, are
+# boxes of these tensors. The plan groups them into buckets, the unit of transfer and of checksums.
+#
+#     rank 0 holds w[0:2, :] b[0:2]      buckets:  0 (sender 0): w[0:2, :] b[0:2]
+#     rank 1 holds w[2:4, :] b[2:4]                1 (sender 1): w[2:4, :] b[2:4]
+#     region: | w ............... | b .... |
+#
+# A plan grows with tensors times ranks. So it travels to a process once, as bytes (`encode`); messages name it by its
+# digest, and pieces name tensors by number.
+#
+# A receiver takes whole tensors (a generator, by Hugging Face names) or boxes of them (ranks sharded like the trainer).
 
 import hashlib
 import itertools
@@ -160,11 +159,11 @@ def _apart(boxes: Sequence[Box], members: Sequence[int], axis: int) -> list[list
     return groups
 
 
+# Element types that weights and buffers may have (bytes).
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Element types that weights and buffers may have (bytes)."""
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _ALIGN_BYTES = 64
 

@@ -1,18 +1,17 @@
-"""The receiving side: threads fetch and check new versions while the engine works with the old one.
+"""The receiving side: threads fetch and check new versions while the engine works with the old one."""
 
-    agent's thread    | watch ... map v1, check | watch ...... map v2, check | ...
-    engine's thread   generate v0 ..............| load v1 | generate v1 .....| load v2 |
-
-The engine is offered only versions whose buckets all match their checksums; the newest one wins. A mapped version stays
-intact and readable whatever happens to the agent or the trainer. For an engine that adopts, the thread also copies each
-version to memory of this process and checks the copy: loading is then an exchange of pointers.
-
-Where versions are also broadcast, a second thread takes part and fills the same cache:
-
-    JoinBroadcast parks at the lead agent ... Transfer -> receive into memory of the engine's device, check -> cache
-
-A version that does not arrive intact is taken from the agent instead, and the next broadcast has new groups.
-"""
+#     agent's thread    | watch ... map v1, check | watch ...... map v2, check | ...
+#     engine's thread   generate v0 ..............| load v1 | generate v1 .....| load v2 |
+#
+# The engine is offered only versions whose buckets all match their checksums; the newest one wins. A mapped version
+# stays intact and readable whatever happens to the agent or the trainer. For an engine that adopts, the thread also
+# copies each version to memory of this process and checks the copy: loading is then an exchange of pointers.
+#
+# Where versions are also broadcast, a second thread takes part and fills the same cache:
+#
+#     JoinBroadcast parks at the lead agent ... Transfer -> receive into memory of the engine's device, check -> cache
+#
+# A version that does not arrive intact is taken from the agent instead, and the next broadcast has new groups.
 
 import logging
 import os
@@ -395,8 +394,8 @@ _CPU = torch.device("cpu")
 _NEWS = struct.Struct("<qqqd?")
 _BROADCAST, _AGENT = "receive weights", "check weights"
 
+# (tensor, rank): gives all ranks that rank's tensor, in place; collective.
 Share = Callable[[Tensor, int], object]
-"""(tensor, rank): gives all ranks that rank's tensor, in place; collective."""
 
 
 class Following(msgspec.Struct, frozen=True):

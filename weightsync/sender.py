@@ -1,13 +1,12 @@
-"""The trainer's side: copy this rank's shards to the node's weight agent while training continues.
+"""The trainer's side: copy this rank's shards to the node's weight agent while training continues."""
 
-    trainer thread    publish v1 | forward, backward ... | update | publish v2 | forward, backward ...
-    copies                       | copy v1 |                                   | copy v2 |
-    sender thread                 | check, seal | take slot ...                 | check, seal | ...
-
-The copy goes bucket by bucket straight into shared memory that was taken ahead, and may take until the weights change:
-the trainer waits only for what is not copied by then. A dead agent costs nothing either: the copy goes to memory of
-this process, and to the agent once it is back.
-"""
+#     trainer thread    publish v1 | forward, backward ... | update | publish v2 | forward, backward ...
+#     copies                       | copy v1 |                                   | copy v2 |
+#     sender thread                 | check, seal | take slot ...                 | check, seal | ...
+#
+# The copy goes bucket by bucket straight into shared memory that was taken ahead, and may take until the weights
+# change: the trainer waits only for what is not copied by then. A dead agent costs nothing either: the copy goes to
+# memory of this process, and to the agent once it is back.
 
 import contextlib
 import logging
@@ -222,16 +221,11 @@ class ShardCopies:
 class Where(Enum):
     """Where a version's copy goes, if not into a granted slot."""
 
-    ASK = auto()
-    """Into a slot that must be asked for now."""
-    SOON = auto()
-    """Into a slot that was asked for; check again later."""
-    OWN_MEMORY = auto()
-    """Into memory of this process; the agent gets it when it is back."""
-    NEEDLESS = auto()
-    """Nowhere: the agent has the version."""
-    REFUSED = auto()
-    """Nowhere: see `SenderState.refused`."""
+    ASK = auto()  # into a slot that must be asked for now
+    SOON = auto()  # into a slot that was asked for; check again later
+    OWN_MEMORY = auto()  # into memory of this process; the agent gets it when it is back
+    NEEDLESS = auto()  # nowhere: the agent has the version
+    REFUSED = auto()  # nowhere: see `SenderState.refused`
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""Shared memory of version slots: created by the weight agent, written by trainer ranks, read by receivers of its host.
+"""Shared memory of version slots: created by the weight agent, written by trainer ranks, read by receivers."""
 
-    agent      SlotMemory: anonymous memfd, sealed size          offers (pid, descriptor, token)
-    others     map_slot(offer): opened through /proc/PID/fd; read-only for receivers
-
-Nothing has a name, so nothing needs unlinking after a kill. A mapping outlives the agent: an offered version stays
-readable, and is not written to again.
-"""
+#     agent      SlotMemory: anonymous memfd, sealed size          offers (pid, descriptor, token)
+#     others     map_slot(offer): opened through /proc/PID/fd; read-only for receivers
+#
+# Nothing has a name, so nothing needs unlinking after a kill. A mapping outlives the agent: an offered version stays
+# readable, and is not written to again.
 
 import contextlib
 import ctypes

@@ -1,10 +1,9 @@
-"""A receiver's versions for its engine: the newest one that was checked, and memory on its device for the next.
+"""A receiver's versions for its engine: the newest one that was checked, and memory on its device for the next."""
 
-    receiver's threads     memory() ... write, check ... put(v2)                  (v1 is released: it is not used)
-    engine's thread        load() v1 ....................... load() v2
-
-Thread-safe. It knows neither agents nor broadcasts: each version comes with what to do once it is no longer used.
-"""
+#     receiver's threads     memory() ... write, check ... put(v2)                  (v1 is released: it is not used)
+#     engine's thread        load() v1 ....................... load() v2
+#
+# Thread-safe. It knows neither agents nor broadcasts: each version comes with what to do once it is no longer used.
 
 import threading
 import time

@@ -1,15 +1,14 @@
-"""A channel carries frames and payloads between two processes of the job. When one end dies, only this channel fails.
+"""Channels carry frames and payloads between two processes. When one end dies, only its channel fails."""
 
-    client                                server
-      |-- frame [body] [payload] ---------->|   any thread may send; body and payload travel in the frame,
-      |<--------- frame [body] [payload] ---|   in shared memory, or behind it; one thread per end receives
-      |-- goodbye ------------------------->|   close(): the peer's receive ends and answers goodbye
-      X  abort                              X   pending operations of both ends fail at once
-
-`meeting.open_channel` makes one: a `PipeChannel` between processes of one host, else a `GlooChannel`. Idle receives
-have no timeout. The thread that waits for a reply keeps the deadline; once it passes, drop the channel and open
-another.
-"""
+#     client                                server
+#       |-- frame [body] [payload] ---------->|   any thread may send; body and payload travel in the frame,
+#       |<--------- frame [body] [payload] ---|   in shared memory, or behind it; one thread per end receives
+#       |-- goodbye ------------------------->|   close(): the peer's receive ends and answers goodbye
+#       X  abort                              X   pending operations of both ends fail at once
+#
+# `meeting.open_channel` makes one: a `PipeChannel` between processes of one host, else a `GlooChannel`. Idle receives
+# have no timeout. The thread that waits for a reply keeps the deadline; once it passes, drop the channel and open
+# another.
 
 import contextlib
 import fcntl
@@ -234,8 +233,7 @@ class Channel(ABC):
         limits: largest parts accepted.
     """
 
-    shared = False
-    """Whether payloads sent from here go through shared memory."""
+    shared = False  # whether payloads sent from here go through shared memory
 
     def __init__(self, pair: GlooPair, peer: str, limits: Limits) -> None:
         self.peer = peer

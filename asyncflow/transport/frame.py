@@ -1,20 +1,19 @@
-"""A message as it travels: the frame that begins it, and a payload of raw values. Pure.
+"""A message as it travels: the frame that begins it, and a payload of raw values. Pure."""
 
-The frame carries lengths, handles and checksums, and body and payload, too, when they are short:
-
-    | checksum 8 | magic 4 | kind 1 | route 1 | releases 2 | request id 8 | body bytes 4 | segments 4 | payload 8 |
-    | offset 8 | generation 4 | body outside 4 | body checksum 8 || released offsets 8 each | body | payload ... |
-    '----------------------- HEADER_BYTES ----------------------''---------- up to FRAME_BYTES -------------'
-
-Every frame has FRAME_BYTES, because a Gloo receive must be posted with the exact size. The body is the sizes of the
-messages that follow (8 bytes each), then the typed message. `Route` says where the payload is, and the body if it does
-not fit. Nothing is trusted before its checksum matches, and no length before it is compared with the limits.
-
-A sender describes the payload's bytes (`Piece`s). The channel decides whether they are written into shared memory or
-sent over the wire, so a payload costs one copy either way. Receivers get one contiguous uint8 tensor. On the wire a
-payload is *segments*: long tensors that need no conversion are sent from where they are; whatever lies between them is
-packed first.
-"""
+# The frame carries lengths, handles and checksums, and body and payload, too, when they are short:
+#
+#     | checksum 8 | magic 4 | kind 1 | route 1 | releases 2 | request id 8 | body bytes 4 | segments 4 | payload 8 |
+#     | offset 8 | generation 4 | body outside 4 | body checksum 8 || released offsets 8 each | body | payload ... |
+#     '----------------------- HEADER_BYTES ----------------------''---------- up to FRAME_BYTES -------------'
+#
+# Every frame has FRAME_BYTES, because a Gloo receive must be posted with the exact size. The body is the sizes of the
+# messages that follow (8 bytes each), then the typed message. `Route` says where the payload is, and the body if it
+# does not fit. Nothing is trusted before its checksum matches, and no length before it is compared with the limits.
+#
+# A sender describes the payload's bytes (`Piece`s). The channel decides whether they are written into shared memory or
+# sent over the wire, so a payload costs one copy either way. Receivers get one contiguous uint8 tensor. On the wire a
+# payload is *segments*: long tensors that need no conversion are sent from where they are; whatever lies between them
+# is packed first.
 
 import contextlib
 import fcntl
@@ -39,12 +38,12 @@ from torch import Tensor
 
 from asyncflow.errors import TransportError
 
+# Every piece starts at a multiple of this (bytes), so that any dtype can be viewed in place.
 ALIGN = 8
-"""Every piece starts at a multiple of this (bytes), so that any dtype can be viewed in place."""
+# A tensor of this size is worth a message of its own: the message costs less than a copy.
 DIRECT_BYTES = 2**18
-"""A tensor of this size is worth a message of its own: the message costs less than a copy."""
+# Messages are closed at this size, so that packing one, and the kernel's copying, overlaps with sending the other.
 MESSAGE_BYTES = 2**20
-"""Messages are closed at this size, so that packing one, and the kernel's copying, overlaps with sending the other."""
 
 FRAME_BYTES = 4096
 MOST_RELEASES = 32
@@ -53,8 +52,8 @@ _CHECKSUM = struct.Struct("<Q")
 _MAGIC = b"AFW2"
 _LEAST_SEGMENT_BYTES = 2**16  # senders of every version make larger ones
 HEADER_BYTES = _HEADER.size
+# A body and payload of up to this size always fit into the frame.
 ROOM_BYTES = FRAME_BYTES - HEADER_BYTES - 8 * MOST_RELEASES - ALIGN
-"""A body and payload of up to this size always fit into the frame."""
 
 
 class FrameKind(IntEnum):

@@ -1,14 +1,13 @@
-"""How two ends that know a pair's key become a channel: they connect, prove who they are, and agree on what to share.
+"""How two ends that know a pair's key become a channel: they connect, prove it, and agree on what to share."""
 
-    client                                server
-      |-- hello ------><------------ hello -|   proved identity; each tries to open the other's arena and pipe
-      |-- capability --><------ capability -|   whether it could
-      PipeChannel, if both could; else GlooChannel
-
-Two ends are on the same host if they have the same boot and the same namespaces of process ids and network (so
-containers with their own addresses are separate hosts), and if the peer's arena can really be mapped (which user ids, a
-sandbox or limited address space may forbid).
-"""
+#     client                                server
+#       |-- hello ------><------------ hello -|   proved identity; each tries to open the other's arena and pipe
+#       |-- capability --><------ capability -|   whether it could
+#       PipeChannel, if both could; else GlooChannel
+#
+# Two ends are on the same host if they have the same boot and the same namespaces of process ids and network (so
+# containers with their own addresses are separate hosts), and if the peer's arena can really be mapped (which user ids,
+# a sandbox or limited address space may forbid).
 
 import hmac
 import logging
@@ -47,8 +46,7 @@ from asyncflow.transport.frame import (
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "ASYNCFLOW_SHARED_MEMORY"
-"""Environment variable: `0` sends everything over the wire."""
+SWITCH = "ASYNCFLOW_SHARED_MEMORY"  # environment variable: `0` sends everything over the wire
 
 
 class Hello(msgspec.Struct):

@@ -1,13 +1,12 @@
-"""The weight agent's process: slots in shared memory, and channels to those that write, read or copy them.
+"""The weight agent's process: slots in shared memory, and channels to those that write, read or copy them."""
 
-    trainer ranks --TakeSlot, SealBuckets--> agent <--Watch, Release-- receivers of this node
-                                              |  ^
-                       FetchBucket, WatchPeer v  | the same
-                                     agents of the other nodes
-
-`AgentState` decides; this shell keeps the memory, answers calls and counts bytes. Weights pass through a channel only
-between nodes.
-"""
+#     trainer ranks --TakeSlot, SealBuckets--> agent <--Watch, Release-- receivers of this node
+#                                               |  ^
+#                        FetchBucket, WatchPeer v  | the same
+#                                      agents of the other nodes
+#
+# `AgentState` decides; this shell keeps the memory, answers calls and counts bytes. Weights pass through a channel only
+# between nodes.
 
 import logging
 import queue
