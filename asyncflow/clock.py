@@ -29,7 +29,6 @@ class RoundTrip:
 
     @property
     def delay_s(self) -> float:
-        """Seconds in transit, both ways."""
         return (self.heard - self.asked) - (self.answered - self.arrived)
 
     @property
@@ -47,7 +46,6 @@ class HostClock:
 
     @staticmethod
     def measure(wall: Callable[[], float] = time.time) -> "HostClock":
-        """Align this host's monotonic clock to `wall` (unix time, s)."""
         return HostClock(_this_host(), wall() - time.monotonic())
 
     @staticmethod

@@ -300,7 +300,6 @@ class CopyStream:
             event.synchronize()
 
     def close(self) -> None:
-        """End the thread once its copies are done; idempotent."""
         self._thread.shutdown()
 
 
@@ -315,8 +314,6 @@ class Staging:
 
 @dataclass(frozen=True)
 class CopiesDone:
-    """The end of copies."""
-
     wait: Callable[[], object]  # blocks until they have ended; raises their error
 
 

@@ -43,13 +43,11 @@ class GangSpec:
 
     @property
     def places(self) -> tuple[tuple[int, str], ...]:
-        """(node, device) of every device."""
         nodes = self.nodes * len(self.devices) if self.num_ranks == 1 else self.nodes
         return tuple(zip(nodes, self.devices, strict=True))
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The nodes that have ranks of this gang, ascending."""
         return tuple(dict.fromkeys(self.nodes))
 
     def ranks_on(self, node: int) -> range:
@@ -59,8 +57,6 @@ class GangSpec:
 
 @dataclass(frozen=True)
 class Node:
-    """One host of a run."""
-
     rank: int  # its number; node 0 has the head launcher and the job store
     host: str  # its name, for people
     address: str  # where the others reach it
@@ -90,7 +86,6 @@ class Job:
         return replace(self, revision=self.revision + 1, **fields)
 
     def local_clock(self) -> HostClock:
-        """Return the clock of the host that this process runs on."""
         return HostClock.of_this_host([self.clock, *(node.clock for node in self.nodes)])
 
     def gang(self, name: str) -> GangSpec:

@@ -97,19 +97,15 @@ def open_spare(path: Path, *, what: str, loss: str) -> BinaryIO:
 
 @dataclass(frozen=True)
 class Lines(Generic[T]):
-    """What a file holds."""
-
     path: Path
     lines: tuple[tuple[int, T], ...] = ()  # (line number from 1, object) of every valid line
     wrong: tuple[tuple[int, str], ...] = ()  # (line number from 1, what is wrong) of the others
     torn: bool = False  # the last line is incomplete: its writer died, or is just writing it. It is in neither list
 
     def where(self, number: int) -> str:
-        """Return `file:line`, as errors name it."""
         return f"{self.path}:{number}"
 
     def only(self, keep: Callable[[T], bool]) -> "Lines[T]":
-        """Return the same without the lines that are not kept."""
         return replace(self, lines=tuple(one for one in self.lines if keep(one[1])))
 
 
@@ -189,7 +185,6 @@ class VersionTail:
         self._seen: set[tuple[int, int]] = set()
 
     def read(self) -> list[dict[str, Any]]:
-        """Return those completed since the last call, in the file's order."""
         news = []
         for line in self._lines.read():
             version = (line.get("lineage", self._lineage), line["step"])
@@ -200,7 +195,6 @@ class VersionTail:
 
 
 def _finite(line: dict[str, Any]) -> dict[str, Any]:
-    """Turn infinities and NaN, which JSON lacks, into null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
     }
@@ -212,7 +206,6 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk and of an exha
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or a directory's list of names, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

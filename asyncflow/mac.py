@@ -13,7 +13,6 @@ class Mac:
         self._key = hmac.digest(secret, purpose.encode(), "sha256")
 
     def of(self, *fields: bytes) -> bytes:
-        """Return the proof of these fields, in this order."""
         # Lengths are included, so that bytes cannot move from one field to the next.
         message = b"".join(len(field).to_bytes(8, "little") + field for field in fields)
         return hmac.digest(self._key, message, "sha256")

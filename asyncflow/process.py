@@ -150,11 +150,9 @@ class ServiceThreads:
 
     @property
     def failure(self) -> AsyncFlowError | None:
-        """Which thread died first, and why; None: all are alive."""
         return self._failure
 
     def start(self, work: Callable[..., None], *arguments: object, name: str) -> threading.Thread:
-        """Start a daemon thread that does `work`; an exception fails the service."""
         thread = threading.Thread(target=self._run, args=(name, work, *arguments), name=name, daemon=True)
         thread.start()
         return thread
@@ -170,7 +168,6 @@ class ServiceThreads:
             self.failed.set()
 
     def check(self) -> None:
-        """Raise `failure`, if there is one."""
         if self._failure is not None:
             raise self._failure
 
@@ -191,7 +188,6 @@ class ServiceThreads:
 
 
 def _failure(what: str, error: Exception) -> AsyncFlowError:
-    """Return an error of a kind that the supervisor knows, with the cause."""
     if isinstance(error, AsyncFlowError) and error.final:
         return error
     failure = RoleFailed(f"{what}: {error if isinstance(error, AsyncFlowError) else one_line(error)}")

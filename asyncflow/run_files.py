@@ -64,7 +64,6 @@ _CHECKPOINT = re.compile(r"step_(\d{6,})")
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Return where a run's complete checkpoint of a step lies."""
     return run_dir / CHECKPOINTS / f"step_{step:06d}"
 
 
@@ -147,7 +146,6 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
         return meta
 
     def write(self, directory: Path) -> None:
-        """Write `meta.json` durably."""
         with (directory / META_FILE).open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(self), indent=1))
             file.flush()
@@ -169,7 +167,6 @@ def damages(directory: Path, files: Mapping[str, FileEntry]) -> dict[str, str]:
 
 
 def files_below(directory: Path) -> list[str]:
-    """Return the paths of all files in a directory's tree, relative to it, in order."""
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
@@ -184,7 +181,6 @@ def content_hash(path: Path) -> str:
 
 
 def sync_tree(directory: Path) -> None:
-    """Make a directory and everything in it durable."""
     for path in directory.rglob("*"):
         sync(path)
     sync(directory)

@@ -48,12 +48,10 @@ class SealedStore:
         self._told: set[str] = set()
 
     def under(self, prefix: str) -> "SealedStore":
-        """Return the same client for the keys below `prefix`."""
         return SealedStore(self._store, self._secret, prefix=f"{self._prefix}{prefix}/")
 
     @property
     def timeout(self) -> timedelta:
-        """How long a call waits."""
         timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]  # the stub lacks it
         return timeout
 
@@ -115,7 +113,6 @@ class SealedStore:
                 return sum_
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all these keys exist, sealed or not."""
         return bool(self._store.check([self._prefix + key for key in keys]))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
@@ -123,7 +120,6 @@ class SealedStore:
         self._store.wait([self._prefix + key for key in keys], timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Remove; returns whether the key existed."""
         return bool(self._store.delete_key(self._prefix + key))
 
     def list_keys(self) -> list[str]:

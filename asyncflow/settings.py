@@ -31,7 +31,6 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def as_advice(message: str) -> str:
-    """Turn pydantic's message into advice."""
     return message.replace("Input should be", "it must be").removeprefix("Value error, ")
 
 

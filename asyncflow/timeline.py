@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 
 class Spans(Protocol):
-    """Records spans: a `Timeline`, or `NoTimeline`."""
-
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]: ...
 
     def record(self, name: str, seconds: float, **attributes: int | float | str) -> None: ...
@@ -42,7 +40,6 @@ class NoTimeline:
     """Records nothing, for a component that runs outside of a run."""
 
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]:
-        """Do nothing around the enclosed block."""
         return contextlib.nullcontext()
 
     def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
@@ -73,7 +70,6 @@ class Timeline:
             return self._waiting_s + open_s
 
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]:
-        """Record the enclosed block."""
         return _OpenSpan(self, name, attributes)
 
     def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
@@ -81,7 +77,6 @@ class Timeline:
         self._end(name, self._clock.now() - seconds, attributes)
 
     def flush(self) -> None:
-        """Write the buffered spans to the file."""
         with self._lock:
             self._write()
 

@@ -76,8 +76,6 @@ def agree_on_plan(
 
 
 class _OtherRanks:
-    """The ranks that told rank 0 what they hold, and wait for its answer."""
-
     def __init__(self, number: int) -> None:
         self._number = number
         self._calls: dict[int, Call] = {}
@@ -89,13 +87,11 @@ class _OtherRanks:
             self._changed.notify_all()
 
     def disconnected(self, session: Session) -> None:
-        """It has its answer, or died."""
         with self._changed:
             self._calls = {rank: call for rank, call in self._calls.items() if call.session != session}
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> dict[int, Call]:
-        """Wait until all have told; returns their calls by rank. WeightsLate names the missing ranks."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._calls) == self._number, timeout_s):
                 missing = " ".join(str(rank) for rank in range(1, self._number + 1) if rank not in self._calls)

@@ -75,7 +75,6 @@ class BucketLayout:
         return [content[start:end].view(dtype).view(piece.box.size) for piece, dtype, start, end in self._places]
 
     def stamp(self, words: Tensor, version: Version) -> None:
-        """Write the trailer behind the pieces."""
         trailer = words[self._content_words :]
         for place, value in enumerate((self.bucket.index, *version)):
             trailer[place].fill_(value)
@@ -102,7 +101,6 @@ class BucketLayout:
 
 @lru_cache(maxsize=8)
 def bucket_layouts(layout: RegionLayout) -> tuple[BucketLayout, ...]:
-    """Return the layouts of a plan's buckets, by index."""
     return tuple(BucketLayout(bucket, layout) for bucket in layout.plan.buckets)
 
 
@@ -145,8 +143,6 @@ Handle = Callable[[BucketLayout, Tensor], None]
 
 
 class _Seat(NamedTuple):
-    """This member's group with a sender, and the sender's rank in it."""
-
     group: ProcessGroup
     root: int
 
@@ -327,7 +323,6 @@ def _key(word: str, transfer: Transfer, member: str = "") -> str:
 
 
 def sender_name(rank: int) -> str:
-    """Return a trainer rank's name among the members."""
     return f"sender {rank}"
 
 
@@ -436,7 +431,6 @@ class Broadcaster:
                 self._group.leave()
 
     def close(self) -> None:
-        """Leave the group and the lead agent; idempotent."""
         self._abort()
 
     def _abort(self) -> None:

@@ -91,8 +91,6 @@ class EndSwap(msgspec.Struct, tag=True):
 
 
 class ReportCorrupt(msgspec.Struct, tag=True):
-    """A receiver found that a bucket does not match its checksum."""
-
     version: Version
     bucket: int
 
@@ -125,8 +123,6 @@ class FetchPlan(msgspec.Struct, tag=True):
 
 
 class FetchBucket(msgspec.Struct, tag=True):
-    """Another agent wants a bucket's bytes."""
-
     version: Version
     bucket: int
     base: Version | None  # a complete version that it has; the answer may be a delta against it
@@ -178,8 +174,6 @@ class Offered(msgspec.Struct, tag=True):
 
 
 class Repair(msgspec.Struct, tag=True):
-    """Rewrite these buckets of a version."""
-
     version: Version
     buckets: list[int]
 
@@ -191,8 +185,6 @@ class SwapTurn(msgspec.Struct, tag=True):
 
 
 class Transfer(msgspec.Struct, tag=True):
-    """A broadcast begins."""
-
     epoch: str  # names its groups, which stay the same as long as the epoch does
     version: Version
     members: list[str]  # receivers, in rank order
@@ -200,8 +192,6 @@ class Transfer(msgspec.Struct, tag=True):
 
 
 class Held(msgspec.Struct):
-    """What an agent has of a version."""
-
     version: Version
     plan: str  # digest
     checksums: dict[int, int]  # by bucket index, of the buckets that it has

@@ -155,7 +155,6 @@ def fill_in(template: JsonValue, directory: Path, version: Version) -> JsonValue
 
 
 def _servers(targets: Sequence[NotifyTarget]) -> list[list[NotifyTarget]]:
-    """Return the targets of each host and port, in their order."""
     servers: dict[str, list[NotifyTarget]] = {}
     for target in targets:
         servers.setdefault(urlsplit(target.url).netloc, []).append(target)
@@ -163,7 +162,6 @@ def _servers(targets: Sequence[NotifyTarget]) -> list[list[NotifyTarget]]:
 
 
 def _post(target: NotifyTarget, body: bytes, stop: threading.Event, pauses_s: Sequence[float]) -> str:
-    """Return "" or the last problem."""
     deadline = time.monotonic() + target.timeout_s
     for pause_s in (*pauses_s, None):
         problem, lasting = _attempt(target.url, body, max(0.01, deadline - time.monotonic()))

@@ -41,7 +41,6 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @staticmethod
     def rows(shape: tuple[int, ...], start: int, stop: int) -> "Box":
-        """Return rows `start` to `stop` (exclusive) of dimension 0."""
         return Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
 
     @property
@@ -50,7 +49,6 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Indexes a tensor to get the box."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True))
 
     def inside(self, shape: tuple[int, ...]) -> bool:
@@ -67,7 +65,6 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return relative if relative.inside(outer.size) else None
 
     def overlaps(self, other: "Box") -> bool:
-        """Return whether the two have an element in common."""
         return (
             self.numel > 0
             and other.numel > 0
@@ -169,8 +166,6 @@ _ALIGN_BYTES = 64
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor as it travels."""
-
     shape: tuple[int, ...]  # of the whole tensor
     dtype: str  # element type on the wire
 
@@ -201,8 +196,6 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True):
-    """What travels as one message, with one checksum."""
-
     index: int  # position in the plan
     sender: int  # trainer rank that holds and sends it
     num_bytes: int  # of all pieces, packed
@@ -218,12 +211,10 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
     buckets: tuple[Bucket, ...]  # in sending order; each sender sends its own in this order
 
     def of_sender(self, rank: int) -> tuple[Bucket, ...]:
-        """Return the buckets that `rank` sends, in order."""
         return tuple(bucket for bucket in self.buckets if bucket.sender == rank)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors, by number."""
         return tuple(self.tensors)
 
     def starts(self) -> list[int]:
@@ -245,7 +236,6 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def encode(self) -> bytes:
-        """Return bytes for `decode`."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
@@ -257,7 +247,6 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
             raise PlanError(f"weights: a plan of {len(data)} bytes cannot be read ({error})") from error
 
     def digest(self) -> str:
-        """Return `plan_digest` of the encoded plan, which identifies it."""
         return self._digest
 
     @cached_property
@@ -274,7 +263,6 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def plan_digest(data: bytes) -> str:
-    """Return the digest of a plan that was encoded as `data`."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 

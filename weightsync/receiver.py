@@ -144,7 +144,6 @@ class WeightReceiver:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that is or was ready; see `VersionCache`."""
         return self._cache.newest
 
     def load(
@@ -300,7 +299,6 @@ class WeightReceiver:
         return True
 
     def _take_part(self, member: BroadcastMember) -> None:
-        """Join every broadcast, over channels to the lead agent."""
         use_device(self._device)
         try:
             for connection in connections(self._credentials, self._lead, self._name, stop=self._closing):
@@ -494,7 +492,6 @@ class RanksReceiver(WeightReceiver):
         return super().load(apply, newer_than=newer_than, wait_s=wait_s) if agreed else None
 
     def _listen(self, read_end: int) -> None:
-        """Follow which versions the ranks have, until they end."""
         with open(read_end, "rb", buffering=0) as pipe:
             while len(said := pipe.read(_NEWS.size)) == _NEWS.size:
                 rank, lineage, step, seconds, by_broadcast = _NEWS.unpack(said)
@@ -599,7 +596,6 @@ class RankReceiver(WeightReceiver):
             yield name, values
 
     def let_go(self) -> None:
-        """The rank computes with the held version, and does not read the receiver's copy any more."""
         if self._held is not None:
             self._cache.let_go(self._held)
             self._held = None

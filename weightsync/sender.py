@@ -62,7 +62,6 @@ class Shard(Protocol):
 
 
 def describe(shards: Iterable[Shard]) -> list[ShardSpec]:
-    """Return what this rank holds, for the plan."""
     return [
         ShardSpec(shard.name, tuple(shard.shape), str(shard.values.dtype).removeprefix("torch."), shard.box)
         for shard in shards
@@ -78,8 +77,6 @@ class Target:
 
 
 class ShardWriter:
-    """One rank's part of a plan."""
-
     def __init__(self, plan: TransferPlan, rank: int) -> None:
         self.layout = RegionLayout(plan)
         self.buckets = plan.of_sender(rank)
@@ -183,7 +180,6 @@ class ShardCopies:
         return True
 
     def close(self) -> None:
-        """End the copying thread; idempotent."""
         self._stream.close()
 
     def _begin(self, target: Target, shards: Sequence[Shard], buckets: Sequence[int]) -> list[CopiesDone]:
@@ -230,8 +226,6 @@ class Where(Enum):
 
 @dataclass(frozen=True)
 class Staged:
-    """A version's copy."""
-
     version: Version
     target: Target
     slot: bytes | None  # token of the agent's memory that holds it; None: memory of this process
@@ -240,8 +234,6 @@ class Staged:
 
 
 class SenderState:
-    """Not thread-safe."""
-
     def __init__(self) -> None:
         # The newest copy.
         self.staged: Staged | None = None
@@ -300,12 +292,10 @@ class SenderState:
         return self._asked
 
     def unlink(self) -> None:
-        """The agent is gone, and everything that it held."""
         self._linked = False
         self._granted = self._complete = self._delivered = None
 
     def grant(self, granted: Staged) -> None:
-        """A slot was granted; nothing is copied into it yet."""
         self._granted = granted
         self._asked = None
 
@@ -321,16 +311,13 @@ class SenderState:
         return self._asked
 
     def is_due(self, staged: Staged) -> bool:
-        """Return whether a copy is still the newest one and not delivered."""
         return staged is self.staged and staged.version != self._delivered
 
     def move(self, staged: Staged, moved: Staged) -> None:
-        """The copy was moved."""
         if self.staged is staged:
             self.staged = moved
 
     def arrived(self, version: Version) -> None:
-        """The agent has this rank's part of the version."""
         self._delivered = version
 
     def take_ahead(self, version: Version) -> bool:
@@ -648,7 +635,6 @@ class WeightSender:
             self._submit(connection, self._request(asked))
 
     def _repair(self, connection: Connection, version: Version, buckets: Sequence[int]) -> None:
-        """Rewrite buckets, if these weights are still there."""
         staged = self._state.staged
         able = staged is not None and staged.version == version and staged.slot in self._slots
         if staged is None or not able or not self._copies.repeat(version, staged.target, buckets):

@@ -38,8 +38,6 @@ _MADV_POPULATE_WRITE = 23
 
 
 class SlotOffer(msgspec.Struct, frozen=True):
-    """Where a slot's memory is."""
-
     pid: int  # the agent's
     fd: int  # in the agent's process
     num_bytes: int  # of the region
@@ -423,7 +421,6 @@ class RegionLayout:
         return merged(runs)
 
     def spec(self, number: int) -> TensorSpec:
-        """Return the shape and dtype of a whole tensor."""
         return self._specs[number]
 
 
@@ -468,12 +465,10 @@ class Region:
         return out
 
     def pack(self, pieces: Sequence[Piece], out: Tensor) -> None:
-        """Copy the bytes of pieces to `out`, uint8 of exactly their size."""
         if pieces:
             torch.cat([self._bytes_of(piece) for piece in pieces], out=out)
 
     def unpack(self, pieces: Sequence[Piece], packed: Tensor) -> None:
-        """Write the bytes of pieces to where they belong."""
         offset = 0
         for piece in pieces:
             target = self.piece(piece)
@@ -487,7 +482,6 @@ class Region:
             offset += num_bytes
 
     def copy(self, bucket: Bucket, source: "Region") -> None:
-        """Copy a bucket from a region of the same layout."""
         for piece in bucket.pieces:
             run = self.layout.run(piece)
             if run is not None:

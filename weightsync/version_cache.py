@@ -28,8 +28,6 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, eq=False)
 class ReadyVersion:
-    """A version that was checked."""
-
     version: Version
     views: Mapping[str, Tensor]  # by the engine's names
     own: bool  # in memory of the cache; otherwise in the agent's
@@ -74,7 +72,6 @@ class VersionCache:
 
     @property
     def loaded(self) -> Version | None:
-        """The version that the engine has."""
         return self._loaded
 
     def put(self, ready: ReadyVersion) -> bool:
@@ -119,7 +116,6 @@ class VersionCache:
         return ready
 
     def let_go(self, ready: ReadyVersion) -> None:
-        """The engine has loaded a version that was held."""
         with self._changed:
             former = self._used
             self._loaded = ready.version
@@ -224,7 +220,6 @@ class VersionCache:
                 raise WeightsLate(f"{what} did not come within {timeout_s:g} s{why}")
 
     def wake(self) -> None:
-        """Let waits check whether they are over."""
         with self._changed:
             self._changed.notify_all()
 
@@ -286,7 +281,6 @@ class EngineViews:
         return tuple(layout.extents(bucket for bucket in layout.plan.buckets if self.reads(bucket, layout)))
 
     def reads(self, bucket: Bucket, layout: RegionLayout) -> bool:
-        """Return whether this process reads any part of a bucket."""
         return bucket.index in self._known[layout.plan.digest()][2]
 
     def of(self, region: Region) -> dict[str, Tensor]:

@@ -48,7 +48,6 @@ class Adapter:
 
     @property
     def name(self) -> str:
-        """Prefix of its test names."""
         return self.engine.rpartition(":")[2]
 
     @contextmanager
@@ -71,7 +70,6 @@ class Adapter:
 
 
 def run_config(model_dir: Path, rollout: Mapping[str, Any], *, actor: ActorConfig | None = None) -> RunConfig:
-    """Return the configuration of a run with a model and an engine."""
     return RunConfig(
         steps=1,
         roles={"rollout": 1, "actor": 1},

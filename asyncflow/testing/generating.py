@@ -30,8 +30,6 @@ DEADLINE_S = 120.0
 
 @dataclass
 class Lab:
-    """An engine under test."""
-
     adapter: Adapter
     engine: GenerateEngine
     sampling: SamplingConfig  # how it draws
@@ -39,20 +37,17 @@ class Lab:
     new: Path  # directory of another model of the same shape
 
     def reset(self) -> "Lab":
-        """Make the engine idle, with the old weights, as version 0."""
         self.engine.abort()
         if self.adapter.loads_weights:
             self.swap(self.old, version=0)
         return self
 
     def swap(self, path: Path, *, version: int) -> None:
-        """Load the weights of a directory, as the rollout does."""
         self.engine.load_weights(self.adapter.weights(path))
         self.engine.version = version
 
     @cached_property
     def references(self) -> dict[int, Reference]:
-        """Old and new weights as versions 0 and 1."""
         return {
             version: Reference(path, temperature=self.sampling.temperature)
             for version, path in enumerate((self.old, self.new))
@@ -68,7 +63,6 @@ class Lab:
         return made
 
     def step_until_some(self) -> list[Generation]:
-        """Step until at least one response is finished."""
         deadline = time.monotonic() + DEADLINE_S
         never = threading.Event()
         while not (finished := self.engine.step(never)):
@@ -166,7 +160,6 @@ def open_lab(model_dirs: Callable[[Adapter, str], tuple[Path, Path]]) -> Iterato
 
 @pytest.fixture
 def lab(request: pytest.FixtureRequest, open_lab: Callable[..., Lab]) -> Lab:
-    """An idle engine with the old weights, as version 0."""
     return open_lab(*request.param).reset()
 
 

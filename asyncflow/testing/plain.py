@@ -27,7 +27,6 @@ class Plain:
     @staticmethod
     @lru_cache
     def of(model_dir: Path) -> "Plain":
-        """Train a model; the same for every layout."""
         before = _load(model_dir, torch.float64)
         model = _load(model_dir, torch.float32)
         actor = samples.ACTOR

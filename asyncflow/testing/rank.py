@@ -28,8 +28,6 @@ Open = Callable[[], TrainEngine]
 
 
 def run(adapter: TrainAdapter, layout: str, model_dir: Path, out: Path) -> dict[str, Any]:
-    """Run everything with one family."""
-
     def open_engine() -> TrainEngine:
         return adapter.open(model_dir, samples.ACTOR, temperature=samples.TEMPERATURE, layout=layout)
 
@@ -58,7 +56,6 @@ def log_probs(engine: TrainEngine, replica: int, num_replicas: int) -> list[tupl
 
 
 def update(engine: TrainEngine, number: int, replica: int, num_replicas: int) -> tuple[float, float]:
-    """Return the gradient norm and the learning rate."""
     for rows in samples.micro_batches(number, replica, num_replicas):
         engine.forward_backward(samples.sequences(rows), samples.loss)
     stats = engine.step(samples.SCALE)

@@ -32,7 +32,6 @@ def samples() -> list[tuple[Tensor, Tensor]]:
 
 
 def sequences(rows: Sequence[int]) -> Sequences | None:
-    """Return the named samples as a micro-batch; None without any."""
     if not rows:
         return None
     chosen = [samples()[row] for row in rows]

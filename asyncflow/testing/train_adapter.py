@@ -36,15 +36,12 @@ class TrainAdapter:
 
     @property
     def name(self) -> str:
-        """Prefix of its test names."""
         return self.engine.rpartition(":")[2]
 
     def marks(self, layout: str) -> Sequence[pytest.MarkDecorator]:
-        """Return pytest's marks for the tests of a layout."""
         return ()
 
     def num_ranks(self, layout: str) -> int:
-        """Return the number of processes of a layout."""
         return int(layout)
 
     def prepare(self) -> None:

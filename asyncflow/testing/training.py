@@ -95,8 +95,6 @@ pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
 
 @dataclass
 class Trained:
-    """What the ranks of one layout did with one family."""
-
     adapter: TrainAdapter
     model_dir: Path  # the initial model
     out: Path  # holds `export`
@@ -140,7 +138,6 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TrainAdapte
 
 @pytest.fixture
 def trained(request: pytest.FixtureRequest, run_ranks: Callable[[TrainAdapter, str], Path]) -> Trained:
-    """What one layout did with one family."""
     adapter, layout, family = request.param
     for package in adapter.packages:
         if importlib.util.find_spec(package) is None:

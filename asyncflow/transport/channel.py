@@ -144,7 +144,6 @@ class GlooPair:
                 self._posted.append((buffer, self._group.recv([buffer], self._other, _FRAME_TAG)))
 
     def send_frame(self, frame: Tensor, timeout_s: float | None) -> None:
-        """Send one frame and wait until it has left."""
         self._group.send([frame], self._other, _FRAME_TAG).wait(as_timeout(timeout_s))
 
     def next_frame(self, timeout: timedelta = NO_TIMEOUT) -> Tensor:
@@ -157,7 +156,6 @@ class GlooPair:
         return buffer
 
     def reuse(self, buffer: Tensor) -> None:
-        """Let this buffer be posted again."""
         self._spare.append(buffer)
 
     def begin_send(self, part: Tensor) -> dist.Work:
@@ -428,7 +426,6 @@ class Channel(ABC):
             raise self._gone("the peer is gone") from error
 
     def _acquire(self, lock: threading.Lock, timeout_s: float | None) -> None:
-        """Take a lock, checking that the channel still works; the caller releases it."""
         if not lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             raise DeadlineExceeded(f"channel to {self.peer}: it took no message for {timeout_s:g} s")
         if self._broken:
@@ -499,8 +496,6 @@ _ABORT_TIMEOUT_S = 1.0
 
 
 class PipeOffer(msgspec.Struct):
-    """Where to write to an end of the channel."""
-
     fd: int  # the write end's descriptor in the offering process
     inode: int  # of the pipe; reveals a descriptor that was reused
 

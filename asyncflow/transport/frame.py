@@ -73,8 +73,6 @@ class Route(IntEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one end accepts and uses."""
-
     meta_bytes: int = 2**26  # largest message accepted
     payload_bytes: int = 2**31  # largest payload accepted
     shared_memory: bool = True  # use it when the peer is on the same host
@@ -83,8 +81,6 @@ class Limits:
 
 
 class Frame(msgspec.Struct):
-    """A header, and what came with it."""
-
     kind: FrameKind
     request_id: int = 0  # pairs a reply with its request; unique per channel
     route: Route = Route.FRAME
@@ -144,7 +140,6 @@ class Piece:
         return None
 
     def write(self, out: Tensor) -> None:
-        """Copy everything into `out`, uint8 [num_bytes]."""
         target = out.view(self.dtype)
         if len(self.parts) == 1:
             target.copy_(self.parts[0])
@@ -161,7 +156,6 @@ class Payload:
 
     @staticmethod
     def of(tensor: Tensor) -> "Payload":
-        """Wrap one contiguous tensor."""
         return Payload([Piece((tensor.reshape(-1),), tensor.dtype)])
 
     def write(self, out: Tensor) -> None:
@@ -178,7 +172,6 @@ def segments(payload: Payload) -> list[Tensor | Payload]:
 
 
 def segment_bytes(part: Tensor | Payload) -> int:
-    """Return the length of the message."""
     return part.numel() if isinstance(part, Tensor) else part.num_bytes
 
 
@@ -301,8 +294,6 @@ _DATA_START = 4096  # the token's page
 
 
 class ArenaOffer(msgspec.Struct):
-    """Where an arena is."""
-
     fd: int  # the sender's descriptor
     num_bytes: int  # of the whole file
     generation: int  # repeated in every handle
@@ -325,13 +316,11 @@ class Arena:
         self.offer = ArenaOffer(fd, num_bytes, secrets.randbits(32), token)
 
     def allocate(self, num_bytes: int) -> int | None:
-        """Return the offset of a region, or None if there is no room."""
         with self._lock:
             start = self._extents.allocate(num_bytes)
         return None if start is None else start + _DATA_START
 
     def region(self, offset: int, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes] to write into."""
         return self._memory[offset : offset + num_bytes]
 
     def release(self, offsets: Iterable[int]) -> None:
@@ -449,7 +438,6 @@ def tracked_view(memory: NDArray[np.uint8], start: int, num_bytes: int, released
 
 
 def take_released(released: deque[int], most: int) -> list[int]:
-    """Remove up to `most` offsets and return them."""
     taken: list[int] = []
     with contextlib.suppress(IndexError):
         while len(taken) < most:

@@ -50,8 +50,6 @@ SWITCH = "ASYNCFLOW_SHARED_MEMORY"  # environment variable: `0` sends everything
 
 
 class Hello(msgspec.Struct):
-    """One end of a future channel."""
-
     host: str  # identifies boot and namespaces
     pid: int  # in that namespace
     arena: ArenaOffer | None  # where this end will write payloads; None: shared memory is switched off
@@ -59,8 +57,6 @@ class Hello(msgspec.Struct):
 
 
 class Capability(msgspec.Struct):
-    """Whether an end can share with its peer."""
-
     obstacle: str  # why the peer's arena or pipe cannot be opened; empty: it can share
 
 
@@ -80,7 +76,6 @@ class Introductions:
         )
 
     def seal(self, message: Hello | Capability) -> bytes:
-        """Return the sealed message to send."""
         body = msgspec.msgpack.encode(message)
         return self._own.of(type(message).__name__.encode(), body) + body
 
@@ -175,7 +170,6 @@ def open_channel(
 
 
 def wants_sharing(*, configured: bool) -> bool:
-    """Return whether this process may share memory."""
     return configured and os.environ.get(SWITCH) != "0"
 
 
@@ -221,8 +215,6 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 
 
 class Ask(msgspec.Struct):
-    """A client's request for a channel."""
-
     channel_id: str
     client: str
     nonce: bytes

@@ -94,7 +94,6 @@ class Call:
             self._channel.abort()
 
     def refuse(self, error: AsyncFlowError) -> None:
-        """Answer that the request was not carried out."""
         self.reply(refused(error))
 
 
@@ -307,8 +306,6 @@ class ChannelServer:
 
 
 class RefusedKind(StrEnum):
-    """Why a request was refused."""
-
     INVALID = "invalid"
     FENCED = "fenced"
     FULL = "full"
@@ -406,7 +403,6 @@ class ReadingTurns:
         self._ring()
 
     def unwatch(self) -> None:
-        """A watched reply came."""
         with self.lock:
             self._watched -= 1
 
@@ -496,7 +492,6 @@ class ExpectedReply(Future[Any]):
         self.settled = True
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """There will be no reply."""
         super().set_exception(exception)
         self.settled = True
 
@@ -650,7 +645,6 @@ class Connection:
         return self._channel.shared
 
     def wait_closed(self, timeout_s: float | None = None) -> bool:
-        """Wait until `closed`; False: timed out."""
         return self._closed.wait(timeout_s)
 
     def close(self) -> None:

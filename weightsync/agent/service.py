@@ -87,8 +87,6 @@ _CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Fetch:
-    """A bucket to fetch."""
-
     pull: Pull
     region: Region  # of the slot's memory at the time of the decision
 
@@ -116,8 +114,6 @@ _Event = PeerHas | Fetch | _PlanWanted | _Lost
 
 
 class PeerLink:
-    """The link to one other agent."""
-
     def __init__(
         self,
         credentials: Credentials,
@@ -146,7 +142,6 @@ class PeerLink:
         self._events.put(_PlanWanted(digest))
 
     def close(self) -> None:
-        """End the thread; idempotent."""
         self._closing.set()
         self._events.put(_Lost())
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
@@ -246,8 +241,6 @@ class _Begin:
 
 @dataclass
 class Rounds:
-    """The broadcasts of one lead agent."""
-
     # Tells this agent's epochs from those of its predecessor.
     token: str = field(default_factory=lambda: secrets.token_hex(4))
     _number: int = 0
@@ -370,7 +363,6 @@ class WeightAgent:
         self._timer.join(timeout=5)
 
     def handle(self, call: Call) -> None:
-        """Carry out a request; see `Handler`."""
         message, session = call.message, call.session
         if isinstance(message, FetchBucket):
             self._send_bucket(call, message)
@@ -384,20 +376,16 @@ class WeightAgent:
             self._act(lambda: self._decide(call, message, session))
 
     def disconnected(self, session: Session) -> None:
-        """A client is gone; see `Handler`."""
         self._act(lambda: _answers(self._rounds.closed(session)) + self._state.closed(session))
 
     def peer_has(self, peer: str, held: Sequence[Held]) -> None:
-        """Another agent announced everything that it has."""
         self._act(lambda: self._state.peer_has(peer, held))
 
     def peer_plan(self, plan: bytes) -> None:
-        """Another agent sent a plan."""
         with self._lock:
             self._open_plan(plan)
 
     def peer_lost(self, peer: str) -> None:
-        """The channel to another agent broke."""
         self._act(lambda: self._state.peer_lost(peer))
 
     def fetched(self, fetch: Fetch, num_bytes: int, *, matches: bool) -> None:

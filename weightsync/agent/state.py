@@ -24,8 +24,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Reply that the call cannot be carried out."""
-
     call: object
     reason: str
 
@@ -39,8 +37,6 @@ class Renew:
 
 @dataclass(frozen=True)
 class Grant:
-    """Reply with a slot to write a version into."""
-
     call: object
     version: Version
     slot: int
@@ -49,8 +45,6 @@ class Grant:
 
 @dataclass(frozen=True)
 class Offer:
-    """Reply with a complete version to read."""
-
     call: object
     version: Version
     slot: int
@@ -118,7 +112,6 @@ class PeerCatalog:
         self._pulls.setdefault(peer, set())
 
     def lost(self, peer: str) -> None:
-        """The channel to the agent broke."""
         for key, checksums in self._held.pop(peer, {}).items():
             self._forget(peer, key, checksums)
         self._pulls.pop(peer, None)
@@ -196,8 +189,6 @@ class PeerCatalog:
 
 @dataclass
 class Slot:
-    """The place of one version."""
-
     number: int  # which memory
     version: Version | None = None  # None: the slot is empty
     plan: TransferPlan | None = None
@@ -247,8 +238,6 @@ class Slot:
 
 
 class Slots:
-    """All slots of an agent."""
-
     def __init__(self, number: int) -> None:
         self._slots = [Slot(k) for k in range(number)]
 
@@ -265,7 +254,6 @@ class Slots:
         return max(complete, key=lambda slot: slot.version or (), default=None)
 
     def held(self) -> list[Held]:
-        """Return what other agents may be told."""
         return [
             Held(slot.version, slot.digest, dict(slot.checksums))
             for slot in self._slots
@@ -273,7 +261,6 @@ class Slots:
         ]
 
     def holders(self) -> dict[object, list[Version]]:
-        """Return, by session, the versions that it may be reading."""
         holders: dict[object, list[Version]] = {}
         for slot in self._slots:
             if slot.version is not None:
@@ -311,7 +298,6 @@ class Slots:
                 del slot.writers[rank]
 
     def drop_older_parts(self, newest: Version) -> None:
-        """Drop versions before `newest` that were never completed."""
         for slot in self.parts():
             if slot.version is not None and slot.version < newest:
                 slot.dropped = True
@@ -387,11 +373,9 @@ class AgentState:
         return self._slots.held()
 
     def holders(self) -> dict[object, list[Version]]:
-        """Return, by session, the versions that it may be reading."""
         return self._slots.holders()
 
     def open_plan(self, plan: TransferPlan) -> None:
-        """A trainer rank or another agent uses this plan."""
         self._plans.setdefault(plan.digest(), plan)
 
     def take_slot(
@@ -434,7 +418,6 @@ class AgentState:
         return [Answer(call, Done()), *self._grown(slot)]
 
     def await_repair(self, call: object, session: object, *, rank: int) -> list[Instruction]:
-        """A trainer rank is ready to rewrite buckets."""
         wanted = self._repairs.ready(rank, session, call)
         for version in wanted:
             slot = self._slots.of(version)
@@ -480,14 +463,12 @@ class AgentState:
         return [Answer(call, SwapTurn(True)) for call in self._turns.end(session)]
 
     def corrupt(self, call: object, session: object, version: Version, bucket: int) -> list[Instruction]:
-        """A bucket is damaged here: have it rewritten, or drop the version."""
         slot = self._slots.of(version)
         if slot is None or not slot.complete or bucket not in slot.checksums:
             return [Refuse(call, f"weights of {version}: bucket {bucket} is damaged, and the version is given up")]
         return self._repair(slot, bucket) if self._repairs.report(version, bucket, call, session) else []
 
     def peer_has(self, peer: str, held: Sequence[Held]) -> list[Instruction]:
-        """Another agent announced everything that it now has."""
         self._peers.has(peer, held)
         lacking = {each.plan for each in held if each.plan not in self._plans and self._is_news(each.version)}
         return [LacksPlan(peer, plan) for plan in sorted(lacking)] + self._make_use_of_room()

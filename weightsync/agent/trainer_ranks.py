@@ -27,7 +27,6 @@ class Ranks:
         self._asked: dict[int, dict[object, Version]] = {}
 
     def asks(self, taker: Taker) -> None:
-        """A rank wants a slot; it waits until `answered`."""
         asked = self._asked.setdefault(taker.rank, {})
         newest = max(taker.version, asked.pop(taker.session, taker.version))
         # Popped and inserted again, so that this session comes last.
@@ -63,11 +62,9 @@ class Ranks:
             asked.pop(session, None)
 
     def are_overdue(self, now: float) -> bool:
-        """Return whether any deadline has passed."""
         return any(taker.deadline <= now for taker in self._waiting)
 
     def overdue(self, now: float) -> list[Taker]:
-        """Return those whose deadline has passed, and forget them."""
         late = [taker for taker in self._waiting if taker.deadline <= now]
         self._waiting = [taker for taker in self._waiting if taker.deadline > now]
         return late
@@ -96,7 +93,6 @@ class Repairs:
         return first
 
     def pending(self, version: Version, bucket: int) -> bool:
-        """Return whether a bucket is being repaired."""
         return (version, bucket) in self._waiting
 
     def end(self, version: Version, bucket: int | None = None) -> dict[int, list[object]]:
