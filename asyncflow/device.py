@@ -1,5 +1,5 @@
-"""Devices, for everything but the launcher: opening, grouping, copying. Differences between vendors are in
-`asyncflow.vendors`; all other code asks PyTorch (`torch.accelerator`) or this module, and never tests for a vendor.
+"""Devices, for everything but the launcher: opening, grouping, copying. Differences between vendors:
+`asyncflow.vendors`.
 """
 
 import os
@@ -37,10 +37,7 @@ def name_device(name: str) -> torch.device:
 
 
 def open_device(name: str) -> torch.device:
-    """Make `name` (`cpu`, `cuda:1`, `npu:0`) the calling thread's current device.
-
-    Raises ConfigError if this build of PyTorch has no such device.
-    """
+    """Make `name` (`cpu`, `cuda:1`, `npu:0`) the thread's current device; ConfigError if this PyTorch lacks it."""
     device = name_device(name)
     if device.type == "cpu":
         return device

@@ -57,10 +57,7 @@ class JsonLines:
                     logger.warning("%s cannot be written (%s): its lines wait", self._path, error)
 
     def sync(self) -> None:
-        """Make everything written durable.
-
-        Raises OSError if the file system refuses, perhaps lines that it refused before.
-        """
+        """Make everything written durable. Raises OSError if the file system refuses, perhaps earlier lines."""
         with self._lock:
             self._write()
             os.fsync(self._descriptor)

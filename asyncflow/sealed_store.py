@@ -32,12 +32,8 @@ _NONCE_BYTES = 8
 class SealedStore:
     """One client of the store. As with any client, calls of several threads stall each other.
 
-    Not a `torch.distributed.Store`, so that no process group is built on it by mistake; see `GlooStore`.
-
-    Args:
-        store: without a prefix of its own, which the seals would not cover.
-        secret: the job's.
-        prefix: of all keys.
+    Not a `torch.distributed.Store`, so that no process group is built on it by mistake; see `GlooStore`. The wrapped
+    store must have no prefix of its own, which the seals would not cover.
     """
 
     def __init__(self, store: dist.Store, secret: bytes, *, prefix: str = "") -> None:
@@ -186,18 +182,10 @@ def _bytes(value: bytes | str) -> bytes:
 
 
 def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore, int]:
-    """Start a store on `host`.
+    """Start a store on one of this host's addresses; port 0: any free one.
 
-    Args:
-        host: one of this host's addresses.
-        timeout: of the server's own calls.
-        port: 0: any free one.
-
-    Returns:
-        The server, which is a client too, and its port. It lives as long as the object.
-
-    Raises:
-        OSError: the port is taken.
+    Returns the server, which is also a client and lives as long as the object, and its port. Raises OSError if the port
+    is taken.
     """
     # Bind here: PyTorch's own listener would listen on all interfaces.
     listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
@@ -209,10 +197,7 @@ def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore,
 
 
 def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Connect to a store; a thread that may block in it needs its own client.
-
-    Raises DistError if no store answers there in time.
-    """
+    """Connect to a store; raises DistError if none answers in time. A thread that may block needs its own client."""
     made: Future[TCPStore] = Future()
 
     def connect() -> None:

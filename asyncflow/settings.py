@@ -20,9 +20,7 @@ from asyncflow.errors import ConfigError
 
 
 class Settings(BaseModel):
-    """A frozen section of the configuration; `launcher.config.load` turns its errors into one line that names the
-    field.
-    """
+    """A frozen section of the configuration; `launcher.config.load` turns its errors into one line with the field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -44,8 +42,6 @@ def own_settings(kind: Any, given: Mapping[str, Any], *, name: str, section: str
     """Return the settings that a class's `Config` makes of what is given.
 
     Args:
-        given: what the configuration says.
-        name: of the class.
         section: of the configuration that holds the settings.
         base: class that `Config` must derive from; `Settings`: the class needs no `Config`.
 
@@ -75,8 +71,6 @@ def own_options(
     """Return the keyword options that a class is made with, as its `Config` gives them; without one, as they are.
 
     Args:
-        given: what the configuration says.
-        name: of the class.
         section: of the configuration that holds the options.
         first, named: further arguments that the class is made with.
 

@@ -86,10 +86,7 @@ class BucketLayout:
         return torch.cat((words[self._content_words :], checksum(content).view(1)))
 
     def check(self, summary: list[int], version: Version) -> None:
-        """Compare `summary`'s result with what was expected.
-
-        Raises WeightSyncError if another bucket or version came, or the bytes changed.
-        """
+        """Raise WeightSyncError if another bucket or version came than expected, or if its bytes changed."""
         index, lineage, step, sent, arrived = summary
         if sent != arrived:
             raise WeightSyncError(f"bucket {self.bucket.index} of {version}: checksum does not match")
@@ -198,16 +195,13 @@ class BroadcastGroup:
             raise WeightSyncError(f"the group of epoch {transfer.epoch} broke before")
 
     def ready(self, transfer: Transfer, plan: TransferPlan, *, deadline: float, stop: threading.Event) -> None:
-        """Say that this member is ready, and wait until all are; until then nothing is sent.
-
-        Raises WeightsLate if not all were ready by `deadline`.
+        """Say that this member is ready, and wait until all are; raises WeightsLate after `deadline`. Nothing is sent
+        before.
         """
         self._all_say("ready", transfer, plan, deadline=deadline, stop=stop)
 
     def call_off(self, transfer: Transfer) -> None:
-        """Announce that this member takes no part in a transfer, so that the others need not wait for their
-        deadlines.
-        """
+        """Announce that this member takes no part in a transfer, so that the others need not wait in vain."""
         self._store.set(_key(_OFF, transfer), "1")
 
     def travel(
@@ -308,9 +302,7 @@ class BroadcastGroup:
             raise WeightsLate(f"weight group: not all of {' '.join(everyone)} connected ({error})") from error
 
     def _buffers_for(self, buckets: Sequence[BucketLayout], num_groups: int) -> list[Tensor]:
-        """Return one buffer per bucket in flight. They are reused, so streams need not be announced to the
-        allocator.
-        """
+        """Return one buffer per bucket in flight. They are reused, so the allocator need not know of the streams."""
         number, size = _BUFFERS * num_groups, max(bucket.num_words for bucket in buckets)
         if len(self._buffers) < number or self._buffers[0].numel() < size:
             self._buffers = [torch.empty(size, dtype=torch.int64, device=self._device) for _ in range(number)]

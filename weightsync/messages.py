@@ -280,10 +280,7 @@ def connections(
 
 
 def parked_reply(future: "Future[tuple[Any, Tensor]]", *, stop: threading.Event) -> Any:
-    """Wait for the answer to a parked request; None: `stop` was set first.
-
-    Raises TransportError if the channel broke.
-    """
+    """Wait for the answer to a parked request; None: `stop` was set. Raises TransportError if the channel broke."""
     while not stop.is_set():
         try:
             return future.result(timeout=_LOOK_S)[0]
@@ -293,9 +290,8 @@ def parked_reply(future: "Future[tuple[Any, Tensor]]", *, stop: threading.Event)
 
 
 def fetch_plan(connection: Connection, digest: str) -> TransferPlan:
-    """Ask an agent for a plan.
-
-    Raises TransportError if the channel broke, or the agent does not know the plan, either.
+    """Ask an agent for a plan. Raises TransportError if the channel broke or the agent does not know the plan,
+    either.
     """
     reply, _ = connection.call(FetchPlan(digest), timeout_s=_PLAN_TIMEOUT_S)
     assert isinstance(reply, PlanFetched)

@@ -29,9 +29,7 @@ class Adapter:
     marks: ClassVar[Sequence[pytest.MarkDecorator]] = ()
     """Marks of the tests with the first of `families`."""
     families: ClassVar[tuple[str, ...]] = ("llama",)
-    """Tiny models to run (see `training.save_tiny_model`); empty: it computes nothing, and skips tests of drawn
-    tokens.
-    """
+    """Tiny models to run (`training.save_tiny_model`); empty: it computes nothing, and skips tests of drawn tokens."""
     model: ClassVar[Mapping[str, Any]] = {}
     """Changes to the tiny models' configurations, such as a head size that the engine's kernels support."""
     sampling: ClassVar[Mapping[str, Any]] = {}

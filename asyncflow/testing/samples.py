@@ -17,7 +17,7 @@ ACTOR = ActorConfig(lr=1e-2, eps=0.05, weight_decay=0.1, grad_clip=4.0, lr_warmu
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:
-    """Return (prompt, response) of eight samples: two prompts with three responses, two with one; one response is
+    """Return eight samples (prompt, response): two prompts with three responses, two with one; one response is
     empty.
     """
     chance = torch.Generator().manual_seed(6)

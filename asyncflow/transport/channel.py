@@ -223,12 +223,8 @@ _IN_FLIGHT = 2  # segments of one payload: one is packed while the other is sent
 
 
 class Channel(ABC):
-    """One end of a pair. Any thread may send; exactly one thread receives.
-
-    Args:
-        pair: connected, and its peer has proved that it knows the secret.
-        peer: name of the other end, for messages.
-        limits: largest parts accepted.
+    """One end of a pair whose peer proved that it knows the secret. Any thread may send; exactly one thread
+    receives.
     """
 
     shared = False  # whether payloads sent from here go through shared memory
@@ -249,9 +245,8 @@ class Channel(ABC):
 
     @abstractmethod
     def expect(self, frames: int) -> None:
-        """Let the peer send `frames` frames without waiting for this end.
-
-        Raises TransportError if the channel is broken.
+        """Let the peer send `frames` frames without waiting for this end. Raises TransportError if the channel is
+        broken.
         """
 
     def send(
@@ -527,8 +522,8 @@ class Pipes:
             raise TransportError("the peer's descriptor is not the pipe that it offered")
 
     def let_end_with_peer(self) -> None:
-        """Close our copy of the write end, now that the peer has opened it: the pipe then ends when the peer closes it
-        or dies.
+        """Close our copy of the write end once the peer has opened it: now the pipe ends when the peer closes it or
+        dies.
         """
         os.close(self._in_writer)
         self._in_writer = -1
@@ -555,15 +550,11 @@ class Pipes:
         raise TransportError("closed")
 
     def readable(self, timeout_s: float) -> bool:
-        """Wait until `receive` would not block, which includes the peer's end of file; False: timed out. One thread at
-        a time.
-        """
+        """Wait until `receive` would not block, which includes end of file; False: timed out. One thread at a time."""
         return bool(self._frames.poll(max(0.0, timeout_s) * 1000))
 
     def watch(self, other: int) -> None:
-        """Wait for the peer's end of file, whether or not frames are waiting, or for the descriptor `other` to become
-        readable.
-        """
+        """Wait until the peer closes its end (frames do not wake this), or until the descriptor `other` is readable."""
         poll = select.poll()
         # Events of 0: only POLLHUP and POLLERR are reported, so waiting frames do not wake us.
         poll.register(self._in, 0)
@@ -571,9 +562,8 @@ class Pipes:
         poll.poll()
 
     def receive(self, into: memoryview) -> None:
-        """Wait for one frame of exactly this size.
-
-        Raises TransportError if the peer is gone, or the pipes were closed.
+        """Wait for one frame of exactly this size. Raises TransportError if the peer is gone or the pipes were
+        closed.
         """
         number = os.readv(self._in, [into])
         if number != len(into) or self._closed:

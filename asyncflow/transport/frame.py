@@ -304,9 +304,8 @@ class Arena:
     """Shared memory that the sender writes payloads into. Thread-safe."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Reserve address space; pages are allocated on first use.
-
-        Raises OSError if out of descriptors or address space.
+        """Reserve address space; pages are allocated on first use. Raises OSError if there is none left, or no
+        descriptor.
         """
         fd, token = create_memfd(num_bytes)
         self._close_fd = weakref.finalize(self, os.close, fd)

@@ -174,10 +174,7 @@ def wants_sharing(*, configured: bool) -> bool:
 
 
 def this_host() -> str:
-    """Return a name for this boot of the machine and this process's namespaces.
-
-    Raises OSError if the platform lacks these.
-    """
+    """Return a name for this boot and this process's namespaces. Raises OSError where the platform lacks these."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return "/".join([boot, *(str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "net"))])
 
@@ -256,10 +253,7 @@ class Credentials:
 
     @contextmanager
     def borrowed_store(self) -> Iterator[SealedStore]:
-        """Lend a store client to one borrower at a time; it is kept for the next one.
-
-        Raises TransportError if the job store is gone.
-        """
+        """Lend a store client to one borrower at a time; raises TransportError if the job store is gone."""
         # Reuse clients: a new one costs a reverse DNS lookup in PyTorch, which takes seconds if the resolver does not
         # answer.
         try:

@@ -354,8 +354,7 @@ _EXPECTED, _CAME = "RUNNING", "FINISHED"  # states of a `Future`
 class ReadingTurns:
     """Gives the turn to read to one thread at a time.
 
-    Args:
-        read_one: takes in one message and settles its reply; False when none will follow.
+    `read_one` takes in one message and settles its reply; it returns False when none will follow.
     """
 
     def __init__(self, pipes: Pipes, read_one: Callable[[], bool]) -> None:
@@ -468,7 +467,7 @@ class ReadingTurns:
 
 
 class ExpectedReply(Future[Any]):
-    """A future whose waiter reads the reply. It cannot be cancelled. All of a connection share one lock, which is
+    """A future whose waiter reads the reply. It cannot be cancelled. All of a connection share one lock: that is
     cheaper.
     """
 

@@ -250,11 +250,7 @@ class Rounds:
     _trainer: object = None
 
     def join(self, call: object, session: object, name: str, broken: str) -> list[tuple[object, Transfer]]:
-        """A receiver is ready; return the calls to answer.
-
-        Args:
-            broken: epoch whose group broke, or "".
-        """
+        """A receiver is ready; return the calls to answer. `broken`: the epoch whose group broke, or ""."""
         for former in [each for each, other in self._members.items() if other == name and each != session]:
             self._leave(former)  # it came back before its old channel was seen to end
         if session not in self._members:
@@ -397,8 +393,9 @@ class WeightAgent:
         self._act(lambda: self._state.pulled(pull.peer, pull.version, pull.bucket, checksum))
 
     def write_bucket(self, fetch: Fetch, payload: Tensor, base: Version | None) -> bool:
-        """Write what another agent sent into the slot; False: it does not match the announced checksum, or its base is
-        gone. Raises WeightSyncError if the delta cannot be read.
+        """Write what another agent sent into the slot; False: the checksum does not match, or the delta's base is gone.
+
+        Raises WeightSyncError if the delta cannot be read.
         """
         pull = fetch.pull
         bucket = pull.plan.buckets[pull.bucket]

@@ -154,9 +154,7 @@ class PeerCatalog:
         return self._holders[version, plan][bucket][peer]
 
     def end(self, peer: str, version: Version, bucket: int, *, came: bool) -> None:
-        """Note that the fetch ended. After a failure this agent is not asked for the bucket until it announces it
-        again.
-        """
+        """Note that a fetch ended. After a failure, wait for a new announcement before asking this agent again."""
         if peer not in self._held:
             return
         self._pulls[peer].discard((version, bucket))
@@ -515,9 +513,7 @@ class AgentState:
         return instructions + self.end_swap(session) + self._make_use_of_room()
 
     def tick(self, now: float) -> list[Instruction]:
-        """Time passed: end overdue waits. Slow readers are left behind before a trainer rank is told that there is no
-        room.
-        """
+        """Time passed: end overdue waits. Slow readers are left behind before a trainer rank is refused a slot."""
         instructions: list[Instruction] = [Answer(call, SwapTurn(False)) for call in self._turns.overdue(now)]
         if self._ranks.are_overdue(now):
             self._slots.leave_readers()
@@ -692,9 +688,7 @@ class AgentState:
         return [] if call is None else [Answer(call, Repair(slot.version, [bucket]))]
 
     def _mended(self, slot: Slot, checksums: Mapping[int, int]) -> list[Instruction]:
-        """Damaged buckets were rewritten. A checksum that differs from the first one means other weights: drop the
-        version.
-        """
+        """Damaged buckets were rewritten. If a checksum differs from the first one, drop the version."""
         assert slot.version is not None
         instructions: list[Instruction] = []
         for bucket, checksum in checksums.items():

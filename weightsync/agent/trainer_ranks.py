@@ -48,8 +48,7 @@ class Ranks:
     def overtaken(self, taker: Taker, *, is_begun: bool) -> bool:
         """Return whether ranks have moved on, so that the version will never be complete.
 
-        Args:
-            is_begun: the version has a slot, with what other ranks wrote.
+        `is_begun`: the version has a slot, with what other ranks wrote.
         """
         if self._asked[taker.rank][taker.session] > taker.version:
             return True
