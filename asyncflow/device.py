@@ -267,6 +267,7 @@ class CopyStream:
             use_device(self._device)
             travelling: deque[tuple[torch.Event, Staging, Tensor, Future[None]]] = deque()
             for number, (copy, end) in enumerate(zip(copies, ends, strict=True)):
+                # The buffer that comes next is still in use.
                 if len(travelling) == _BUFFERS:
                     self._unpack(*travelling.popleft())
                 host = self._buffer(number % _BUFFERS, copy.num_bytes)

@@ -168,7 +168,7 @@ def choose_interfaces(store_host: str, env: MutableMapping[str, str] = os.enviro
 def choose_interface(host: str) -> None:
     """Make this process's channels use the interface that leads to `host`, unless the user named one.
 
-    Unlike `choose_interfaces` for programs that also have process groups of their own.
+    Unlike `choose_interfaces`, for programs that also have process groups of their own.
     """
     if not is_loopback(host):
         os.environ.setdefault(GLOO_INTERFACE, interface_towards(host))

@@ -48,6 +48,7 @@ class JsonLines:
         """Append the lines with one write to the operating system; if it refuses, later."""
         data = "".join(json.dumps(_finite(line), allow_nan=False) + "\n" for line in lines).encode()
         with self._lock:
+            # Warn once per full disk, not for every line.
             late = bool(self._waiting)
             self._waiting += data
             try:
@@ -168,6 +169,7 @@ class LineTail:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
+        # The last line may still be being written.
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         return [json.loads(line) for line in whole.splitlines() if line.strip()]

@@ -65,6 +65,7 @@ def end_session_with_me() -> None:
     try:
         ignore_stop_signals()
         os.setsid()
+        # Keep only the pipe open, none of the process's files and sockets.
         os.dup2(end, 0)
         os.closerange(3, _MOST_DESCRIPTORS)
         os.read(0, 1)

@@ -122,6 +122,7 @@ class _Cuda(Vendor):
         return f"the installed torch {version} is a CPU build" if version.endswith("+cpu") else ""
 
     def load(self) -> None:
+        # Otherwise NCCL's monitor polls the unprefixed store; see above.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
     def group(self, store: "Store", rank: int, size: int, timeout: timedelta) -> "ProcessGroup":
@@ -129,6 +130,7 @@ class _Cuda(Vendor):
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
+        # The constructor reads it, and then starts no watchdog that could end the process.
         with variables_set({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
             return ProcessGroupNCCL(store, rank, size, options)  # type: ignore[return-value]
 
@@ -158,6 +160,7 @@ class _Npu(Vendor):
         from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
         options = ProcessGroupHCCL.Options()
+        # Versions differ in the name of the option, and in that of the variable below.
         options._timeout = options.op_timeout = timeout
         with variables_set({"TORCH_HCCL_BLOCKING_WAIT": "1", "HCCL_BLOCKING_WAIT": "1"}):
             group: ProcessGroup = ProcessGroupHCCL(store, rank, size, options)

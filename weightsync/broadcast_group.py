@@ -242,6 +242,7 @@ class BroadcastGroup:
             for number, bucket in enumerate(mine):
                 if len(under_way) == len(buffers):
                     arrive()
+                # Buckets arrive in order, so the last one in this buffer has arrived.
                 words, seat = buffers[number % len(buffers)][: bucket.num_words], seats[bucket.bucket.sender]
                 if fill is not None and seat.group.rank() == seat.root:
                     fill(bucket, words)
@@ -280,6 +281,7 @@ class BroadcastGroup:
         self._store.set(self._said[-1], "1")
         off, pause_s = _key(_OFF, transfer), _FIRST_LOOK_S
         missing = deque([*map(sender_name, senders_of(plan)), *transfer.members])
+        # Ask for one member at a time; the order does not matter, since all must have said it.
         while missing:
             if self._store.check([_key(word, transfer, missing[0])]):
                 missing.popleft()

@@ -253,6 +253,7 @@ class WeightExporter:
         """Give the directory its final name, once all of it is on disk."""
         marker = {"run": self._run, "lineage": version.lineage, "step": version.step}
         (self._beside / MARKER).write_text(json.dumps(marker))
+        # Contents first: after a crash the final name must not stand for an incomplete export.
         for path in (*self._beside.iterdir(), self._beside):
             sync(path)
         target = self._beside.rename(self._root / directory_name(version))

@@ -28,9 +28,7 @@ from asyncflow.errors import PlanError
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The elements `offset[d] <= i[d] < offset[d] + size[d]` of a tensor, in row-major order. A scalar's box is empty
-    tuples.
-    """
+    """The elements `offset[d] <= i[d] < offset[d] + size[d]` of a tensor, in row-major order. A scalar has no `d`."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -76,6 +74,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def run(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Return (first element, number) if the box is one run of the flattened tensor, else None."""
+        # A run has size 1 in the leading dimensions, any size in one, and only whole dimensions after that.
         whole_from = len(shape)
         while whole_from and self.size[whole_from - 1] == shape[whole_from - 1]:
             whole_from -= 1
@@ -139,6 +138,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
                     return min(k, other), max(k, other)
             continue
         groups = _apart(boxes, members, axis)
+        # A split starts the count anew: smaller groups may fall apart along axes that were tried before.
         num_tried = num_tried + 1 if len(groups) == 1 else 1
         stack.extend((group, (axis + 1) % num_axes, num_tried) for group in groups)
     return None

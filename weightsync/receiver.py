@@ -231,6 +231,7 @@ class WeightReceiver:
     def _watch(self, connection: Connection) -> None:
         self._slots.clear()
         seen = self.newest
+        # An agent that was restarted does not know what this engine serves.
         if self._cache.loaded is not None:
             connection.call(Serving(self._cache.loaded), timeout_s=_CALL_TIMEOUT_S)
         while True:

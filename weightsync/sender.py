@@ -561,6 +561,7 @@ class WeightSender:
             self._changed.notify_all()
 
     def _submit(self, connection: Connection, request: TakeSlot | AwaitRepair) -> None:
+        # Bound now: a late answer of this channel must not reach the next channel's queue.
         events = self._events
         future = connection.submit(request, timeout_s=self._timeout_s)
         future.add_done_callback(lambda done: events.put(_outcome(done)))
@@ -587,6 +588,7 @@ class WeightSender:
         """Seal this rank's buckets, in a slot of this agent."""
         if staged.slot not in self._slots:
             moved = self._move(connection, staged)
+            # The agent does not need this version any more.
             if moved is None:
                 self._arrived(staged.version)
                 return
@@ -600,6 +602,7 @@ class WeightSender:
                 seal = SealBuckets(self._rank, staged.version, {bucket.index: checksum})
                 connection.call(seal, timeout_s=self._timeout_s)
         self._arrived(staged.version)
+        # Ask for the next slot now, so that the next `publish` finds it ready.
         self._take_ahead(connection, Version(staged.version.lineage, staged.version.step + 1))
 
     def _move(self, connection: Connection, staged: Staged) -> Staged | None:

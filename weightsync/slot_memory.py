@@ -228,6 +228,7 @@ def encode_delta(new: Tensor, base: Tensor, *, element_bytes: int) -> Tensor | N
         return None
     gaps, values = changes
     num_changed = sum(map(len, values))
+    # A gap takes one code, and one more for every full escape in it.
     num_codes = {width: num_changed + sum(int((gap // _escape(width)).sum()) for gap in gaps) for width in _CODE_BYTES}
     code_bytes = min(_CODE_BYTES, key=lambda width: width * num_codes[width])
     gap_bytes = code_bytes * num_codes[code_bytes]

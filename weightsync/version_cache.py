@@ -84,6 +84,7 @@ class VersionCache:
                 self._newest, self._error = ready.version, None
                 self._changed.notify_all()
             unused = self._unused(unused)
+        # Outside the lock, since a release may send a message.
         _release(unused)
         taken = ready not in unused
         if taken:
@@ -138,6 +139,7 @@ class VersionCache:
         with self._changed:
             unused = [] if self._adopts else self._give_up()
         _release(unused)
+        # A release above may have recycled a region.
         with self._changed:
             fitting = [region for region in self._free if region.layout is layout]
             self._free = fitting[1:]

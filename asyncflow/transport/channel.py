@@ -150,6 +150,7 @@ class GlooPair:
         """Wait for the next frame; give its buffer back with `reuse`."""
         if len(self._posted) <= _POSTED_LEAST:  # post several at once, since each post wakes the peer's Gloo thread
             self.expect(_POSTED)
+        # Popped only once it has come: `expect` counts the receives that are still posted.
         buffer, work = self._posted[0]
         work.wait(timeout)
         self._posted.popleft()
@@ -199,6 +200,7 @@ class BufferPool:
     def borrow(self, num_bytes: int) -> Tensor:
         """Return uint8 [num_bytes] of undefined content; it comes back when its last view is gone."""
         with self._lock:
+            # The views' finalizers only append offsets; they are merged here, under the lock.
             while self._released:
                 self._extents.free(self._released.popleft())
             start = self._extents.allocate(num_bytes)
@@ -352,6 +354,7 @@ class Channel(ABC):
         self._acquire(self._frame_lock, timeout_s)
         try:
             if self._released:
+                # Releases ride on frames that are sent anyway.
                 frame.releases = take_released(self._released, MOST_RELEASES)
             end = encode_frame(frame, self._out_view)
             if payload is not None:
@@ -540,6 +543,7 @@ class Pipes:
             except BlockingIOError:
                 if deadline is not None and time.monotonic() > deadline:
                     raise TransportError("it took no message in time") from None
+                # In slices: nothing else wakes this wait when the channel is given up.
                 poll = select.poll()
                 poll.register(self._out, select.POLLOUT)
                 poll.poll(_CHECK_S * 1000)
@@ -573,6 +577,7 @@ class Pipes:
         """End a `receive` that waits in another thread, now or later, and send nothing more. Idempotent."""
         self._closed = True
         with contextlib.suppress(OSError):  # the pipe is full, so no thread waits
+            # Our own write end may be closed already (`let_end_with_peer`), so open another one.
             writer = os.open(f"/proc/self/fd/{self._in}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 os.write(writer, b"\0")

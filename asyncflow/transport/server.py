@@ -164,6 +164,7 @@ class ChannelServer:
                 store.queue_push(ask_key(self._service), _CLOSE)
         except (TransportError, dist.DistError) as error:
             logger.debug("%s: %s", self._service, error)  # then the acceptor loses the store, too
+        # In parallel, since each may wait for a client that does not read.
         goodbyes = [threading.Thread(target=channel.goodbye, daemon=True) for channel, _ in channels]
         for goodbye in goodbyes:
             goodbye.start()
@@ -231,6 +232,7 @@ class ChannelServer:
         thread = threading.Thread(target=self._serve, args=(channel, session), name=name, daemon=True)
         try:
             with self._lock:
+                # Checked and registered under one lock: either `close` sees this channel, or this sees the close.
                 closed = self._closed.is_set()
                 if not closed:
                     thread.start()
@@ -483,6 +485,7 @@ class ExpectedReply(Future[Any]):
 
     def set_result(self, result: Any) -> None:
         with self._turns.lock:
+            # Fast path: nobody waits inside the base class, and no callback is due.
             if not self._waiters and not self._done_callbacks:
                 self._result, self._state = result, _CAME
                 self.settled = True
@@ -690,6 +693,7 @@ class Connection:
             reply = self._decoder.decode(meta)
         except UNREADABLE as error:
             future.set_exception(TransportError(f"channel to {self.service}: a reply that cannot be read ({error})"))
+            # Raised as well, so that the whole channel is given up.
             raise TransportError(f"a reply could not be read ({error})") from error
         if not isinstance(reply, Refused):
             future.set_result((reply, payload))

@@ -350,6 +350,7 @@ class AgentState:
         self._repairs = Repairs()
         self._peers = PeerCatalog()
         self._peer_watchers: dict[object, object] = {}
+        # Peers start with 0, so their first watch is answered at once.
         self._revision = 1
         # By session: the version that it computes with.
         self.serving: dict[object, Version] = {}
@@ -401,6 +402,7 @@ class AgentState:
             return [Refuse(call, f"weights of {version}: rank {rank} sealed buckets that are not its own")]
         if not all(0 <= checksum < 2**64 for checksum in checksums.values()):
             return [Refuse(call, f"weights of {version}: rank {rank} sealed with a value that is not a checksum")]
+        # Only a session that holds the grant may seal: memory may have been granted to another one since.
         if slot.writers.get(rank) != session:
             return [Refuse(call, f"weights of {version}: rank {rank} was not granted a slot for it")]
         # The version was complete, so this is a repair. The rank stays a writer until all its repairs are in.
@@ -656,6 +658,7 @@ class AgentState:
         instructions: list[Instruction] = []
         for bucket in slot.plan.buckets:
             k = bucket.index
+            # A rank that is writing here delivers its own buckets.
             if k not in slot.checksums and k not in slot.pulling and bucket.sender not in slot.writers:
                 source = self._peers.source(slot.version, slot.digest, k)
                 if source is not None:
