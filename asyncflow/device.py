@@ -42,7 +42,7 @@ def open_device(name: str) -> torch.device:
     if device.type == "cpu":
         return device
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device(device.type):
-        raise ConfigError(f"launcher.device: {name} is not there for this PyTorch ({torch.__version__}); use cpu")
+        raise ConfigError(f"launcher.device: {name} does not exist for this PyTorch ({torch.__version__}); use cpu")
     use_device(device)
     return device
 

@@ -117,7 +117,7 @@ def _ask(credentials: Credentials, service: str, told: HoldShards) -> TransferPl
         finally:
             connection.close()
     except TransportError as error:
-        raise WeightsLate(f"weights: trainer rank 0 did not say the plan ({error})") from error
+        raise WeightsLate(f"weights: trainer rank 0 did not send the plan ({error})") from error
     if agreed.error:
         raise PlanError(agreed.error)
     return TransferPlan.decode(agreed.plan)

@@ -192,7 +192,7 @@ class BroadcastGroup:
                 raise WeightSyncError(f"weights of {transfer.version}: {self._me} is closing")
         if not self._seats:  # its keys in the store cannot serve a second group
             self.call_off(transfer)
-            raise WeightSyncError(f"the group of epoch {transfer.epoch} broke before")
+            raise WeightSyncError(f"the group of epoch {transfer.epoch} is broken already")
 
     def ready(self, transfer: Transfer, plan: TransferPlan, *, deadline: float, stop: threading.Event) -> None:
         """Say that this member is ready, and wait until all are; raises WeightsLate after `deadline`. Nothing is sent

@@ -35,7 +35,7 @@ class NotifyTarget(Settings):
         if parts.username is not None:
             raise ValueError(f"{url!r} has a user name in it, which is not sent; leave it out")
         if not url.isascii() or not url.isprintable() or " " in url or parts.port == 0:
-            raise ValueError(f"{url!r} is not an address that can be called")
+            raise ValueError(f"{url!r} is not a usable address")
         return url
 
     @field_validator("body")

@@ -232,7 +232,7 @@ class WeightExporter:
             self._publish(target, newest)
             return
         if target.exists():
-            raise FileExistsError(f"{target.name} is there and was not exported by this run")
+            raise FileExistsError(f"{target.name} exists and was not exported by this run")
         shutil.rmtree(self._beside, ignore_errors=True)
         version = self._feed.load(self._fill, newer_than=self._seen)
         if version is None:

@@ -282,7 +282,7 @@ class WeightReceiver:
             return region.checksum(bucket) == expected
 
         if version_checksum(offered.checksums) != offered.checksum:
-            raise WeightSyncError(f"weights of {offered.version}: {self._agent}'s checksums are not those of the whole")
+            raise WeightSyncError(f"weights of {offered.version}: {self._agent}'s checksums contradict each other")
         for bucket, expected in zip(slot.layout.plan.buckets, offered.checksums, strict=True):
             if self._closing.is_set():
                 return False

@@ -496,7 +496,7 @@ class WeightSender:
                     case Where.ASK:
                         self._events.put(_Take(version))
                 if stop is not None and stop.is_set():
-                    raise WeightSyncError(f"weights of {version}: no slot was free when the stop came")
+                    raise WeightSyncError(f"weights of {version}: stopped before a slot was free")
                 if time.monotonic() >= deadline:
                     reason = f"weights of {version}: {self._agent} gave no slot within {timeout_s:g} s; is it running?"
                     raise WeightsLate(self._state.no_room or reason)
@@ -512,7 +512,7 @@ class WeightSender:
                 self._work(connection)
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the agent died, or no slot was mapped
                 if not self._closing.is_set():
-                    logger.warning("weights: %s; generators keep what they have until it is back", error)
+                    logger.warning("weights: %s; generators keep what they have until the agent is back", error)
             finally:
                 self._connection = None
                 self._unlink()

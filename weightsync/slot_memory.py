@@ -58,7 +58,7 @@ class SlotMemory:
             self.memory = _map(fd, num_bytes, write=True)
         except OSError as error:
             raise WeightSyncError(
-                f"weights: a slot of {num_bytes:,} bytes cannot be made ({error.strerror})"
+                f"weights: a slot of {num_bytes:,} bytes cannot be created ({error.strerror})"
             ) from error
         self.offer = SlotOffer(os.getpid(), fd, num_bytes, token)
 
@@ -317,7 +317,7 @@ def _decode_gaps(codes: _Array) -> Iterator[_Positions]:
 
 def _parse(delta: npt.NDArray[np.uint8], target_bytes: int, element_bytes: int) -> _Layout:
     if delta.size < _HEADER.size:
-        raise WeightSyncError(f"a delta of {delta.size} bytes is cut off: its header alone has {_HEADER.size}")
+        raise WeightSyncError(f"a delta of {delta.size} bytes is truncated: its header alone has {_HEADER.size}")
     fields = _HEADER.unpack(delta[: _HEADER.size].tobytes())
     magic, header_element_bytes, code_bytes, num_elements, num_changed, gap_bytes = fields
     if magic != _MAGIC or code_bytes not in _CODE_BYTES:

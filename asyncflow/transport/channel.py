@@ -425,7 +425,7 @@ class Channel(ABC):
 
     def _acquire(self, lock: threading.Lock, timeout_s: float | None) -> None:
         if not lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
-            raise DeadlineExceeded(f"channel to {self.peer}: it took no message for {timeout_s:g} s")
+            raise DeadlineExceeded(f"channel to {self.peer}: the peer took no message for {timeout_s:g} s")
         if self._broken:
             lock.release()
             raise TransportError(f"channel to {self.peer}: closed")
@@ -542,7 +542,7 @@ class Pipes:
                 os.write(self._out, frame)
             except BlockingIOError:
                 if deadline is not None and time.monotonic() > deadline:
-                    raise TransportError("it took no message in time") from None
+                    raise TransportError("the peer took no message in time") from None
                 # In slices: nothing else wakes this wait when the channel is given up.
                 poll = select.poll()
                 poll.register(self._out, select.POLLOUT)

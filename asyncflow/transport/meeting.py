@@ -152,7 +152,7 @@ def open_channel(
     except RuntimeError as error:
         raise TransportError(f"channel to {peer}: the peer did not connect") from error
     except SealBroken as error:
-        raise TransportError(f"channel to {peer}: somebody else meets it ({error})") from error
+        raise TransportError(f"channel to {peer}: another process took its place ({error})") from error
     introductions = Introductions(key, is_server=is_server)
     try:
         _send(pair, introductions.seal(sharing.hello), timeout_s)
@@ -162,7 +162,7 @@ def open_channel(
     except (TransportError, RuntimeError, *UNREADABLE) as error:
         pair.abort()
         reason = error if isinstance(error, (TransportError, *UNREADABLE)) else "the peer is gone"
-        raise TransportError(f"channel to {peer}: no proper hello ({reason})") from error
+        raise TransportError(f"channel to {peer}: no valid hello ({reason})") from error
     link = sharing.conclude(peers)
     path = "shared memory" if link is not None else f"the wire ({own.obstacle or peers.obstacle})"
     logger.info("channel to %s: payloads go through %s", peer, path)
@@ -269,7 +269,7 @@ class Credentials:
             with self.borrowed_store() as store:
                 return getattr(store, method)(*arguments)
         except dist.DistError as error:
-            raise TransportError("the job store is gone, so the launcher is") from error
+            raise TransportError("the job store is gone, and so is the launcher") from error
 
 
 def ask_key(service: str) -> str:
@@ -325,7 +325,7 @@ def ask_for_channel(
     try:
         store.set(f"{base}/answer", nonce)
     except dist.DistError as error:
-        raise TransportError(f"{client}: the job store is gone, so the launcher is") from error
+        raise TransportError(f"{client}: the job store is gone, and so is the launcher") from error
     return pair_key(secret, service, ask, nonce)
 
 

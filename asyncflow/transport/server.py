@@ -195,7 +195,7 @@ class ChannelServer:
                     return
                 ask = msgpack_decoder(Ask).decode(data)
             except (SealBroken, *UNREADABLE) as error:
-                logger.warning("%s: an ask was dropped (%s)", self._service, error)
+                logger.warning("%s: a request for a channel was dropped (%s)", self._service, error)
                 continue
             except (TransportError, dist.DistError) as error:
                 store, broken = None, broken + 1

@@ -243,7 +243,7 @@ def test_directory_of_somebody_else_is_not_replaced(
     (tmp_path / "weights" / "step_000001" / "mine").write_text("")
     feed, _ = start()
     feed.newest = Version(0, 1)
-    wait_for_log(caplog, "step_000001 is there and was not exported by this run")
+    wait_for_log(caplog, "step_000001 exists and was not exported by this run")
     feed.newest = Version(0, 2)
     assert told(server)[0] == "0.2"
     assert names(tmp_path / "weights" / "step_000001") == ["mine"]
