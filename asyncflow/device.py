@@ -312,6 +312,8 @@ class Staging:
 
 @dataclass(frozen=True)
 class CopiesDone:
+    """The end of copies, to wait for."""
+
     wait: Callable[[], object]  # blocks until they have ended; raises their error
 
 

@@ -10,6 +10,8 @@ _SHOWN_CHARACTERS = 500
 
 
 class AsyncFlowError(Exception):
+    """Base of all errors that AsyncFlow raises on purpose."""
+
     final: ClassVar[bool] = False  # a restarted process would raise it again, so it ends the run
     deadline: ClassVar[bool] = False  # a process was waited for in vain; its stacks are worth seeing
 

@@ -57,6 +57,8 @@ class GangSpec:
 
 @dataclass(frozen=True)
 class Node:
+    """One host of a run."""
+
     rank: int  # its number; node 0 has the head launcher and the job store
     host: str  # its name, for people
     address: str  # where the others reach it

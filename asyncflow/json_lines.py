@@ -95,6 +95,8 @@ def open_spare(path: Path, *, what: str, loss: str) -> BinaryIO:
 
 @dataclass(frozen=True)
 class Lines(Generic[T]):
+    """What `read_lines` found in a file."""
+
     path: Path
     lines: tuple[tuple[int, T], ...] = ()  # (line number from 1, object) of every valid line
     wrong: tuple[tuple[int, str], ...] = ()  # (line number from 1, what is wrong) of the others

@@ -16,6 +16,8 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Registry:
+    """The names of one kind of plug-in."""
+
     group: str  # of entry points
     built_in: Mapping[str, str]  # name -> `module:Class`, which a worker imports
     form: str = "module:Class"  # how to name one's own, for messages

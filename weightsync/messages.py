@@ -123,6 +123,8 @@ class FetchPlan(msgspec.Struct, tag=True):
 
 
 class FetchBucket(msgspec.Struct, tag=True):
+    """Another agent wants a bucket's bytes."""
+
     version: Version
     bucket: int
     base: Version | None  # a complete version that it has; the answer may be a delta against it
@@ -185,6 +187,8 @@ class SwapTurn(msgspec.Struct, tag=True):
 
 
 class Transfer(msgspec.Struct, tag=True):
+    """A broadcast begins."""
+
     epoch: str  # names its groups, which stay the same as long as the epoch does
     version: Version
     members: list[str]  # receivers, in rank order
@@ -192,6 +196,8 @@ class Transfer(msgspec.Struct, tag=True):
 
 
 class Held(msgspec.Struct):
+    """What an agent has of a version."""
+
     version: Version
     plan: str  # digest
     checksums: dict[int, int]  # by bucket index, of the buckets that it has

@@ -166,6 +166,8 @@ _ALIGN_BYTES = 64
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A tensor as it travels."""
+
     shape: tuple[int, ...]  # of the whole tensor
     dtype: str  # element type on the wire
 
@@ -196,6 +198,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True):
+    """What travels as one message, with one checksum."""
+
     index: int  # position in the plan
     sender: int  # trainer rank that holds and sends it
     num_bytes: int  # of all pieces, packed

@@ -261,8 +261,8 @@ class WeightReceiver:
         with self._timeline.span("check weights", version=version.step):
             checked = self._check(connection, offered, slot, region)
         if self._adopts:
+            # The copy is made, so the slot is free again.
             release()
-            # The copy is checked, so the slot is free again.
             release = partial(self._cache.recycle, region)
         if checked:
             self._cache.put(ReadyVersion(version, self._views.of(region), own=self._adopts, release=release))

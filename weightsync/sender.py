@@ -77,6 +77,8 @@ class Target:
 
 
 class ShardWriter:
+    """Copies one rank's shards into its buckets of a plan."""
+
     def __init__(self, plan: TransferPlan, rank: int) -> None:
         self.layout = RegionLayout(plan)
         self.buckets = plan.of_sender(rank)
@@ -226,6 +228,8 @@ class Where(Enum):
 
 @dataclass(frozen=True)
 class Staged:
+    """A version's copy, on its way to the agent."""
+
     version: Version
     target: Target
     slot: bytes | None  # token of the agent's memory that holds it; None: memory of this process
@@ -234,6 +238,8 @@ class Staged:
 
 
 class SenderState:
+    """What one rank's sender knows; see above."""
+
     def __init__(self) -> None:
         # The newest copy.
         self.staged: Staged | None = None
@@ -588,13 +594,12 @@ class WeightSender:
         """Seal this rank's buckets, in a slot of this agent."""
         if staged.slot not in self._slots:
             moved = self._move(connection, staged)
-            # The agent does not need this version any more.
-            if moved is None:
+            if moved is None:  # the agent does not need this version any more, or this sender closes
                 self._arrived(staged.version)
                 return
             staged = moved
-        # One call per bucket: other nodes fetch a bucket as soon as it is sealed.
         with self._timeline.span("seal weights", version=staged.version.step):
+            # One call per bucket: other nodes fetch a bucket as soon as it is sealed.
             for bucket in self._buckets:
                 if bucket.index in staged.copied:
                     staged.copied[bucket.index].wait()

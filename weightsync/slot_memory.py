@@ -38,6 +38,8 @@ _MADV_POPULATE_WRITE = 23
 
 
 class SlotOffer(msgspec.Struct, frozen=True):
+    """Where a process of this host finds a slot's memory."""
+
     pid: int  # the agent's
     fd: int  # in the agent's process
     num_bytes: int  # of the region

@@ -28,6 +28,8 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, eq=False)
 class ReadyVersion:
+    """A version that was checked."""
+
     version: Version
     views: Mapping[str, Tensor]  # by the engine's names
     own: bool  # in memory of the cache; otherwise in the agent's

@@ -629,9 +629,8 @@ class PipeChannel(Channel):
     def abort(self) -> None:
         self._broken = True
         self.pipes.wake()
+        # Close the descriptor only while no writer uses it: its number could be reused under the writer.
         if self._frame_lock.acquire(timeout=_ABORT_TIMEOUT_S):
-            # A writer that does not leave in time keeps its descriptor: closing it while in use could hit a reused
-            # number.
             self.pipes.close_out()
             self._frame_lock.release()
         super().abort()

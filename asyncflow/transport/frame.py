@@ -73,6 +73,8 @@ class Route(IntEnum):
 
 @dataclass(frozen=True)
 class Limits:
+    """What one end accepts and uses."""
+
     meta_bytes: int = 2**26  # largest message accepted
     payload_bytes: int = 2**31  # largest payload accepted
     shared_memory: bool = True  # use it when the peer is on the same host
@@ -81,6 +83,8 @@ class Limits:
 
 
 class Frame(msgspec.Struct):
+    """What begins every message."""
+
     kind: FrameKind
     request_id: int = 0  # pairs a reply with its request; unique per channel
     route: Route = Route.FRAME
@@ -294,6 +298,8 @@ _DATA_START = 4096  # the token's page
 
 
 class ArenaOffer(msgspec.Struct):
+    """Where a peer finds an arena."""
+
     fd: int  # the sender's descriptor
     num_bytes: int  # of the whole file
     generation: int  # repeated in every handle

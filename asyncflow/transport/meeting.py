@@ -50,6 +50,8 @@ SWITCH = "ASYNCFLOW_SHARED_MEMORY"  # environment variable: `0` sends everything
 
 
 class Hello(msgspec.Struct):
+    """One end of a future channel."""
+
     host: str  # identifies boot and namespaces
     pid: int  # in that namespace
     arena: ArenaOffer | None  # where this end will write payloads; None: shared memory is switched off
@@ -57,6 +59,8 @@ class Hello(msgspec.Struct):
 
 
 class Capability(msgspec.Struct):
+    """Whether an end can share with its peer."""
+
     obstacle: str  # why the peer's arena or pipe cannot be opened; empty: it can share
 
 
@@ -212,6 +216,8 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 
 
 class Ask(msgspec.Struct):
+    """A client's request for a channel."""
+
     channel_id: str
     client: str
     nonce: bytes

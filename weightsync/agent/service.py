@@ -114,6 +114,8 @@ _Event = PeerHas | Fetch | _PlanWanted | _Lost
 
 
 class PeerLink:
+    """The channel to one other agent, and the thread that uses it."""
+
     def __init__(
         self,
         credentials: Credentials,
@@ -241,6 +243,8 @@ class _Begin:
 
 @dataclass
 class Rounds:
+    """The broadcasts of one lead agent."""
+
     # Tells this agent's epochs from those of its predecessor.
     token: str = field(default_factory=lambda: secrets.token_hex(4))
     _number: int = 0

@@ -187,6 +187,8 @@ class PeerCatalog:
 
 @dataclass
 class Slot:
+    """The place of one version."""
+
     number: int  # which memory
     version: Version | None = None  # None: the slot is empty
     plan: TransferPlan | None = None
@@ -236,6 +238,8 @@ class Slot:
 
 
 class Slots:
+    """All slots of an agent."""
+
     def __init__(self, number: int) -> None:
         self._slots = [Slot(k) for k in range(number)]
 
