@@ -95,7 +95,7 @@ class EngineFailed(AsyncFlowError):
 
 
 class TrainingDiverged(AsyncFlowError):
-    """A loss, gradient or probability is not finite, or policy, reference and generating engine diverged.
+    """A loss, gradient or probability is not finite, or the policy left its reference or its generating engine.
 
     Says at which step, and what to go back to.
     """
