@@ -8,12 +8,13 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # libraries are s
 
 __version__ = "0.1.0"
 
+# The public entry points. They live in packages above this one, which must not be imported here: load them on first
+# use.
 _HOMES = {
     "Trainer": "launcher.trainer",
     "LocalEngines": "workers.outside.local_engines",
     "connect": "workers.outside.run_client",
 }
-"""The front door. Its rooms are in packages above this one, which may not be imported here: by name, on first use."""
 
 
 def __getattr__(name: str) -> Any:

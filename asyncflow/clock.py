@@ -1,12 +1,11 @@
-"""Time: one clock for all processes of a host, and waits that do not count while this process stood still.
+"""Time: one clock for all processes of a host, and waits that do not count while this process stood still."""
 
-The wall clock may be set between the starts of two processes; the monotonic clock, which all of them share, is not. So
-the launcher aligns it to unix time once. On several hosts the unix time is that of node 0: each other launcher measures
-its own monotonic clock against it.
-
-A process stands still on a host that is overloaded or suspended. What it waits for stood still as well, or spoke and
-was not heard yet, and would be blamed for it.
-"""
+# The wall clock may be set between the starts of two processes; the monotonic clock, which they share, is not. So the
+# launcher aligns it to unix time once. On several hosts that is node 0's unix time: each other launcher measures its
+# own monotonic clock against it.
+#
+# A process stands still on an overloaded or suspended host. The peer it waits for stood still as well, or answered
+# without being heard yet, and must not be blamed.
 
 import platform
 import time
@@ -21,21 +20,15 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """A question to a host whose clock is known, and its answer.
+    """A question to a host whose clock is known, and its answer."""
 
-    Attributes:
-        asked, heard: when it left and when the answer came, by the asking host's monotonic clock (s).
-        arrived, answered: when it came and when the answer left, in the other host's unix time (s).
-    """
-
-    asked: float
-    arrived: float
-    answered: float
-    heard: float
+    asked: float  # when the question left, on the asking host's monotonic clock (s)
+    arrived: float  # when the question came, in the other host's unix time (s)
+    answered: float  # when the answer left, in the other host's unix time (s)
+    heard: float  # when the answer came, on the asking host's monotonic clock (s)
 
     @property
     def delay_s(self) -> float:
-        """Seconds on the way, there and back."""
         return (self.heard - self.asked) - (self.answered - self.arrived)
 
     @property
@@ -46,34 +39,28 @@ class RoundTrip:
 
 @dataclass(frozen=True)
 class HostClock:
-    """What turns the monotonic clock of one host into unix time.
+    """Turns the monotonic clock of one host into unix time."""
 
-    Attributes:
-        host: whose monotonic clock this is: its kernel's boot, so that two containers of a host are one.
-        offset_s: unix time minus monotonic time.
-    """
-
-    host: str
-    offset_s: float
+    host: str  # the boot id of the kernel whose clock this is, so two containers of a host are one
+    offset_s: float  # unix time minus monotonic time
 
     @staticmethod
     def measure(wall: Callable[[], float] = time.time) -> "HostClock":
-        """Align this host's monotonic clock to `wall` (unix time, s)."""
         return HostClock(_this_host(), wall() - time.monotonic())
 
     @staticmethod
     def aligned(trips: Sequence[RoundTrip]) -> "HostClock":
-        """Align this host's monotonic clock to another host by the round trip with the least delay."""
+        """Align this host's monotonic clock to another host, by the round trip with the least delay."""
         return HostClock(_this_host(), min(trips, key=lambda trip: trip.delay_s).offset_s)
 
     @staticmethod
     def of_this_host(clocks: Iterable["HostClock"], wall: Callable[[], float] = time.time) -> "HostClock":
-        """Return the first of these that was measured on this host; if none was, one that is measured now."""
+        """Return the first of these that was measured on this host; if none was, measure one now."""
         here = _this_host()
         return next((clock for clock in clocks if clock.host == here), None) or HostClock.measure(wall)
 
     def now(self) -> float:
-        """Return unix time (s); on the host where it was measured."""
+        """Return unix time (s); only on the host where it was measured."""
         return time.monotonic() + self.offset_s
 
 
@@ -93,7 +80,8 @@ _FEWEST = 4
 def awake_slices(timeout_s: float) -> Iterator[float]:
     """Yield how long to wait next (s), until `timeout_s` is over: `any(event.wait(s) for s in awake_slices(10.0))`.
 
-    A slice has at most a second and a quarter of the whole, and counts no more, whenever the caller comes back.
+    A slice lasts at most a second and a quarter of the whole, and counts for no more, however late the caller comes
+    back.
     """
     longest_s = min(_LONGEST_S, timeout_s / _FEWEST)
     left_s = timeout_s
@@ -105,28 +93,23 @@ def awake_slices(timeout_s: float) -> Iterator[float]:
 
 
 def awake_result(future: "Future[R]", timeout_s: float) -> R:
-    """Return a future's result.
-
-    Raises:
-        TimeoutError: there is none within `timeout_s`.
-        BaseException: the future's own.
-    """
+    """Return a future's result or raise its error; raises TimeoutError if none came within `timeout_s`."""
     for slice_s in awake_slices(timeout_s):
         try:
             return future.result(slice_s)
         except TimeoutError:
+            # A TimeoutError may also be the future's own.
             if future.done():
                 return future.result()
     return future.result(0.0)
 
 
 def excused(heard_at: float, *, looked_at: float, now: float, longest_s: float) -> float:
-    """Return the time from which a peer's silence counts, for a caller that looks again and again. Pure.
+    """Return the time from which a peer's silence counts, for a caller that checks repeatedly. Pure.
 
     Args:
-        heard_at: from when on it counted at the last look.
-        looked_at: of that look.
-        now: of this one; all of one clock (monotonic s).
-        longest_s: time between two looks that counts; the rest of a longer one does not.
+        heard_at: the value at the last check.
+        looked_at, now: time of the last check and of this one (monotonic s, like all).
+        longest_s: how much of the time between two checks counts; the rest is excused.
     """
     return min(now, heard_at + max(0.0, now - looked_at - longest_s))

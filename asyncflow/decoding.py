@@ -1,6 +1,6 @@
-"""Decoders of message types, made one at a time.
+"""Decoders of message types, created one at a time.
 
-msgspec reads a Struct's annotations when the first decoder for it is made; when two threads do that at the same time,
+msgspec reads a Struct's annotations when the first decoder for it is created; if two threads do that at the same time,
 the process crashes (seen with 0.22). So every typed decoder of the project comes from here; ruff bans the other way.
 """
 
@@ -12,8 +12,8 @@ import msgspec
 
 T = TypeVar("T")
 
+# What msgspec raises for bytes that are not a message, including text that is not UTF-8 and endless nesting.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not message: also for text that is not UTF-8, and for endless nesting."""
 
 _making = threading.Lock()
 
@@ -23,7 +23,7 @@ def msgpack_decoder(message: type[T]) -> "msgspec.msgpack.Decoder[T]": ...
 @overload
 def msgpack_decoder(message: Any) -> "msgspec.msgpack.Decoder[Any]": ...
 def msgpack_decoder(message: Any) -> "msgspec.msgpack.Decoder[Any]":
-    """Return the decoder of a type, e.g. a tagged union of Structs; it may be used from any thread."""
+    """Return the decoder of a type, e.g. a tagged union of Structs; any thread may use it."""
     with _making:
         return _msgpack_decoder(message)
 
@@ -33,7 +33,7 @@ def json_decoder(message: type[T]) -> "msgspec.json.Decoder[T]": ...
 @overload
 def json_decoder(message: Any) -> "msgspec.json.Decoder[Any]": ...
 def json_decoder(message: Any) -> "msgspec.json.Decoder[Any]":
-    """Return the JSON decoder of a type; it may be used from any thread."""
+    """Return the JSON decoder of a type; any thread may use it."""
     with _making:
         return _json_decoder(message)
 

@@ -1,5 +1,5 @@
-"""Devices as everything but the launcher sees them: opened, grouped, copied from. What differs between vendors is in
-`asyncflow.vendors`; all else asks PyTorch (`torch.accelerator`) or this module, never `if npu`.
+"""Devices, for everything but the launcher: opening, grouping, copying. Differences between vendors:
+`asyncflow.vendors`.
 """
 
 import os
@@ -22,57 +22,52 @@ from asyncflow.errors import ConfigError
 from asyncflow.vendors import CPU, vendor_of, vendors
 
 _GROWING = "expandable_segments:True"
+# Page-locked buffers that staged copies use in turn.
 _BUFFERS = 2
-"""Page-locked buffers that staged copies take in turn."""
+# Alignment of a buffer's parts (bytes).
 _ALIGNED = 64
-"""Bytes that the parts of a buffer are aligned to."""
+# How often an abortable wait checks its stop (s).
 _LOOK_S = 0.2
-"""How often what may be stopped looks whether it is (s)."""
 
 
 def name_device(name: str) -> torch.device:
-    """Return `name` (`cpu`, `cuda:1`, `npu:0`) as a device, of which nothing is used yet."""
+    """Return `name` (`cpu`, `cuda:1`, `npu:0`) as a device, without using the device."""
     vendor_of(name).load()
     return torch.device(name)
 
 
 def open_device(name: str) -> torch.device:
-    """Make `name` (`cpu`, `cuda:1`, `npu:0`) the calling thread's current device.
-
-    Raises:
-        ConfigError: this build of PyTorch has no such device.
-    """
+    """Make `name` (`cpu`, `cuda:1`, `npu:0`) the thread's current device; ConfigError if this PyTorch lacks it."""
     device = name_device(name)
     if device.type == "cpu":
         return device
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device(device.type):
-        raise ConfigError(f"launcher.device: {name} is not there for this PyTorch ({torch.__version__}); use cpu")
+        raise ConfigError(f"launcher.device: {name} does not exist for this PyTorch ({torch.__version__}); use cpu")
     use_device(device)
     return device
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the calling thread's current one, in each thread that touches it.
+    """Make `device` the calling thread's current one; call this in every thread that touches the device.
 
-    Every thread begins with device 0, and the first call on a device makes a context there: half a gigabyte of the
-    first rank's memory for each process that forgets it.
+    Every thread starts with device 0, and the first call on a device creates a context there: each process that forgets
+    this takes half a gigabyte of the first rank's memory.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return what makes `device` the calling thread's current one while a block runs."""
+    """Make `device` the calling thread's current one for a `with` block."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index or 0)
 
 
 @contextmanager
 def side_stream(device: torch.device, stream: torch.Stream | None = None) -> Iterator[None]:
-    """Give the calling thread a stream of its own while a block runs; threads begin with the same one.
+    """Give the calling thread its own stream for a `with` block; by default all threads share one. No-op on the CPU.
 
     Args:
-        device: the CPU has none.
-        stream: to be used; None: a new one. It begins behind what the current stream was given so far.
+        stream: to use; None: a new one. Its work starts after the work that the current stream has so far.
     """
     if device.type == "cpu":
         yield
@@ -84,7 +79,7 @@ def side_stream(device: torch.device, stream: torch.Stream | None = None) -> Ite
 
 
 def visible_alone(device: torch.device, *, number: int = 1, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment in which a child process sees so many devices from `device` on; nothing for the CPU."""
+    """Return the environment in which a child process sees only `number` devices from `device` on; empty on the CPU."""
     variable = vendor_of(device.type).visible
     if not variable:
         return {}
@@ -95,15 +90,17 @@ def visible_alone(device: torch.device, *, number: int = 1, env: Mapping[str, st
 
 
 def grow_segments(kind: str) -> None:
-    """Let this process's allocator grow its blocks instead of making others, before its device is opened: a trainer's
-    micro-batches are of all sizes, and the gaps between blocks would not be used again. What the user set counts."""
+    """Let this process's allocator grow its blocks instead of adding others; call before its device is opened.
+
+    A trainer's micro-batches vary in size, so gaps between blocks would not be reused. The user's own setting wins.
+    """
     variables = vendor_of(kind).allocator
     if variables and not any(variable in os.environ for variable in variables):
         os.environ[variables[0]] = _GROWING
 
 
 def without_growing(device: torch.device, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the allocator's variables as a process needs them that hands device memory out by itself, as vLLM does."""
+    """Return the allocator's variables for a process that manages device memory itself, as vLLM does."""
     found = {variable: env[variable] for variable in vendor_of(device.type).allocator if variable in env}
     return {
         variable: ",".join(one for one in value.split(",") if not one.strip().startswith("expandable_segments"))
@@ -112,9 +109,9 @@ def without_growing(device: torch.device, env: Mapping[str, str] = os.environ) -
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Let this process's kernels give the same bits for the same inputs, before the first one runs.
+    """Make this process's kernels give the same bits for the same inputs; call before the first kernel runs.
 
-    PyTorch raises RuntimeError, which names the operation, where a kernel has no such variant.
+    If a kernel has no such variant, PyTorch raises a RuntimeError that names the operation.
     """
     for variable, value in vendor_of(device.type).determinism().items():
         os.environ.setdefault(variable, value)
@@ -122,7 +119,7 @@ def make_deterministic(device: torch.device) -> None:
 
 
 def group_backends(device: torch.device) -> str:
-    """Return the backends of a default group: Gloo for host values, the vendor's own for those of `device`."""
+    """Return the backends of a default group: Gloo for host values, the vendor's own for `device`."""
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{vendor_of(device.type).backend}"
 
 
@@ -137,23 +134,20 @@ def connect_group(
 ) -> ProcessGroup:
     """Connect a group of processes that share no default group, over the device's own backend.
 
-    The ranks of an accelerator's group meet over the store first. Their backend meets in its first collective, which
-    blocks in the host, and which no other thread can end; so a thread runs it that is abandoned at the deadline.
-
     Args:
-        store: prefixed for this group alone; its timeout bounds the meeting, and every collective.
-        rank, size: of this process in the group.
-        device: whose tensors travel.
-        connect_s: for an accelerator's backend to connect, once all have met; None: as the store says (s).
-        stop: once it is set, connecting is given up.
+        store: prefixed for this group alone; its timeout bounds the meeting and every collective.
+        connect_s: for an accelerator's backend to connect, once all ranks have met (s); None: the store's timeout.
+        stop: once set, connecting is given up.
 
     Raises:
-        RuntimeError: not all ranks came in time.
+        RuntimeError: not all ranks came in time, or `stop` was set.
     """
     timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # the stub lacks it
     vendor = vendor_of(device.type)
     if vendor is CPU:
         return vendor.group(store, rank, size, timeout)
+    # An accelerator's ranks meet over the store first. Its backend connects in the first collective, which blocks in
+    # the host and cannot be ended by another thread: so a thread runs it that is abandoned at the deadline.
     store.set(f"here/{rank}", "1")
     store.wait([f"here/{other}" for other in range(size)], timeout)
     within = timeout if connect_s is None else timedelta(seconds=connect_s)
@@ -164,7 +158,7 @@ def connect_group(
         try:
             use_device(device)
             group = vendor.group(store, rank, size, timeout)
-            with side_stream(device):  # else what this waits for would hold up all that the process computes
+            with side_stream(device):  # or this wait would hold up all computation
                 group.allreduce([torch.zeros(1, device=device)]).wait(within)
             connected.set_result(group)
         except BaseException as error:  # noqa: BLE001 (of another thread; it is raised where it is waited for)
@@ -181,19 +175,19 @@ def connect_group(
 def abort_group(group: ProcessGroup) -> None:
     """End a group of `connect_group` from any thread: waits in it, on any rank, raise RuntimeError.
 
-    On HCCL an operation that a dead peer left unfinished goes on occupying the device; see `asyncflow.vendors`.
+    On HCCL an operation that a dead peer left unfinished keeps the device busy; see `asyncflow.vendors`.
     """
     backend = group.name()
     next(vendor for vendor in vendors().values() if vendor.backend == backend).abort(group)
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """Return float64 where the device's kernels compute in it, else float32."""
+    """Return float64 where the device's kernels support it, else float32."""
     return torch.float64 if vendor_of(device.type).has_float64 else torch.float32
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of this process's random number generators: of the host and of the device."""
+    """Return the states of this process's random number generators: the host's and the device's."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state()
@@ -201,7 +195,7 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on with what `rng_states` returned; a generator that it lacks stays as it is."""
+    """Restore what `rng_states` returned; a generator that is missing there keeps its state."""
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu" and "device" in states:
         torch.get_device_module(device).set_rng_state(states["device"])
@@ -210,8 +204,8 @@ def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return host tensors on `device`, by one copy that the host does not wait for; others as they are.
 
-    They go through one page-locked buffer of PyTorch's allocator, which keeps it until the copy has read it. The copy
-    is in the current stream: what is computed there next sees it, while the host prepares what comes after that.
+    The copy goes through one page-locked buffer, which PyTorch's allocator keeps until it has been read. It runs in the
+    current stream: computation issued there next sees it, while the host prepares the next batch.
     """
     moved = [tensor for tensor in tensors if tensor.device != device]
     if device.type == "cpu" or not moved:
@@ -229,22 +223,18 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class CopyStream:
-    """Copies from a device to host memory beside the computation: on a stream of its own; on the CPU, in a thread."""
+    """Copies from a device to host memory beside the computation: on its own stream; on the CPU, in a thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")  # starts with its first work
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")  # starts with the first copy
         self._buffers: dict[int, Tensor] = {}  # page-locked
 
     def run(self, copies: Iterable[Callable[[], None]]) -> "list[CopiesDone]":
-        """Begin copying, one after the other.
+        """Begin copying, one after another; returns the end of each.
 
-        Args:
-            copies: each issues copies out of the device. They see what the current stream was given so far.
-
-        Returns:
-            What tells the end of each.
+        Each element of `copies` issues copies out of the device. They see the work that the current stream has so far.
         """
         if self._stream is None:
             return [CopiesDone(self._thread.submit(copy).result) for copy in copies]
@@ -258,16 +248,11 @@ class CopyStream:
         return ends
 
     def stage(self, copies: "Sequence[Staging]") -> "list[CopiesDone]":
-        """Begin copying out of an accelerator by way of page-locked buffers of its own, one copy after the other.
+        """Begin copying out of an accelerator through page-locked buffers, one after another; returns the end of each.
 
-        Each is packed on the device, which also casts, travels in one piece, and is unpacked by this object's thread
-        while the next one travels. So it is fast and beside the computation whatever the target is, for every vendor.
-
-        Args:
-            copies: they see what the current stream was given so far.
-
-        Returns:
-            What tells the end of each.
+        A copy is packed (and cast) on the device, travels in one piece, and is unpacked by this object's thread while
+        the next one travels. This is fast whatever the target is, for every vendor. Copies see the work that the
+        current stream has so far.
         """
         assert self._stream is not None, "the CPU's copies need no staging"
         use_device(self._device)
@@ -282,6 +267,7 @@ class CopyStream:
             use_device(self._device)
             travelling: deque[tuple[torch.Event, Staging, Tensor, Future[None]]] = deque()
             for number, (copy, end) in enumerate(zip(copies, ends, strict=True)):
+                # The buffer that comes next is still in use.
                 if len(travelling) == _BUFFERS:
                     self._unpack(*travelling.popleft())
                 host = self._buffer(number % _BUFFERS, copy.num_bytes)
@@ -308,53 +294,38 @@ class CopyStream:
         return self._buffers[number][:num_bytes]
 
     def _await(self, event: torch.Event) -> None:
-        with on_device(self._device):  # another thread may wait, whose current device is the first
+        with on_device(self._device):  # the waiting thread's current device may be device 0
             event.synchronize()
 
     def close(self) -> None:
-        """End the thread once it is done; idempotent."""
         self._thread.shutdown()
 
 
 @dataclass(frozen=True)
 class Staging:
-    """A copy out of a device, see `CopyStream.stage`.
+    """A copy out of a device; see `CopyStream.stage`."""
 
-    Attributes:
-        num_bytes: that travel.
-        pack: writes them, uint8 [num_bytes] on the device, with work that it issues.
-        unpack: reads them, uint8 [num_bytes] on the host.
-    """
-
-    num_bytes: int
-    pack: Callable[[Tensor], None]
-    unpack: Callable[[Tensor], None]
+    num_bytes: int  # that travel
+    pack: Callable[[Tensor], None]  # issues work that writes them to uint8 [num_bytes] on the device
+    unpack: Callable[[Tensor], None]  # reads them from uint8 [num_bytes] on the host
 
 
 @dataclass(frozen=True)
 class CopiesDone:
-    """The end of copies.
+    """The end of copies, to wait for."""
 
-    Attributes:
-        wait: blocks until they have ended; raises what went wrong.
-    """
-
-    wait: Callable[[], object]
+    wait: Callable[[], object]  # blocks until they have ended; raises their error
 
 
 def pin(address: int, num_bytes: int, device: torch.device, *, writable: bool) -> Callable[[], object] | None:
     """Page-lock host memory, so that copies between it and `device` need no intermediate buffer and may overlap.
 
-    Where the vendor has no such call, or it fails (limits of locked memory), copies are slower, and that is all. Any
-    thread may call this, and what it returns: both make `device` the current one meanwhile.
+    Copies are merely slower if the vendor has no such call or it fails (limit of locked memory). Any thread may call
+    this and the returned function, which must be called before the memory is unmapped. Returns None if nothing is
+    locked.
 
     Args:
-        address, num_bytes: of the memory.
-        device: that copies.
-        writable: whether this process may write to it.
-
-    Returns:
-        What releases it, to be called before the memory is unmapped; None: it is not locked.
+        writable: whether this process may write to the memory.
     """
     if not num_bytes:
         return None

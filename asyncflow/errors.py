@@ -1,7 +1,7 @@
-"""The error tree. Every message says what is wrong, which value, what to do; the command prints it as one line.
+"""The error tree. Every message says what is wrong, which value, and what to do; the command prints it as one line.
 
-`ConfigError` and its children end the command with exit code 2 before anything is written; the others mean that a
-running job failed (exit code 1) unless they are handled.
+`ConfigError` and its children end the command with exit code 2 before anything is written. The others mean that a
+running job failed (exit code 1), unless they are handled.
 """
 
 from typing import ClassVar
@@ -10,15 +10,10 @@ _SHOWN_CHARACTERS = 500
 
 
 class AsyncFlowError(Exception):
-    """Base of all errors that AsyncFlow raises on purpose.
+    """Base of all errors that AsyncFlow raises on purpose."""
 
-    Attributes:
-        final: a process that starts again would raise it again, so a run ends with it.
-        deadline: a deadline passed while a process was waited for, whose stacks are worth seeing.
-    """
-
-    final: ClassVar[bool] = False
-    deadline: ClassVar[bool] = False
+    final: ClassVar[bool] = False  # a restarted process would raise it again, so it ends the run
+    deadline: ClassVar[bool] = False  # a process was waited for in vain; its stacks are worth seeing
 
 
 class ConfigError(AsyncFlowError):
@@ -32,19 +27,19 @@ class TransportError(AsyncFlowError):
 
 
 class SealBroken(TransportError):
-    """What is in the job store under a key was not written by this job. Names the key."""
+    """A value in the job store was not written by this job. Names the key."""
 
     final = True
 
 
 class DeadlineExceeded(TransportError):
-    """A process waited for another one for too long. Names both, what for, and how long (s)."""
+    """One process waited too long for another. Names both, what it waited for, and how long (s)."""
 
     deadline = True
 
 
 class LeaseFenced(TransportError):
-    """A put or ack came from a former owner of the lease; the rows have another owner now. Drop the work."""
+    """A put or ack came from a former owner of the lease: the rows have another owner now. Drop the work."""
 
 
 class PeerRefused(TransportError):
@@ -56,11 +51,11 @@ class QueueFull(PeerRefused):
 
 
 class RowsExist(PeerRefused):
-    """A put names rows that the queue has already; indices are never reused in a run."""
+    """A put names rows that the queue already has; indices are never reused in a run."""
 
 
 class PutPending(PeerRefused):
-    """Another put, perhaps an earlier one of this client, is bringing one of these rows, and may fail: put again."""
+    """Another put, perhaps an earlier one of this client, is storing one of these rows, and may fail: put again."""
 
 
 class ProducersGone(DeadlineExceeded):
@@ -78,7 +73,7 @@ class WeightsLate(WeightSyncError):
 
 
 class PlanError(WeightSyncError):
-    """Trainer and receivers do not agree on parameters: one exists on one side only, or shapes differ."""
+    """Trainer and receivers disagree on parameters: one exists on one side only, or shapes differ."""
 
     final = True
 
@@ -88,43 +83,46 @@ class CheckpointError(AsyncFlowError):
 
 
 class BadRequest(AsyncFlowError):
-    """What no engine can compute: a prompt that is empty or too long for the model, tokens that it has not, samples
-    whose lengths do not fit."""
+    """No engine can compute this: a prompt is empty or too long for the model, a token is unknown, lengths do not
+    fit.
+    """
 
     final = True
 
 
 class EngineFailed(AsyncFlowError):
-    """A library or a server that generates did not start, ended, or failed a response. Names it; its log says more."""
+    """A generating library or server did not start, ended, or failed a response. Names it; its log says more."""
 
 
 class TrainingDiverged(AsyncFlowError):
-    """A loss, a gradient or a probability is not a finite number, the policy has left its reference, or the generating
-    engine is not the policy. Says at which step, and what to go back to."""
+    """A loss, gradient or probability is not finite, or the policy left its reference or its generating engine.
+
+    Says at which step, and what to go back to.
+    """
 
     final = True
 
 
 class UserCodeFailed(AsyncFlowError):
-    """A function of the user's on which the run depends raised, hung, or returned what cannot be used."""
+    """A user's function that the run depends on raised, hung, or returned something unusable."""
 
     final = True
 
 
 class UserCodeNotStarted(UserCodeFailed):
-    """The process of a user's function did not start: memory, or a disk, may have been short."""
+    """The process of a user's function did not start: perhaps memory or disk space was short."""
 
     final = False
 
 
 class NothingToLearn(AsyncFlowError):
-    """Too many of the prompts are always, or never, answered right. Says how many, and what to change."""
+    """Too many prompts are always, or never, answered correctly. Says how many, and what to change."""
 
     final = True
 
 
 class TooManyFailures(AsyncFlowError):
-    """Too much of what a step is made of failed. Says how much, the last reason, and the setting."""
+    """Too many parts of a step failed. Says how many, the last reason, and the setting."""
 
     final = True
 
@@ -134,23 +132,23 @@ class RoleFailed(AsyncFlowError):
 
 
 class LastSaveFailed(CheckpointError):
-    """At its end a run cannot save what it trained since its last checkpoint; to start again would end the same way."""
+    """At its end a run cannot save what it trained since its last checkpoint; a restart would end in the same way."""
 
     final = True
 
 
 def one_line(error: BaseException) -> str:
-    """Return type and message of a foreign error on one line, cut to what a message bears, and printable."""
+    """Return type and message of a foreign error, printable, on one line, shortened for use in a message."""
     try:
         message = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001  `__str__` may be a user's code, too
+    except Exception:  # noqa: BLE001  `__str__` may be user code
         message = ""
     shown = message if len(message) <= _SHOWN_CHARACTERS else f"{message[: _SHOWN_CHARACTERS - 3]}..."
     return f"{type(error).__name__}: {printable(shown)}" if shown else type(error).__name__
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes for control characters and lone surrogates; what it returned stays as it is."""
+    """Escape control characters and lone surrogates; idempotent."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
@@ -160,7 +158,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def size_text(num_bytes: float) -> str:
-    """Return e.g. `1.5 GB` (decimal units)."""
+    """Return a size like `1.5 GB` (decimal units)."""
     for unit in _UNITS[:-1]:
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""The packages behind an extra of this distribution, as a pip line that works: no index has the distribution itself."""
+"""The packages behind an extra of this distribution, as a working pip command: no index has the distribution itself."""
 
 import importlib.metadata
 import importlib.util
@@ -9,9 +9,9 @@ DISTRIBUTION = "asyncflow-rl"
 
 
 def pip_line(extra: str) -> str:
-    """Return the command that installs the packages of an extra, as the installed metadata names them.
+    """Return the command that installs an extra's packages, according to the installed metadata.
 
-    Where AsyncFlow runs without being installed there is no metadata; then the command is the one for its clone.
+    Where AsyncFlow runs without being installed there is no metadata, and the command is the one for its clone.
     """
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
@@ -25,8 +25,8 @@ def pip_line(extra: str) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module is there; imports its parent packages alone."""
+    """Return whether a module exists; imports only its parent packages."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:  # of a parent package
+    except ImportError:  # a parent package is missing
         return False

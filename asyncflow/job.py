@@ -1,7 +1,7 @@
 """What every process of a run needs to find the others: `job.json` in the run directory.
 
-The launcher writes it with mode 0600 (it holds the job's secret) before the first worker starts and removes it when
-the run ends. Workers, also those started by hand, read it. It never travels through the store or argv.
+The launcher writes it with mode 0600 (it holds the job's secret) before the first worker starts, and removes it when
+the run ends. Workers read it, including those started by hand. It never travels through the store or argv.
 """
 
 import contextlib
@@ -25,24 +25,16 @@ _LEFT_WELL = "ok"
 
 @dataclass(frozen=True)
 class GangSpec:
-    """Ranks that live and die together.
+    """Ranks that live and die together."""
 
-    Attributes:
-        name: unique in the run, e.g. `actor`, `rollout-0`, `ref-1`, `storage-0`, `controller`.
-        role: `rollout actor ref reward advantages evaluate`, or the services `storage`, `controller`, `weights`.
-        index: which instance of the role this gang is, from 0.
-        num_ranks: worker processes.
-        devices: one device string per rank, e.g. `("cpu", "cpu")` or `("cuda:0", "cuda:1")`; of one process that drives
-            several (tensor parallelism in a generating engine), all of them, side by side.
-        nodes: the node of each rank, never descending; left out: all ranks are on node 0.
-    """
-
-    name: str
-    role: str
-    index: int
-    num_ranks: int
+    name: str  # unique in the run, e.g. `actor`, `rollout-0`, `ref-1`, `storage-0`, `controller`
+    role: str  # `rollout actor ref reward advantages evaluate`, or the services `storage`, `controller`, `weights`
+    index: int  # which instance of the role this gang is, from 0
+    num_ranks: int  # worker processes
+    # One device string per rank, e.g. `("cpu", "cpu")` or `("cuda:0", "cuda:1")`; if a single process drives several
+    # devices (tensor parallelism in a generating engine), all of them.
     devices: tuple[str, ...]
-    nodes: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()  # the node of each rank, ascending; left out: all ranks are on node 0
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -51,75 +43,51 @@ class GangSpec:
 
     @property
     def places(self) -> tuple[tuple[int, str], ...]:
-        """(node, device), of every device."""
         nodes = self.nodes * len(self.devices) if self.num_ranks == 1 else self.nodes
         return tuple(zip(nodes, self.devices, strict=True))
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The nodes that have ranks of this gang, ascending."""
         return tuple(dict.fromkeys(self.nodes))
 
     def ranks_on(self, node: int) -> range:
-        """Return the ranks of this gang on a node."""
         first = sum(1 for other in self.nodes if other < node)
         return range(first, first + self.nodes.count(node))
 
 
 @dataclass(frozen=True)
 class Node:
-    """One host of a run.
+    """One host of a run."""
 
-    Attributes:
-        rank: its number; node 0 has the head launcher and the job store.
-        host: its name, for people.
-        address: by which the others reach it.
-        clock: of this host, aligned to node 0's.
-    """
-
-    rank: int
-    host: str
-    address: str
-    clock: HostClock
+    rank: int  # its number; node 0 has the head launcher and the job store
+    host: str  # its name, for people
+    address: str  # where the others reach it
+    clock: HostClock  # of this host, aligned to node 0's
 
 
 @dataclass(frozen=True)
 class Job:
-    """Endpoints and membership of one run.
+    """Endpoints and membership of one run."""
 
-    Attributes:
-        store_host, store_port: the job store (TCPStore), on loopback for a one-node run, else at node 0's address.
-        secret: hex; channels prove it by challenge-response.
-        launcher_pid: the launcher's process id on the head node.
-        gangs: every gang of the run, started by the launcher or by hand.
-        lineage: number of actor restores before this start (0 for a fresh run).
-        resume_from: checkpoint directory to restore, or "".
-        last_step: number of the last step to train.
-        started_at: unix time (s) at which the user's command started; metrics count from it.
-        clock: of the head launcher's host; every timeline there uses it.
-        nodes: all hosts, by rank; empty for a one-node run, and until the launchers of all nodes have joined.
-        revision: counts what was written, so that other hosts know whether they see the newest.
-    """
-
-    store_host: str
+    store_host: str  # the job store (TCPStore), on loopback for a one-node run, else at node 0's address
     store_port: int
-    secret: str
-    launcher_pid: int
-    gangs: tuple[GangSpec, ...]
-    lineage: int
-    resume_from: str
-    last_step: int
-    started_at: float
-    clock: HostClock
+    secret: str  # hex; channels prove it by challenge-response
+    launcher_pid: int  # on the head node
+    gangs: tuple[GangSpec, ...]  # every gang of the run, started by the launcher or by hand
+    lineage: int  # number of actor restores before this start (0 for a fresh run)
+    resume_from: str  # checkpoint directory to restore, or ""
+    last_step: int  # number of the last step to train
+    started_at: float  # unix time (s) at which the user's command started; metrics count from it
+    clock: HostClock  # of the head launcher's host; every timeline there uses it
+    # All hosts, by rank; empty for a one-node run, and until the launchers of all nodes have joined.
     nodes: tuple[Node, ...] = ()
-    revision: int = 0
+    revision: int = 0  # counts the writes, so that other hosts know whether they see the newest file
 
     def changed(self, **fields: Any) -> "Job":
         """Return this job with other values, as its next revision."""
         return replace(self, revision=self.revision + 1, **fields)
 
     def local_clock(self) -> HostClock:
-        """Return the clock of the host that this process runs on."""
         return HostClock.of_this_host([self.clock, *(node.clock for node in self.nodes)])
 
     def gang(self, name: str) -> GangSpec:
@@ -131,7 +99,7 @@ class Job:
         raise ConfigError(f"gang: no gang is named {name!r} in this run; known: {known}")
 
     def of_role(self, role: str) -> tuple[GangSpec, ...]:
-        """Return the gangs of `role`, by index; empty when the role was not launched."""
+        """Return the gangs of `role`, by index; empty if the role was not launched."""
         return tuple(gang for gang in self.gangs if gang.role == role)
 
     def save(self, run_dir: Path) -> None:
@@ -145,7 +113,7 @@ class Job:
 
     @staticmethod
     def load(run_dir: Path) -> "Job":
-        """Read `job.json`; raises ConfigError when the run is not running."""
+        """Read `job.json`; raises ConfigError if the run is not running."""
         path = run_dir / JOB_FILE
         if not path.is_file():
             raise ConfigError(f"run directory: {run_dir} has no {JOB_FILE}, so nothing runs there; start it first")
@@ -159,12 +127,12 @@ class Job:
 
 
 def last_words(error: BaseException | None) -> str:
-    """Return what a rank writes into the store key `left/GANG/RANK` when it leaves, with an error or without."""
+    """Return what a rank writes to the store key `left/GANG/RANK` when it leaves, with or without an error."""
     return _LEFT_WELL if error is None else f"{_ERROR_PREFIX} {type(error).__name__}: {error}"
 
 
 def error_in(words: str | None) -> str:
-    """Return the error in a rank's last words, in one line; "" when there is none."""
+    """Return the error in a rank's last words, in one line; "" if there is none."""
     if words is None or not words.startswith(_ERROR_PREFIX):
         return ""
     return " ".join(words.removeprefix(_ERROR_PREFIX).split()) or "it gave no reason"
@@ -172,8 +140,8 @@ def error_in(words: str | None) -> str:
 
 # This host's addresses and network interfaces, and which of them lead to another host. Linux, without torch.
 #
-# Sockets of a run on one node stay on loopback. On several nodes a process uses the interface that leads to the job
-# store, unless the user named another one.
+# Sockets of a one-node run stay on loopback. On several nodes a process uses the interface that leads to the job store,
+# unless the user named another one.
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
@@ -181,17 +149,15 @@ GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _INTERFACE_VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE, "HCCL_SOCKET_IFNAME")
 _ROUTES = Path("/proc/net")
 _ROUTE_UP, _ROUTE_REJECT, _ROUTE_LOCAL = 0x1, 0x200, 0x80000000
+# Addresses reserved for documentation (RFC 5737, 3849): nothing is sent to them, only their route is looked up.
 _ANYWHERE = ("203.0.113.1", "2001:db8::1")
-"""Addresses for documentation (RFC 5737, 3849): nothing is sent there, only the route is looked up."""
 
 
 def choose_interfaces(store_host: str, env: MutableMapping[str, str] = os.environ) -> None:
-    """Have the collective libraries of this process use the interface that leads to the job store.
+    """Make this process's collective libraries use the interface that leads to the job store.
 
-    Call it before the first process group. On one node that is loopback, whatever the user set for other jobs.
-
-    Raises:
-        ConfigError: no interface leads there, and the user named none.
+    Call it before the first process group. On one node that is loopback, whatever the user has set for other jobs.
+    Raises ConfigError if no interface leads there, and the user named none.
     """
     if is_loopback(store_host):
         env[GLOO_INTERFACE] = LOOPBACK_INTERFACE
@@ -202,38 +168,32 @@ def choose_interfaces(store_host: str, env: MutableMapping[str, str] = os.enviro
 
 
 def choose_interface(host: str) -> None:
-    """Have this process's channels use the interface that leads to `host`, unless the user named one; for programs
-    that have process groups of their own beside them."""
+    """Make this process's channels use the interface that leads to `host`, unless the user named one.
+
+    Unlike `choose_interfaces`, for programs that also have process groups of their own.
+    """
     if not is_loopback(host):
         os.environ.setdefault(GLOO_INTERFACE, interface_towards(host))
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address never leaves the host."""
     return ip_address(address).is_loopback
 
 
 def endpoint(host: str, port: int | str) -> str:
-    """Return HOST:PORT for people and options, an IPv6 address in brackets."""
+    """Return HOST:PORT for people and options, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Return the family of an IPv4 or IPv6 address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def interface_towards(address: str, routes: Path = _ROUTES) -> str:
-    """Return the interface whose route to `address` is the most specific one.
+    """Return the interface with the most specific route to an IPv4 or IPv6 address.
 
-    For an address of this host that is the interface of its network.
-
-    Args:
-        address: IPv4 or IPv6.
-        routes: the directory with the kernel's tables.
-
-    Raises:
-        ConfigError: there is no route.
+    For an address of this host that is the interface of its network. `routes` is the directory of the kernel's tables.
+    Raises ConfigError if there is no route.
     """
     target = ip_address(address)
     table = _ipv4_routes(routes / "route") if target.version == 4 else _ipv6_routes(routes / "ipv6_route")
@@ -244,35 +204,29 @@ def interface_towards(address: str, routes: Path = _ROUTES) -> str:
 
 
 def address_towards(address: str) -> str:
-    """Return this host's own address on the way to another one; sends nothing.
-
-    Raises:
-        OSError: there is no way.
-    """
+    """Return this host's own address on the way to another one; sends nothing. Raises OSError if there is no route."""
+    # Connecting a datagram socket only looks up the route; the port does not matter.
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return str(probe.getsockname()[0])
 
 
 def resolve(host: str) -> str:
-    """Return the address of a name, or of an address itself; IPv4 where a name has both.
-
-    Raises:
-        OSError: the name is not known.
-    """
+    """Return the address of a name or address; IPv4 where a name has both. Raises OSError if the name is unknown."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
 
 
 def address_to_listen_on(named: str, hints: Iterable[str] = ()) -> str:
-    """Return the address of this host by which others find it.
+    """Return the address of this host at which others find it.
 
     Args:
-        named: what the user calls this host; "": the hints are tried, then the way to the outside, then the first
-            interface with an address. Loopback comes last: then every node of the run is on this host.
-        hints: what others may call it; those that are not address of this host are passed over.
+        named: what the user calls this host; "": try the hints, then the route to the outside, then the first interface
+            with an address. Loopback is the last resort: then every node of the run is on this host.
+        hints: what others may call it; skipped unless they are addresses of this host.
+
     Raises:
-        ConfigError: `named` is not known, or is another host.
+        ConfigError: `named` is unknown, or is another host.
     """
     if named:
         try:
@@ -300,16 +254,17 @@ def _candidates(hints: Iterable[str]) -> Iterable[str]:
 
 
 def _interface_addresses() -> Iterable[str]:
-    import psutil  # a node that is named, or leads outside, does without
+    import psutil  # not needed by a node that has a name or a route outside
 
     found = [each for addresses in psutil.net_if_addrs().values() for each in addresses]
     yield from (each.address for each in found if each.family is socket.AF_INET)
-    # An address of a link (fe80::...%eth0) means something else on every host.
+    # A link-local address (fe80::...%eth0) means something else on every host.
     yield from (each.address for each in found if each.family is socket.AF_INET6 and "%" not in each.address)
 
 
 def _is_own(address: str) -> bool:
     with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
+        # Only an address of this host can be bound.
         try:
             probe.bind((address, 0))
         except OSError:
@@ -318,7 +273,7 @@ def _is_own(address: str) -> bool:
 
 
 def _ipv4_routes(path: Path) -> Iterator[tuple[IPv4Network, int, str]]:
-    """Yield (network, metric, interface) of routes that are up; numbers are in the order of this machine's bytes."""
+    """Yield (network, metric, interface) of routes that are up; numbers are in native byte order."""
     for line in path.read_text().splitlines()[1:]:
         name, destination, _, flags, _, _, metric, mask = line.split()[:8]
         if _leads_somewhere(int(flags, 16)):
@@ -327,11 +282,11 @@ def _ipv4_routes(path: Path) -> Iterator[tuple[IPv4Network, int, str]]:
 
 
 def _ipv6_routes(path: Path) -> Iterator[tuple[IPv6Network, int, str]]:
-    """The same of IPv6, which the kernel writes in another form; no file: this host has no IPv6."""
+    """The same for IPv6, which the kernel writes in another form; no file: this host has no IPv6."""
     for line in path.read_text().splitlines() if path.exists() else ():
         destination, width, _, _, _, metric, _, _, flags, name = line.split()
         bits = int(flags, 16)
-        # A host's own addresses are routes, too, of `lo` in older kernels.
+        # Older kernels also list a host's own addresses as routes of `lo`.
         if _leads_somewhere(bits) and not bits & _ROUTE_LOCAL:
             yield IPv6Network((bytes.fromhex(destination), int(width, 16)), strict=False), int(metric, 16), name
 

@@ -1,13 +1,13 @@
-"""Files of JSON objects, a line each, that a run appends to: ledger, metrics, evaluations, timelines, samples.
+"""Files of JSON objects, one per line, that a run appends to: ledger, metrics, evaluations, timelines, samples."""
 
-    JsonLines       appends what must not be lost: on a full disk, lines wait in memory
-    open_spare      opens what a run can do without: on a full disk, it goes nowhere
-    read_lines      reads a whole file into typed objects, and names the lines that are wrong
-    readable_lines  reads a whole file that is only looked at
-    LineTail        reads what was appended since its last look; VersionTail: each step or evaluation once
-
-Readers may read while the file is written, and after a crash, which leaves at most a cut last line. Torch-free.
-"""
+#     JsonLines       appends what must not be lost: on a full disk, lines wait in memory
+#     open_spare      opens what a run can do without: on a full disk, it goes nowhere
+#     read_lines      reads a whole file into typed objects, and names the lines that are wrong
+#     readable_lines  reads a whole file leniently
+#     LineTail        reads what was appended since its last read; VersionTail: each step or evaluation once
+#
+# Files may be read while they are being written, and after a crash, which leaves at most a truncated last line.
+# Torch-free.
 
 import contextlib
 import errno
@@ -34,21 +34,21 @@ T = TypeVar("T", bound=msgspec.Struct, covariant=True)
 class JsonLines:
     """Appends to one file. One thread writes; another may call `sync`.
 
-    A disk without room holds the run up as little as it can: lines that cannot be written wait in memory, in their
-    order, and are written before the next ones. What was written of a torn line is continued, so the file stays whole.
+    A full disk does not stop the run: lines that cannot be written wait in memory, in order, and are written before the
+    next ones. A partly written line is completed later, so the file stays well-formed.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file, made when new."""
         self._path = path
         self._lock = threading.Lock()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._waiting = b""
 
     def write(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Append the lines with one write, and hand them to the operating system; if it refuses, later."""
+        """Append the lines with one write to the operating system; if it refuses, later."""
         data = "".join(json.dumps(_finite(line), allow_nan=False) + "\n" for line in lines).encode()
         with self._lock:
+            # Warn once per full disk, not for every line.
             late = bool(self._waiting)
             self._waiting += data
             try:
@@ -58,21 +58,13 @@ class JsonLines:
                     logger.warning("%s cannot be written (%s): its lines wait", self._path, error)
 
     def sync(self) -> None:
-        """Make everything written durable.
-
-        Raises:
-            OSError: the file system refuses, also what it refused before.
-        """
+        """Make everything written durable. Raises OSError if the file system refuses, perhaps earlier lines."""
         with self._lock:
             self._write()
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Make durable and close; idempotent.
-
-        Raises:
-            OSError: see `sync`.
-        """
+        """Make durable and close; idempotent. Raises like `sync`."""
         if self._descriptor >= 0:
             self.sync()
             os.close(self._descriptor)
@@ -85,16 +77,15 @@ class JsonLines:
 
 
 def open_spare(path: Path, *, what: str, loss: str) -> BinaryIO:
-    """Open a file to append to, and make its directory, which may have been removed to make room.
-
-    If that fails, what is written goes nowhere.
+    """Open a file for appending, creating its directory. If that fails, what is written goes nowhere.
 
     Args:
-        path: whose directory's directory exists.
-        what: is in it, for the warning.
-        loss: what this process does without it.
+        path: its directory's parent must exist.
+        what: the file holds, for the warning.
+        loss: what this process does without the file, for the warning.
     """
     try:
+        # A user may have removed the directory to make room.
         path.parent.mkdir(exist_ok=True)
         return path.open("ab")
     except OSError as error:
@@ -104,35 +95,25 @@ def open_spare(path: Path, *, what: str, loss: str) -> BinaryIO:
 
 @dataclass(frozen=True)
 class Lines(Generic[T]):
-    """What a file holds.
-
-    Attributes:
-        path: of the file.
-        lines: (line number, object) of every line that is what it should be; numbers count from 1.
-        wrong: (line number, what is wrong) of the others.
-        torn: the last line is cut: its writer died, or is just writing it. It is in neither list.
-    """
+    """What `read_lines` found in a file."""
 
     path: Path
-    lines: tuple[tuple[int, T], ...] = ()
-    wrong: tuple[tuple[int, str], ...] = ()
-    torn: bool = False
+    lines: tuple[tuple[int, T], ...] = ()  # (line number from 1, object) of every valid line
+    wrong: tuple[tuple[int, str], ...] = ()  # (line number from 1, what is wrong) of the others
+    torn: bool = False  # the last line is incomplete: its writer died, or is just writing it. It is in neither list
 
     def where(self, number: int) -> str:
-        """Return `file:line`, as errors name it."""
         return f"{self.path}:{number}"
 
     def only(self, keep: Callable[[T], bool]) -> "Lines[T]":
-        """Return the same without lines that are not kept."""
         return replace(self, lines=tuple(one for one in self.lines if keep(one[1])))
 
 
 def read_lines(path: Path, kind_of: Callable[[bytes], type[T]]) -> Lines[T]:
-    """Read a file that may still be written; a missing one holds nothing.
+    """Read a file that may still be written; a missing file holds nothing.
 
     Args:
-        path: of the file.
-        kind_of: line -> what it should be; fields that the kind does not have are passed over.
+        kind_of: line -> its type; fields that the type lacks are ignored.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -169,7 +150,7 @@ def readable_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class LineTail:
-    """Returns every line once, when it is finished."""
+    """Returns every line once, when it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -177,7 +158,7 @@ class LineTail:
         self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines that were finished since the last call; all of them when the file was cut or replaced."""
+        """Return the lines completed since the last call; all lines if the file was truncated or replaced."""
         try:
             facts = self._path.stat()
         except FileNotFoundError:
@@ -190,13 +171,14 @@ class LineTail:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
+        # The last line may still be being written.
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         return [json.loads(line) for line in whole.splitlines() if line.strip()]
 
 
 class VersionTail:
-    """The lines of a file that name a version (lineage and step): each of this lineage and of later ones once."""
+    """The lines of a file that name a version (lineage and step): each one of this lineage or a later one, once."""
 
     def __init__(self, path: Path, *, lineage: int) -> None:
         self._lines = LineTail(path)
@@ -204,7 +186,6 @@ class VersionTail:
         self._seen: set[tuple[int, int]] = set()
 
     def read(self) -> list[dict[str, Any]]:
-        """Return those that were finished since the last call, in the file's order."""
         news = []
         for line in self._lines.read():
             version = (line.get("lineage", self._lineage), line["step"])
@@ -215,20 +196,17 @@ class VersionTail:
 
 
 def _finite(line: dict[str, Any]) -> dict[str, Any]:
-    """Turn infinities and NaN, which JSON does not have, into null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
     }
 
 
-# What must outlive a crash: of a process, of the machine.
+# Surviving a crash, of a process or of the machine.
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a full disk, and of a full quota."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk and of an exhausted quota
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or a directory's list of names, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -237,7 +215,7 @@ def sync(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file at once: who reads it, also after a crash of this process, finds the text before or this one."""
+    """Replace a file atomically: a reader finds the old or the new text, even after a crash of this process."""
     beside = path.with_suffix(".tmp")
     beside.write_text(text)
     beside.replace(path)

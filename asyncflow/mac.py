@@ -1,4 +1,4 @@
-"""Proofs of the job's secret: HMAC-SHA256, the one implementation for channels, the job store and launchers."""
+"""Proofs of the job's secret: HMAC-SHA256, the only implementation for channels, the job store and launchers."""
 
 import hashlib
 import hmac
@@ -7,16 +7,15 @@ MAC_BYTES = hashlib.sha256().digest_size
 
 
 class Mac:
-    """Proofs for one purpose; those for another one are worth nothing here."""
+    """Proofs for one purpose; proofs for another purpose fail here."""
 
     def __init__(self, secret: bytes, purpose: str) -> None:
         self._key = hmac.digest(secret, purpose.encode(), "sha256")
 
     def of(self, *fields: bytes) -> bytes:
-        """Return the proof of these fields, in this order; bytes cannot move from one to the next."""
+        # Lengths are included, so that bytes cannot move from one field to the next.
         message = b"".join(len(field).to_bytes(8, "little") + field for field in fields)
         return hmac.digest(self._key, message, "sha256")
 
     def proves(self, proof: bytes, *fields: bytes) -> bool:
-        """Return whether `proof` is theirs."""
         return hmac.compare_digest(proof, self.of(*fields))

@@ -1,13 +1,12 @@
-"""Plug-ins by name: what a setting that names a class or a function may say. Torch-free; imports none of them.
+"""Plug-ins by name: what a setting that names a class or a function may say. Torch-free; imports no plug-in."""
 
-A setting has a built-in's name, `module:Class`, or a name that an installed package registered as an entry point:
-
-    [project.entry-points."asyncflow.rollout_engines"]
-    mine = "my_package.engine:MyEngine"
-
-Each kind of thing has one registry, beside its code; docs/outside.md has the table. A configuration that was checked
-holds built-ins' names and `module:Class` only.
-"""
+# A setting has a built-in's name, `module:Class`, or a name that an installed package registered as an entry point:
+#
+#     [project.entry-points."asyncflow.rollout_engines"]
+#     mine = "my_package.engine:MyEngine"
+#
+# Each kind of plug-in has one registry, beside its code; docs/outside.md has the table. A checked configuration holds
+# only built-ins' names and `module:Class`.
 
 import importlib.metadata
 from collections.abc import Mapping
@@ -17,23 +16,16 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Registry:
-    """The names of one kind of thing.
+    """The names of one kind of plug-in."""
 
-    Attributes:
-        group: of entry points.
-        built_in: name -> `module:Class`, what a worker imports.
-        form: how one of the user's is named.
-    """
-
-    group: str
-    built_in: Mapping[str, str]
-    form: str = "module:Class"
+    group: str  # of entry points
+    built_in: Mapping[str, str]  # name -> `module:Class`, which a worker imports
+    form: str = "module:Class"  # how to name one's own, for messages
 
     def resolve(self, name: str) -> str:
-        """Return `module:Class` of an entry point, and any other name as it is. Pydantic calls it.
+        """Return `module:Class` for an entry point, and any other name unchanged. Pydantic calls it.
 
-        Raises:
-            ValueError: there is no such name, or two packages registered it; says which there are.
+        Raises ValueError, which lists the known names, if there is no such name, or if two packages registered it.
         """
         if name in self.built_in or ":" in name:
             return name
@@ -54,6 +46,6 @@ class Registry:
         return f"it must be {names}{self.form}{hint}"
 
     def locate(self, name: str) -> str:
-        """Return `module:Class` of any name; raises ValueError, see `resolve`."""
+        """Return `module:Class` of any name; raises ValueError like `resolve`."""
         name = self.resolve(name)
         return self.built_in.get(name, name)

@@ -1,9 +1,8 @@
-"""The names of what a run keeps in its directory, for launcher, workers and tools alike. Torch-free.
+"""The names of everything that a run keeps in its directory, for launcher, workers and tools. Torch-free."""
 
-config.yaml  plan.json  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl  feed.jsonl
-logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  loggers/  inputs/  report.html
-job.json  status.json  while it runs; end.json  after that
-"""
+# config.yaml  plan.json  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl  sampler.jsonl  feed.jsonl
+# logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/  loggers/  inputs/  report.html
+# job.json  status.json  while it runs; end.json  after that
 
 import os
 import re
@@ -17,42 +16,34 @@ import xxhash
 from asyncflow.errors import CheckpointError
 from asyncflow.json_lines import sync
 
-CONFIG_FILE = "config.yaml"
-"""The resolved configuration."""
-PLAN_FILE = "plan.json"
-"""What `--roles auto:N` chose, and predicted."""
+CONFIG_FILE = "config.yaml"  # the resolved configuration
+PLAN_FILE = "plan.json"  # what `--roles auto:N` chose, with its prediction
 METRICS_FILE = "metrics.jsonl"
 LEDGER_FILE = "ledger.jsonl"
 UPDATES_FILE = "updates.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
-SAMPLER_FILE = "sampler.jsonl"
-"""Which tasks `data.sampler` drew, and its state."""
-FEED_FILE = "feed.jsonl"
-"""The rows that processes outside fed."""
-JOB_FILE = "job.json"
-"""Where the job store is, and its secret: see `asyncflow.job`."""
-STATUS_FILE = "status.json"
-"""What `asyncflow status` shows."""
+SAMPLER_FILE = "sampler.jsonl"  # which tasks `data.sampler` drew, and its state
+FEED_FILE = "feed.jsonl"  # the rows that processes outside the run fed
+JOB_FILE = "job.json"  # where the job store is, and the job's secret: see `asyncflow.job`
+STATUS_FILE = "status.json"  # what `asyncflow status` shows
 
-END_FILE = "end.json"
-"""How the run's last start ended; see `launcher.run.status.RunEnd`."""
+END_FILE = "end.json"  # how the run's last start ended; see `launcher.run.status.RunEnd`
 
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
 TIMELINE = "timeline"
-LOGGERS = "loggers"
-"""How far each logger is, and what loggers write on this machine."""
-INPUTS = "inputs"
-"""Functions and rows that `asyncflow.Trainer` was given as Python objects."""
+LOGGERS = "loggers"  # each logger's progress, and what loggers write on this machine
+INPUTS = "inputs"  # functions and rows that `asyncflow.Trainer` got as Python objects
 REPORT_FILE = "report.html"
 
+# In each checkpoint; written last, with size and checksum of every other file.
 META_FILE = "meta.json"
-"""In each checkpoint: written last, with size and checksum of every other file."""
 
 DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
 LINE_FILES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE, FEED_FILE)
 LIVE_FILES = (JOB_FILE, STATUS_FILE, "status.tmp")
+# Everything that a run may create in its directory.
 OWN_NAMES = frozenset(
     {
         CONFIG_FILE,
@@ -68,28 +59,26 @@ OWN_NAMES = frozenset(
         "export-id",
     }
 )
-"""What a run may create in its directory."""
 
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Return where a run's complete checkpoint of a step lies."""
     return run_dir / CHECKPOINTS / f"step_{step:06d}"
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """Return the step that a directory's name says, or None: the name is not one that a run gives.
+    """Return the step in a directory's name, or None if a run does not give such names.
 
-    Copies and what is set aside (`step_000006_backup`, `step_000006.old`) are the user's: no run counts, cuts, prunes
-    or proves them.
+    Copies and renamed directories (`step_000006_backup`, `step_000006.old`) are the user's: no run counts, cuts, prunes
+    or verifies them.
     """
     match = _CHECKPOINT.fullmatch(path.name)
     return int(match[1]) if match and path.name == f"step_{int(match[1]):06d}" else None
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Return a run's checkpoints by step, in order, valid or not; nothing where there are none."""
+    """Return a run's checkpoints by step, in order, valid or not; empty if there are none."""
     root = run_dir / CHECKPOINTS
     paths = root.iterdir() if root.is_dir() else ()
     found = {step: path for path in paths if (step := checkpoint_step(path)) is not None}
@@ -106,9 +95,9 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 #     rng/         random number generators, one file per rank
 #     reference/   the reference's weights, if they are neither the initial ones nor these
 #     hf/          Hugging Face export (safetensors), if configured; resuming does not need it
-#     queue/       finished samples that are not trained yet (`tq.snapshot`, with checksums of its own); may be missing
+#     queue/       finished samples that are not trained yet (`tq.snapshot`, with its own checksums); may be missing
 #
-# Actor ranks write it (`workers.checkpoint.writer`), the launcher verifies it before a run goes on from it.
+# Actor ranks write it (`workers.checkpoint.writer`); the launcher verifies it before a run continues from it.
 
 DCP, CRITIC, RNG, HF, QUEUE, REFERENCE = "dcp", "critic", "rng", "hf", "queue", "reference"
 FORMAT = 1
@@ -124,37 +113,26 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """`meta.json`.
+    """The content of `meta.json`."""
 
-    Attributes:
-        step: that was completed last. It is the position in the ledger, too, whose lines up to it are durable: with it
-            they say which prompts come next.
-        lineage: of the run when it was saved; with `step` the version of the weights.
-        model_fingerprint: of the model that the run began with.
-        data_hash: of the prompts' file when the run began.
-        num_ranks: of the actor.
-        saved_at: unix time (s).
-        files: path in the checkpoint -> how it must be; without `meta.json` and `queue/`.
-        tokenizer_files: of the model when the run began: name -> content (`workers.data.tokenizer.tokenizer_files`).
-        format: of this file.
-    """
-
+    # The last completed one. It is also the position in the ledger, whose lines up to it are durable; the two together
+    # determine the next prompts.
     step: int
-    lineage: int
-    model_fingerprint: str
-    data_hash: str
-    num_ranks: int
-    saved_at: float
-    files: dict[str, FileEntry]
+    lineage: int  # of the run when it was saved; together with `step` the version of the weights
+    model_fingerprint: str  # of the model that the run started with
+    data_hash: str  # of the prompts' file when the run started
+    num_ranks: int  # of the actor
+    saved_at: float  # unix time (s)
+    files: dict[str, FileEntry]  # path in the checkpoint -> its size and checksum; without `meta.json` and `queue/`
+    # Of the model when the run started: name -> content (`workers.data.tokenizer.tokenizer_files`).
     tokenizer_files: dict[str, str] = {}
-    format: int = FORMAT
+    format: int = FORMAT  # of this file
 
     @staticmethod
     def read(directory: Path) -> "CheckpointMeta":
-        """Read that of a checkpoint.
+        """Read a checkpoint's `meta.json`.
 
-        Raises:
-            CheckpointError: there is none, or it is not what a complete save writes.
+        Raises CheckpointError if it is missing or not what a complete save writes.
         """
         path = directory / META_FILE
         try:
@@ -168,7 +146,6 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
         return meta
 
     def write(self, directory: Path) -> None:
-        """Write it durably."""
         with (directory / META_FILE).open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(self), indent=1))
             file.flush()
@@ -176,21 +153,20 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Return size and checksum of files, given by their paths in `directory`; read by several threads."""
+    """Return size and checksum of files, given by their paths in `directory`; several threads read them."""
     names = list(names)
     with ThreadPoolExecutor(_THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: _entry(directory / name), names), strict=True))
 
 
 def damages(directory: Path, files: Mapping[str, FileEntry]) -> dict[str, str]:
-    """Return what is wrong with files: path in `directory` -> a few words. Reads them by several threads."""
+    """Return what is wrong with files: path in `directory` -> a few words. Several threads read them."""
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda name: _damage(directory / name, files[name]), files)
         return {name: damage for name, damage in zip(files, found, strict=True) if damage}
 
 
 def files_below(directory: Path) -> list[str]:
-    """Return the paths of all files in a directory's tree, relative to it, in order."""
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
@@ -205,7 +181,6 @@ def content_hash(path: Path) -> str:
 
 
 def sync_tree(directory: Path) -> None:
-    """Make a directory durable with everything in it."""
     for path in directory.rglob("*"):
         sync(path)
     sync(directory)

@@ -1,14 +1,12 @@
-"""The job store: its server, and how processes of the job use it. What they read was written by one of them, under that
-very key.
+"""The job store: its server, and clients that trust only values that the job wrote under the key they read."""
 
-PyTorch's own server would listen on every interface; `serve_store` takes one address. Still, a stranger who reaches
-the port can list, read, write and delete keys. So every value begins with an HMAC, by a key derived from the job's
-secret, over the whole key (with all prefixes) and the value: nothing can be made up, changed, or moved to another key
-or another job. Names of keys are not secret.
-
-What a seal cannot tell is whether a genuine value is the newest of its key, or that a key was deleted. Keys that are
-written once (most are: they carry a lineage, an attempt or a number) have no older value. Imports torch.
-"""
+# PyTorch's own server would listen on every interface; `serve_store` takes one address. Still, a stranger who reaches
+# the port can list, read, write and delete keys. So every value begins with an HMAC, by a key derived from the job's
+# secret, over the whole key (with all prefixes) and the value. Nothing can be forged, changed, or moved to another key
+# or another job. Names of keys are not secret.
+#
+# A seal cannot tell whether a genuine value is the newest of its key, or whether a key was deleted. Keys that are
+# written once have no older value; most are, since they contain a lineage, an attempt or a number. Imports torch.
 
 import logging
 import secrets
@@ -27,22 +25,18 @@ from asyncflow.mac import MAC_BYTES, Mac
 
 logger = logging.getLogger(__name__)
 
-_VALUE, _ITEM = b"value", b"item"  # an item of a queue is not a value
+_VALUE, _ITEM = b"value", b"item"  # so that a queue's item cannot pass for a value
 _NONCE_BYTES = 8
 
 
 class SealedStore:
-    """One client of the store; as with every client, calls of several threads stall each other.
+    """One client of the store. As with any client, calls of several threads stall each other.
 
-    Not a `torch.distributed.Store`, so that no process group is built on it by mistake; see `GlooStore`.
+    Not a `torch.distributed.Store`, so that no process group is built on it by mistake; see `GlooStore`. The wrapped
+    store must have no prefix of its own, which the seals would not cover.
     """
 
     def __init__(self, store: dist.Store, secret: bytes, *, prefix: str = "") -> None:
-        """Args:
-        store: without a prefix of its own, which the seals would not cover.
-        secret: the job's.
-        prefix: of all keys.
-        """
         self._store = store
         self._secret = secret
         self._mac = Mac(secret, "store")
@@ -50,37 +44,29 @@ class SealedStore:
         self._told: set[str] = set()
 
     def under(self, prefix: str) -> "SealedStore":
-        """Return the same client for the keys below `prefix`."""
         return SealedStore(self._store, self._secret, prefix=f"{self._prefix}{prefix}/")
 
     @property
     def timeout(self) -> timedelta:
-        """How long a call waits."""
         timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]  # the stub lacks it
         return timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let calls wait so long."""
         self._store.set_timeout(timeout)
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Write."""
         self._store.set(self._prefix + key, self._seal(_VALUE, key, _bytes(value)))  # type: ignore[arg-type]  # the stub lacks bytes
 
     def put(self, key: str, value: bytes | str) -> None:
-        """Write, and return when the server has it, so that a reader that is told of the key finds it.
-
-        PyTorch's client sends a `set` and waits for no answer, so a call on another connection may overtake it.
-        """
+        """Write, and return once the server has the value, so that a reader who is told of the key finds it."""
+        # PyTorch's client does not wait for an answer to `set`, so a call on another connection could overtake it.
         self.set(key, value)
         self.check([key])
 
     def get(self, key: str) -> bytes:
         """Return the value, once there is one.
 
-        Raises:
-            SealBroken: it is not the job's.
-            DistError: none came in time, or the store is gone.
+        Raises SealBroken if the job did not write it, DistError if none came in time or the store is gone.
         """
         return self._open(_VALUE, key, self._store.get(self._prefix + key))
 
@@ -90,9 +76,9 @@ class SealedStore:
         return [self._open(_VALUE, key, value) for key, value in zip(keys, values, strict=True)]
 
     def look(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Return the values that are there and the job's own.
+        """Return the values that exist and were written by the job; others are logged once per key.
 
-        For what is only shown, or told again and again: others are passed over, with an error in the log for each key.
+        For values that are only displayed, or that are sent repeatedly.
         """
         there = keys if self.check(keys) else [key for key in keys if self.check([key])]
         values = self._store.multi_get([self._prefix + key for key in there]) if there else []
@@ -102,42 +88,34 @@ class SealedStore:
                 found[key] = self._open(_VALUE, key, value)
             except SealBroken as error:
                 if key not in self._told:
-                    logger.error("%s; it is passed over", error)
+                    logger.error("%s; it is ignored", error)
                 self._told.add(key)
         return found
 
     def set_first(self, key: str, value: bytes | str) -> bytes:
-        """Write, unless there is a value already; returns what is there now."""
+        """Write, unless there is a value already; returns the current value."""
         sealed = self._seal(_VALUE, key, _bytes(value))
         return self._open(_VALUE, key, self._swap(key, b"", sealed))
 
     def add(self, key: str, number: int) -> int:
-        """Add to a counter, which begins with 0; returns the sum.
-
-        The store cannot count what is sealed, so the slower of two clients tries again.
-        """
+        """Add to a counter, which starts at 0; returns the sum."""
+        # The store cannot add to a sealed number, so the slower of two clients tries again.
         while True:
             old = self._store.get(self._prefix + key) if self.check([key]) else b""
             sum_ = number + (int(self._open(_VALUE, key, old)[_NONCE_BYTES:]) if old else 0)
-            # The nonce tells our sum from an equal one of another process.
+            # The nonce tells our sum from an equal sum of another process.
             new = self._seal(_VALUE, key, secrets.token_bytes(_NONCE_BYTES) + b"%d" % sum_)
             if self._swap(key, old, new) == new:
                 return sum_
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all these keys are there, sealed or not."""
         return bool(self._store.check([self._prefix + key for key in keys]))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Wait until all these keys are there, sealed or not.
-
-        Raises:
-            DistStoreError: not in time.
-        """
+        """Wait until all these keys exist, sealed or not. Raises DistStoreError if they do not appear in time."""
         self._store.wait([self._prefix + key for key in keys], timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Remove; returns whether it was there."""
         return bool(self._store.delete_key(self._prefix + key))
 
     def list_keys(self) -> list[str]:
@@ -148,23 +126,20 @@ class SealedStore:
     def read_below(self, prefix: str) -> dict[str, bytes]:
         """Return the values of all keys that begin with `prefix`, by the rest of the key, in one round trip.
 
-        Raises:
-            SealBroken: one is not the job's: anybody can add a key.
+        Raises SealBroken if the job did not write one of them: anybody can add a key.
         """
         keys = [key for key in self.list_keys() if key.startswith(prefix)]
         values = self.multi_get(keys) if keys else []
         return {key.removeprefix(prefix): value for key, value in zip(keys, values, strict=True)}
 
     def queue_push(self, key: str, item: bytes) -> None:
-        """Add to a queue."""
         self._store.queue_push(self._prefix + key, self._seal(_ITEM, key, item))
 
     def queue_pop(self, key: str) -> bytes:
-        """Take from a queue, once there is something.
+        """Take from a queue, once it has an item.
 
-        Raises:
-            SealBroken: it was not the job's; it is gone.
-            DistError: nothing came in time, or the store is gone.
+        Raises SealBroken if the job did not write the item, which is removed; DistError if nothing came in time or the
+        store is gone.
         """
         return self._open(_ITEM, key, self._store.queue_pop(self._prefix + key))
 
@@ -179,29 +154,26 @@ class SealedStore:
         key, body = self._prefix + key, sealed[MAC_BYTES:]
         if not self._mac.proves(sealed[:MAC_BYTES], kind, key.encode(), body):
             raise SealBroken(
-                f"job store: what is in {key!r} was not written by this job; somebody else writes to the store, so let "
-                f"only the job's processes reach its port"
+                f"job store: the value of {key!r} was not written by this job; somebody else writes to the store, so "
+                f"let only the job's processes reach its port"
             )
         return body
 
 
 class GlooStore(dist.Store):
-    """A sealed store as Gloo wants it, while a pair is connected; the caller keeps it alive meanwhile."""
+    """A sealed store as Gloo wants it, for connecting a pair; the caller keeps it alive meanwhile."""
 
     def __init__(self, store: SealedStore) -> None:
         super().__init__()
         self._store = store
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # the stub lacks bytes
-        """Write."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value, once there is one."""
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]  # Gloo always says how long
-        """Wait until all these keys are there."""
         self._store.wait(keys, timeout)
 
 
@@ -210,17 +182,12 @@ def _bytes(value: bytes | str) -> bytes:
 
 
 def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore, int]:
-    """Start a store on `host`.
+    """Start a store on one of this host's addresses; port 0: any free one.
 
-    Args:
-        host: one of this host's addresses.
-        timeout: of the server's own calls.
-        port: 0: any free one.
-    Returns:
-        The server, which is a client too, and its port. It lives as long as the object.
-    Raises:
-        OSError: the port is taken.
+    Returns the server, which is also a client and lives as long as the object, and its port. Raises OSError if the port
+    is taken.
     """
+    # Bind here: PyTorch's own listener would listen on all interfaces.
     listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -230,11 +197,7 @@ def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore,
 
 
 def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Connect to a store; a thread that may block in it needs a client of its own.
-
-    Raises:
-        DistError: no store answers there in time.
-    """
+    """Connect to a store; raises DistError if none answers in time. A thread that may block needs its own client."""
     made: Future[TCPStore] = Future()
 
     def connect() -> None:
@@ -243,7 +206,7 @@ def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
         except BaseException as error:  # noqa: BLE001  the caller's
             made.set_exception(error)
 
-    # PyTorch's client waits without a deadline for the first answer of what accepts and then says nothing.
+    # PyTorch's client waits without a deadline for the first answer of a server that accepts and then stays silent.
     thread = threading.Thread(target=connect, name="connect-store", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds())

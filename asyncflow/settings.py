@@ -1,6 +1,6 @@
 """Base of all configuration models: frozen, unknown keys are errors, docstrings under fields describe them.
 
-A class that a setting names may have one of its own, `Config`: it checks the options that the class is made with.
+A class that a setting names may have its own model, `Config`, which checks the options that the class is made with.
 """
 
 import ast
@@ -29,28 +29,24 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def as_advice(message: str) -> str:
-    """Return pydantic's message as what is to be done."""
     return message.replace("Input should be", "it must be").removeprefix("Value error, ")
 
 
 def description(model: type[BaseModel], field: str) -> str:
-    """Return what a field means, in one line: its `description`, or the docstring under it; "" without one."""
+    """Return a field's meaning in one line: its `description` or the docstring under it; "" without either."""
     owner = next(kind for kind in model.__mro__ if field in inspect.get_annotations(kind))
     return " ".join((model.model_fields[field].description or _docstrings(owner).get(field, "")).split())
 
 
 def own_settings(kind: Any, given: Mapping[str, Any], *, name: str, section: str, base: type[SettingsT]) -> SettingsT:
-    """Return the settings as the `Config` of a class has them.
+    """Return the settings that a class's `Config` makes of what is given.
 
     Args:
-        kind: the class.
-        given: what the configuration says.
-        name: of the class.
-        section: of the configuration that holds them.
-        base: what the `Config` derives from; `Settings`: it needs none.
+        section: of the configuration that holds the settings.
+        base: class that `Config` must derive from; `Settings`: the class needs no `Config`.
 
     Raises:
-        ConfigError: its `Config` cannot be used, or refuses a setting.
+        ConfigError: the `Config` cannot be used, or refuses a setting.
     """
     model = getattr(kind, "Config", Settings)
     if not (isinstance(model, type) and issubclass(model, base)):
@@ -72,14 +68,11 @@ def own_options(
     first: Sequence[object] = (),
     named: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the options that a class is made with by name: as its `Config` has them; without one as they are.
+    """Return the keyword options that a class is made with, as its `Config` gives them; without one, as they are.
 
     Args:
-        kind: the class.
-        given: what the configuration says.
-        name: of the class.
-        section: of the configuration that holds them.
-        first, named: what it is made with besides.
+        section: of the configuration that holds the options.
+        first, named: further arguments that the class is made with.
 
     Raises:
         ConfigError: its `Config` refuses an option, or its signature does not take them.
@@ -93,7 +86,7 @@ def own_options(
         shown = " ".join(options) or "no options"
         raise ConfigError(f"{section}: {name} cannot be made with {shown}: {error}; correct the options") from error
     except ValueError:
-        pass  # a class of C, which says nothing of its arguments
+        pass  # a class written in C, without a signature
     return options
 
 
@@ -111,11 +104,12 @@ def _explained(error: ValidationError, name: str, section: str, known: list[str]
 
 @cache
 def _docstrings(kind: type) -> Mapping[str, str]:
-    """Return field -> the docstring under it. pydantic's `use_attribute_docstrings` would read all sources whenever the
-    classes are made: a third of the time that importing the configuration takes."""
+    """Return field -> the docstring under it."""
+    # pydantic's `use_attribute_docstrings` would read all sources whenever the classes are made: a third of the time
+    # that importing the configuration takes.
     try:
         (made,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    except (OSError, SyntaxError, TypeError):  # made by a program, or its source is gone
+    except (OSError, SyntaxError, TypeError):  # generated at run time, or the source is missing
         return {}
     assert isinstance(made, ast.ClassDef)
     return {

@@ -1,14 +1,13 @@
-"""Spans of one process: what it did, when, for which step. One JSON object a line in `timeline/PROCESS.jsonl`.
+"""Spans of one process: what it did, when, for which step. One JSON object per line in `timeline/PROCESS.jsonl`."""
 
-    with timeline.span("generate", step=3, rows=64): ...
-
-    {"name":"generate","start":1700000000.25,"end":1700000001.5,"step":3,"rows":64}
-    {"process":"rollout-0-0","cpu_s":12.3,"spans":4711}
-
-Times are unix seconds on the clock of the host. Spans named `wait ...` are idle time; at most one of them is open at a
-time. The last line is not a span: how many there were, in how much CPU time of the process (s); one that was killed has
-none. It is what the cost of recording is reckoned from.
-"""
+#     with timeline.span("generate", step=3, rows=64): ...
+#
+#     {"name":"generate","start":1700000000.25,"end":1700000001.5,"step":3,"rows":64}
+#     {"process":"rollout-0-0","cpu_s":12.3,"spans":4711}
+#
+# Times are unix seconds on the host's clock. Spans named `wait ...` are idle time; at most one of them is open at a
+# time. The last line is not a span but the number of spans and the CPU time of the process (s), from which the cost of
+# recording is computed; a killed process has no such line.
 
 import contextlib
 import logging
@@ -32,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 
 class Spans(Protocol):
-    """What records spans: a `Timeline`, or `NoTimeline`."""
-
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]: ...
 
     def record(self, name: str, seconds: float, **attributes: int | float | str) -> None: ...
@@ -43,7 +40,6 @@ class NoTimeline:
     """Records nothing, for a component that runs outside of a run."""
 
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]:
-        """Do nothing around the enclosed block."""
         return contextlib.nullcontext()
 
     def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
@@ -51,10 +47,12 @@ class NoTimeline:
 
 
 class Timeline:
-    """Writes spans; thread-safe. A span costs two or three microseconds: lines are buffered."""
+    """Writes spans; thread-safe. A span costs two or three microseconds, since lines are buffered.
+
+    Appends to `path`, whose stem is the process's name. If that is impossible, spans are only counted.
+    """
 
     def __init__(self, path: Path, clock: HostClock) -> None:
-        """Append to `path`; its stem is the process's name. Where that cannot be, spans are only counted."""
         self._process = path.stem
         self._file = open_spare(path, what="timeline", loss="records no spans")
         self._clock = clock
@@ -66,13 +64,12 @@ class Timeline:
 
     @property
     def waiting_s(self) -> float:
-        """Seconds inside spans named `wait ...` so far, the open one included."""
+        """Seconds inside spans named `wait ...` so far, including an open one."""
         with self._lock:
             open_s = 0.0 if self._waiting_since is None else self._clock.now() - self._waiting_since
             return self._waiting_s + open_s
 
     def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]:
-        """Record the enclosed block."""
         return _OpenSpan(self, name, attributes)
 
     def record(self, name: str, seconds: float, **attributes: int | float | str) -> None:
@@ -80,12 +77,11 @@ class Timeline:
         self._end(name, self._clock.now() - seconds, attributes)
 
     def flush(self) -> None:
-        """Write the buffered spans to the file."""
         with self._lock:
             self._write()
 
     def close(self) -> None:
-        """Say how many spans there were, flush and close; idempotent."""
+        """Write the number of spans, flush and close; idempotent."""
         with self._lock:
             told = {"process": self._process, "cpu_s": round(time.process_time(), 3), "spans": self._num_spans}
             self._lines.append(msgspec.json.encode(told))
@@ -125,7 +121,7 @@ class Timeline:
 
 
 class _OpenSpan:
-    """A span between its start and its end. A class, since a generator's context manager costs another microsecond."""
+    """A span that has begun. A class, since a generator's context manager costs another microsecond."""
 
     __slots__ = ("_attributes", "_name", "_start", "_timeline")
 
@@ -140,7 +136,7 @@ class _OpenSpan:
 
 
 def measure_span_cost() -> float:
-    """Return the CPU time (s) that recording one span takes here, writing included: the median of some batches."""
+    """Return the CPU time (s) of recording one span here, writing included: the median of some batches."""
     costs = []
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as directory:
         timeline = Timeline(Path(directory) / "spans.jsonl", HostClock.measure())

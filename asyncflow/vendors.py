@@ -1,25 +1,27 @@
-"""Vendors of devices: a record of each, and nowhere else a vendor's name. Torch is imported inside the methods only,
-because the launcher reads records, too; all else asks PyTorch (`torch.accelerator`) or `asyncflow.device`.
+"""Vendors of devices: one record each, and no vendor's name anywhere else."""
 
-One more vendor is a `Vendor` in a package of its own, named by an entry point:
-
-    [project.entry-points."asyncflow.vendors"]
-    late = "late_device.vendor:LATE"
-
-Groups of accelerators end by their deadline, and never end their process. What was read for that:
-
-NCCL, torch 2.13 `ProcessGroupNCCL.cpp`. A timeout seen by the watchdog thread is stored and thrown there, which ends
-the process. With TORCH_NCCL_BLOCKING_WAIT=1, read per constructor, there is no watchdog, and `wait(timeout)` waits in
-the host and throws there. `Options._timeout` bounds all else. Its monitor writes a dump key to the *unprefixed* store,
-which every first group of a process polls, unless TORCH_NCCL_DUMP_ON_TIMEOUT=0 (the default became 1).
-
-HCCL, Ascend/pytorch `ProcessGroupHCCL.cpp`, `Init.cpp`, and its page of TORCH_HCCL_BLOCKING_WAIT: the same switch, read
-in the constructor, formerly HCCL_BLOCKING_WAIT; then, too, no watchdog, and a wait in the host, by the group's own
-timeout (`Options.op_timeout`, later `_timeout`), whatever `wait` is given. `Backend.abort` is empty; `abort_hccl_comm`
-destroys the communicators, but an operation on the device goes on.
-
-None of this has run on such devices: tests drive it with a backend that has these manners (`tests/device`).
-"""
+# Torch is imported only inside methods, because the launcher reads the records, too. All other code asks PyTorch
+# (`torch.accelerator`) or `asyncflow.device`.
+#
+# Another vendor is a `Vendor` in its own package, named by an entry point:
+#
+#     [project.entry-points."asyncflow.vendors"]
+#     late = "late_device.vendor:LATE"
+#
+# Groups of accelerators end by their deadline, and never end their process. This is based on:
+#
+# NCCL, torch 2.13 `ProcessGroupNCCL.cpp`. The watchdog thread stores a timeout that it sees and throws it there, which
+# ends the process. With TORCH_NCCL_BLOCKING_WAIT=1, read per constructor, there is no watchdog; `wait(timeout)` waits
+# in the host and throws there. `Options._timeout` bounds everything else. The monitor writes a dump key to the
+# *unprefixed* store, which every first group of a process polls, unless TORCH_NCCL_DUMP_ON_TIMEOUT=0 (the default
+# became 1).
+#
+# HCCL, Ascend/pytorch `ProcessGroupHCCL.cpp`, `Init.cpp`, and its page on TORCH_HCCL_BLOCKING_WAIT: the same switch,
+# read in the constructor, formerly HCCL_BLOCKING_WAIT. With it there is also no watchdog and a wait in the host,
+# bounded by the group's own timeout (`Options.op_timeout`, later `_timeout`) whatever `wait` is given. `Backend.abort`
+# is empty; `abort_hccl_comm` destroys the communicators, but an operation on the device continues.
+#
+# None of this has run on such devices: tests use a backend that behaves in the same way (`tests/device`).
 
 import importlib.metadata
 import importlib.util
@@ -43,36 +45,29 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "asyncflow.vendors"
 _CUDA_HOST_REGISTER_READ_ONLY = 8
+# Collectives of a group that run at the same time: small ones then fill each other's gaps on their way through the
+# ranks.
 _GLOO_THREADS = 4
-"""Collectives of a group that run at a time: on their way through the ranks, small ones then fill each other's gaps."""
 
 
 @dataclass(frozen=True)
 class Vendor:
-    """One kind of device. The defaults suit a device that PyTorch knows through `torch.accelerator`.
+    """One kind of device. The defaults suit a device that PyTorch knows through `torch.accelerator`."""
 
-    Attributes:
-        kind: device type as PyTorch names it.
-        backend: of its process groups.
-        files: what its device files in /dev begin with, before a number.
-        visible: environment variable that says which of them a process sees.
-        has_float64: whether its kernels compute in float64.
-        allocator: environment variables with the settings of PyTorch's allocator for it; the first is the one to set.
-    """
-
-    kind: str
-    backend: str
-    files: str = ""
-    visible: str = ""
-    has_float64: bool = True
+    kind: str  # device type as PyTorch names it
+    backend: str  # of its process groups
+    files: str = ""  # what its device files in /dev begin with, before a number
+    visible: str = ""  # environment variable that limits which devices a process sees
+    has_float64: bool = True  # whether its kernels compute in float64
+    # Environment variables that configure PyTorch's allocator for it; the first one is the one to set.
     allocator: tuple[str, ...] = ()
 
     def obstacle(self) -> str:
-        """Say why what is installed cannot drive the device, or nothing. Torch-free."""
+        """Say why the installed software cannot drive the device; "": it can. Torch-free."""
         return ""
 
     def count(self, dev: Path, env: Mapping[str, str]) -> int:
-        """Return how many devices a process sees, by the device files in `dev` and its environment. Torch-free."""
+        """Return how many devices a process sees, from the device files in `dev` and its environment. Torch-free."""
         names = [file.name for file in dev.iterdir()] if dev.is_dir() else []
         present = sum(1 for name in names if re.fullmatch(rf"{self.files}\d+", name))
         visible = env.get(self.visible)
@@ -87,22 +82,22 @@ class Vendor:
         return min(count, present)
 
     def load(self) -> None:
-        """Make PyTorch know the device; before its first use in a process."""
+        """Make PyTorch know the device; call before its first use in a process."""
 
     def group(self, store: "Store", rank: int, size: int, timeout: timedelta) -> "ProcessGroup":
         """Return a group whose waits raise RuntimeError once `timeout` has passed, and never end the process."""
         raise ConfigError(f"launcher.device: {self.kind} has no process groups; use {' '.join(vendors())}")
 
     def abort(self, group: "ProcessGroup") -> None:
-        """End what waits in a group, from any thread."""
+        """End all waits in a group, from any thread."""
         group.abort()
 
     def pin(self, address: int, num_bytes: int, *, writable: bool) -> Callable[[], object] | None:
-        """Page-lock host memory for the current device; return what releases it, or None: it is not locked."""
+        """Page-lock host memory for the current device; return what releases it, or None if it is not locked."""
         return None
 
     def determinism(self) -> dict[str, str]:
-        """Return environment variables that its kernels and collectives need to give the same bits each time."""
+        """Return environment variables that make its kernels and collectives reproducible to the bit."""
         return {}
 
 
@@ -127,6 +122,7 @@ class _Cuda(Vendor):
         return f"the installed torch {version} is a CPU build" if version.endswith("+cpu") else ""
 
     def load(self) -> None:
+        # Otherwise NCCL's monitor polls the unprefixed store; see above.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
     def group(self, store: "Store", rank: int, size: int, timeout: timedelta) -> "ProcessGroup":
@@ -134,6 +130,7 @@ class _Cuda(Vendor):
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
+        # The constructor reads it, and then starts no watchdog that could end the process.
         with variables_set({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
             return ProcessGroupNCCL(store, rank, size, options)  # type: ignore[return-value]
 
@@ -163,6 +160,7 @@ class _Npu(Vendor):
         from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
         options = ProcessGroupHCCL.Options()
+        # Versions differ in the name of the option, and in that of the variable below.
         options._timeout = options.op_timeout = timeout
         with variables_set({"TORCH_HCCL_BLOCKING_WAIT": "1", "HCCL_BLOCKING_WAIT": "1"}):
             group: ProcessGroup = ProcessGroupHCCL(store, rank, size, options)
@@ -191,14 +189,13 @@ _OWN = (
 def vendors() -> dict[str, Vendor]:
     """Return all vendors by kind, installed ones first, the CPU last.
 
-    Raises:
-        ConfigError: an installed one cannot be loaded.
+    Raises ConfigError if an installed vendor cannot be loaded.
     """
     found: list[Vendor] = []
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
             record: Any = entry.load()
-        except Exception as error:  # of an installed package
+        except Exception as error:  # the boundary to an installed package
             raise ConfigError(f"vendor {entry.name} ({entry.value}) cannot be loaded: {error}; repair it") from error
         if not isinstance(record, Vendor):
             raise ConfigError(f"vendor {entry.name}: {entry.value} is a {type(record).__name__}; make it a Vendor")
@@ -207,11 +204,7 @@ def vendors() -> dict[str, Vendor]:
 
 
 def vendor_of(kind: str) -> Vendor:
-    """Return the vendor of a device type or of `type:index`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the vendor of a device type or of `type:index`. Raises ConfigError if there is none."""
     kind = kind.partition(":")[0]
     if kind not in vendors():
         raise ConfigError(
@@ -221,14 +214,12 @@ def vendor_of(kind: str) -> Vendor:
 
 
 def _forget_cuda_error() -> None:
-    """Take back the last error, which PyTorch's next check of a kernel's launch would report as that kernel's.
-
-    `cudaGetLastError` resets it, but `torch.cuda.cudart()` does not bind it; `check_error` only translates codes. So it
-    is called in the library that PyTorch has loaded; where that is linked statically, a warning tells of it.
-    """
+    """Reset CUDA's last error, which PyTorch would otherwise report as the next kernel launch's."""
+    # `torch.cuda.cudart()` does not bind `cudaGetLastError`, which resets the error, and `check_error` only translates
+    # codes. So call it in the library that PyTorch has loaded; if that is linked statically, the symbol is missing.
     import ctypes
 
     try:
         ctypes.CDLL(None).cudaGetLastError()
     except AttributeError:
-        logger.warning("cudaGetLastError is not to be found: the next CUDA call may report a failed cudaHostRegister")
+        logger.warning("cudaGetLastError was not found: the next CUDA call may report a failed cudaHostRegister")

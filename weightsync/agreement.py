@@ -1,11 +1,10 @@
-"""How the trainer's ranks come to one plan: each tells rank 0 what it holds, rank 0 plans, all get the plan.
+"""How the trainer's ranks agree on a plan: each tells rank 0 what it holds, rank 0 plans, and all get the plan."""
 
-    rank k   HoldShards parks at rank 0 ................ AgreedPlan
-    rank 0   serves until all have told, or the deadline; plans
-
-Over channels of this gang's start, not through the job store: both messages grow with the model, and the store refuses
-values beyond 8 MiB.
-"""
+#     rank k   HoldShards parks at rank 0 ................ AgreedPlan
+#     rank 0   serves until all have told it, or the deadline; plans
+#
+# This uses channels of this start of the gang, not the job store: both messages grow with the model, and the store
+# refuses values beyond 8 MiB.
 
 import threading
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Connection, Session
 from weightsync.plan import ShardSpec, TransferPlan, plan_transfer
 
+# How long rank 0 waits until the others have read their answers (s).
 _LEAVE_S = 10.0
-"""How long rank 0 waits for the others to have read their answers (s)."""
 
 
 class HoldShards(msgspec.Struct, tag=True):
@@ -29,15 +28,10 @@ class HoldShards(msgspec.Struct, tag=True):
 
 
 class AgreedPlan(msgspec.Struct, tag=True):
-    """What follows from what all ranks hold.
+    """The plan that follows from what all ranks hold."""
 
-    Attributes:
-        plan: `TransferPlan.encode`; empty: there is none.
-        error: why there is none.
-    """
-
-    plan: bytes
-    error: str = ""
+    plan: bytes  # `TransferPlan.encode`; empty: there is none
+    error: str = ""  # why there is none
 
 
 def agree_on_plan(
@@ -53,10 +47,8 @@ def agree_on_plan(
     """Tell what this rank holds; every rank returns the same plan.
 
     Args:
-        credentials: store and secret; their deadline bounds the wait for the other ranks.
+        credentials: their deadline also bounds the wait for the other ranks.
         epoch: of the trainer's gang; keeps different starts apart.
-        rank, num_ranks: of this process among the trainer's.
-        held: what it holds.
         bucket_bytes, dtype: see `plan_transfer`.
 
     Raises:
@@ -84,31 +76,22 @@ def agree_on_plan(
 
 
 class _OtherRanks:
-    """Those that told rank 0 what they hold, and wait for its answer."""
-
     def __init__(self, number: int) -> None:
         self._number = number
         self._calls: dict[int, Call] = {}
         self._changed = threading.Condition()
 
     def handle(self, call: Call) -> None:
-        """See `Handler`."""
         with self._changed:
             self._calls[call.message.rank] = call
             self._changed.notify_all()
 
     def disconnected(self, session: Session) -> None:
-        """See `Handler`: it has its answer, or died."""
         with self._changed:
             self._calls = {rank: call for rank, call in self._calls.items() if call.session != session}
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> dict[int, Call]:
-        """Wait until all have told; returns their calls by rank.
-
-        Raises:
-            WeightsLate: names those that did not.
-        """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._calls) == self._number, timeout_s):
                 missing = " ".join(str(rank) for rank in range(1, self._number + 1) if rank not in self._calls)
@@ -116,7 +99,7 @@ class _OtherRanks:
             return dict(self._calls)
 
     def answer(self, agreed: AgreedPlan) -> None:
-        """Tell all, and let them leave first."""
+        """Answer all, and let them leave first."""
         with self._changed:
             calls = list(self._calls.values())
         for call in calls:
@@ -126,15 +109,15 @@ class _OtherRanks:
 
 
 def _ask(credentials: Credentials, service: str, told: HoldShards) -> TransferPlan:
-    """Be a rank other than 0. That one waits for the others as long as this one for it, and then still has to plan."""
     try:
         connection = Connection(credentials, service, f"trainer-{told.rank}", AgreedPlan)
         try:
+            # Rank 0 waits for the others as long as this rank for rank 0, and then still has to plan.
             agreed, _ = connection.call(told, timeout_s=2 * credentials.timeout_s)
         finally:
             connection.close()
     except TransportError as error:
-        raise WeightsLate(f"weights: trainer rank 0 did not say the plan ({error})") from error
+        raise WeightsLate(f"weights: trainer rank 0 did not send the plan ({error})") from error
     if agreed.error:
         raise PlanError(agreed.error)
     return TransferPlan.decode(agreed.plan)

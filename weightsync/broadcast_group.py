@@ -1,16 +1,15 @@
-"""The group of all senders and receivers of a broadcast, as one of its members has it.
+"""The group of all senders and receivers of a broadcast, as one of its members sees it."""
 
-    connect   once per epoch: the members meet over the job store, and build one group
-    ready     each transfer: all of them say over the store that they are ready, before the first byte
-    travel    bucket by bucket in the plan's order, which is the same everywhere; the root is the bucket's sender
-
-    cast b0 | cast b1 | ............. | cast b2 |        two buffers, on a stream beside the computation
-              b0 ....................... b1 .......      (b2 takes b0's buffer once that has arrived)
-                        sum, write b0 |
-
-On the CPU each sender has a group of its own with the receivers: Gloo's groups do not get in each other's way, and the
-other senders need not take in what they do not want.
-"""
+#     connect   once per epoch: the members meet over the job store and build one group
+#     ready     each transfer: all of them say over the store that they are ready, before the first byte
+#     travel    bucket by bucket in the plan's order, which is the same everywhere; the root is the bucket's sender
+#
+#     cast b0 | cast b1 | ............. | cast b2 |        two buffers, on a stream beside the computation
+#               b0 ....................... b1 .......      (b2 takes b0's buffer once that has arrived)
+#                         sum, write b0 |
+#
+# On the CPU each sender has its own group with the receivers: Gloo groups do not block each other, and the other
+# senders need not receive data that they do not want.
 
 import logging
 import threading
@@ -38,24 +37,24 @@ from weightsync.plan import DTYPE_BYTES, Bucket, Piece, TransferPlan
 from weightsync.slot_memory import RegionLayout
 from weightsync.version import Version
 
-# What a bucket travels in from device to device: its pieces, cast to the wire's type, and what they are.
+# How a bucket travels from device to device: its pieces, cast to the wire's dtype, and a trailer that identifies it.
 #
 #     int64 words   | piece ..... | piece . | ... | bucket, lineage, step, checksum |
 #                     each begins with a word       the trailer
 #
-# The checksum is a sum of all words, each times an odd number that depends on its place, modulo 2**64. Whole numbers
-# are exact in any order of adding, so every device computes the same one; a word that changed, whatever else is as it
-# was, always changes it. All is done by the device: nothing is copied to the host but the trailers, once per version.
+# The checksum is the sum of all words, each multiplied by an odd number that depends on its position, modulo 2**64.
+# Integers add exactly in any order, so every device computes the same sum; and a change of any single word always
+# changes it. The device does all the work: only the trailers are copied to the host, once per version.
 
 _WORD_BYTES = 8
 _TRAILER_WORDS = 4
 _COLUMNS = 1024
+# Where the two tables of factors begin, in units of 2**40.
 _ROW_FACTORS, _COLUMN_FACTORS = 1, 2
-"""Where the two tables of factors begin, in units of 2**40."""
 
 
 class BucketLayout:
-    """Where everything of one bucket lies in a buffer; both ends make it from the same plan."""
+    """Where the parts of one bucket lie in a buffer; both ends derive it from the same plan."""
 
     def __init__(self, bucket: Bucket, layout: RegionLayout) -> None:
         self.bucket = bucket
@@ -67,8 +66,8 @@ class BucketLayout:
             self._places.append((piece, getattr(torch, dtype), start, start + num_bytes))
             start += -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
         self._content_words = start // _WORD_BYTES
+        # Length of a buffer that holds the bucket.
         self.num_words = self._content_words + _TRAILER_WORDS
-        """Of a buffer that holds it."""
 
     def pieces(self, words: Tensor) -> list[Tensor]:
         """Return the pieces in a buffer, int64 [num_words]: views in the shapes of their boxes."""
@@ -76,23 +75,18 @@ class BucketLayout:
         return [content[start:end].view(dtype).view(piece.box.size) for piece, dtype, start, end in self._places]
 
     def stamp(self, words: Tensor, version: Version) -> None:
-        """Write the trailer behind the pieces."""
         trailer = words[self._content_words :]
         for place, value in enumerate((self.bucket.index, *version)):
             trailer[place].fill_(value)
         trailer[3].copy_(checksum(words[: self._content_words]))
 
     def summary(self, words: Tensor) -> Tensor:
-        """Return int64 [5] on the buffer's device: the trailer, and the checksum of what is there."""
+        """Return int64 [5] on the buffer's device: the trailer, and the checksum of what arrived."""
         content = words[: self._content_words]
         return torch.cat((words[self._content_words :], checksum(content).view(1)))
 
     def check(self, summary: list[int], version: Version) -> None:
-        """Compare what `summary` gave with what was to come.
-
-        Raises:
-            WeightSyncError: another bucket or version, or not the bytes that were sent.
-        """
+        """Raise WeightSyncError if another bucket or version came than expected, or if its bytes changed."""
         index, lineage, step, sent, arrived = summary
         if sent != arrived:
             raise WeightSyncError(f"bucket {self.bucket.index} of {version}: checksum does not match")
@@ -104,20 +98,15 @@ class BucketLayout:
 
 @lru_cache(maxsize=8)
 def bucket_layouts(layout: RegionLayout) -> tuple[BucketLayout, ...]:
-    """Return those of a plan's buckets, by index."""
     return tuple(BucketLayout(bucket, layout) for bucket in layout.plan.buckets)
 
 
 def checksum(words: Tensor) -> Tensor:
-    """Return int64 []: sum over r, c of row(r) * column(c) * words[1024 r + c], modulo 2**64, on the words' device.
-
-    Args:
-        words: int64 [any number].
-    """
+    """Return int64 []: sum over r, c of row(r) * column(c) * words[1024 r + c], modulo 2**64, for int64 [any] words."""
     rows, device = words.numel() // _COLUMNS, words.device
     body, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
     columns = _odd_numbers(_COLUMNS, _COLUMN_FACTORS, device)
-    # Accelerators have no product of integer matrices; on the CPU it needs no second buffer and takes a sixth.
+    # Accelerators have no integer matrix product. On the CPU it needs no second buffer and a sixth of the time.
     sums = body.mv(columns) if device.type == "cpu" else (body * columns).sum(1)
     sums = torch.cat((sums, (rest * columns[: rest.numel()]).sum().view(1)))
     return (sums * _odd_numbers(rows + 1, _ROW_FACTORS, device)).sum()
@@ -125,7 +114,7 @@ def checksum(words: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _odd_numbers(count: int, table: int, device: torch.device) -> Tensor:
-    """Return int64 [count]: splitmix64 of their places, with the lowest bit set (Steele et al. 2014, figure 14)."""
+    """Return int64 [count]: splitmix64 of the positions, lowest bit set (Steele et al. 2014, figure 14)."""
     mixed = (np.arange(count, dtype=np.uint64) + np.uint64((table << 40) + 1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -133,41 +122,40 @@ def _odd_numbers(count: int, table: int, device: torch.device) -> Tensor:
     return torch.from_numpy(mixed.view(np.int64)).to(device)
 
 
+# Bounds what one member waits for the others, however long a transfer may take: for a group to meet, and for one bucket
+# to arrive (s). For the backend to connect, the limit is that of a transfer, since HCCL needs tens of seconds.
 STALL_S = 30.0
-"""Of a group, however long a transfer may take: for its members to meet, and for one bucket to arrive (s). To connect,
-its backend has as long as a transfer: HCCL needs tens of seconds."""
+# Gloo would wait forever with a timeout of 0.
 _LEAST_WAIT_S = 0.001
-"""Gloo waits without end for a timeout of 0."""
+# Per group: one buffer travels while the other is cast or summed.
 _BUFFERS = 2
-"""Of each group: one that travels, and one that is cast or summed."""
+# The word of a member that calls the transfer off.
 _OFF = "off"
-"""Said by one member: the transfer is called off."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
+# How often an abortable wait checks its stop (s).
 _LOOK_S = 0.2
-"""How often what may be stopped looks whether it is (s)."""
 
+# (bucket, int64 [num_words] on the device): casts a bucket into its buffer, or takes it out.
 Handle = Callable[[BucketLayout, Tensor], None]
-"""(bucket, int64 [num_words] on the device): casts a bucket into its buffer, or takes it out."""
 
 
 class _Seat(NamedTuple):
-    """This member's group with a sender, and that one's rank in it."""
-
     group: ProcessGroup
     root: int
 
 
 class BroadcastGroup:
-    """One member's part. One thread uses it; any may `abort`."""
+    """One member's part. One thread uses it; any thread may `abort`.
+
+    Args:
+        store: a client of its own; its timeout bounds the meeting of a group and each bucket.
+        me: of `sender_name`, or a receiver's name.
+        device: that buckets travel from and to.
+    """
 
     def __init__(self, store: Store, me: str, device: torch.device) -> None:
-        """Args:
-        store: a client of its own, whose timeout bounds the meeting of a group and each bucket.
-        me: of `sender_name`, or a receiver's name.
-        device: between which of all members the buckets travel.
-        """
+        # Of the current group, or of the last one.
         self.epoch = ""
-        """Of the group that it has, or had last."""
         self._store = store
         self._me = me
         self._device = device
@@ -179,17 +167,16 @@ class BroadcastGroup:
         self._aborted = threading.Event()
 
     def connect(self, transfer: Transfer, plan: TransferPlan, *, timeout_s: float, stop: threading.Event) -> None:
-        """Have the group of a transfer's epoch.
+        """Make sure that the group of a transfer's epoch exists.
 
         Args:
-            transfer: whose members are its own.
             plan: says who sends.
-            timeout_s: for the backend to connect, once all have met, for which the store's timeout counts.
+            timeout_s: for the backend to connect, once all have met (the store's timeout bounds the meeting).
             stop: ends it early.
 
         Raises:
             WeightsLate: not all members came in time.
-            WeightSyncError: the group broke before, or this member has left.
+            WeightSyncError: the group broke earlier, or this member has left.
         """
         if self.epoch != transfer.epoch:
             self.leave()
@@ -203,20 +190,18 @@ class BroadcastGroup:
                     self._seats |= {sender: _Seat(group, root) for root, sender in enumerate(senders)}
             if self._aborted.is_set():
                 raise WeightSyncError(f"weights of {transfer.version}: {self._me} is closing")
-        if not self._seats:  # what its members wrote to the store is of no use to a second group
+        if not self._seats:  # its keys in the store cannot serve a second group
             self.call_off(transfer)
-            raise WeightSyncError(f"the group of epoch {transfer.epoch} broke before")
+            raise WeightSyncError(f"the group of epoch {transfer.epoch} is broken already")
 
     def ready(self, transfer: Transfer, plan: TransferPlan, *, deadline: float, stop: threading.Event) -> None:
-        """Say that this member is ready, and wait until all are: nothing has been sent then.
-
-        Raises:
-            WeightsLate: not all were by `deadline`.
+        """Say that this member is ready, and wait until all are; raises WeightsLate after `deadline`. Nothing is sent
+        before.
         """
         self._all_say("ready", transfer, plan, deadline=deadline, stop=stop)
 
     def call_off(self, transfer: Transfer) -> None:
-        """Say that this member takes no part in a transfer, so that the others need not wait for their deadlines."""
+        """Announce that this member takes no part in a transfer, so that the others need not wait in vain."""
         self._store.set(_key(_OFF, transfer), "1")
 
     def travel(
@@ -227,24 +212,24 @@ class BroadcastGroup:
         take: Handle | None,
         deadline: float,
     ) -> None:
-        """Have all buckets of a plan travel.
+        """Transfer all buckets of a plan.
 
         Args:
             buckets: of the plan, in its order.
             fill: casts what this member sends; None: it sends nothing.
-            take: is given what arrives; None: that is for others.
-            deadline: for the last one; then the group is aborted (s, monotonic).
+            take: gets what arrives; None: this member needs nothing.
+            deadline: for the last bucket; then the group is aborted (s, monotonic).
 
         Raises:
             RuntimeError: a member is gone.
         """
         use_device(self._device)
-        seats = self._seats  # `leave`, in another thread, puts others in their place
+        seats = self._seats  # `leave`, in another thread, replaces the dict
         under_way: deque[tuple[Work, BucketLayout, Tensor]] = deque()
 
         def arrive() -> None:
             work, bucket, words = under_way.popleft()
-            # NCCL waits as long as it is told here, whatever the group's own timeout is.
+            # NCCL waits for the time given here, whatever the group's own timeout is.
             work.wait(timedelta(seconds=max(_LEAST_WAIT_S, min(STALL_S, deadline - time.monotonic()))))
             if take is not None:
                 take(bucket, words)
@@ -257,6 +242,7 @@ class BroadcastGroup:
             for number, bucket in enumerate(mine):
                 if len(under_way) == len(buffers):
                     arrive()
+                # Buckets arrive in order, so the last one in this buffer has arrived.
                 words, seat = buffers[number % len(buffers)][: bucket.num_words], seats[bucket.bucket.sender]
                 if fill is not None and seat.group.rank() == seat.root:
                     fill(bucket, words)
@@ -266,36 +252,36 @@ class BroadcastGroup:
             while under_way:
                 arrive()
             if self._stream is not None:
-                self._stream.synchronize()  # what was read may change from now on, what was written is there
+                self._stream.synchronize()  # sources may change and targets are complete from now on
 
     def abort(self) -> None:
-        """Leave for good; what waits in the group raises. From any thread; idempotent."""
+        """Leave for good; waits in the group raise. Any thread; idempotent."""
         self._aborted.set()
         self.leave()
 
     def leave(self) -> None:
         """Give the group up; its epoch is over for this member."""
         seats, self._seats = self._seats, {}
-        self._buffers = []  # an operation that was aborted may still write to them
+        self._buffers = []  # an aborted operation may still write to the old ones
         for group in {id(seat.group): seat.group for seat in seats.values()}.values():
             abort_group(group)
 
     def _all_say(
         self, word: str, transfer: Transfer, plan: TransferPlan, *, deadline: float, stop: threading.Event
     ) -> None:
-        """Say a word over the store, and wait until all members have. One that gives up calls the transfer off for all.
+        """Say a word over the store and wait until all members have said it; on failure call the transfer off for all.
 
-        Raises:
-            WeightsLate: not all have by `deadline`, or one has called it off.
+        Raises WeightsLate if a member has not said it by `deadline`, or has called the transfer off.
         """
         if self._transfer != transfer:
             for key in self._said:
-                self._store.delete_key(key)  # all members have read it: transfers are collective
+                self._store.delete_key(key)  # transfers are collective, so all members have read it
             self._transfer, self._said = transfer, []
         self._said.append(_key(word, transfer, self._me))
         self._store.set(self._said[-1], "1")
         off, pause_s = _key(_OFF, transfer), _FIRST_LOOK_S
         missing = deque([*map(sender_name, senders_of(plan)), *transfer.members])
+        # Ask for one member at a time; the order does not matter, since all must have said it.
         while missing:
             if self._store.check([_key(word, transfer, missing[0])]):
                 missing.popleft()
@@ -318,7 +304,7 @@ class BroadcastGroup:
             raise WeightsLate(f"weight group: not all of {' '.join(everyone)} connected ({error})") from error
 
     def _buffers_for(self, buckets: Sequence[BucketLayout], num_groups: int) -> list[Tensor]:
-        """Return as many buffers as may be under way; the same ones each time, so that no allocator has to know."""
+        """Return one buffer per bucket in flight. They are reused, so the allocator need not know of the streams."""
         number, size = _BUFFERS * num_groups, max(bucket.num_words for bucket in buckets)
         if len(self._buffers) < number or self._buffers[0].numel() < size:
             self._buffers = [torch.empty(size, dtype=torch.int64, device=self._device) for _ in range(number)]
@@ -331,7 +317,6 @@ def _key(word: str, transfer: Transfer, member: str = "") -> str:
 
 
 def sender_name(rank: int) -> str:
-    """Return what a trainer rank is called among the members."""
     return f"sender {rank}"
 
 
@@ -344,10 +329,9 @@ def senders_of(plan: TransferPlan) -> tuple[int, ...]:
 def aborting(
     abort: Callable[[], None], *, when: threading.Event | None, deadline: float | None = None
 ) -> Iterator[None]:
-    """Call `abort` from another thread while the enclosed block runs, once `when` is set or `deadline` has passed, and
-    from then on again and again: the block may begin a wait after it.
+    """Call `abort` from another thread while the block runs, once `when` is set or `deadline` has passed.
 
-    Some backends' waits have no timeout of their own.
+    For backends whose waits have no timeout. `abort` is repeated, since the block may begin another wait after it.
     """
     done = threading.Event()
 
@@ -369,19 +353,28 @@ def aborting(
 #     all members           b0 ............ b1 ...                 over the devices' own backend
 #     receiver                        sum, write b0 | ...          compare all sums at the end: one copy to the host
 #
-# Who takes part is decided per transfer by the lead agent (`weightsync.agent.service`). A receiver that is left out,
-# or whose transfer breaks, takes the same version from its node's agent.
+# The lead agent (`weightsync.agent.service`) decides per transfer who takes part. A receiver that is left out, or whose
+# transfer breaks, takes the same version from its node's agent.
 
 logger = logging.getLogger(__name__)
 
 _INSTEAD = "receivers take them from their agents"
 
+# (bucket's index, views): copies the pieces of a bucket, with the cast; see `ShardWriter.write`.
 Cast = Callable[[int, Sequence[Tensor]], None]
-"""(bucket's index, views): copies the pieces of a bucket, with the cast; see `ShardWriter.write`."""
 
 
 class Broadcaster:
-    """One trainer rank's side. Rank 0 asks the lead agent who takes part and tells the others through the store."""
+    """One trainer rank's side. Rank 0 asks the lead agent who takes part and tells the others through the store.
+
+    Args:
+        lead: name of the agent that decides who takes part.
+        name: of this process.
+        plan: agreed on by all ranks.
+        device: that the shards are on.
+        epoch: of the trainer's gang.
+        timeout_s: applies separately to four waits: receivers come, all are ready, a group connects, a transfer ends.
+    """
 
     def __init__(
         self,
@@ -395,16 +388,6 @@ class Broadcaster:
         epoch: str,
         timeout_s: float,
     ) -> None:
-        """Args:
-        credentials: store and secret.
-        lead: the agent that decides who takes part.
-        name: of this process.
-        plan: agreed on by all ranks.
-        rank: this trainer rank.
-        device: that the shards are on.
-        epoch: of the trainer's gang.
-        timeout_s: each, for the receivers to come, to be ready, for a group to connect, and for the transfer.
-        """
         self._credentials = credentials
         self._lead = lead
         self._name = name
@@ -421,15 +404,14 @@ class Broadcaster:
         self._number = 0
 
     def run(self, version: Version, cast: Cast, *, stop: threading.Event | None = None) -> None:
-        """Broadcast a version to all receivers that are there; collective over the ranks.
+        """Broadcast a version to all available receivers; collective over the ranks.
 
-        A receiver that does not come, or dies, costs its deadline; then it is left out, and the others, too, take
-        the version from their agents. That is logged and no error.
+        A receiver that does not come, or dies, costs its deadline. It is then left out, and the others also take this
+        version from their agents. That is logged, and is no error.
 
         Args:
-            version: which.
-            cast: has this rank's buckets copied into buffers on the device.
-            stop: ends it early: receivers have the version from their agents.
+            cast: copies this rank's buckets into buffers on the device.
+            stop: ends it early; receivers then take the version from their agents.
         """
         stop = stop or threading.Event()
         with aborting(self._abort, when=stop):
@@ -443,11 +425,10 @@ class Broadcaster:
                 self._group.leave()
 
     def close(self) -> None:
-        """Leave group and lead; idempotent."""
         self._abort()
 
     def _abort(self) -> None:
-        """End what another thread waits for."""
+        """End whatever another thread is waiting for."""
         connection = self._connection
         if connection is not None:
             connection.close()
@@ -463,18 +444,14 @@ class Broadcaster:
                 self._connection.call(OpenPlan(self._plan.encode()), timeout_s=self._timeout_s)
             request = BeginBroadcast(version, self._plan.digest(), self._broken, self._timeout_s)
             reply, _ = self._connection.call(request, timeout_s=2 * self._timeout_s)
-        except (RuntimeError, TransportError) as error:  # the others are told that there is none
+        except (RuntimeError, TransportError) as error:  # the other ranks are told that nothing is broadcast
             logger.warning("weights of %s: %s; %s", version, error, _INSTEAD)
             return Transfer("", version, [], "")
         assert isinstance(reply, Transfer)
         return reply
 
     def _share(self, transfer: Transfer | None, stop: threading.Event) -> Transfer:
-        """Return the transfer that rank 0 began, on every rank.
-
-        Raises:
-            WeightSyncError: rank 0 does not say, or `stop` was set.
-        """
+        """Return rank 0's transfer on every rank; raises WeightSyncError if rank 0 is silent or `stop` was set."""
         self._number += 1
         key = self._key(self._number)
         if transfer is None:
@@ -482,7 +459,7 @@ class Broadcaster:
                 raise WeightSyncError("trainer rank 0 did not say who takes part")
             return msgpack_decoder(Transfer).decode(self._keys.get(key))
         self._keys.set(key, msgspec.msgpack.encode(transfer))
-        self._keys.delete_key(self._key(self._number - 2))  # all ranks have read that one: steps are collective
+        self._keys.delete_key(self._key(self._number - 2))  # steps are collective, so all ranks have read that one
         return transfer
 
     def _key(self, number: int) -> str:
@@ -499,14 +476,15 @@ class Broadcaster:
 
 
 class BroadcastMember:
-    """One receiver in a broadcast."""
+    """One receiver in a broadcast.
 
-    def __init__(self, store: Store, name: str, device: torch.device) -> None:
-        """Args:
-        store: a client of its own, whose timeout bounds the meeting of a group.
+    Args:
+        store: a client of its own; its timeout bounds the meeting of a group.
         name: of this receiver.
         device: that buckets arrive on.
-        """
+    """
+
+    def __init__(self, store: Store, name: str, device: torch.device) -> None:
         self._group = BroadcastGroup(store, name, device)
         self._device = device
         self._closing = threading.Event()
@@ -514,18 +492,17 @@ class BroadcastMember:
     def receive(
         self, transfer: Transfer, layout: RegionLayout, target: Callable[[Piece], Tensor], *, timeout_s: float
     ) -> None:
-        """Take part in a broadcast; the targets hold the version afterwards, every bucket checked.
+        """Take part in a broadcast; afterwards the targets hold the version, with every bucket checked.
 
         Args:
-            transfer: the lead agent's.
-            layout: of its plan.
-            target: where a piece is written to, a tensor of its shape on any device, with a cast where types differ;
-                nowhere on device `meta`.
-            timeout_s: each, for the group to connect, for all members to be ready, and for the transfer.
+            layout: of the transfer's plan.
+            target: returns where a piece goes: a tensor of its shape on any device (cast if dtypes differ), or one on
+                device `meta` to skip the piece.
+            timeout_s: applies separately to the group's connecting, to all members being ready, and to the transfer.
 
         Raises:
-            WeightSyncError: the trainer or another receiver is gone, or a bucket is not what was sent; the group is
-                given up, and what is in the targets is undefined.
+            WeightSyncError: the trainer or another receiver is gone, or a bucket is damaged. The group is given up, and
+                the targets are undefined.
         """
         use_device(self._device)
         buckets = bucket_layouts(layout)
@@ -554,11 +531,11 @@ class BroadcastMember:
             raise
 
     def decline(self, transfer: Transfer) -> None:
-        """Have the other members not wait for this one, which cannot take a transfer in, or no further."""
-        with suppress(RuntimeError):  # the store is gone: they have their deadlines
+        """Tell the other members not to wait for this one, which cannot receive (the rest of) a transfer."""
+        with suppress(RuntimeError):  # without a store, their deadlines end the wait
             self._group.call_off(transfer)
 
     def abort(self) -> None:
-        """Leave the group, so that no member waits in it; nothing is received any more. Idempotent."""
+        """Leave the group, so that no member waits in it, and receive no more. Idempotent."""
         self._closing.set()
         self._group.abort()

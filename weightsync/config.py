@@ -19,12 +19,12 @@ class NotifyTarget(Settings):
     url: str
     """`http://...` or `https://...`, e.g. `http://10.0.0.7:30000/update_weights_from_disk` of an SGLang server."""
     body: dict[str, JsonValue] = Field({"model_path": "{directory}", "weight_version": "{version}"})
-    """What is sent. `{directory}` becomes the absolute path, `{version}` becomes LINEAGE.STEP; `{lineage}`, `{step}`
-    likewise, as numbers where they stand alone. The default is what SGLang takes. A vLLM server
+    """The JSON that is sent. `{directory}` becomes the absolute path and `{version}` becomes LINEAGE.STEP; `{lineage}`
+    and `{step}` are filled in likewise, as numbers where they stand alone. The default suits SGLang. A vLLM server
     (`VLLM_SERVER_DEV_MODE=1`) takes `{method: reload_weights, kwargs: {weights_path: "{directory}"}}` at
     `/collective_rpc`, and then `{}` at `/reset_prefix_cache`."""
     timeout_s: float = Field(60.0, gt=0)
-    """Deadline of one notification, with what is tried again (s). An engine may answer only when it has loaded."""
+    """Deadline of one notification, retries included (s). An engine may answer only after it has loaded the weights."""
 
     @field_validator("url")
     @classmethod
@@ -35,7 +35,7 @@ class NotifyTarget(Settings):
         if parts.username is not None:
             raise ValueError(f"{url!r} has a user name in it, which is not sent; leave it out")
         if not url.isascii() or not url.isprintable() or " " in url or parts.port == 0:
-            raise ValueError(f"{url!r} is not an address that can be called")
+            raise ValueError(f"{url!r} is not a usable address")
         return url
 
     @field_validator("body")
@@ -44,7 +44,7 @@ class NotifyTarget(Settings):
         for text in _texts(body):
             for place in _PLACEHOLDER.findall(text):
                 if place not in _PLACES:
-                    raise ValueError(f"{{{place}}} stands for nothing; known: {', '.join(_PLACES)}")
+                    raise ValueError(f"{{{place}}} is not a placeholder; known: {', '.join(_PLACES)}")
         return body
 
 
@@ -52,39 +52,40 @@ class ExportConfig(Settings):
     """Versions of the weights as Hugging Face directories, for engines outside the run."""
 
     directory: str = "weights"
-    """Where `step_000012/` and the link `latest` appear; relative to the run directory, and not among its own files."""
+    """Where `step_000012/` and the link `latest` appear; relative to the run directory, but not among the run's own
+    files."""
     every: int = Field(1, ge=1)
-    """Write the versions of every so many steps. A version is left out when the next is there before its turn."""
+    """Export only versions whose step is a multiple of this. A version is skipped if the next one exists by then."""
     keep_last: int = Field(2, ge=1)
-    """So many exports stay; older ones are removed. With 1, an engine may lose what it is reading."""
+    """How many exports to keep; older ones are removed. With 1, an engine may lose the one that it is reading."""
     notify: tuple[NotifyTarget, ...] = ()
-    """Engines to tell. Targets of one host and port in this order, different ones at the same time."""
+    """Engines to tell. Targets of one host and port are told in this order, others at the same time."""
 
 
 class WeightSyncConfig(Settings):
     """How new weights reach the roles that hold the policy."""
 
     path: Literal["staged", "broadcast"] = "staged"
-    """`staged`: the trainer copies its shards to host memory and goes on; each node's weight agent hands them to its
+    """`staged`: the trainer copies its shards to host memory and continues; each node's weight agent hands them to its
     receivers. `broadcast`: trainer and receivers meet in a collective over the devices' own backend, and both wait; a
-    generating device holds a second copy of the model. It leaves the version with the agents, too."""
+    generating device holds a second copy of the model. The agents get the version in either case."""
     bucket_bytes: int = Field(64 * 2**20, ge=1024, le=2**30)
-    """Weights are checked, sent and repaired in buckets of about this size (bytes)."""
+    """Approximate size of the buckets in which weights are checked, sent and repaired (bytes)."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Element type on the wire and in the slots, to which the trainer casts; null: that of the copies that generate
+    """Element type on the wire and in the slots, to which the trainer casts; null: that of the generating copies
     (`model.dtype`)."""
     num_slots: int = Field(3, ge=2, le=16)
-    """Versions that a node keeps in shared memory, the one that is being written among them. With 2, a trainer may
-    wait for a slow receiver."""
+    """Versions that a node keeps in shared memory, including the one being written. With 2, a trainer may wait for a
+    slow receiver."""
     max_updating: int | None = Field(None, ge=1)
-    """At most so many generating instances swap their weights at the same time, while the rest go on generating;
-    null: all may."""
+    """How many generating instances may swap their weights at the same time, while the others keep generating; null:
+    all."""
     delta: bool = False
-    """Between nodes, send what changed since the version that the other node has, where that is smaller; lossless.
-    Without effect on one node, where nothing travels."""
+    """Between nodes, send only what changed since the version that the other node has, where that is smaller; lossless.
+    Has no effect on a single node, where nothing is sent."""
     timeout_s: float = Field(300.0, gt=0)
-    """Deadline, each, of what an update waits for: receivers to be ready, a slot to be free, a group to be built, a
-    broadcast to end (s)."""
+    """Deadline (s) that applies separately to each wait of an update: for receivers to be ready, for a free slot, for a
+    group to be built, for a broadcast to end."""
     export: ExportConfig | None = None
     """Also write versions to disk; null: do not."""
 

@@ -1,15 +1,14 @@
-"""Writes versions of the weights as Hugging Face directories: what any engine can read.
+"""Writes versions of the weights as Hugging Face directories, which any engine can read."""
 
-    DIRECTORY/step_000012/              config, tokenizer, safetensors in the wire's element type, export.json
-    DIRECTORY/step_000003-lineage1/     after a restore
-    DIRECTORY/latest -> step_000012     always a complete one
-
-    newest version -> .export-ID.tmp/ -> fsync -> renamed -> `latest` replaced -> older ones removed -> engines told
-
-A kill at any point leaves the former exports and their `latest`. Every directory has its run's `export.json`; others
-are never touched. Whatever fails (a full disk, an engine that hangs) is a warning: the run goes on. A thread beside the
-weight agent of one node runs it; it knows no model, only names and tensors.
-"""
+#     DIRECTORY/step_000012/              config, tokenizer, safetensors in the wire's element type, export.json
+#     DIRECTORY/step_000003-lineage1/     after a restore
+#     DIRECTORY/latest -> step_000012     always a complete one
+#
+#     newest version -> .export-ID.tmp/ -> fsync -> renamed -> `latest` replaced -> older ones removed -> engines told
+#
+# A kill at any point leaves the earlier exports and their `latest`. Every directory has its run's `export.json`; other
+# directories are never touched. Any failure (a full disk, an engine that hangs) is a warning, and the run continues. It
+# runs in a thread beside one node's weight agent, and knows no model, only names and tensors.
 
 import json
 import logging
@@ -51,32 +50,29 @@ from weightsync.version import Version
 #         while feed.wait_newer(held, timeout_s=600):
 #             held = feed.load(engine.load_weights, newer_than=held) or held
 #
-# Reads shared memory of the agent: same host and same user as that. It never writes to a run directory.
+# It reads the agent's shared memory, so it needs the same host and user. It never writes to a run directory.
 
 AGENT = "weights-0"
 _ROLE = "weights"
+# How often a wait checks whether the run is over (s).
 _LOOK_S = 0.25
-"""How often a wait looks whether the run is over (s)."""
 
 
 class WeightFeed(WeightReceiver):
     """All weights under the trainer's Hugging Face names, in host memory, for a reader outside the rollout.
 
-    It takes no turn in `max_updating`, so that a reader that hangs holds up no generator. Its waits also end, with
-    False, when the run does.
+    It takes no turn in `max_updating`, so a reader that hangs holds up no generator. Its waits also end, with False,
+    when the run ends.
+
+    Args:
+        agent: name of this node's weight agent.
+        name: of this reader.
+        over: whether the run has ended.
     """
 
     def __init__(
         self, credentials: Credentials, agent: str, name: str, *, over: Callable[[], bool] = lambda: False
     ) -> None:
-        """Start watching.
-
-        Args:
-            credentials: store and secret.
-            agent: this node's weight agent.
-            name: of this reader.
-            over: whether the run has ended.
-        """
         self._over = over
         super().__init__(credentials, agent, name, None, device=torch.device("cpu"), best_effort=True)
 
@@ -89,8 +85,7 @@ class WeightFeed(WeightReceiver):
     def wait_newer(self, version: Version | None, *, timeout_s: float, stop: threading.Event | None = None) -> bool:
         """Wait until a version newer than `version` is ready for `load`; False: the run is over, or `stop` is set.
 
-        Raises:
-            WeightSyncError: there was none within `timeout_s`; says why.
+        Raises WeightSyncError, which says why, if none comes within `timeout_s`.
         """
         what = "weights" if version is None else f"weights newer than {version}"
         return self._wait(lambda: self._cache.has_newer(version), what, timeout_s=timeout_s, stop=stop)
@@ -105,10 +100,9 @@ class WeightFeed(WeightReceiver):
 
 
 def connect_weights(run_dir: Path | str, name: str, *, agent: str = AGENT, timeout_s: float = 10.0) -> WeightFeed:
-    """Attach to a running run of this node.
+    """Attach to a run that is running on this node.
 
     Args:
-        run_dir: of the run.
         name: of this process, for messages.
         agent: the weight agent of this node, `weights-N`.
         timeout_s: for the run and the agent to answer.
@@ -136,7 +130,7 @@ def connect_weights(run_dir: Path | str, name: str, *, agent: str = AGENT, timeo
 
 
 def _is_over(run_dir: Path, job: Job) -> bool:
-    """Whether the run that was attached to is gone; another one may have begun in its directory."""
+    """Whether the run that was attached to is gone; another one may have started in its directory."""
     try:
         return Job.load(run_dir).secret != job.secret or not _store_answers(job, _LOOK_S)
     except (ConfigError, OSError):
@@ -144,7 +138,8 @@ def _is_over(run_dir: Path, job: Job) -> bool:
 
 
 def _store_answers(job: Job, timeout_s: float) -> bool:
-    """Whether a server listens at the store's address. A client of the store would try for long, and print traces."""
+    """Whether a server listens at the store's address."""
+    # A client of the store would retry for a long time, and print stack traces.
     try:
         socket.create_connection((job.store_host, job.store_port), timeout_s).close()
     except OSError:
@@ -154,8 +149,8 @@ def _store_answers(job: Job, timeout_s: float) -> bool:
 
 logger = logging.getLogger(__name__)
 
+# Writes safetensors files into a directory: (directory, shapes by name, the tensor of a name).
 WriteWeights = Callable[[Path, Mapping[str, tuple[int, ...]], Callable[[str], Tensor]], None]
-"""Writes safetensors files into a directory: (directory, shapes by name, the tensor of a name)."""
 LATEST = "latest"
 MARKER = "export.json"
 _ID_FILE = "export-id"
@@ -163,7 +158,13 @@ _WAIT_S = 600.0
 
 
 class WeightExporter:
-    """Follows a feed and exports its versions in a thread, until `close`."""
+    """Follows a feed and exports its versions in a thread, until `close`.
+
+    Args:
+        feed: of this node's weight agent; closed together with the exporter.
+        copy_rest: creates the directory with everything but the weights: config, tokenizer.
+        write_weights: writes the weights into it; its views are valid during the call.
+    """
 
     def __init__(
         self,
@@ -174,15 +175,6 @@ class WeightExporter:
         copy_rest: Callable[[Path], None],
         write_weights: WriteWeights,
     ) -> None:
-        """Start following.
-
-        Args:
-            feed: of this node's weight agent; closed with the exporter.
-            config: where, which versions, which engines to tell.
-            run_dir: of the run.
-            copy_rest: creates the directory with everything but weights: config, tokenizer.
-            write_weights: writes the weights into it; gets views that are valid during the call.
-        """
         self._feed = feed
         self._config = config
         self._run = _run_id(run_dir)
@@ -197,12 +189,12 @@ class WeightExporter:
         self._thread.start()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Export the newest version, if it was not and that takes less than `timeout_s`, and end; idempotent."""
+        """Export the newest version unless it was exported or takes longer than `timeout_s`, and end; idempotent."""
         deadline = time.monotonic() + timeout_s
         self._closing.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            logger.warning("weights: the last export to %s is not complete; what was exported before stays", self._root)
+            logger.warning("weights: the last export to %s is incomplete; earlier exports stay", self._root)
         self._feed.close()
         self._notifier.close(max(0.0, deadline - time.monotonic()))
 
@@ -219,14 +211,14 @@ class WeightExporter:
                 self._seen = max(newest, self._seen or newest)
                 shutil.rmtree(self._beside, ignore_errors=True)
                 logger.warning(
-                    "weights of %s: not exported to %s (%s); what was exported before stays",
+                    "weights of %s: not exported to %s (%s); earlier exports stay",
                     newest,
                     self._root,
                     error if isinstance(error, OSError | SafetensorError) else one_line(error),
                 )
 
     def _has_newer(self) -> bool:
-        """Wait for a version to look at; False: closing, and there is none."""
+        """Wait for a version to consider; False: closing, and there is none."""
         while True:
             try:
                 return self._feed.wait_newer(self._seen, timeout_s=_WAIT_S, stop=self._closing)
@@ -235,12 +227,12 @@ class WeightExporter:
 
     def _export(self, newest: Version) -> None:
         target = self._root / directory_name(newest)
-        if self._exported(target) == newest:  # by this process's predecessor
+        if self._exported(target) == newest:  # by an earlier process of this run
             self._seen = newest
             self._publish(target, newest)
             return
         if target.exists():
-            raise FileExistsError(f"{target.name} is there and was not exported by this run")
+            raise FileExistsError(f"{target.name} exists and was not exported by this run")
         shutil.rmtree(self._beside, ignore_errors=True)
         version = self._feed.load(self._fill, newer_than=self._seen)
         if version is None:
@@ -258,9 +250,10 @@ class WeightExporter:
         self._write_weights(self._beside, shapes, weights.__getitem__)
 
     def _complete(self, version: Version) -> Path:
-        """Give the directory its name, once all of it is on the disk."""
+        """Give the directory its final name, once all of it is on disk."""
         marker = {"run": self._run, "lineage": version.lineage, "step": version.step}
         (self._beside / MARKER).write_text(json.dumps(marker))
+        # Contents first: after a crash the final name must not stand for an incomplete export.
         for path in (*self._beside.iterdir(), self._beside):
             sync(path)
         target = self._beside.rename(self._root / directory_name(version))
@@ -268,6 +261,7 @@ class WeightExporter:
         return target
 
     def _publish(self, directory: Path, version: Version) -> None:
+        # A symlink cannot be changed in place: rename another one over it, so that `latest` always exists.
         link = self._beside.with_suffix(".link")
         link.unlink(missing_ok=True)
         link.symlink_to(directory.name)
@@ -283,17 +277,17 @@ class WeightExporter:
         ours = sorted((version, path) for path, version in exported.items() if version is not None)
         for _, path in ours[: -self._config.keep_last]:
             if path.resolve() != latest:
-                # Renamed first: a removal that is interrupted leaves nothing that looks like an export.
+                # Rename first: an interrupted removal then leaves nothing that looks like an export.
                 shutil.rmtree(path.rename(self._beside), ignore_errors=True)
 
     def _exported(self, directory: Path) -> Version | None:
-        """Return which version this run exported to a directory; None: it is not this run's."""
+        """Return which version this run exported to a directory; None: another run's, or a user's."""
         try:
             marker = json.loads((directory / MARKER).read_text())
             run, version = marker["run"], Version(marker["lineage"], marker["step"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        # A copy that a user made (`step_000012_best`) has the marker, too, and stays.
+        # A copy that a user made (`step_000012_best`) has the marker, too, and must stay.
         ours = run == self._run and directory.name == directory_name(version)
         return version if ours else None
 
@@ -304,7 +298,7 @@ def directory_name(version: Version) -> str:
 
 
 def _run_id(run_dir: Path) -> str:
-    """Return what tells this run from one that had the same directory before; the same when it is resumed."""
+    """Return an id that tells this run from an earlier one in the same directory, and survives a resume."""
     path = run_dir / _ID_FILE
     if not path.is_file() or not path.read_text():
         path.write_text(secrets.token_hex(8))

@@ -1,11 +1,10 @@
-"""Requests of trainer ranks, receivers and agents to a weight agent, and its replies.
+"""Requests of trainer ranks, receivers and agents to a weight agent, and its replies."""
 
-trainer rank   OpenPlan, then per version: TakeSlot (parks until one is free) ... SealBuckets; AwaitRepair parks
-receiver       Watch (parks until a newer version is complete), Release, Serving; AskSwap, EndSwap; ReportCorrupt
-other agent    WatchPeer (parks until there is more), FetchBucket (the payload is the bucket)
-
-Plans are large: messages name them by digest, and `FetchPlan` gets one that is not known yet, once.
-"""
+# trainer rank   OpenPlan, then per version: TakeSlot (parks until one is free) ... SealBuckets; AwaitRepair parks
+# receiver       Watch (parks until a newer version is complete), Release, Serving; AskSwap, EndSwap; ReportCorrupt
+# other agent    WatchPeer (parks until there is more), FetchBucket (the payload is the bucket)
+#
+# Plans are large: messages name them by digest, and `FetchPlan` gets an unknown one, once.
 
 import logging
 import threading
@@ -33,25 +32,16 @@ class OpenPlan(msgspec.Struct, tag=True):
 
 
 class TakeSlot(msgspec.Struct, tag=True):
-    """A trainer rank wants to write its part of a version; it is done with older ones, finished or not.
-
-    Attributes:
-        plan: digest.
-        wait_s: how long to wait for a free slot; then slow readers are left behind.
-    """
+    """A trainer rank wants to write its part of a version; it gives up older ones, finished or not."""
 
     rank: int
     version: Version
-    plan: str
-    wait_s: float
+    plan: str  # digest
+    wait_s: float  # how long to wait for a free slot; then slow readers are left behind
 
 
 class SealBuckets(msgspec.Struct, tag=True):
-    """Buckets are written.
-
-    Attributes:
-        checksums: by bucket index.
-    """
+    """Buckets are written; `checksums` is by bucket index."""
 
     rank: int
     version: Version
@@ -59,26 +49,22 @@ class SealBuckets(msgspec.Struct, tag=True):
 
 
 class AwaitRepair(msgspec.Struct, tag=True):
-    """A trainer rank will write buckets again that turn out to be damaged."""
+    """A trainer rank will rewrite buckets that turn out to be damaged."""
 
     rank: int
 
 
 class NoRepair(msgspec.Struct, tag=True):
-    """A trainer rank has newer weights by now and cannot write this version again."""
+    """A trainer rank has newer weights by now and cannot rewrite this version."""
 
     version: Version
 
 
 class Watch(msgspec.Struct, tag=True):
-    """A receiver wants the newest version, if newer than this one; it holds the offered one until `Release`.
+    """A receiver wants the newest version, if newer than this one; it holds the offered version until `Release`."""
 
-    Attributes:
-        newer_than: what it has; None: nothing.
-        best_effort: when its slot is needed, that gets new memory at once, and the receiver keeps the old one.
-    """
-
-    newer_than: Version | None
+    newer_than: Version | None  # what it has; None: nothing
+    # When its slot is needed, the slot gets new memory at once, and the receiver keeps the old memory.
     best_effort: bool = False
 
 
@@ -95,11 +81,7 @@ class Serving(msgspec.Struct, tag=True):
 
 
 class AskSwap(msgspec.Struct, tag=True):
-    """A receiver wants to swap now.
-
-    Attributes:
-        wait_s: how long to wait for its turn; 0: not at all.
-    """
+    """A receiver wants to swap, and waits `wait_s` for its turn; 0: not at all."""
 
     wait_s: float
 
@@ -109,63 +91,43 @@ class EndSwap(msgspec.Struct, tag=True):
 
 
 class ReportCorrupt(msgspec.Struct, tag=True):
-    """A receiver found that a bucket does not match its checksum."""
-
     version: Version
     bucket: int
 
 
 class JoinBroadcast(msgspec.Struct, tag=True):
-    """A receiver is ready for the next broadcast; parks.
-
-    Attributes:
-        broken: epoch whose group broke, or "".
-    """
+    """A receiver is ready for the next broadcast; parks. `broken`: epoch whose group broke, or ""."""
 
     broken: str
 
 
 class BeginBroadcast(msgspec.Struct, tag=True):
-    """The trainer's rank 0 wants to broadcast a version; parks until the receivers are ready.
-
-    Attributes:
-        plan: digest.
-        broken: epoch whose group broke, or "".
-        wait_s: then those that are not ready are left out.
-    """
+    """The trainer's rank 0 wants to broadcast a version; parks until the receivers are ready."""
 
     version: Version
-    plan: str
-    broken: str
-    wait_s: float
+    plan: str  # digest
+    broken: str  # epoch whose group broke, or ""
+    wait_s: float  # after this, receivers that are not ready are left out
 
 
 class WatchPeer(msgspec.Struct, tag=True):
-    """Another agent wants to know what there is.
-
-    Attributes:
-        revision: of the last answer; 0: none yet.
-    """
+    """Another agent wants to know what there is; `revision`: of the last answer, 0: none yet."""
 
     revision: int
 
 
 class FetchPlan(msgspec.Struct, tag=True):
-    """A receiver, or another agent, does not know the plan of this digest yet."""
+    """A receiver or another agent does not know the plan of this digest yet."""
 
     plan: str
 
 
 class FetchBucket(msgspec.Struct, tag=True):
-    """Another agent wants a bucket's bytes.
-
-    Attributes:
-        base: a complete version that it has; the answer may be a delta against it.
-    """
+    """Another agent wants a bucket's bytes."""
 
     version: Version
     bucket: int
-    base: Version | None
+    base: Version | None  # a complete version that it has; the answer may be a delta against it
 
 
 class AskStatus(msgspec.Struct, tag=True):
@@ -183,11 +145,7 @@ class Done(msgspec.Struct, tag=True):
 
 
 class SlotGranted(msgspec.Struct, tag=True):
-    """A slot to write the version into.
-
-    Attributes:
-        live: see `Offered`.
-    """
+    """A slot to write the version into; `live` as in `Offered`."""
 
     version: Version
     slot: SlotOffer
@@ -195,114 +153,83 @@ class SlotGranted(msgspec.Struct, tag=True):
 
 
 class Unneeded(msgspec.Struct, tag=True):
-    """Nothing needs to be written: the version or a newer one is complete, or the rank's part of it is there."""
+    """Nothing needs to be written: the version or a newer one is complete, or the rank's part of it has arrived."""
 
     version: Version
 
 
 class NoRoom(msgspec.Struct, tag=True):
-    """No slot became free: all are being written; says which. The rank may ask again."""
+    """No slot became free; `reason` says who uses them. The rank may ask again."""
 
     reason: str
 
 
 class Offered(msgspec.Struct, tag=True):
-    """The newest complete version.
-
-    Attributes:
-        plan: digest.
-        live: tokens of all memories that the agent has; mappings of others are of no more use.
-        checksums: of every bucket, in order.
-        checksum: of the whole, `version_checksum(checksums)`.
-    """
+    """The newest complete version."""
 
     version: Version
-    plan: str
+    plan: str  # digest
     slot: SlotOffer
-    live: list[bytes]
-    checksums: list[int]
-    checksum: int
+    live: list[bytes]  # tokens of all memories that the agent has; mappings of other memories are useless
+    checksums: list[int]  # of every bucket, in order
+    checksum: int  # of the whole, `version_checksum(checksums)`
 
 
 class Repair(msgspec.Struct, tag=True):
-    """Write these buckets of a version again."""
-
     version: Version
     buckets: list[int]
 
 
 class SwapTurn(msgspec.Struct, tag=True):
-    """Whether the receiver may swap now; if so, it says `EndSwap` afterwards."""
+    """Whether the receiver may swap now; if so, it sends `EndSwap` afterwards."""
 
     granted: bool
 
 
 class Transfer(msgspec.Struct, tag=True):
-    """A broadcast begins.
+    """A broadcast begins."""
 
-    Attributes:
-        epoch: names its groups; they are the same as long as this is.
-        members: receivers, in rank order.
-        plan: digest; "": there is no broadcast.
-    """
-
-    epoch: str
+    epoch: str  # names its groups, which stay the same as long as the epoch does
     version: Version
-    members: list[str]
-    plan: str
+    members: list[str]  # receivers, in rank order
+    plan: str  # digest; "": there is no broadcast
 
 
 class Held(msgspec.Struct):
-    """What an agent has of a version.
-
-    Attributes:
-        plan: digest.
-        checksums: by bucket index, of what is there.
-    """
+    """What an agent has of a version."""
 
     version: Version
-    plan: str
-    checksums: dict[int, int]
+    plan: str  # digest
+    checksums: dict[int, int]  # by bucket index, of the buckets that it has
 
 
 class PeerHas(msgspec.Struct, tag=True):
-    """What an agent has now."""
-
     revision: int
     held: list[Held]
 
 
 class PlanFetched(msgspec.Struct, tag=True):
-    """Reply to `FetchPlan`: the plan, as `TransferPlan.encode` makes it."""
+    """Reply to `FetchPlan`: an encoded plan (`TransferPlan.encode`)."""
 
     plan: bytes
 
 
 class BucketFetched(msgspec.Struct, tag=True):
-    """The payload starts with the bucket, or with a delta against `base`, of so many bytes."""
+    """The payload's first `num_bytes` bytes are the bucket, or a delta against `base`."""
 
     base: Version | None
     num_bytes: int
 
 
 class AgentStatus(msgspec.Struct, tag=True):
-    """An agent's state, for people and tests.
+    """An agent's state, for people and tests."""
 
-    Attributes:
-        newest: complete version.
-        versions: (version, buckets present) of every slot in use.
-        serving: by receiver: the version that it computes with.
-        holders: by receiver: versions that it reads or may read.
-        slot_bytes: memory of all slots, if every page was used.
-        fetched_bytes: from other agents, since the start.
-    """
-
-    newest: Version | None
-    versions: list[tuple[Version, int]]
-    serving: dict[str, Version]
-    holders: dict[str, list[Version]]
-    slot_bytes: int
-    fetched_bytes: int
+    newest: Version | None  # complete version
+    versions: list[tuple[Version, int]]  # (version, buckets present) of every slot in use
+    serving: dict[str, Version]  # by receiver: the version that it computes with
+    holders: dict[str, list[Version]]  # by receiver: versions that it may be reading
+    slot_bytes: int  # memory of all slots, if every page was used
+    fetched_bytes: int  # from other agents, since the start
 
 
 Reply = (
@@ -311,15 +238,15 @@ Reply = (
 )  # fmt: skip
 
 
-# Channels to a service that may die and come back: one after the other, until its user closes.
+# Channels to a service that may die and come back: one after another, until the user closes.
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
 _PLAN_TIMEOUT_S = 60.0
 _PAUSE_S = 0.2
+# How often the wait for a parked answer checks its stop event (s).
 _LOOK_S = 0.5
-"""How often the wait for a parked answer looks at its stop event (s)."""
 
 
 def connections(
@@ -331,17 +258,15 @@ def connections(
     failed: Callable[[TransportError], None] | None = None,
     limits: Limits | None = None,
 ) -> Iterator[Connection]:
-    """Yield a channel to `target`, and another whenever the body of the loop is done with it, until `stop` is set.
+    """Yield a channel to `target`, and a new one whenever the loop's body is done with it, until `stop` is set.
 
-    The body handles what breaks inside it; the channel is closed after it, which is harmless if it was before.
+    The body handles what breaks inside it. The channel is closed afterwards, which is harmless if it was closed before.
 
     Args:
-        credentials: store and secret.
         target: the service.
         name: of this end.
-        stop: ends the waiting, too.
-        failed: is told when there was no connecting; None: that is only logged.
-        limits: of the channel; None: the usual ones.
+        stop: also ends the waits.
+        failed: called when connecting failed; None: that is only logged.
     """
     while not stop.is_set():
         try:
@@ -361,11 +286,7 @@ def connections(
 
 
 def parked_reply(future: "Future[tuple[Any, Tensor]]", *, stop: threading.Event) -> Any:
-    """Wait for an answer that comes when there is something to say; None: `stop` was set first.
-
-    Raises:
-        TransportError: the channel broke.
-    """
+    """Wait for the answer to a parked request; None: `stop` was set. Raises TransportError if the channel broke."""
     while not stop.is_set():
         try:
             return future.result(timeout=_LOOK_S)[0]
@@ -375,10 +296,8 @@ def parked_reply(future: "Future[tuple[Any, Tensor]]", *, stop: threading.Event)
 
 
 def fetch_plan(connection: Connection, digest: str) -> TransferPlan:
-    """Ask an agent for a plan.
-
-    Raises:
-        TransportError: the channel broke, or that agent does not know it, either.
+    """Ask an agent for a plan. Raises TransportError if the channel broke or the agent does not know the plan,
+    either.
     """
     reply, _ = connection.call(FetchPlan(digest), timeout_s=_PLAN_TIMEOUT_S)
     assert isinstance(reply, PlanFetched)

@@ -1,19 +1,18 @@
-"""Tells engines outside the run where new weights lie: one HTTP POST of JSON to each.
+"""Tells engines outside the run where new weights lie: one HTTP POST of JSON to each."""
 
-What was looked up (November 2026) in the engines' sources and documentation:
-
-SGLang    POST /update_weights_from_disk, `UpdateWeightFromDiskReqInput`: `model_path`, and optionally `load_format`,
-          `abort_all_requests`, `weight_version`, `flush_cache`, ...; answers once the weights are loaded, with
-          `{"success": ..., "message": ...}` and status 200, or 400 when it could not.
-          https://docs.sglang.io/advanced_features/sglang_for_rl.html
-vLLM      only with VLLM_SERVER_DEV_MODE=1: POST /collective_rpc with `{"method": "reload_weights", "kwargs":
-          {"weights_path": DIRECTORY}}`; keys and values that are cached stay, so POST /reset_prefix_cache follows.
-          Newer servers with `--weight-transfer-config '{"backend": "disk"}'` take the same in three requests:
-          /start_weight_update, /update_weights, /finish_weight_update (targets of one server keep their order).
-          https://docs.vllm.ai/en/latest/training/layerwise/, .../training/weight_transfer/disk/
-
-Neither was run against here. Called by the exporter; it knows nothing of weights.
-"""
+# Looked up (November 2026) in the engines' sources and documentation:
+#
+# SGLang    POST /update_weights_from_disk, `UpdateWeightFromDiskReqInput`: `model_path`, and optionally `load_format`,
+#           `abort_all_requests`, `weight_version`, `flush_cache`, ...; answers once the weights are loaded, with
+#           `{"success": ..., "message": ...}` and status 200, or 400 if it could not load them.
+#           https://docs.sglang.io/advanced_features/sglang_for_rl.html
+# vLLM      only with VLLM_SERVER_DEV_MODE=1: POST /collective_rpc with `{"method": "reload_weights", "kwargs":
+#           {"weights_path": DIRECTORY}}`; cached keys and values stay, so POST /reset_prefix_cache follows.
+#           Newer servers with `--weight-transfer-config '{"backend": "disk"}'` take the same in three requests:
+#           /start_weight_update, /update_weights, /finish_weight_update (targets of one server keep their order).
+#           https://docs.vllm.ai/en/latest/training/layerwise/, .../training/weight_transfer/disk/
+#
+# Neither was run against here. Called by the exporter; knows nothing of weights.
 
 import json
 import logging
@@ -34,8 +33,7 @@ from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
 
-PAUSES_S = (0.25, 1.0, 4.0)
-"""Before the second, third, fourth attempt (s)."""
+PAUSES_S = (0.25, 1.0, 4.0)  # pauses before the second, third and fourth attempt (s)
 _TOO_MANY_REQUESTS = 429
 _SERVER_ERRORS = 500
 _SHOWN_BYTES = 300
@@ -50,7 +48,7 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
-_OPENER = build_opener(_NoRedirects, ProxyHandler({}))  # engines are neighbours: no proxy of the environment
+_OPENER = build_opener(_NoRedirects, ProxyHandler({}))  # engines are nearby: ignore the environment's proxies
 
 
 def weight_sync_notify(
@@ -63,14 +61,12 @@ def weight_sync_notify(
 ) -> list[str]:
     """Tell all targets of an export; returns what went wrong, by address, and logs it.
 
-    Targets of one host and port are told one after another, different ones at the same time. One that is busy, not
-    there yet, or answers with an error of its own (5xx) is tried again, until `timeout_s`.
+    Targets of one host and port are told one after another, others at the same time. A target that is busy,
+    unreachable, or answers with a server error (5xx) is retried until its `timeout_s`.
 
     Args:
-        targets: whom.
-        directory: absolute; complete.
-        version: of the weights in it.
-        stop: once set, nothing is tried again.
+        directory: absolute, and complete.
+        stop: once set, nothing is retried.
         pauses_s: before each further attempt.
     """
     servers = _servers(targets)
@@ -86,7 +82,7 @@ def weight_sync_notify(
     for thread, _ in threads:
         thread.start()
     began = time.monotonic()
-    for thread, queue in threads:  # a server that answers byte by byte outlasts every timeout of its socket
+    for thread, queue in threads:  # a server that answers byte by byte outlasts every socket timeout
         thread.join(max(0.0, began + sum(target.timeout_s for target in queue) - time.monotonic()))
     told = [(target.url, outcomes.get(id(target), f"no answer within {target.timeout_s:g} s")) for target in targets]
     failures = [f"{url}: {problem}" for url, problem in told if problem]
@@ -96,12 +92,9 @@ def weight_sync_notify(
 
 
 class Notifier:
-    """Tells engines of the newest export, each server in a thread of its own: one that hangs holds up no other."""
+    """Tells engines of the newest export, with one thread per server: one that hangs delays no other."""
 
     def __init__(self, targets: Sequence[NotifyTarget]) -> None:
-        """Args:
-        targets: whom.
-        """
         self._changed = threading.Condition()
         self._newest: tuple[Path, Version] | None = None
         self._closing = threading.Event()
@@ -113,13 +106,13 @@ class Notifier:
             thread.start()
 
     def tell(self, directory: Path, version: Version) -> None:
-        """Have every server told; one that is busy with an older export is told of the newest one afterwards."""
+        """Tell every server; one that is busy with an older export is told of the newest one afterwards."""
         with self._changed:
             self._newest = directory, version
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Wait until every engine was told, or did not answer in time; idempotent."""
+        """Wait until every engine was told or did not answer in time; idempotent."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
@@ -127,7 +120,7 @@ class Notifier:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                logger.warning("weights: an engine was not told of the last export: it does not answer")
+                logger.warning("weights: an engine was not told of the last export, because it does not answer")
 
     def _run(self, server: Sequence[NotifyTarget]) -> None:
         told: Version | None = None
@@ -142,7 +135,7 @@ class Notifier:
 
 
 def fill_in(template: JsonValue, directory: Path, version: Version) -> JsonValue:
-    """Return a body with its places filled; see `NotifyTarget.body`."""
+    """Return a body with its placeholders filled in; see `NotifyTarget.body`."""
     if isinstance(template, dict):
         return {key: fill_in(value, directory, version) for key, value in template.items()}
     if isinstance(template, list):
@@ -158,11 +151,10 @@ def fill_in(template: JsonValue, directory: Path, version: Version) -> JsonValue
     }
     for place, text in places.items():
         template = template.replace(f"{{{place}}}", text)
-    return template.replace("{directory}", str(directory))  # last: what a path contains is no place
+    return template.replace("{directory}", str(directory))  # last, so that nothing in the path counts as a placeholder
 
 
 def _servers(targets: Sequence[NotifyTarget]) -> list[list[NotifyTarget]]:
-    """Return the targets of each host and port, in their order."""
     servers: dict[str, list[NotifyTarget]] = {}
     for target in targets:
         servers.setdefault(urlsplit(target.url).netloc, []).append(target)
@@ -170,7 +162,6 @@ def _servers(targets: Sequence[NotifyTarget]) -> list[list[NotifyTarget]]:
 
 
 def _post(target: NotifyTarget, body: bytes, stop: threading.Event, pauses_s: Sequence[float]) -> str:
-    """Return "" or what went wrong last."""
     deadline = time.monotonic() + target.timeout_s
     for pause_s in (*pauses_s, None):
         problem, lasting = _attempt(target.url, body, max(0.01, deadline - time.monotonic()))
@@ -180,7 +171,7 @@ def _post(target: NotifyTarget, body: bytes, stop: threading.Event, pauses_s: Se
 
 
 def _attempt(url: str, body: bytes, timeout_s: float) -> tuple[str, bool]:
-    """Return what went wrong ("": nothing), and whether it would go wrong again."""
+    """Return what went wrong ("": nothing), and whether a retry is pointless."""
     request = Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
     try:
         with _OPENER.open(request, timeout=timeout_s):

@@ -1,18 +1,17 @@
-"""From the trainer's shards to buckets and senders. Pure; every process computes or reads the same plan.
+"""From the trainer's shards to buckets and senders. Pure; every process computes or reads the same plan."""
 
-Each rank sends exactly what it holds, so nothing is gathered first. A version of the weights is one *region*: all
-tensors in wire format, one after another under their Hugging Face names. A rank's shards, whatever cut them, are boxes
-of these tensors; the plan groups them into buckets, the unit of transfer and of checksums.
-
-    rank 0 holds w[0:2, :] b[0:2]      buckets:  0 (sender 0): w[0:2, :] b[0:2]
-    rank 1 holds w[2:4, :] b[2:4]                1 (sender 1): w[2:4, :] b[2:4]
-    region: | w ............... | b .... |
-
-A plan grows with the tensors times the ranks that cut them. So it travels to a process once, as bytes (`encode`), and
-messages name it by its digest; pieces name tensors by number.
-
-A receiver takes whole tensors (a generator, Hugging Face names) or boxes of them (ranks sharded as the trainer is).
-"""
+# Each rank sends exactly what it holds, so nothing is gathered first. A version of the weights is one *region*: all
+# tensors in wire format, one after another, under their Hugging Face names. A rank's shards, however they were cut, are
+# boxes of these tensors. The plan groups them into buckets, the unit of transfer and of checksums.
+#
+#     rank 0 holds w[0:2, :] b[0:2]      buckets:  0 (sender 0): w[0:2, :] b[0:2]
+#     rank 1 holds w[2:4, :] b[2:4]                1 (sender 1): w[2:4, :] b[2:4]
+#     region: | w ............... | b .... |
+#
+# A plan grows with tensors times ranks. So it travels to a process once, as bytes (`encode`); messages name it by its
+# digest, and pieces name tensors by number.
+#
+# A receiver takes whole tensors (a generator, by Hugging Face names) or boxes of them (ranks sharded like the trainer).
 
 import hashlib
 import itertools
@@ -25,54 +24,45 @@ import msgspec
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import PlanError
 
-# Parts of tensors: axis-aligned boxes, which is what FSDP, tensor and pipeline parallelism cut. Pure.
+# Parts of tensors: axis-aligned boxes, which is how FSDP, tensor and pipeline parallelism cut. Pure.
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The elements `offset[d] <= i[d] < offset[d] + size[d]` of a tensor, in row-major order.
-
-    Attributes:
-        offset, size: one number per dimension; a scalar's are empty.
-    """
+    """The elements `offset[d] <= i[d] < offset[d] + size[d]` of a tensor, in row-major order. A scalar has no `d`."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> "Box":
-        """Return all of a tensor."""
         return Box((0,) * len(shape), shape)
 
     @staticmethod
     def rows(shape: tuple[int, ...], start: int, stop: int) -> "Box":
-        """Return rows `start` to `stop` of dimension 0."""
         return Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
 
     @property
     def numel(self) -> int:
-        """Elements in the box."""
         return math.prod(self.size)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What indexes a tensor to get the box."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True))
 
     def inside(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of this shape has all of it."""
+        """Return whether a tensor of this shape contains the box."""
         return len(self.offset) == len(self.size) == len(shape) and all(
             start >= 0 and size >= 0 and start + size <= length
             for start, size, length in zip(self.offset, self.size, shape, strict=True)
         )
 
     def within(self, outer: "Box") -> "Box | None":
-        """Return this box counted from the corner of `outer`, or None if it is not inside that."""
+        """Return this box relative to the corner of `outer`, or None if it is not inside `outer`."""
         offset = tuple(start - other for start, other in zip(self.offset, outer.offset, strict=True))
         relative = Box(offset, self.size)
         return relative if relative.inside(outer.size) else None
 
     def overlaps(self, other: "Box") -> bool:
-        """Return whether the two have an element in common."""
         return (
             self.numel > 0
             and other.numel > 0
@@ -84,6 +74,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def run(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Return (first element, number) if the box is one run of the flattened tensor, else None."""
+        # A run has size 1 in the leading dimensions, any size in one, and only whole dimensions after that.
         whole_from = len(shape)
         while whole_from and self.size[whole_from - 1] == shape[whole_from - 1]:
             whole_from -= 1
@@ -130,9 +121,9 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Return the positions of two boxes that overlap, or None.
 
-    Boxes are first told apart along single axes: no box reaches from one group into another. That settles every cut
-    that goes through all of a part, as those of data and tensor parallelism do, in n log n; only what no axis tells
-    apart is compared pair by pair.
+    First separate the boxes into groups along single axes, so that no box reaches from one group into another. This
+    settles every cut that goes all the way through a part, as data and tensor parallelism make them, in n log n. Only
+    boxes that no axis separates are compared pair by pair.
     """
     full = [k for k, box in enumerate(boxes) if box.numel]
     num_axes = len(boxes[full[0]].size) if full else 0
@@ -147,13 +138,14 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
                     return min(k, other), max(k, other)
             continue
         groups = _apart(boxes, members, axis)
+        # A split starts the count anew: smaller groups may fall apart along axes that were tried before.
         num_tried = num_tried + 1 if len(groups) == 1 else 1
         stack.extend((group, (axis + 1) % num_axes, num_tried) for group in groups)
     return None
 
 
 def _apart(boxes: Sequence[Box], members: Sequence[int], axis: int) -> list[list[int]]:
-    """Return groups of boxes such that two of different groups have no index of this axis in common."""
+    """Return groups such that boxes of different groups share no index of this axis."""
     groups: list[list[int]] = []
     end = -1
     for start, k in sorted((boxes[k].offset[axis], k) for k in members):
@@ -164,96 +156,69 @@ def _apart(boxes: Sequence[Box], members: Sequence[int], axis: int) -> list[list
     return groups
 
 
+# Element types that weights and buffers may have (bytes).
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Element types that weights and buffers may have (bytes)."""
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _ALIGN_BYTES = 64
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor as it travels.
+    """A tensor as it travels."""
 
-    Attributes:
-        shape: of the whole tensor.
-        dtype: element type on the wire.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str  # element type on the wire
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that it takes of a region, with what alignment adds."""
+        """Bytes that it takes in a region, padding included."""
         return -(-self.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class ShardSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a trainer rank holds of one tensor.
+    """What a trainer rank holds of one tensor."""
 
-    Attributes:
-        name: Hugging Face name.
-        shape: of the whole tensor.
-        dtype: the trainer's element type; floating ones are cast to the plan's, others travel as they are.
-        box: which part.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    box: Box
+    name: str  # Hugging Face name
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str  # the trainer's element type; floating-point ones are cast to the plan's, others travel unchanged
+    box: Box  # the part held
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A box of one tensor, by its number in the plan, inside a bucket."""
+    """A box of one tensor (by its number in the plan) inside a bucket."""
 
     tensor: int
     box: Box
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True):
-    """What travels as one message, with one checksum.
+    """What travels as one message, with one checksum."""
 
-    Attributes:
-        index: position in the plan.
-        sender: trainer rank that holds and sends it.
-        num_bytes: of all pieces, packed.
-        pieces: in the order of their bytes.
-    """
-
-    index: int
-    sender: int
-    num_bytes: int
-    pieces: tuple[Piece, ...]
+    index: int  # position in the plan
+    sender: int  # trainer rank that holds and sends it
+    num_bytes: int  # of all pieces, packed
+    pieces: tuple[Piece, ...]  # in the order of their bytes
 
 
 class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for what is derived once
-    """All of one model's transfer.
+    """All of one model's transfer."""
 
-    Attributes:
-        num_senders: trainer ranks.
-        tensors: in the order in which they lie in a region; a piece names one by its number in it.
-        buckets: in sending order; each sender sends its own in this order.
-    """
-
-    num_senders: int
+    num_senders: int  # trainer ranks
+    # In the order in which they lie in a region; a piece names a tensor by its position here.
     tensors: dict[str, TensorSpec]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...]  # in sending order; each sender sends its own in this order
 
     def of_sender(self, rank: int) -> tuple[Bucket, ...]:
-        """Return the buckets that `rank` sends, in order."""
         return tuple(bucket for bucket in self.buckets if bucket.sender == rank)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors, by number."""
         return tuple(self.tensors)
 
     def starts(self) -> list[int]:
@@ -266,7 +231,7 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
 
     @cached_property
     def region_bytes(self) -> int:
-        """Bytes of one version in memory, with what alignment adds."""
+        """Bytes of one version in memory, padding included."""
         return sum(tensor.room_bytes for tensor in self.tensors.values())
 
     @property
@@ -275,23 +240,17 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def encode(self) -> bytes:
-        """Return what `decode` makes the same plan of."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> "TransferPlan":
-        """Read what `encode` wrote.
-
-        Raises:
-            PlanError: it did not.
-        """
+        """Read what `encode` wrote. Raises PlanError if the bytes are not a plan."""
         try:
             return msgpack_decoder(TransferPlan).decode(data)
         except msgspec.MsgspecError as error:
             raise PlanError(f"weights: a plan of {len(data)} bytes cannot be read ({error})") from error
 
     def digest(self) -> str:
-        """Return what tells this plan from every other one, `plan_digest` of its bytes."""
         return self._digest
 
     @cached_property
@@ -300,36 +259,29 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What a receiver wants of one tensor.
+    """What a receiver wants of one tensor."""
 
-    Attributes:
-        shape: of the whole tensor.
-        aliases: other names of it (tied weights); the first that the trainer has counts.
-        box: the part; None: all.
-    """
-
-    shape: tuple[int, ...]
-    aliases: tuple[str, ...] = ()
-    box: Box | None = None
+    shape: tuple[int, ...]  # of the whole tensor
+    aliases: tuple[str, ...] = ()  # other names of it (tied weights); the first one that the trainer has is used
+    box: Box | None = None  # the part; None: all
 
 
 def plan_digest(data: bytes) -> str:
-    """Return the digest of the plan that was encoded as `data`."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def plan_transfer(held: Sequence[Sequence[ShardSpec]], *, bucket_bytes: int, dtype: str) -> TransferPlan:
     """Map the shards of all trainer ranks to buckets.
 
-    A shard that several ranks hold (replicas of data or tensor parallelism) is sent by the one with the least to send.
+    If several ranks hold a shard (replicas of data or tensor parallelism), the one with the least to send sends it.
 
     Args:
         held: per rank, what it holds, in the order in which it will copy.
-        bucket_bytes: about the size of a bucket; a larger shard is cut.
-        dtype: element type on the wire of everything that is floating-point.
+        bucket_bytes: approximate size of a bucket; larger shards are cut.
+        dtype: element type of all floating-point tensors on the wire.
 
     Raises:
-        PlanError: the ranks disagree on a tensor, or an element is held by no rank or as parts of different shards.
+        PlanError: the ranks disagree on a tensor, no rank holds some element, or different shards overlap.
     """
     tensors: dict[str, TensorSpec] = {}
     numbers: dict[str, int] = {}
@@ -345,6 +297,7 @@ def plan_transfer(held: Sequence[Sequence[ShardSpec]], *, bucket_bytes: int, dty
     shares = _assign(holders, element_bytes, len(held))
     per_rank = [_fill(share, element_bytes, bucket_bytes) for share in shares]
     buckets: list[Bucket] = []
+    # Ranks take turns, so that all of them send at the same time.
     for turn in range(max((len(bins) for bins in per_rank), default=0)):
         for rank, bins in enumerate(per_rank):
             if turn < len(bins):
@@ -354,15 +307,14 @@ def plan_transfer(held: Sequence[Sequence[ShardSpec]], *, bucket_bytes: int, dty
 
 
 def match_needs(plan: TransferPlan, needs: Mapping[str, Need], *, whole: bool = True) -> dict[str, Piece]:
-    """Return, for every name that a receiver wants, where it is in the trainer's tensors.
+    """Return where everything that a receiver wants is in the trainer's tensors.
 
     Args:
-        plan: the trainer's.
         needs: by the receiver's names.
         whole: the receiver takes the whole model; False: it is one of several ranks that share it.
 
     Raises:
-        PlanError: naming the first tensor that exists on one side only or differs in shape.
+        PlanError: names the first tensor that exists on one side only, or has another shape there.
     """
     matched: dict[str, Piece] = {}
     numbers = {name: number for number, name in enumerate(plan.names)}
@@ -386,7 +338,7 @@ def match_needs(plan: TransferPlan, needs: Mapping[str, Need], *, whole: bool = 
 
 
 def buckets_of(plan: TransferPlan, pieces: Iterable[Piece]) -> frozenset[int]:
-    """Return the numbers of the buckets that have anything of these pieces."""
+    """Return the indices of the buckets that contain any part of these pieces."""
     wanted: dict[int, list[Box]] = {}
     for piece in pieces:
         wanted.setdefault(piece.tensor, []).append(piece.box)
@@ -429,6 +381,7 @@ def _assign(
 ) -> list[list[Piece]]:
     shares: list[list[Piece]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
+    # Shards with one holder first: they settle the loads that the replicas are balanced over.
     for (number, box), ranks in holders.items():
         if len(ranks) == 1:
             loads[ranks[0]] += box.numel * element_bytes[number]
@@ -441,7 +394,7 @@ def _assign(
 
 
 def _fill(share: Sequence[Piece], element_bytes: Sequence[int], bucket_bytes: int) -> list[list[Piece]]:
-    """Cut one rank's pieces into buckets; one that is nearly full is closed rather than given a crumb."""
+    """Cut one rank's pieces into buckets; close one that is nearly full rather than add a tiny piece."""
     bins: list[list[Piece]] = []
     room = 0
     for piece in share:
@@ -450,7 +403,7 @@ def _fill(share: Sequence[Piece], element_bytes: Sequence[int], bucket_bytes: in
         while pending:
             box = pending.pop()
             first, rest = box.split(room // each_bytes)
-            if first is None and room >= bucket_bytes:  # an empty bucket does not take one row
+            if first is None and room >= bucket_bytes:  # one row exceeds even an empty bucket
                 pending.extend(reversed(list(box.cut(max(1, bucket_bytes // each_bytes)))))
             elif first is None or (rest is not None and room < bucket_bytes // 4):
                 bins.append([])

@@ -1,18 +1,17 @@
-"""The receiving side: threads get and check new versions while the engine goes on with the old one.
+"""The receiving side: threads fetch and check new versions while the engine works with the old one."""
 
-    agent's thread    | watch ... map v1, check | watch ...... map v2, check | ...
-    engine's thread   generate v0 ..............| load v1 | generate v1 .....| load v2 |
-
-Only a version whose buckets all match their checksums is ever offered to the engine; the newest one wins. What is
-mapped stays whole and readable whatever becomes of the agent or the trainer. For an engine that adopts, the thread also
-copies each version to memory of this process, and what is checked is the copy: then loading is an exchange of pointers.
-
-Where versions are also broadcast, a second thread takes part and fills the same cache:
-
-    JoinBroadcast parks at the lead agent ... Transfer -> receive into memory of the engine's device, check -> cache
-
-A version that does not come whole that way is taken from the agent, and the next broadcast has new groups.
-"""
+#     agent's thread    | watch ... map v1, check | watch ...... map v2, check | ...
+#     engine's thread   generate v0 ..............| load v1 | generate v1 .....| load v2 |
+#
+# The engine is offered only versions whose buckets all match their checksums; the newest one wins. A mapped version
+# stays intact and readable whatever happens to the agent or the trainer. For an engine that adopts, the thread also
+# copies each version to memory of this process and checks the copy: loading is then an exchange of pointers.
+#
+# Where versions are also broadcast, a second thread takes part and fills the same cache:
+#
+#     JoinBroadcast parks at the lead agent ... Transfer -> receive into memory of the engine's device, check -> cache
+#
+# A version that does not arrive intact is taken from the agent instead, and the next broadcast has new groups.
 
 import logging
 import os
@@ -62,14 +61,33 @@ from weightsync.version_cache import EngineViews, ReadyVersion, VersionCache
 logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 60.0
+# Pause between a version that cannot be used and the next request (s).
 _PAUSE_S = 0.2
-"""After a version that cannot be used, before the next is asked for (s)."""
+# The engine stands still while it waits for a turn: without an answer for this long, it swaps anyway (s).
 _TURN_TIMEOUT_S = 2.0
-"""After so long without an answer the engine, which stands still, swaps without a turn (s)."""
 
 
 class WeightReceiver:
-    """Keeps the newest version of the node's weight agent ready, checked. One thread of the caller loads."""
+    """Keeps the newest version of the node's weight agent ready and checked. One thread of the caller loads.
+
+    Args:
+        agent: name of this node's weight agent.
+        name: of this receiver.
+        needs: what the engine wants, by its own names; None: everything, by the trainer's names.
+        device: that the engine loads to.
+        whole: the engine takes the whole model; False: its ranks share it.
+        share: the names in `needs` that this process keeps and checks; others have the rest. None: all.
+        adopts: the engine computes in place with what `load` gives it, until it has loaded the next version. That
+            memory belongs to this process then (up to three versions); otherwise it is the node's shared memory.
+        arrived: called by a thread of the receiver when a newer version is ready.
+        best_effort: the trainer does not wait for memory that this receiver reads; for a process outside of the run.
+        takes_turns: ask the agent before each swap, because the number of simultaneous swaps is limited.
+        wanted: skip versions for which this is False; None: take the newest.
+        member: takes part in broadcasts; None: everything comes from the agent.
+        lead: name of the agent that announces broadcasts.
+        keeps_on_host: keep broadcast versions in host memory; otherwise on `device`.
+        timeout_s: deadline of a broadcast.
+    """
 
     def __init__(
         self,
@@ -92,28 +110,6 @@ class WeightReceiver:
         timeout_s: float = 300.0,
         timeline: Spans | None = None,
     ) -> None:
-        """Start watching.
-
-        Args:
-            credentials: store and secret.
-            agent: this node's weight agent.
-            name: of this receiver.
-            needs: what the engine wants, by its own names; None: everything, by the trainer's.
-            device: that the engine loads to.
-            whole: the engine takes the whole model; False: its ranks share it.
-            share: of `needs`: what this process keeps and checks, where others have the rest; None: all.
-            adopts: the engine computes with what `load` gives it, in place, until it has loaded the next version. That
-                is memory of this process then, of up to three versions; else the node's shared memory.
-            arrived: called, by a thread of the receiver, when a newer version is ready.
-            best_effort: the trainer does not wait for the memory that it reads: for a process outside of the run.
-            takes_turns: it asks the agent before it swaps, since only so many may at the same time.
-            wanted: passes other versions over; None: takes the newest.
-            member: takes part in broadcasts; None: everything comes from the agent.
-            lead: the agent that says when a broadcast begins.
-            keeps_on_host: the engine's own process wants what is broadcast in host memory; else it is on `device`.
-            timeout_s: deadline of a broadcast.
-            timeline: records what the threads do.
-        """
         self._timeline = timeline or NoTimeline()
         self._adopts = adopts
         self._best_effort = best_effort
@@ -143,12 +139,11 @@ class WeightReceiver:
 
     @property
     def adopts(self) -> bool:
-        """Whether what `load` gives stays as it is until the next call has ended."""
+        """Whether what `load` gives stays valid until the end of the next call."""
         return self._adopts
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that is or was ready; see `VersionCache`."""
         return self._cache.newest
 
     def load(
@@ -161,18 +156,18 @@ class WeightReceiver:
         """Give the newest version to `apply` if it is newer than the one held and it is this receiver's turn.
 
         Args:
-            apply: takes the weights, by the names of `needs`: views that are valid during the call; if the engine
+            apply: takes the weights by the names of `needs`. The views are valid during the call or, if the engine
                 adopts, until the end of the next call.
             newer_than: version that the engine holds; None: none.
-            wait_s: how long to wait for a turn, where the number of receivers that swap at once is limited.
+            wait_s: how long to wait for a turn, where the number of simultaneous swaps is limited.
 
         Returns:
-            The version that was loaded, or None: there is no newer one, or others are swapping.
+            The version that was loaded; None: there is no newer one, or others are swapping.
         """
         if not self._cache.has_newer(newer_than) or not self._ask_turn(wait_s):
             return None
         try:
-            loaded = self._load(apply, newer_than)  # perhaps a newer one by now
+            loaded = self._load(apply, newer_than)  # a still newer one may have come by now
         finally:
             if self._takes_turns:
                 self._tell(EndSwap())
@@ -181,15 +176,14 @@ class WeightReceiver:
         return loaded
 
     def drop(self) -> None:
-        """Forget the version that was loaded, if it is still the newest, so that its memory can be used again."""
+        """Forget the loaded version if it is still the newest, so that its memory can be reused."""
         self._cache.drop()
 
     def wait_for(self, step: int, *, timeout_s: float, lineage: int = 0, stop: threading.Event | None = None) -> bool:
-        """Wait until a version of `step` or later is ready, or of a later lineage; False when `stop` was set first.
+        """Wait until a version of `step` or later, or of a later lineage, is ready; False: `stop` was set first.
 
-        Raises:
-            WeightSyncError: not within `timeout_s`; says why.
-            PlanError: trainer and engine do not agree on a tensor.
+        Raises WeightSyncError, which says why, if none comes within `timeout_s`; PlanError if trainer and engine
+        disagree on a tensor.
         """
         return self._wait(
             lambda: (newest := self.newest) is not None and newest >= (lineage, step),
@@ -203,7 +197,7 @@ class WeightReceiver:
         self._closing.set()
         self._cache.wake()
         if self._member is not None:
-            self._member.abort()  # also in the middle of a broadcast
+            self._member.abort()  # even in the middle of a broadcast
         self._watch_again()
         for thread in self._threads:
             thread.join(timeout_s)
@@ -222,7 +216,7 @@ class WeightReceiver:
             self._cache.connected()
             try:
                 self._watch(connection)
-            except PlanError as error:  # it would be the same every time
+            except PlanError as error:  # permanent: a new channel would end the same way
                 self._fail(error)
                 return
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the engine goes on with what it has
@@ -237,6 +231,7 @@ class WeightReceiver:
     def _watch(self, connection: Connection) -> None:
         self._slots.clear()
         seen = self.newest
+        # An agent that was restarted does not know what this engine serves.
         if self._cache.loaded is not None:
             connection.call(Serving(self._cache.loaded), timeout_s=_CALL_TIMEOUT_S)
         while True:
@@ -253,11 +248,11 @@ class WeightReceiver:
             elif self._take(connection, offered):
                 seen = version
             else:
-                seen = self.newest  # the agent has given that version up: an older one will do
+                seen = self.newest  # the agent dropped that version: accept an older one
                 self._closing.wait(_PAUSE_S)
 
     def _take(self, connection: Connection, offered: Offered) -> bool:
-        """Check what the agent offers, and have the engine load it; returns False if it is damaged."""
+        """Check what the agent offers and hand it to the engine; False: it is damaged."""
         version, layout = offered.version, self._views.layout(offered.plan, connection)
         region = slot = Region(self._slots.get(offered.slot, self._views.extents(layout)), layout)
         release = partial(self._tell, Release(version), connection)
@@ -266,6 +261,7 @@ class WeightReceiver:
         with self._timeline.span("check weights", version=version.step):
             checked = self._check(connection, offered, slot, region)
         if self._adopts:
+            # The copy is made, so the slot is free again.
             release()
             release = partial(self._cache.recycle, region)
         if checked:
@@ -275,16 +271,9 @@ class WeightReceiver:
         return checked
 
     def _check(self, connection: Connection, offered: Offered, slot: Region, region: Region) -> bool:
-        """Compare buckets with their checksums, where the engine will read them; a damaged one is asked for once.
+        """Compare buckets with their checksums where the engine will read them, reporting a damaged one once.
 
-        Args:
-            connection: to the agent.
-            offered: what it offers.
-            slot: where that lies.
-            region: the slot, or where to copy it.
-
-        Returns:
-            Whether the region holds the version; False also when the receiver closes.
+        Returns False if `region` (the slot, or where to copy it) does not hold the version, or the receiver closes.
         """
 
         def fits(bucket: Bucket, expected: int) -> bool:
@@ -293,7 +282,7 @@ class WeightReceiver:
             return region.checksum(bucket) == expected
 
         if version_checksum(offered.checksums) != offered.checksum:
-            raise WeightSyncError(f"weights of {offered.version}: {self._agent}'s checksums are not those of the whole")
+            raise WeightSyncError(f"weights of {offered.version}: {self._agent}'s checksums contradict each other")
         for bucket, expected in zip(slot.layout.plan.buckets, offered.checksums, strict=True):
             if self._closing.is_set():
                 return False
@@ -311,7 +300,6 @@ class WeightReceiver:
         return True
 
     def _take_part(self, member: BroadcastMember) -> None:
-        """Join every broadcast, over channels to the lead agent."""
         use_device(self._device)
         try:
             for connection in connections(self._credentials, self._lead, self._name, stop=self._closing):
@@ -336,11 +324,9 @@ class WeightReceiver:
             self._broken = "" if self._receive(connection, member, transfer) else transfer.epoch
 
     def _receive(self, connection: Connection, member: BroadcastMember, transfer: Transfer) -> bool:
-        """Take a broadcast version in; returns whether it came whole. If not, the agent will have it.
+        """Receive a broadcast version; False: it did not arrive intact, and the agent will have it.
 
-        Raises:
-            PlanError: the engine does not fit the trainer.
-            TransportError: the lead agent is gone.
+        Raises PlanError if the engine does not fit the trainer, TransportError if the lead agent is gone.
         """
         region: Region | None = None
         with self._cache.coming(transfer.version):
@@ -352,11 +338,12 @@ class WeightReceiver:
             except (PlanError, TransportError):
                 member.decline(transfer)
                 raise
-            except (RuntimeError, WeightSyncError) as error:  # no memory on the device is a RuntimeError
+            except (RuntimeError, WeightSyncError) as error:  # the device's out-of-memory error is a RuntimeError
                 member.decline(transfer)
                 if region is not None:
                     self._cache.recycle(region)
                 logger.warning("%s: %s; taking it from its agent", self._name, error)
+                # The agent may have offered this version already, while it was being broadcast.
                 self._watch_again()
                 return False
             release = partial(self._cache.recycle, region)
@@ -364,13 +351,13 @@ class WeightReceiver:
         return True
 
     def _watch_again(self) -> None:
-        """End the channel: its successor is offered the newest version, also if that was passed over before."""
+        """End the channel: the next one is offered the newest version, even if that was skipped before."""
         connection = self._connection
         if connection is not None:
             connection.close()
 
     def _ask_turn(self, wait_s: float) -> bool:
-        """Ask for a turn to swap; without an agent nothing counts turns, and there is none to wait for."""
+        """Ask for a turn to swap. Without an agent nobody counts turns, so there is no one to wait for."""
         connection = self._connection
         if connection is None or not self._takes_turns:
             return True
@@ -381,7 +368,7 @@ class WeightReceiver:
         return isinstance(reply, SwapTurn) and reply.granted
 
     def _tell(self, message: EndSwap | Serving | Release, connection: Connection | None = None) -> None:
-        """Send without waiting, over this channel or the one that is open; one that broke says it elsewhere."""
+        """Send without waiting, over this channel or the current one; a broken channel is reported elsewhere."""
         connection = connection or self._connection
         if connection is not None:
             try:
@@ -390,50 +377,38 @@ class WeightReceiver:
                 self._note(error)
 
 
-# Receivers of an engine whose ranks are processes of their own: each has a receiver, and keeps its share of a version.
+# Receivers of an engine whose ranks are separate processes: each has a receiver, and keeps its share of a version.
 #
 #     engine's rank k    RankReceiver     agent, broadcasts -> the k-th share of a version
 #       | pipe: (k, version)                                                 hold(v) ... load, share by share ... let_go
 #     user's process     RanksReceiver    what all ranks have is ready ... load: have all hold v, have them load it
 #
-# A share that was broadcast is on the rank's device; another one stays in the agent's memory, which the rank has
-# mapped. The shares are whole tensors, of about the same size together. A rank checks its own; the others get them
-# from it while all load, so a version takes its size once, however many ranks there are. The user's process has no
-# copy of anything.
+# A broadcast share is on the rank's device; any other share stays in the agent's memory, which the rank has mapped.
+# Shares consist of whole tensors and have about equal sizes. A rank checks its own share, and passes it to the others
+# while all load; so a version is stored once, however many ranks there are. The user's process has no copy at all.
 
 _CPU = torch.device("cpu")
+# What a rank writes to the pipe: its number, its version (lineage, step), the seconds of its last span, and whether
+# that was a broadcast. Short enough for an atomic write.
 _NEWS = struct.Struct("<qqqd?")
-"""What a rank says in the pipe: its number, the version that it has, the seconds of its last span, and whether that was
-a broadcast. Short enough to be written as a whole."""
 _BROADCAST, _AGENT = "receive weights", "check weights"
 
+# (tensor, rank): gives all ranks that rank's tensor, in place; collective.
 Share = Callable[[Tensor, int], object]
-"""(tensor, rank): gives all ranks that rank's tensor, in place; collective."""
 
 
 class Following(msgspec.Struct, frozen=True):
-    """What a rank has to know to receive; plain values, none of them secret.
+    """What a rank must know to receive; plain values, none of them secret."""
 
-    Attributes:
-        run_dir: of the run; its `job.json` says how to reach the others.
-        name: of the engine's user.
-        agent: see `WeightReceiver`.
-        lead: see there; empty: nothing is broadcast.
-        timeout_s: deadline of a broadcast.
-        start_timeout_s: deadline of a handshake.
-        pid, fd: of the pipe's writing end.
-        needs: what the engine wants, by its own names.
-    """
-
-    run_dir: str
-    name: str
-    agent: str
-    lead: str
-    timeout_s: float
-    start_timeout_s: float
-    pid: int
-    fd: int
-    needs: dict[str, Need]
+    run_dir: str  # its `job.json` says how to reach the others
+    name: str  # of the engine's user
+    agent: str  # see `WeightReceiver`
+    lead: str  # see `WeightReceiver`; empty: nothing is broadcast
+    timeout_s: float  # deadline of a broadcast
+    start_timeout_s: float  # deadline of a handshake
+    pid: int  # of the engine's user
+    fd: int  # the pipe's writing end there
+    needs: dict[str, Need]  # what the engine wants, by its own names
 
 
 @runtime_checkable
@@ -446,23 +421,26 @@ class RanksEngine(Protocol):
 
     @property
     def can_follow(self) -> bool:
-        """Whether they can receive what is not broadcast, too, out of the agent's memory."""
+        """Whether the ranks can also receive from the agent's memory, without a broadcast."""
 
     def weight_needs(self) -> Mapping[str, Need]:
-        """Return what they need together."""
+        """Return what the ranks need together."""
 
     def follow(self, following: Following) -> None:
         """Have every rank open a `RankReceiver`; returns when all have."""
 
     def hold(self, version: Version) -> bool:
-        """Have every rank `hold` a version; False: one has not got it, or not any more."""
+        """Have every rank `hold` a version; False: a rank lacks it, or has already replaced it."""
 
     def load_held(self) -> None:
         """Have all ranks load the version that they hold, and let it go."""
 
 
 class RanksReceiver(WeightReceiver):
-    """In the process that uses the engine: decides which version the ranks load, and takes turns for them."""
+    """In the process that uses the engine: decides which version the ranks load, and takes turns for them.
+
+    The constructor has the engine's ranks `follow`. For its other arguments see `WeightReceiver` and `Following`.
+    """
 
     def __init__(
         self,
@@ -478,14 +456,6 @@ class RanksReceiver(WeightReceiver):
         timeout_s: float,
         timeline: Spans | None = None,
     ) -> None:
-        """Have the ranks follow, and watch.
-
-        Args:
-            engine: whose ranks receive.
-            run_dir: of the run.
-            lead: see `Following`.
-            credentials, agent, name, arrived, takes_turns, timeout_s, timeline: see `WeightReceiver`.
-        """
         self._engine = engine
         self._newest_of: list[Version | None] = [None] * engine.num_ranks
         self._agree = threading.Event()
@@ -504,7 +474,7 @@ class RanksReceiver(WeightReceiver):
                 )
             )  # fmt: skip
         finally:
-            os.close(write_end)  # the ranks have it open: it ends with them
+            os.close(write_end)  # the ranks have opened it, so the pipe ends with them
 
     def load(
         self,
@@ -517,14 +487,12 @@ class RanksReceiver(WeightReceiver):
 
         Args:
             apply: has the ranks load what they hold; its argument is empty.
-            newer_than: version that the engine has; None: none.
             wait_s: how long to wait for the ranks to have the same version, and for a turn.
         """
         agreed = self._agree.wait(wait_s)
         return super().load(apply, newer_than=newer_than, wait_s=wait_s) if agreed else None
 
     def _listen(self, read_end: int) -> None:
-        """Hear which versions the ranks have, until they end."""
         with open(read_end, "rb", buffering=0) as pipe:
             while len(said := pipe.read(_NEWS.size)) == _NEWS.size:
                 rank, lineage, step, seconds, by_broadcast = _NEWS.unpack(said)
@@ -537,10 +505,10 @@ class RanksReceiver(WeightReceiver):
                     self._agree.set()
                 self._timeline.record(_BROADCAST if by_broadcast else _AGENT, seconds, version=step, rank=rank)
         self._cache.fail(EngineFailed("the engine's ranks have ended; the log above says why"))
-        self._agree.set()  # on nothing any more: the engine raises when it is to hold a version
+        self._agree.set()  # let `load` continue: the engine then raises in `hold`
 
     def _lag(self) -> WeightSyncError:
-        """Return what a wait says that ends before all ranks have the same version."""
+        """Return the error for a wait that ends before all ranks have the same version."""
         have = ", ".join("none" if version is None else str(version) for version in self._newest_of)
         return WeightSyncError(f"the engine's ranks have {have}; see their log")
 
@@ -554,9 +522,9 @@ class RanksReceiver(WeightReceiver):
         ready = self._cache.hold(lambda version: newer_than is None or version > newer_than)
         if ready is None:
             return None
-        if not self._engine.hold(ready.version):  # a rank has moved on, or gave it up for one that is coming
+        if not self._engine.hold(ready.version):  # a rank moved on, or made room for one that is coming
             self._agree.clear()
-            if self._cache.newest != ready.version:  # they have agreed on another meanwhile
+            if self._cache.newest != ready.version:  # meanwhile they agreed on another version
                 self._agree.set()
             return None
         apply(ready.views)
@@ -580,19 +548,18 @@ class _LastSpan(threading.local):
 
 
 class RankReceiver(WeightReceiver):
-    """In a rank's process. One thread of the engine holds and loads."""
+    """In a rank's process. One thread of the engine holds and loads.
+
+    Args:
+        following: from the engine's user.
+        rank, num_ranks: of the processes that share the model.
+        device: that this process computes on.
+
+    Raises:
+        WeightSyncError: the engine's user is gone.
+    """
 
     def __init__(self, following: Following, rank: int, num_ranks: int, device: torch.device) -> None:
-        """Start to receive.
-
-        Args:
-            following: from the engine's user.
-            rank, num_ranks: of this process among those that share the model.
-            device: that it computes on.
-
-        Raises:
-            WeightSyncError: the engine's user is gone.
-        """
         self._rank, self._last = rank, _LastSpan()
         self._owners = owners(following.needs, num_ranks)
         self._held: ReadyVersion | None = None
@@ -615,16 +582,12 @@ class RankReceiver(WeightReceiver):
         )  # fmt: skip
 
     def hold(self, version: Version) -> bool:
-        """Pin a version until `let_go` or the next pin; return False if a newer one replaced it."""
+        """Pin a version until `let_go` or the next pin; False: a newer one replaced it."""
         self._held = self._cache.hold(lambda newest: newest == version)
         return self._held is not None
 
     def held(self, share: Share) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors of the version that is held, on the rank's device; collective over the ranks.
-
-        Args:
-            share: of the ranks.
-        """
+        """Yield names and tensors of the held version, on the rank's device; collective over the ranks."""
         assert self._held is not None, "held() before hold()"
         for name, view in self._held.views.items():
             owner = self._owners[name]
@@ -634,7 +597,6 @@ class RankReceiver(WeightReceiver):
             yield name, values
 
     def let_go(self) -> None:
-        """The rank computes with the version that was held, and reads its copy no more."""
         if self._held is not None:
             self._cache.let_go(self._held)
             self._held = None
@@ -645,13 +607,14 @@ class RankReceiver(WeightReceiver):
 
     def _say(self) -> None:
         newest, last = self.newest, self._last
-        if newest is not None:  # else it made room already
+        if newest is not None:  # None: it already made room for the next one
             self._pipe.write(_NEWS.pack(self._rank, *newest, last.seconds, last.name == _BROADCAST))
 
 
 def owners(needs: Mapping[str, Need], num_ranks: int) -> dict[str, int]:
-    """Return which rank keeps each tensor; all have about as much."""
+    """Return which rank keeps each tensor, so that all keep about the same number of elements."""
     loads, owner_of = [0] * num_ranks, {}
+    # Largest first, each to the least loaded rank.
     for name in sorted(needs, key=lambda each: -prod(needs[each].shape)):
         owner_of[name] = loads.index(min(loads))
         loads[owner_of[name]] += prod(needs[name].shape)

@@ -1,13 +1,12 @@
-"""The trainer's side: copy this rank's shards to the node's weight agent and go on.
+"""The trainer's side: copy this rank's shards to the node's weight agent while training continues."""
 
-    trainer thread    publish v1 | forward, backward ... | update | publish v2 | forward, backward ...
-    copies                       | copy v1 |                                   | copy v2 |
-    sender thread                 | check, seal | take slot ...                 | check, seal | ...
-
-The copy goes straight into shared memory that was taken ahead, bucket by bucket, and may take until the weights change:
-only what is not copied by then is waited for. An agent that died costs nothing either: the copy goes to memory of this
-process, and to the agent once it is back.
-"""
+#     trainer thread    publish v1 | forward, backward ... | update | publish v2 | forward, backward ...
+#     copies                       | copy v1 |                                   | copy v2 |
+#     sender thread                 | check, seal | take slot ...                 | check, seal | ...
+#
+# The copy goes bucket by bucket straight into shared memory that was taken ahead, and may take until the weights
+# change: the trainer waits only for what is not copied by then. A dead agent costs nothing either: the copy goes to
+# memory of this process, and to the agent once it is back.
 
 import contextlib
 import logging
@@ -46,11 +45,11 @@ from weightsync.plan import Box, Piece, ShardSpec, TransferPlan
 from weightsync.slot_memory import Region, RegionLayout, SlotMappings, private_memory
 from weightsync.version import Version
 
-# Copies a trainer rank's shards to where they lie in a region. The trainer waits for it, so it does little else.
+# Copies a trainer rank's shards into a region. The trainer waits for it, so it does little else.
 
 
 class Shard(Protocol):
-    """One part of a tensor that this rank holds; `workers.engines.base.LocalShard` is one."""
+    """One part of a tensor that this rank holds, e.g. `workers.engines.base.LocalShard`."""
 
     @property
     def name(self) -> str: ...
@@ -63,7 +62,6 @@ class Shard(Protocol):
 
 
 def describe(shards: Iterable[Shard]) -> list[ShardSpec]:
-    """Return what this rank holds, for the plan."""
     return [
         ShardSpec(shard.name, tuple(shard.shape), str(shard.values.dtype).removeprefix("torch."), shard.box)
         for shard in shards
@@ -72,42 +70,32 @@ def describe(shards: Iterable[Shard]) -> list[ShardSpec]:
 
 @dataclass(frozen=True)
 class Target:
-    """A region that one rank writes its part into.
+    """A region that one rank writes its part into."""
 
-    Attributes:
-        region: of a whole version.
-        views: by bucket, of the rank's pieces in it.
-    """
-
-    region: Region
-    views: Mapping[int, Sequence[Tensor]]
+    region: Region  # of a whole version
+    views: Mapping[int, Sequence[Tensor]]  # by bucket index, the rank's pieces in the region
 
 
 class ShardWriter:
-    """One rank's part of a plan."""
+    """Copies one rank's shards into its buckets of a plan."""
 
     def __init__(self, plan: TransferPlan, rank: int) -> None:
-        """Args:
-        plan: agreed on by all ranks.
-        rank: whose buckets are written.
-        """
         self.layout = RegionLayout(plan)
         self.buckets = plan.of_sender(rank)
         self._known: list[tuple[str, Box]] = []
-        self._sources: dict[int, list[tuple[int, Box]]] = {}  # by bucket, of each piece: which shard, where in it
+        self._sources: dict[int, list[tuple[int, Box]]] = {}  # by bucket, for each piece: which shard, where in it
 
     def target(self, memory: Tensor) -> Target:
-        """Lay the plan over memory, uint8 [region_bytes]; once, ahead of time."""
+        """Lay the plan over memory, uint8 [region_bytes]. Done ahead of time, once per memory."""
         region = Region(memory, self.layout)
         return Target(
             region, {bucket.index: [region.piece(piece) for piece in bucket.pieces] for bucket in self.buckets}
         )
 
     def match(self, shards: Sequence[Shard]) -> None:
-        """Find each piece's shard; they are the same ones at every version.
+        """Find each piece's shard, unless the shards are the same as last time (they are, at every version).
 
-        Raises:
-            WeightSyncError: a piece is not in them.
+        Raises WeightSyncError if no shard contains a piece.
         """
         held = [(shard.name, shard.box) for shard in shards]
         if held == self._known:
@@ -121,24 +109,22 @@ class ShardWriter:
         self._known = held
 
     def write(self, bucket: int, views: Sequence[Tensor], shards: Sequence[Shard]) -> None:
-        """Copy a bucket's pieces, with the cast to the type of `views`; may return before a device has.
+        """Copy a bucket's pieces, cast to the dtype of `views`; on a device it may return before the copies ended.
 
         Args:
-            bucket: its index.
-            views: where its pieces go.
-            shards: what this rank holds now, as `match` was told.
+            views: where the pieces go.
+            shards: the shards now, in the order that `match` saw.
         """
         whole: dict[int, Tensor] = {}
         sources: list[Tensor] = []
         for number, box in self._sources[bucket]:
             size = shards[number].box.size
-            if number not in whole:  # a view, but for some strided ones
+            if number not in whole:  # a view, except for some strided shards
                 whole[number] = shards[number].values.detach().reshape(size)
             sources.append(whole[number] if box.size == size else whole[number][box.slices])
         torch._foreach_copy_(list(views), sources, non_blocking=True)
 
     def copy(self, source: Target, target: Target) -> None:
-        """Copy all pieces from one region to another."""
         for bucket, views in target.views.items():
             torch._foreach_copy_(list(views), list(source.views[bucket]))
 
@@ -152,31 +138,25 @@ class ShardWriter:
 
 
 class ShardCopies:
-    """Copies shards beside what the trainer computes next. Its thread copies and waits; the sender's repeats.
+    """Copies shards while the trainer computes. Its own thread copies and waits; the sender's thread repeats.
 
     run v1 -> buckets are copied one after another -> wait -> the weights change -> run v2
                               '- repeat: buckets of v1 once more, while the shards are still v1
     """
 
     def __init__(self, writer: ShardWriter, *, device: torch.device, timeline: Spans) -> None:
-        """Args:
-        writer: knows which part of which shard goes where.
-        device: where the shards are.
-        timeline: records every copy.
-        """
         self._writer = writer
         self._timeline = timeline
         self._stream = CopyStream(device)
         self._on_host = device.type == "cpu"
-        self._reading = threading.Lock()  # held while shards are read, so that `wait` waits for that
+        self._reading = threading.Lock()  # held while shards are read, so that `wait` covers `repeat`
         self._ends: Collection[CopiesDone] = ()
-        self._shards: tuple[Version, Sequence[Shard]] | None = None  # whose weights they still are
+        self._shards: tuple[Version, Sequence[Shard]] | None = None  # the version that the shards still hold
 
     def run(self, version: Version, target: Target, shards: Sequence[Shard]) -> dict[int, CopiesDone]:
         """Begin to copy all buckets; returns the end of each. The shards are read until `wait` returns.
 
-        Raises:
-            WeightSyncError: a piece is not in the shards.
+        Raises WeightSyncError if no shard contains a piece.
         """
         with self._reading:
             self._writer.match(shards)
@@ -186,14 +166,14 @@ class ShardCopies:
         return dict(zip(indices, ends, strict=True))
 
     def wait(self) -> None:
-        """Wait until the shards are not read any more: they are about to change."""
+        """Wait until nothing reads the shards any more, because they are about to change."""
         with self._reading:
             for end in self._ends:
                 end.wait()
             self._ends, self._shards = (), None
 
     def repeat(self, version: Version, target: Target, buckets: Sequence[int]) -> bool:
-        """Copy some buckets once more and wait for that; returns False if the shards are not that version any more."""
+        """Copy some buckets once more and wait for them; False: the shards no longer hold that version."""
         with self._reading:
             if self._shards is None or self._shards[0] != version:
                 return False
@@ -202,7 +182,6 @@ class ShardCopies:
         return True
 
     def close(self) -> None:
-        """End the thread that copies; idempotent."""
         self._stream.close()
 
     def _begin(self, target: Target, shards: Sequence[Shard], buckets: Sequence[int]) -> list[CopiesDone]:
@@ -215,7 +194,7 @@ class ShardCopies:
             self._writer.write(index, target.views[index], shards)
 
     def _staging(self, target: Target, shards: Sequence[Shard], index: int) -> Staging:
-        """Cast and gather a bucket on the device; on the host its pieces go to where they lie, columns too."""
+        """Cast and gather a bucket on the device; on the host, scatter its pieces into place (columns are strided)."""
         layout = bucket_layouts(self._writer.layout)[index]
 
         def pack(there: Tensor) -> None:
@@ -228,57 +207,47 @@ class ShardCopies:
         return Staging(8 * layout.num_words, pack, unpack)
 
 
-# What a trainer rank knows of its versions and of its agent: where the next copy goes, what is delivered. Pure.
+# What a trainer rank knows of its versions and its agent: where the next copy goes, what is delivered. Pure.
 #
 #     place(v) -> ASK -> TakeSlot ... -> grant -> place(v) -> the granted slot -> stage -> [sealed] -> arrived
 #              -> OWN_MEMORY while the agent is gone           (moved into a slot once it is back) -^
 #              -> NEEDLESS: the agent has it already
 #
-# `weightsync.sender` holds its lock around every call, and keeps deadlines.
+# `WeightSender` holds its lock around every call, and keeps the deadlines.
 
 
 class Where(Enum):
-    """Where a version's copy goes, if not into a slot that was granted."""
+    """Where a version's copy goes, if not into a granted slot."""
 
-    ASK = auto()
-    """Into a slot that the agent is to be asked for now."""
-    SOON = auto()
-    """Into the slot that it was asked for; look again."""
-    OWN_MEMORY = auto()
-    """Into memory of this process; the agent gets it when it is back."""
-    NEEDLESS = auto()
-    """Nowhere: the agent has the version."""
-    REFUSED = auto()
-    """Nowhere: see `SenderState.refused`."""
+    ASK = auto()  # into a slot that must be asked for now
+    SOON = auto()  # into a slot that was asked for; check again later
+    OWN_MEMORY = auto()  # into memory of this process; the agent gets it when it is back
+    NEEDLESS = auto()  # nowhere: the agent has the version
+    REFUSED = auto()  # nowhere: see `SenderState.refused`
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A version's copy.
-
-    Attributes:
-        version, target: what and where.
-        slot: token of the agent's memory that holds it; None: it is this process's own.
-        copied: the ends of the copies from the device, by bucket; one that is not there has ended.
-    """
+    """A version's copy, on its way to the agent."""
 
     version: Version
     target: Target
-    slot: bytes | None
+    slot: bytes | None  # token of the agent's memory that holds it; None: memory of this process
+    # By bucket, the ends of the copies from the device; a missing one has ended.
     copied: Mapping[int, CopiesDone] = field(default_factory=dict)
 
 
 class SenderState:
-    """The state of one rank's sender."""
+    """What one rank's sender knows; see above."""
 
     def __init__(self) -> None:
+        # The newest copy.
         self.staged: Staged | None = None
-        """The newest copy."""
+        # Why the agent refused the last published version.
         self.refused: str | None = None
-        """Why the agent refused what was published last."""
+        # What the agent waits for before it can grant a slot.
         self.no_room = ""
-        """What the agent waits for before it can give a slot."""
-        self._linked: bool | None = None  # None: not yet
+        self._linked: bool | None = None  # None: never yet
         self._granted: Staged | None = None
         self._asked: Version | None = None
         self._complete: Version | None = None
@@ -292,12 +261,12 @@ class SenderState:
         return self.staged.version
 
     def begin(self) -> None:
-        """Another version is published: what was said of the last one counts no more."""
+        """Another version is published: forget what was said of the last one."""
         self.refused = None
         self.no_room = ""
 
     def place(self, version: Version) -> Staged | Where:
-        """Return where to copy a version; a slot that was granted is the caller's from now on."""
+        """Return where to copy a version; a returned slot is the caller's from now on."""
         if self._complete is not None and version <= self._complete:
             return Where.NEEDLESS
         if self._granted is not None and self._granted.version == version:
@@ -313,7 +282,7 @@ class SenderState:
         return Where.SOON
 
     def take_own_memory(self) -> Target | None:
-        """Return this process's memory that the last copy is in, if it is not read and will not be; else None."""
+        """Return this process's memory with the last copy, if nothing reads it now or later; else None."""
         staged = self.staged
         if staged is None or staged.slot is not None or self._linked is not False:
             return None
@@ -321,7 +290,7 @@ class SenderState:
         return staged.target
 
     def link(self) -> Staged | Version | None:
-        """The agent can be asked; returns what to begin with: a copy to deliver, or a version to ask a slot for."""
+        """The agent is reachable. Return what to begin with: a copy to deliver, or a version to ask a slot for."""
         self._linked = True
         if self.staged is not None:
             self._asked = None
@@ -329,43 +298,38 @@ class SenderState:
         return self._asked
 
     def unlink(self) -> None:
-        """The agent is gone, and with it all that it held."""
         self._linked = False
         self._granted = self._complete = self._delivered = None
 
     def grant(self, granted: Staged) -> None:
-        """A slot is there; nothing is copied into it yet."""
         self._granted = granted
         self._asked = None
 
     def settle(self, *, complete: Version | None = None, refused: str | None = None) -> None:
-        """The agent gave no slot: it has the version (and those before) already, or refuses it."""
+        """The agent grants no slot: it already has versions up to `complete`, or refuses this one."""
         self._complete = complete or self._complete
         self.refused = refused
         self._asked = None
 
     def wait_on(self, reason: str) -> Version | None:
-        """The agent has no room yet; returns the version that it is to be asked for again."""
+        """The agent has no room yet; return the version to ask for again."""
         self.no_room = reason
         return self._asked
 
     def is_due(self, staged: Staged) -> bool:
-        """Return whether a copy still is the newest one, and not delivered."""
         return staged is self.staged and staged.version != self._delivered
 
     def move(self, staged: Staged, moved: Staged) -> None:
-        """A copy lies somewhere else now."""
         if self.staged is staged:
             self.staged = moved
 
     def arrived(self, version: Version) -> None:
-        """The agent has this rank's part of a version."""
         self._delivered = version
 
     def take_ahead(self, version: Version) -> bool:
-        """Return whether to ask for the slot of a version that is yet to come; it counts as asked then."""
+        """Return whether to ask now for the slot of a future version; if so, it counts as asked."""
         if self._granted is not None and self._granted.version < version:
-            self._granted = None  # that version went another way
+            self._granted = None  # that version took another path
         if self._asked is not None or self._granted is not None:
             return False
         self._asked = version
@@ -374,11 +338,11 @@ class SenderState:
 
 logger = logging.getLogger(__name__)
 
+# How long slow readers may hold up a slot (s). Then they keep its memory, and the slot gets a new one.
 _SLOT_WAIT_S = 10.0
-"""How long slow readers may hold up a slot (s); then they keep its memory, and the slot gets a new one."""
 _HOST = torch.device("cpu")
+# How often a wait checks its stop event (s).
 _LOOK_S = 0.5
-"""How often a wait looks at its stop event (s)."""
 
 
 @dataclass(frozen=True)
@@ -394,7 +358,16 @@ _Event = _Take | Staged | SlotGranted | Unneeded | NoRoom | Repair | PeerRefused
 
 
 class WeightSender:
-    """Publishes versions from one trainer rank. One thread of the caller publishes."""
+    """Publishes versions from one trainer rank. One thread of the caller publishes.
+
+    Args:
+        agent: name of this node's weight agent.
+        name: of this process.
+        plan: agreed on by all ranks.
+        device: where the shards are.
+        timeout_s: how long a slot may take to become free.
+        broadcaster: also broadcasts every version, while the trainer waits; None: no broadcasts.
+    """
 
     def __init__(
         self,
@@ -409,19 +382,6 @@ class WeightSender:
         broadcaster: Broadcaster | None = None,
         timeline: Spans | None = None,
     ) -> None:
-        """Start connecting to the agent.
-
-        Args:
-            credentials: store and secret.
-            agent: this node's weight agent.
-            name: of this process.
-            plan: agreed on by all ranks.
-            rank: this trainer rank.
-            device: where the shards are.
-            timeout_s: how long a slot may take to become free.
-            broadcaster: every version is also broadcast, while the trainer waits.
-            timeline: records what the thread does.
-        """
         self._timeline = timeline or NoTimeline()
         self._broadcaster = broadcaster
         self._credentials = credentials
@@ -434,7 +394,7 @@ class WeightSender:
         self._writer = ShardWriter(plan, rank)
         self._buckets = self._writer.buckets
         self._copies = ShardCopies(self._writer, device=device, timeline=self._timeline)
-        # Not page-locked: what comes from a device comes through buffers of `CopyStream.stage`.
+        # Not page-locked: data from a device passes through the page-locked buffers of `CopyStream.stage`.
         self._slots = SlotMappings(write=True, device=_HOST)
         self._extents = tuple(self._writer.layout.extents(self._buckets))
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -449,7 +409,7 @@ class WeightSender:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank wrote for the last version; 0: it was there already."""
+        """Bytes that this rank wrote for the last version; 0: the agent had it already."""
         return self._num_bytes
 
     def publish(
@@ -458,7 +418,6 @@ class WeightSender:
         """Begin to copy the weights; returns the seconds that the trainer was held up.
 
         Args:
-            version: of these weights.
             shards: this rank's parts, as described in the plan. They are read until `before_update` returns.
             timeout_s: for memory to become free.
             stop: ends that wait early.
@@ -486,11 +445,7 @@ class WeightSender:
         return time.monotonic() - began
 
     def before_update(self) -> float:
-        """The weights are about to change: wait until the copies have read them. Call it before every update.
-
-        Returns:
-            The seconds that the trainer was held up.
-        """
+        """Wait until the copies have read the weights; returns the seconds waited. Call it before every update."""
         began = time.monotonic()
         self._copies.wait()
         return time.monotonic() - began
@@ -498,8 +453,7 @@ class WeightSender:
     def wait(self, timeout_s: float) -> None:
         """Wait until the agent has this rank's part of the last version.
 
-        Raises:
-            WeightsLate: it did not take it in time.
+        Raises WeightsLate if the agent did not take it in time.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -548,7 +502,7 @@ class WeightSender:
                     case Where.ASK:
                         self._events.put(_Take(version))
                 if stop is not None and stop.is_set():
-                    raise WeightSyncError(f"weights of {version}: no slot was free when the stop came")
+                    raise WeightSyncError(f"weights of {version}: stopped before a slot was free")
                 if time.monotonic() >= deadline:
                     reason = f"weights of {version}: {self._agent} gave no slot within {timeout_s:g} s; is it running?"
                     raise WeightsLate(self._state.no_room or reason)
@@ -564,7 +518,7 @@ class WeightSender:
                 self._work(connection)
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the agent died, or no slot was mapped
                 if not self._closing.is_set():
-                    logger.warning("weights: %s; generators keep what they have until it is back", error)
+                    logger.warning("weights: %s; generators keep what they have until the agent is back", error)
             finally:
                 self._connection = None
                 self._unlink()
@@ -578,7 +532,7 @@ class WeightSender:
         connection.call(OpenPlan(self._plan.encode()), timeout_s=self._timeout_s)
         with self._changing() as state:
             events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-            self._events = events  # nothing from a former channel is in it
+            self._events = events  # holds no event of an earlier channel
             first = state.link()
             if first is not None:
                 events.put(first if isinstance(first, Staged) else _Take(first))
@@ -607,12 +561,13 @@ class WeightSender:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[SenderState]:
-        """Hold the lock of the state; its waiters look again."""
+        """Hold the state's lock; then wake its waiters."""
         with self._changed:
             yield self._state
             self._changed.notify_all()
 
     def _submit(self, connection: Connection, request: TakeSlot | AwaitRepair) -> None:
+        # Bound now: a late answer of this channel must not reach the next channel's queue.
         events = self._events
         future = connection.submit(request, timeout_s=self._timeout_s)
         future.add_done_callback(lambda done: events.put(_outcome(done)))
@@ -626,7 +581,7 @@ class WeightSender:
             state.settle(complete=complete, refused=refused)
 
     def _prepare(self, granted: SlotGranted) -> None:
-        """Map a granted slot, with its pages, so that the trainer meets neither."""
+        """Map a granted slot and touch its pages here, so that the trainer waits for neither."""
         target = self._target(granted)
         with self._changing() as state:
             state.grant(Staged(granted.version, target, granted.slot.token))
@@ -639,11 +594,12 @@ class WeightSender:
         """Seal this rank's buckets, in a slot of this agent."""
         if staged.slot not in self._slots:
             moved = self._move(connection, staged)
-            if moved is None:
+            if moved is None:  # the agent does not need this version any more, or this sender closes
                 self._arrived(staged.version)
                 return
             staged = moved
         with self._timeline.span("seal weights", version=staged.version.step):
+            # One call per bucket: other nodes fetch a bucket as soon as it is sealed.
             for bucket in self._buckets:
                 if bucket.index in staged.copied:
                     staged.copied[bucket.index].wait()
@@ -651,10 +607,11 @@ class WeightSender:
                 seal = SealBuckets(self._rank, staged.version, {bucket.index: checksum})
                 connection.call(seal, timeout_s=self._timeout_s)
         self._arrived(staged.version)
+        # Ask for the next slot now, so that the next `publish` finds it ready.
         self._take_ahead(connection, Version(staged.version.lineage, staged.version.step + 1))
 
     def _move(self, connection: Connection, staged: Staged) -> Staged | None:
-        """Copy a version from memory of this process, or of an agent that is gone, into a slot of this one."""
+        """Copy a version from this process's memory, or from a dead agent's, into a slot of this agent."""
         reply: object = NoRoom("")
         while isinstance(reply, NoRoom) and not self._closing.is_set():
             reply, _ = connection.call(self._request(staged.version), timeout_s=_SLOT_WAIT_S + self._timeout_s)
@@ -686,7 +643,6 @@ class WeightSender:
             self._submit(connection, self._request(asked))
 
     def _repair(self, connection: Connection, version: Version, buckets: Sequence[int]) -> None:
-        """Write buckets again, if these weights are still there."""
         staged = self._state.staged
         able = staged is not None and staged.version == version and staged.slot in self._slots
         if staged is None or not able or not self._copies.repeat(version, staged.target, buckets):

@@ -1,11 +1,10 @@
-"""Shared memory of version slots: made by the weight agent, written by trainer ranks, read by receivers of its host.
+"""Shared memory of version slots: created by the weight agent, written by trainer ranks, read by receivers."""
 
-    agent      SlotMemory: anonymous memfd, sealed size          offers (pid, descriptor, token)
-    others     map_slot(offer): opened through /proc/PID/fd; read-only for receivers
-
-Nothing has a name, so nothing needs unlinking after a kill. A mapping outlives the agent: what was offered stays
-readable, and it is not written to again.
-"""
+#     agent      SlotMemory: anonymous memfd, sealed size          offers (pid, descriptor, token)
+#     others     map_slot(offer): opened through /proc/PID/fd; read-only for receivers
+#
+# Nothing has a name, so nothing needs unlinking after a kill. A mapping outlives the agent: an offered version stays
+# readable, and is not written to again.
 
 import contextlib
 import ctypes
@@ -39,28 +38,21 @@ _MADV_POPULATE_WRITE = 23
 
 
 class SlotOffer(msgspec.Struct, frozen=True):
-    """Where a slot's memory is.
+    """Where a process of this host finds a slot's memory."""
 
-    Attributes:
-        pid, fd: of the agent.
-        num_bytes: of the region.
-        token: tells this memory from any other that had the same numbers.
-    """
-
-    pid: int
-    fd: int
-    num_bytes: int
-    token: bytes
+    pid: int  # the agent's
+    fd: int  # in the agent's process
+    num_bytes: int  # of the region
+    token: bytes  # tells this memory from any other that had the same numbers
 
 
 class SlotMemory:
-    """Slots of shared memory, as their agent holds them."""
+    """A slot's shared memory, as its agent holds it."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Reserve `num_bytes`; pages come with their first use.
+        """Reserve `num_bytes`; pages are allocated on first use.
 
-        Raises:
-            WeightSyncError: no descriptor or no addresses are left.
+        Raises WeightSyncError if it is out of descriptors or address space.
         """
         try:
             fd, token = create_memfd(_HEADER_BYTES + num_bytes)
@@ -68,7 +60,7 @@ class SlotMemory:
             self.memory = _map(fd, num_bytes, write=True)
         except OSError as error:
             raise WeightSyncError(
-                f"weights: a slot of {num_bytes:,} bytes cannot be made ({error.strerror})"
+                f"weights: a slot of {num_bytes:,} bytes cannot be created ({error.strerror})"
             ) from error
         self.offer = SlotOffer(os.getpid(), fd, num_bytes, token)
 
@@ -79,13 +71,11 @@ def map_slot(
     """Map an agent's slot; returns uint8 [num_bytes], which lives as long as a view of it does.
 
     Args:
-        offer: the agent's.
-        write: whether this process writes to it.
-        device: that copies to or from it.
-        extents: bytes (start, stop) that it copies, which are page-locked; None: all.
+        device: that copies to or from the slot.
+        extents: byte ranges (start, stop) that it copies, which are page-locked; None: all.
 
     Raises:
-        WeightSyncError: it cannot be opened: another host, or the agent is gone.
+        WeightSyncError: it cannot be opened: the agent is on another host, or gone.
     """
     try:
         fd = open_memfd(offer.pid, offer.fd, _HEADER_BYTES + offer.num_bytes, offer.token)
@@ -100,13 +90,9 @@ def map_slot(
 
 
 class SlotMappings:
-    """Keeps the slots that one process of the agent's host has mapped. Used by one thread."""
+    """The slots that one process of the agent's host has mapped. Used by one thread."""
 
     def __init__(self, *, write: bool, device: torch.device) -> None:
-        """Args:
-        write: whether this process writes.
-        device: that copies to or from them.
-        """
         self._write = write
         self._device = device
         self._memories: dict[bytes, tuple[tuple[tuple[int, int], ...], Tensor]] = {}
@@ -115,14 +101,9 @@ class SlotMappings:
         return token in self._memories
 
     def get(self, offer: SlotOffer, extents: tuple[tuple[int, int], ...]) -> Tensor:
-        """Return a slot's memory, uint8 [num_bytes], with pages present, and page-locked, where it is touched.
+        """Return a slot's memory, uint8 [num_bytes]; the byte ranges `extents` are present and page-locked.
 
-        Args:
-            offer: the agent's.
-            extents: bytes (start, stop) that will be touched.
-
-        Raises:
-            WeightSyncError: see `map_slot`.
+        Raises like `map_slot`.
         """
         known, memory = self._memories.get(offer.token, (None, None))
         if memory is None or known != extents:
@@ -133,21 +114,18 @@ class SlotMappings:
         return memory
 
     def keep(self, live: Collection[bytes]) -> None:
-        """Forget all others: a mapping keeps the memory of a slot that the agent has replaced.
-
-        Args:
-            live: tokens of the agent's memories.
-        """
+        """Forget all but the agent's live memories (tokens)."""
+        # A mapping would keep alive the memory of a slot that the agent has replaced.
         for token in self._memories.keys() - set(live):
             del self._memories[token]
 
     def clear(self) -> None:
-        """Forget all: the agent is gone. What is in use stays mapped."""
+        """Forget all: the agent is gone. Memory in use stays mapped."""
         self._memories.clear()
 
 
 def merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return extents (start, stop) in order, as one where they meet."""
+    """Return byte ranges (start, stop) in order, joined where they touch or overlap."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(extents):
         if found and start <= found[-1][1]:
@@ -160,8 +138,7 @@ def merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 def private_memory(num_bytes: int) -> Tensor:
     """Return uint8 [num_bytes] of this process alone, page-aligned, in huge pages where the kernel has them.
 
-    Raises:
-        WeightSyncError: there is not so much.
+    Raises WeightSyncError if there is not enough memory.
     """
     try:
         memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -173,12 +150,12 @@ def private_memory(num_bytes: int) -> Tensor:
 
 
 def populate(memory: Tensor, *, write: bool) -> None:
-    """Make the pages of a mapping present, so that its users meet no page faults. Needs no GIL while it runs."""
+    """Make a mapping's pages present, so that its users meet no page faults. Runs without the GIL."""
     start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = memory.data_ptr() + memory.numel() - start
     advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
     if _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice):
-        logger.debug("populate: %s", os.strerror(ctypes.get_errno()))  # an older kernel: pages come with their use
+        logger.debug("populate: %s", os.strerror(ctypes.get_errno()))  # an older kernel: pages come on first use
 
 
 def _map(
@@ -192,13 +169,13 @@ def _map(
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     memory = mmap.mmap(fd, _HEADER_BYTES + num_bytes, flags=mmap.MAP_SHARED, prot=protection)
     array = np.frombuffer(memory, dtype=np.uint8)[_HEADER_BYTES:]
-    page = mmap.PAGESIZE  # no page may be locked twice, and what is copied must be all locked or not at all
+    page = mmap.PAGESIZE  # lock whole pages, none twice: a copy's range must be locked entirely or not at all
     used = [(0, num_bytes)] if extents is None else extents
     pages = merged((start // page * page, -(-stop // page) * page) for start, stop in used)
     for start, stop in pages:
         unpin = pin(array.ctypes.data + start, min(stop, num_bytes) - start, device, writable=write)
         if unpin is not None:
-            weakref.finalize(array, unpin).atexit = False  # views are gone by then, the mapping is not yet
+            weakref.finalize(array, unpin).atexit = False  # by then the views are gone, but not yet the mapping
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch knows no read-only tensors
         return torch.from_numpy(array)
@@ -208,54 +185,52 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-# What changed in a bucket since an older version of it, bit by bit. Pure; knows neither tensors' types nor peers.
+# What changed in a bucket since an older version of it, bit by bit. Pure; knows neither dtypes nor peers.
 #
-# A small optimiser step leaves most low-precision weights as they were, so the changed elements and where they are
-# take far less than the bucket. A sender encodes, a receiver that still has the older version applies. Elements are
-# compared and copied as integers: NaN payloads and -0.0 survive. A delta has no checksum and does not know its base:
+# A small optimizer step leaves most low-precision weights unchanged, so the changed elements and their positions take
+# far fewer bytes than the bucket. A sender encodes; a receiver that still has the older version applies. Elements are
+# compared and copied as integers, so NaN payloads and -0.0 survive. A delta has no checksum and does not know its base:
 # its carrier vouches for both.
 #
 #     header | gaps: one or more codes each | the changed elements' new values, in order
 #
-# The header has a magic number (4 bytes), the sizes of an element and of a code (2 bytes each), and how many elements
-# the bucket has, how many of them changed, and how many bytes the gaps take (8 bytes each). A gap is the number of
+# The header has a magic number (4 bytes), the sizes of an element and of a code (2 bytes each), then the number of
+# elements in the bucket, the number of changed ones and the bytes of the gaps (8 bytes each). A gap is the number of
 # unchanged elements before a changed one. Its codes are little-endian integers of 1, 2 or 4 bytes, whichever makes the
-# delta smallest; the largest integer says "this many, and the next code goes on". Elements 1 and 302 of a bucket
+# delta smallest; the largest integer means "this many, and another code follows". If elements 1 and 302 of a bucket
 # changed, with codes of one byte:
 #
 #     positions 1, 302     gaps 1, 300     codes 1, 255, 45
 #
-# Both directions work in blocks that fit a cache, so scratch memory is small; encoding also holds the changes
-# themselves.
+# Both directions work in blocks that fit a cache, so they need little scratch memory; encoding also holds the changes.
 
 _MAGIC = b"AFd1"
 _HEADER = struct.Struct("<4sHHQQQ")
 _CODE_BYTES = (1, 2, 4)
+# Elements or codes per block.
 _BLOCK = 1 << 18
-"""Elements or codes taken at a time."""
 
 _Array = npt.NDArray[np.unsignedinteger[Any]]
 _Positions = npt.NDArray[np.int64]
 
 
 def encode_delta(new: Tensor, base: Tensor, *, element_bytes: int) -> Tensor | None:
-    """Return what turns `base` into `new`, if that is less than `new` itself.
+    """Return what turns `base` into `new` (uint8, shorter than `new`); None: send `new` whole.
 
     Args:
         new: uint8 [bytes], on the CPU, contiguous; whole elements.
         base: uint8 [bytes], the same bucket of an older version.
-        element_bytes: size of an element: 1, 2, 4 or 8 bytes.
-
-    Returns:
-        uint8 [bytes], shorter than `new`; None: send `new` whole.
+        element_bytes: 1, 2, 4 or 8.
     """
     assert new.numel() == base.numel(), f"{new.numel()} bytes against a base of {base.numel()}"
     elements, old = _elements(new, element_bytes), _elements(base, element_bytes)
+    # A change costs at least one code byte and the element.
     changes = _find_changes(elements, old, most=(new.numel() - _HEADER.size) // (1 + element_bytes))
     if changes is None:
         return None
     gaps, values = changes
     num_changed = sum(map(len, values))
+    # A gap takes one code, and one more for every full escape in it.
     num_codes = {width: num_changed + sum(int((gap // _escape(width)).sum()) for gap in gaps) for width in _CODE_BYTES}
     code_bytes = min(_CODE_BYTES, key=lambda width: width * num_codes[width])
     gap_bytes = code_bytes * num_codes[code_bytes]
@@ -271,18 +246,17 @@ def encode_delta(new: Tensor, base: Tensor, *, element_bytes: int) -> Tensor | N
 
 
 def apply_delta(delta: Tensor, target: Tensor, *, element_bytes: int) -> None:
-    """Turn `target` from the delta's base into the version that was encoded, in place.
-
-    The delta is checked as a whole before the first write; a refused one leaves `target` as it was.
+    """Turn `target` from the delta's base into the encoded version, in place.
 
     Args:
         delta: uint8 [bytes], on the CPU, contiguous; from `encode_delta`, or whatever a peer sent in its place.
         target: uint8 [bytes], on the CPU, contiguous; holds the base.
-        element_bytes: size of an element: 1, 2, 4 or 8 bytes.
+        element_bytes: 1, 2, 4 or 8.
 
     Raises:
-        WeightSyncError: the delta is malformed or belongs to a bucket of another size or element size.
+        WeightSyncError: the delta is malformed or for a bucket of another size or element size; `target` is unchanged.
     """
+    # Check everything before the first write.
     layout = _parse(delta.numpy(), target.numel(), element_bytes)
     elements = _elements(target, element_bytes)
     taken = 0
@@ -292,14 +266,14 @@ def apply_delta(delta: Tensor, target: Tensor, *, element_bytes: int) -> None:
 
 
 class _Layout(NamedTuple):
-    """A delta that passed all checks: every position that `codes` yield lies inside of the target."""
+    """A delta that passed all checks: every position that `codes` yield lies inside the target."""
 
     codes: _Array
     values: _Array
 
 
 def _find_changes(new: _Array, base: _Array, *, most: int) -> tuple[list[_Array], list[_Array]] | None:
-    """Return gaps and new values of the changed elements, by block; None as soon as they are more than `most`."""
+    """Return gaps and new values of the changed elements, by block; None as soon as there are more than `most`."""
     gap_type = np.promote_types(np.uint32, np.min_scalar_type(new.size))
     gaps, values = [], []
     num_changed, previous = 0, -1
@@ -345,7 +319,7 @@ def _decode_gaps(codes: _Array) -> Iterator[_Positions]:
 
 def _parse(delta: npt.NDArray[np.uint8], target_bytes: int, element_bytes: int) -> _Layout:
     if delta.size < _HEADER.size:
-        raise WeightSyncError(f"a delta of {delta.size} bytes is cut off: its header alone has {_HEADER.size}")
+        raise WeightSyncError(f"a delta of {delta.size} bytes is truncated: its header alone has {_HEADER.size}")
     fields = _HEADER.unpack(delta[: _HEADER.size].tobytes())
     magic, header_element_bytes, code_bytes, num_elements, num_changed, gap_bytes = fields
     if magic != _MAGIC or code_bytes not in _CODE_BYTES:
@@ -368,7 +342,7 @@ def _parse(delta: npt.NDArray[np.uint8], target_bytes: int, element_bytes: int) 
 
 
 def _check_codes(codes: _Array, num_changed: int, num_elements: int) -> None:
-    """Positions only grow, so the last one, known from sums alone, vouches for all."""
+    # Positions only grow, so checking the last one, which follows from sums alone, checks them all.
     escape = _escape(codes.itemsize)
     num_gaps, skipped = 0, 0
     for start in range(0, codes.size, _BLOCK):
@@ -400,32 +374,31 @@ def _escape(code_bytes: int) -> int:
     return int((1 << 8 * code_bytes) - 1)
 
 
-# One version of the weights in memory: a flat buffer in which every tensor lies whole, under its Hugging Face name.
+# One version of the weights in memory: a flat buffer that holds every whole tensor under its Hugging Face name.
 #
 # Weights are written, checked, sent and loaded through a region: the trainer's ranks write their pieces into it,
-# receivers view whole tensors in it. A region does not know whose memory it is.
+# receivers view whole tensors in it. A region does not care whose memory it is.
 
 
 class RegionLayout:
-    """Where everything of a plan lies, or a share of it; made once per plan."""
+    """Where the tensors of a plan, or a share of them, lie; made once per plan.
+
+    Args:
+        share: numbers of the tensors that have a place; None: all.
+    """
 
     def __init__(self, plan: TransferPlan, share: Collection[int] | None = None) -> None:
-        """Args:
-        plan: of all tensors.
-        share: numbers of those that have a place; None: all.
-        """
         self.plan = plan
         self._specs = tuple(plan.tensors.values())
         self._starts: dict[int, int] = {}
+        # Size of memory with this layout.
         self.num_bytes = 0
-        """Of memory with this layout."""
         for number, spec in enumerate(self._specs):
             if share is None or number in share:
                 self._starts[number] = self.num_bytes
                 self.num_bytes += spec.room_bytes
 
     def has(self, number: int) -> bool:
-        """Return whether a tensor has a place."""
         return number in self._starts
 
     def run(self, piece: Piece) -> tuple[int, int] | None:
@@ -442,31 +415,31 @@ class RegionLayout:
         return self._starts[number], self._specs[number].num_bytes
 
     def extents(self, buckets: Iterable[Bucket]) -> list[tuple[int, int]]:
-        """Return the bytes (start, stop) that buckets lie in, merged where they meet."""
+        """Return the byte ranges (start, stop) of buckets, merged where they meet."""
         runs = []
         for piece in (piece for bucket in buckets for piece in bucket.pieces):
+            # A piece that is no single run counts as its whole tensor.
             start, num_bytes = self.run(piece) or self.extent(piece.tensor)
             runs.append((start, start + num_bytes))
         return merged(runs)
 
     def spec(self, number: int) -> TensorSpec:
-        """Return the shape and dtype of a whole tensor."""
         return self._specs[number]
 
 
 class Region:
-    """Memory laid out by a plan."""
+    """Memory laid out by a plan.
+
+    Args:
+        memory: uint8 [at least layout.num_bytes], 64-byte aligned; on the CPU wherever bytes are hashed or packed.
+    """
 
     def __init__(self, memory: Tensor, layout: RegionLayout) -> None:
-        """Args:
-        memory: uint8 [at least layout.num_bytes], 64-byte aligned; what hashes or packs needs it on the CPU.
-        layout: of the plan.
-        """
         self._memory = memory
         self.layout = layout
 
     def tensor(self, number: int) -> Tensor:
-        """Return a whole tensor, a view; on device `meta` if it has no place."""
+        """Return a view of a whole tensor, or one on device `meta` if it has no place."""
         spec = self.layout.spec(number)
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if not self.layout.has(number):
@@ -475,7 +448,7 @@ class Region:
         return self._memory[start : start + num_bytes].view(dtype).view(spec.shape)
 
     def piece(self, piece: Piece) -> Tensor:
-        """Return a part of a tensor, a view in the box's shape."""
+        """Return a view of a part of a tensor, in the box's shape."""
         return self.tensor(piece.tensor)[piece.box.slices]
 
     def views(self, matched: Mapping[str, Piece]) -> dict[str, Tensor]:
@@ -483,11 +456,11 @@ class Region:
         return {name: self.piece(piece) for name, piece in matched.items()}
 
     def bytes_at(self, start: int, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes], a view."""
+        """Return a view, uint8 [num_bytes]."""
         return self._memory[start : start + num_bytes]
 
     def packed(self, bucket: Bucket) -> Tensor:
-        """Return a bucket's bytes, uint8 [num_bytes]: a view where it is one run of memory, else a copy."""
+        """Return a bucket's bytes, uint8 [num_bytes]: a view where they are one run of memory, else a copy."""
         if len(bucket.pieces) == 1:
             return self._bytes_of(bucket.pieces[0])
         out = torch.empty(bucket.num_bytes, dtype=torch.uint8)
@@ -495,12 +468,10 @@ class Region:
         return out
 
     def pack(self, pieces: Sequence[Piece], out: Tensor) -> None:
-        """Copy the bytes of pieces to `out`, uint8 of their size."""
         if pieces:
             torch.cat([self._bytes_of(piece) for piece in pieces], out=out)
 
     def unpack(self, pieces: Sequence[Piece], packed: Tensor) -> None:
-        """Write the bytes of pieces to where they belong."""
         offset = 0
         for piece in pieces:
             target = self.piece(piece)
@@ -514,16 +485,16 @@ class Region:
             offset += num_bytes
 
     def copy(self, bucket: Bucket, source: "Region") -> None:
-        """Copy a bucket from a region of the same layout."""
         for piece in bucket.pieces:
             run = self.layout.run(piece)
             if run is not None:
-                np.copyto(self.bytes_at(*run).numpy(), source.bytes_at(*run).numpy())  # one thread: others generate
+                # One thread, unlike torch's copy: the other cores are generating.
+                np.copyto(self.bytes_at(*run).numpy(), source.bytes_at(*run).numpy())
             else:
                 self.piece(piece).copy_(source.piece(piece))
 
     def checksum(self, bucket: Bucket) -> int:
-        """Return the xxh3 (64 bits) of a bucket's bytes; reads them all."""
+        """Return the 64-bit xxh3 of a bucket's bytes; reads all of them."""
         hasher = xxhash.xxh3_64()
         for piece in bucket.pieces:
             hasher.update(self._bytes_of(piece).numpy().data)
@@ -537,5 +508,5 @@ class Region:
 
 
 def version_checksum(checksums: Sequence[int]) -> int:
-    """Return the checksum of a whole version: xxh3 (64 bits) of its buckets' checksums in order."""
+    """Return the checksum of a whole version: 64-bit xxh3 of its buckets' checksums, in order."""
     return int(xxhash.xxh3_64_intdigest(b"".join(each.to_bytes(8, "little") for each in checksums)))

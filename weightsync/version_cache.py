@@ -1,10 +1,9 @@
-"""A receiver's versions for its engine: the newest one that was checked, and memory on its device for the next.
+"""A receiver's versions for its engine: the newest one that was checked, and memory on its device for the next."""
 
-    receiver's threads     memory() ... write, check ... put(v2)                  (v1 is released: it is not used)
-    engine's thread        load() v1 ....................... load() v2
-
-Thread-safe. It knows no agent and no broadcast: with a version comes what to do once it is no longer used.
-"""
+#     receiver's threads     memory() ... write, check ... put(v2)                  (v1 is released: it is not used)
+#     engine's thread        load() v1 ....................... load() v2
+#
+# Thread-safe. It knows neither agents nor broadcasts: each version comes with what to do once it is no longer used.
 
 import threading
 import time
@@ -23,28 +22,29 @@ from weightsync.slot_memory import Region, RegionLayout, private_memory
 from weightsync.version import Version
 
 _CPU = torch.device("cpu")
+# How often a wait checks its stop event (s).
 _LOOK_S = 0.5
-"""How often a wait looks at its stop event (s)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReadyVersion:
-    """A version that was checked.
-
-    Attributes:
-        version, views: what, by the engine's names.
-        own: it lies in memory of the cache; else in the agent's.
-        release: called once when it is used no more.
-    """
+    """A version that was checked."""
 
     version: Version
-    views: Mapping[str, Tensor]
-    own: bool
-    release: Callable[[], None]
+    views: Mapping[str, Tensor]  # by the engine's names
+    own: bool  # in memory of the cache; otherwise in the agent's
+    release: Callable[[], None]  # called once, when the version is not used any more
 
 
 class VersionCache:
-    """Between the threads that get versions and the one that loads them."""
+    """Between the threads that get versions and the one that loads them.
+
+    Args:
+        source: the agent's name, for errors.
+        adopts: a loaded version stays in use until the next one is loaded.
+        arrived: called when a newer version is ready.
+        device: of its memory.
+    """
 
     def __init__(
         self,
@@ -54,19 +54,13 @@ class VersionCache:
         arrived: Callable[[], None] = lambda: None,
         device: torch.device = _CPU,
     ) -> None:
-        """Args:
-        source: the agent's name, for errors.
-        adopts: what was loaded stays in use until the next version was.
-        arrived: called when a newer version is ready.
-        device: of its memory.
-        """
         self._device = device
         self._arrived = arrived
         self._source = source
         self._adopts = adopts
         self._changed = threading.Condition()
         self._ready: ReadyVersion | None = None
-        self._used: list[ReadyVersion] = []  # by the engine: during `load`, and after it if it adopts
+        self._used: list[ReadyVersion] = []  # by the engine: during `load`, and afterwards if it adopts
         self._newest: Version | None = None
         self._loaded: Version | None = None
         self._coming: Version | None = None
@@ -75,16 +69,15 @@ class VersionCache:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that was ready, but for one that made room before it was loaded."""
+        """The newest version that was ready, except one that made room before it was loaded."""
         return self._newest
 
     @property
     def loaded(self) -> Version | None:
-        """The version that the engine has."""
         return self._loaded
 
     def put(self, ready: ReadyVersion) -> bool:
-        """Have the engine load this next; returns False, and releases it, if there was something newer already."""
+        """Offer a version to the engine; False: a newer one is here already, and this one is released."""
         with self._changed:
             unused = [ready]
             if self._newest is None or ready.version > self._newest:
@@ -93,6 +86,7 @@ class VersionCache:
                 self._newest, self._error = ready.version, None
                 self._changed.notify_all()
             unused = self._unused(unused)
+        # Outside the lock, since a release may send a message.
         _release(unused)
         taken = ready not in unused
         if taken:
@@ -100,12 +94,11 @@ class VersionCache:
         return taken
 
     def has_newer(self, version: Version | None) -> bool:
-        """Return whether a version newer than this one is ready."""
         ready = self._ready
         return ready is not None and (version is None or ready.version > version)
 
     def load(self, apply: Callable[[Mapping[str, Tensor]], None], *, newer_than: Version | None) -> Version | None:
-        """Give the newest version to `apply`, if it is newer; returns it, or None."""
+        """Give the newest version to `apply` if it is newer; returns it, or None."""
         ready = self.hold(lambda version: newer_than is None or version > newer_than)
         if ready is None:
             return None
@@ -114,7 +107,7 @@ class VersionCache:
         return ready.version
 
     def hold(self, wanted: Callable[[Version], bool]) -> ReadyVersion | None:
-        """Return the newest version if it is `wanted`; it stays as it is until `let_go`, or until one is held again."""
+        """Return the newest version if it is `wanted`; it stays intact until `let_go` or the next `hold`."""
         with self._changed:
             ready = self._ready
             if ready is None or not wanted(ready.version):
@@ -126,7 +119,6 @@ class VersionCache:
         return ready
 
     def let_go(self, ready: ReadyVersion) -> None:
-        """The engine has a version that was held."""
         with self._changed:
             former = self._used
             self._loaded = ready.version
@@ -135,20 +127,21 @@ class VersionCache:
         _release(unused)
 
     def drop(self) -> None:
-        """Forget the ready version if it was loaded, so that its memory can be used again."""
+        """Forget the ready version if it was loaded, so that its memory can be reused."""
         with self._changed:
             unused = self._forget_loaded()
         _release(unused)
 
     def memory(self, layout: RegionLayout) -> Region:
-        """Return unused memory of this process, for a version that comes; then `put` it or `recycle`.
+        """Return unused memory of this process for a coming version; then `put` it or `recycle`.
 
-        A version in such memory that the engine has not loaded by now, and is not loading, makes room: there is one
-        beside the engine's own. Should the one that comes break, the agent still has it.
+        A version in such memory that the engine has neither loaded nor is loading makes room.
         """
+        # Keep only one version beside the engine's own. If the coming one breaks, the agent still has it.
         with self._changed:
             unused = [] if self._adopts else self._give_up()
         _release(unused)
+        # A release above may have recycled a region.
         with self._changed:
             fitting = [region for region in self._free if region.layout is layout]
             self._free = fitting[1:]
@@ -162,13 +155,13 @@ class VersionCache:
         )
 
     def recycle(self, region: Region) -> None:
-        """Let memory be used again; one version's is kept."""
+        """Let memory be reused; only one version's memory is kept."""
         with self._changed:
             self._free = [region]
 
     @contextmanager
     def coming(self, version: Version) -> Iterator[None]:
-        """Have others wait in `came` for this version while it is received."""
+        """Make others wait in `came` for this version while it is being received."""
         with self._changed:
             self._coming = version
         try:
@@ -183,12 +176,12 @@ class VersionCache:
         with self._changed:
             while not stop.is_set() and self._coming is not None and self._coming >= version:
                 if self._coming > version and self._newest is None:
-                    break  # better an older one now than nothing
+                    break  # better an older version now than none
                 self._changed.wait(_LOOK_S)
             return self._newest is not None and self._newest >= version
 
     def fail(self, error: Exception) -> bool:
-        """Note why there is no newer version; returns False if that is known."""
+        """Note why there is no newer version; False: that was known."""
         with self._changed:
             changed = str(error) != str(self._error)
             self._error = error
@@ -196,7 +189,7 @@ class VersionCache:
         return changed
 
     def connected(self) -> None:
-        """The agent answers: it is no longer the reason."""
+        """The agent answers again: forget an error that said otherwise."""
         with self._changed:
             if isinstance(self._error, TransportError):
                 self._error = None
@@ -205,14 +198,13 @@ class VersionCache:
         """Wait until `wanted()`; False: `over()` came first.
 
         Args:
-            wanted: is asked when something changes.
+            wanted: asked whenever something changes.
             what: is missing, for the error.
-            timeout_s: deadline.
-            over: is asked twice a second.
+            over: asked twice a second.
 
         Raises:
-            WeightsLate: not within `timeout_s`; says why.
-            PlanError: trainer and engine do not agree on a tensor.
+            WeightsLate: not within `timeout_s`; the message says why.
+            PlanError: trainer and engine disagree on a tensor.
             EngineFailed: the engine has ended.
         """
         deadline = time.monotonic() + timeout_s
@@ -232,7 +224,6 @@ class VersionCache:
                 raise WeightsLate(f"{what} did not come within {timeout_s:g} s{why}")
 
     def wake(self) -> None:
-        """Let waits look whether they are over."""
         with self._changed:
             self._changed.notify_all()
 
@@ -255,29 +246,25 @@ class VersionCache:
 
 
 class EngineViews:
-    """Which parts of a version an engine wants, under its own names; found once per plan."""
+    """Which parts of a version an engine wants, under its own names; found once per plan.
+
+    Args:
+        needs: what the engine wants, by its own names; None: everything, by the trainer's names.
+        whole: the engine takes the whole model; False: its ranks share it.
+        share: names that this process reads and keeps copies of; None: all.
+    """
 
     def __init__(self, needs: Mapping[str, Need] | None, *, whole: bool, share: Collection[str] | None = None) -> None:
-        """Args:
-        needs: what the engine wants, by its own names; None: everything, by the trainer's.
-        whole: the engine takes the whole model; False: its ranks share it.
-        share: names of which this process keeps copies, and reads anything; None: all.
-        """
         self._needs = needs
         self._whole = whole
         self._share = share
         self._known: dict[str, tuple[RegionLayout, dict[str, Piece], frozenset[int], RegionLayout]] = {}
 
     def layout(self, digest: str, connection: Connection) -> RegionLayout:
-        """Return a plan's layout, the same object every time.
+        """Return a plan's layout, the same object every time; `connection` is to an agent that knows the plan.
 
-        Args:
-            digest: of the plan.
-            connection: to an agent that knows it.
-
-        Raises:
-            PlanError: the engine does not fit the trainer.
-            TransportError: the plan was not known here, and the agent is gone.
+        Raises PlanError if the engine does not fit the trainer, TransportError if the plan was not known here, and the
+        agent is gone.
         """
         if digest not in self._known:
             plan, needs = fetch_plan(connection, digest), self._needs
@@ -290,19 +277,18 @@ class EngineViews:
         return self._known[digest][0]
 
     def own_layout(self, layout: RegionLayout) -> RegionLayout:
-        """Return the layout of copies in this process's memory; `layout` is from here."""
+        """Return the layout of copies in this process's memory; `layout` comes from this object, as below."""
         return self._known[layout.plan.digest()][3]
 
     def extents(self, layout: RegionLayout) -> tuple[tuple[int, int], ...]:
-        """Return the bytes (start, stop) of a slot that this process reads; `layout` is from here."""
+        """Return the byte ranges (start, stop) of a slot that this process reads."""
         return tuple(layout.extents(bucket for bucket in layout.plan.buckets if self.reads(bucket, layout)))
 
     def reads(self, bucket: Bucket, layout: RegionLayout) -> bool:
-        """Return whether this process reads anything of a bucket; `layout` is from here."""
         return bucket.index in self._known[layout.plan.digest()][2]
 
     def of(self, region: Region) -> dict[str, Tensor]:
-        """Return the engine's views of a region whose layout is from here, on device `meta` where it has nothing."""
+        """Return the engine's views of a region; on device `meta` where the region has nothing."""
         return region.views(self._known[region.layout.plan.digest()][1])
 
 

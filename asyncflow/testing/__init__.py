@@ -1,4 +1,4 @@
-"""Conformance suites, for engines and storage backends of your own too; they need pytest. AsyncFlow's own pass them.
+"""Conformance suites for engines and storage backends, including your own; they need pytest. AsyncFlow's own pass them.
 
     # test_my_engine.py
     from asyncflow.testing.generating import *
@@ -9,7 +9,7 @@
 
     ADAPTERS = [Mine()]
 
-What an engine cannot do is said by its adapter's flags, where the protocol allows it; everything else must hold.
+Where the protocol allows it, the adapter's flags say what an engine cannot do; everything else must hold.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""What the suite has to know about a generating engine."""
+"""What the suite must know about a generating engine."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,42 +20,41 @@ from workers.settings.schedule import ScheduleConfig
 
 
 class Adapter:
-    """Opens one kind of engine and says what it promises; the defaults are those of an engine with a real model."""
+    """Opens one kind of engine and says what it promises; the defaults suit an engine with a real model."""
 
     engine: ClassVar[str]
     """`module:Class`, as `rollout.engine` names it; not needed where `open` is overridden."""
     options: ClassVar[Mapping[str, Any]] = {}
     """`rollout.engine_options`."""
     marks: ClassVar[Sequence[pytest.MarkDecorator]] = ()
-    """Of the tests with the first of `families`."""
+    """Marks of the tests with the first of `families`."""
     families: ClassVar[tuple[str, ...]] = ("llama",)
-    """Of tiny models (tiny_model.py) to run; none: it computes nothing, and is left out of tests of what is drawn."""
+    """Tiny models to run (`training.save_tiny_model`); empty: it computes nothing, and skips tests of drawn tokens."""
     model: ClassVar[Mapping[str, Any]] = {}
-    """Changes of the tiny models' configurations, such as a head size that the engine's kernels have."""
+    """Changes to the tiny models' configurations, such as a head size that the engine's kernels support."""
     sampling: ClassVar[Mapping[str, Any]] = {}
-    """Changes of how responses are drawn, where the engine cannot do it as the suite would."""
+    """Changes to the sampling settings, where the engine cannot sample as the suite would."""
     draws_ignore_batch: ClassVar[bool] = True
-    """The same seed gives the same draws whatever else is in the batch."""
+    """Whether the same seed gives the same draws whatever else is in the batch."""
     loads_weights: ClassVar[bool] = True
-    """`load_weights` replaces what it computes with."""
+    """Whether `load_weights` replaces the weights that it computes with."""
     keeps_cache: ClassVar[bool] = False
-    """A response into which weights were swapped goes on with keys and values of the old ones, so log-probabilities of
-    its later tokens are not those of the new weights alone."""
+    """Whether a running response keeps its keys and values over a swap of weights. If so, the log-probabilities of its
+    later tokens are not those of the new weights alone."""
     tolerance: ClassVar[float] = 2e-5
     """Largest error of a log-probability in float32."""
 
     @property
     def name(self) -> str:
-        """Prefix of its test names."""
         return self.engine.rpartition(":")[2]
 
     @contextmanager
     def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[GenerateEngine]:
-        """Open an engine, which all tests of a family share; it is closed on leaving, at the end.
+        """Open an engine, which all tests of a family share; it is closed on leaving.
 
         Args:
-            model_dir: a Hugging Face directory with weights (of a tiny model; of the first of `families`, if none).
-            sampling: what it draws; `batch_size` responses at a time.
+            model_dir: a Hugging Face directory with weights (of a tiny model; a llama if `families` is empty).
+            sampling: how it draws; `batch_size` responses at a time.
         """
         own = sampling.model_copy(update={"engine": self.engine, "engine_options": dict(self.options)})
         run = run_config(model_dir, own.model_dump())
@@ -69,7 +68,6 @@ class Adapter:
 
 
 def run_config(model_dir: Path, rollout: Mapping[str, Any], *, actor: ActorConfig | None = None) -> RunConfig:
-    """Return the configuration of a run with a model and an engine."""
     return RunConfig(
         steps=1,
         roles={"rollout": 1, "actor": 1},

@@ -1,5 +1,7 @@
-"""What every storage backend does alike: `from asyncflow.testing.backends import *` in a test module that has a fixture
-`open_backend`, which returns a function: name of a unit -> its backend, all units of one run at one server.
+"""What all storage backends have in common: `from asyncflow.testing.backends import *` in a test module.
+
+The module must have a fixture `open_backend` that returns a function: name of a unit -> its backend, with all units of
+one run at one server.
 """
 
 import re

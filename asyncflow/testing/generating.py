@@ -1,4 +1,4 @@
-"""What every generating engine does alike: `from asyncflow.testing.generating import *` in a test module that has
+"""What all generating engines have in common: `from asyncflow.testing.generating import *` in a test module that has
 `ADAPTERS`.
 """
 
@@ -30,41 +30,31 @@ DEADLINE_S = 120.0
 
 @dataclass
 class Lab:
-    """Attributes:
-    adapter: of the engine.
-    engine: under test.
-    sampling: how it draws.
-    old, new: directories of two models of the same shape; `old` is loaded when a test begins.
-    """
-
     adapter: Adapter
     engine: GenerateEngine
-    sampling: SamplingConfig
-    old: Path
-    new: Path
+    sampling: SamplingConfig  # how it draws
+    old: Path  # directory of a model, which is loaded when a test begins
+    new: Path  # directory of another model of the same shape
 
     def reset(self) -> "Lab":
-        """Make the engine idle, with the old weights, as version 0."""
         self.engine.abort()
         if self.adapter.loads_weights:
             self.swap(self.old, version=0)
         return self
 
     def swap(self, path: Path, *, version: int) -> None:
-        """Load the weights of a directory, as the rollout does."""
         self.engine.load_weights(self.adapter.weights(path))
         self.engine.version = version
 
     @cached_property
     def references(self) -> dict[int, Reference]:
-        """Old and new weights as versions 0 and 1."""
         return {
             version: Reference(path, temperature=self.sampling.temperature)
             for version, path in enumerate((self.old, self.new))
         }
 
     def requests(self, num: int, *, first: int = 0, group: int = 2) -> list[GenerateRequest]:
-        """Return groups of responses, as they come from the queue; prompts of one to nineteen tokens."""
+        """Return groups of requests, as they come from the queue; prompts have 1 to 19 tokens."""
         made = []
         for row in range(first, first + num):
             length = 1 + 6 * (row // group % 4)
@@ -73,7 +63,6 @@ class Lab:
         return made
 
     def step_until_some(self) -> list[Generation]:
-        """Step until at least one response is finished."""
         deadline = time.monotonic() + DEADLINE_S
         never = threading.Event()
         while not (finished := self.engine.step(never)):
@@ -82,7 +71,7 @@ class Lab:
         return finished
 
     def drain(self, requests: Sequence[GenerateRequest] = ()) -> list[Generation]:
-        """Answer `requests`, filling places as they get free, and what runs; returns the responses by ticket."""
+        """Answer `requests` as places become free, and finish whatever runs; returns the responses by ticket."""
         waiting, responses = deque(requests), []
         while waiting or self.engine.num_running:
             number = min(self.engine.free_slots, len(waiting))
@@ -92,11 +81,12 @@ class Lab:
         return sorted(responses, key=lambda response: response.ticket)
 
     def assert_like_reference(self, request: GenerateRequest, response: Generation) -> None:
-        """Compare the log-probability of every token with the float64 reference of the weights that drew it."""
+        """Compare every token's log-probability with the float64 reference of the weights that drew it."""
         versions = set(response.versions_R.tolist())
         for version in versions:
             drawn = response.versions_R == version
             expected = self.references[version].log_probs(request.prompt_P, response.response_R)
+            # Tokens drawn after a swap on a kept cache mix keys of two versions, which no single reference has.
             if version == 0 or len(versions) == 1 or not self.adapter.keeps_cache:
                 torch.testing.assert_close(
                     response.log_probs_R[drawn].double(), expected[drawn], rtol=0, atol=self.adapter.tolerance
@@ -124,7 +114,7 @@ def _case(adapter: Adapter, family: str, name: str) -> ParameterSet:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads cost more than they give on models of this size."""
+    """On models of this size threads cost more than they gain."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -133,7 +123,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Adapter, str], tuple[Path, Path]]:
-    """Return a function that gives two models of a family, which differ in their weights."""
+    """Return a function that gives two models of a family with different weights."""
     made: dict[tuple[str, str], tuple[Path, Path]] = {}
 
     def make(adapter: Adapter, family: str) -> tuple[Path, Path]:
@@ -151,7 +141,7 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Adapter, s
 
 @pytest.fixture(scope="session")
 def open_lab(model_dirs: Callable[[Adapter, str], tuple[Path, Path]]) -> Iterator[Callable[..., Lab]]:
-    """Return a function that opens an engine, or gives the open one if it is alike; all are closed at the end."""
+    """Return a function that opens an engine or reuses an equal one; all are closed at the end."""
     with ExitStack() as stack:
         opened: dict[object, Lab] = {}
 
@@ -170,13 +160,12 @@ def open_lab(model_dirs: Callable[[Adapter, str], tuple[Path, Path]]) -> Iterato
 
 @pytest.fixture
 def lab(request: pytest.FixtureRequest, open_lab: Callable[..., Lab]) -> Lab:
-    """An idle engine with the old weights, as version 0."""
     return open_lab(*request.param).reset()
 
 
 @pytest.fixture
 def model_lab(request: pytest.FixtureRequest, open_lab: Callable[..., Lab]) -> Lab:
-    """As `lab`, with a model that computes."""
+    """Like `lab`, with a model that computes."""
     return open_lab(*request.param).reset()
 
 
@@ -238,7 +227,7 @@ def test_new_weights_take_the_place_of_the_old_ones_entirely(model_lab: Lab) -> 
     requests = model_lab.requests(12)
     before = model_lab.drain(requests)
     model_lab.swap(model_lab.new, version=1)
-    after = model_lab.drain(requests)  # the same prompts: what was kept of them would show
+    after = model_lab.drain(requests)  # the same prompts, so stale cached state would show
     assert any(not one.response_R.equal(other.response_R) for one, other in zip(before, after, strict=True))
     for request, response in zip(requests, after, strict=True):
         assert response.versions_R.tolist() == [1] * len(response.response_R)
@@ -349,7 +338,7 @@ def test_cancel_frees_places_and_leaves_the_others_as_they_were(lab: Lab, early:
     running = sorted({request.ticket for request in requests} - {response.ticket for response in responses})
     cancelled, left = running[:3], running[3:]
     assert left, "all responses are of one length"
-    for ticket in [*cancelled, *cancelled, 12345]:  # those that do not run change nothing
+    for ticket in [*cancelled, *cancelled, 12345]:  # cancelling what does not run changes nothing
         lab.engine.cancel(ticket)
     assert (lab.engine.num_running, lab.engine.free_slots) == (len(left), slots - len(left))
     lab.engine.submit(late)
@@ -431,7 +420,7 @@ def test_bad_request_is_refused_and_nothing_begins(model_lab: Lab, prompt: torch
 
 
 def _set() -> threading.Event:
-    """Return a wake that lets no step wait."""
+    """Return a wake event that lets no step wait."""
     event = threading.Event()
     event.set()
     return event

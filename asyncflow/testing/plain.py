@@ -17,24 +17,16 @@ from asyncflow.testing import samples
 
 @dataclass(frozen=True)
 class Plain:
-    """What a model says before and after the suite's updates.
+    """A model's results before and after the suite's updates."""
 
-    Attributes:
-        log_probs: float64, of every sample's response.
-        trained_log_probs: the same after the updates.
-        updates: (gradient norm, learning rate) of each.
-        weights: after the updates, by Hugging Face name, tied ones once.
-    """
-
-    log_probs: list[Tensor]
-    trained_log_probs: list[Tensor]
-    updates: list[tuple[float, float]]
-    weights: dict[str, Tensor]
+    log_probs: list[Tensor]  # float64, of every sample's response
+    trained_log_probs: list[Tensor]  # the same after the updates
+    updates: list[tuple[float, float]]  # (gradient norm, learning rate) of each
+    weights: dict[str, Tensor]  # after the updates, by Hugging Face name; tied ones once
 
     @staticmethod
     @lru_cache
     def of(model_dir: Path) -> "Plain":
-        """Train a model; the same for every layout."""
         before = _load(model_dir, torch.float64)
         model = _load(model_dir, torch.float32)
         actor = samples.ACTOR
@@ -65,7 +57,7 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
 
 def _load(model_dir: Path, dtype: torch.dtype) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
-    model.get_input_embeddings().padding_idx = None  # else the padding token's row would get no gradient
+    model.get_input_embeddings().padding_idx = None  # otherwise the padding token's row would get no gradient
     return model
 
 

@@ -1,8 +1,8 @@
-"""One rank of a training engine: does what the suite asks for, and writes what came out.
+"""One rank of a training engine: does what the suite asks for, and writes the results.
 
 python -m asyncflow.testing.rank MODULE:ADAPTER LAYOUT RANK ROOT
 
-ROOT holds a model per family; results are ROOT/LAYOUT/FAMILY-RANK.pt.
+ROOT holds a model per family; results are ROOT/LAYOUT/FAMILY/rank-RANK.pt.
 """
 
 import importlib
@@ -28,8 +28,6 @@ Open = Callable[[], TrainEngine]
 
 
 def run(adapter: TrainAdapter, layout: str, model_dir: Path, out: Path) -> dict[str, Any]:
-    """Everything, with one family."""
-
     def open_engine() -> TrainEngine:
         return adapter.open(model_dir, samples.ACTOR, temperature=samples.TEMPERATURE, layout=layout)
 
@@ -52,13 +50,12 @@ def run(adapter: TrainAdapter, layout: str, model_dir: Path, out: Path) -> dict[
 
 
 def log_probs(engine: TrainEngine, replica: int, num_replicas: int) -> list[tuple[list[int], Tensor]]:
-    """Of this replica's samples, then of all of them on the first replica alone."""
+    """Of this replica's samples, then of all samples on the first replica alone."""
     asked = [list(range(replica, 8, num_replicas)), list(range(8)) if replica == 0 else []]
     return [(rows, engine.log_probs(samples.sequences(rows)).cpu()) for rows in asked]
 
 
 def update(engine: TrainEngine, number: int, replica: int, num_replicas: int) -> tuple[float, float]:
-    """Returns the gradient norm and the learning rate."""
     for rows in samples.micro_batches(number, replica, num_replicas):
         engine.forward_backward(samples.sequences(rows), samples.loss)
     stats = engine.step(samples.SCALE)
@@ -66,7 +63,7 @@ def update(engine: TrainEngine, number: int, replica: int, num_replicas: int) ->
 
 
 def abandoned(engine: TrainEngine, replica: int, num_replicas: int) -> float:
-    """The difference that an abandoned step makes to log-probabilities; the last forward is without any backward."""
+    """Return how much an abandoned step changes log-probabilities; the last forward pass has no backward pass."""
     rows = list(range(replica, 8, num_replicas))
     before = engine.log_probs(samples.sequences(rows))
     engine.forward_backward(samples.sequences(rows), samples.loss)
@@ -75,7 +72,7 @@ def abandoned(engine: TrainEngine, replica: int, num_replicas: int) -> float:
 
 
 def pieces(engine: TrainEngine) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
-    """This rank's shards; to list them takes no collective."""
+    """Return this rank's shards; listing them must need no collective."""
     with CommDebugMode() as collectives:  # type: ignore[no-untyped-call]
         shards = [(s.name, s.shape, s.box.slices, s.values.detach().cpu().clone()) for s in engine.shards()]
     assert collectives.get_total_counts() == 0, "shards() is called for every version and must gather nothing"
@@ -86,7 +83,7 @@ def pieces(engine: TrainEngine) -> list[tuple[str, tuple[int, ...], tuple[slice,
 
 
 def resumed(engine: TrainEngine, other: TrainEngine, saved: Path, replica: int, num_replicas: int) -> bool:
-    """Whether an engine that was loaded makes the same next update, to the last bit."""
+    """Return whether an engine that loaded the state makes the same next update, to the last bit."""
     state = other.state_dict()
     dcp.load(state, checkpoint_id=saved)
     other.load_state_dict(state)
@@ -97,7 +94,7 @@ def resumed(engine: TrainEngine, other: TrainEngine, saved: Path, replica: int, 
 
 
 def refused(engine: TrainEngine) -> dict[str, str]:
-    """What an engine says to batches that no model can compute; all ranks get the same."""
+    """Return an engine's refusals of batches that no model can compute; all ranks get the same batches."""
     good = samples.sequences([0])
     assert good is not None
     first = good.tokens_T.clone()

@@ -1,4 +1,4 @@
-"""What every engine is given: samples, losses, settings. Used on both sides.
+"""Samples, losses and settings that every engine gets. Used on both sides.
 
 Legend of shapes: A response tokens of a batch.
 """
@@ -12,15 +12,17 @@ from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig
 
 TEMPERATURE, SCALE, UPDATES = 0.8, 1 / 16, 3
-# With the usual tiny eps AdamW would hide a wrong factor on the gradients, and blow rounding up.
+# With the usual tiny eps AdamW would hide a wrong factor on the gradients, and amplify rounding errors.
 ACTOR = ActorConfig(lr=1e-2, eps=0.05, weight_decay=0.1, grad_clip=4.0, lr_warmup_steps=2)
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:
-    """(prompt, response) of eight samples: two prompts with three responses, two with one; one response is empty. The
-    models' padding token is among them, since nothing is filled up with it: a token like any other."""
+    """Return eight samples (prompt, response): two prompts with three responses, two with one; one response is
+    empty.
+    """
     chance = torch.Generator().manual_seed(6)
     first, second, third, fourth = (torch.randint(2, 13, (n,), generator=chance) for n in (5, 3, 1, 4))
+    # The models' padding token: nothing is padded here, so it must work like any other token.
     first[1] = 0
     prompts = [first, second, first, third, second, first, fourth, second]
     return [
@@ -30,7 +32,6 @@ def samples() -> list[tuple[Tensor, Tensor]]:
 
 
 def sequences(rows: Sequence[int]) -> Sequences | None:
-    """The named samples as a micro-batch; None without any."""
     if not rows:
         return None
     chosen = [samples()[row] for row in rows]
@@ -38,12 +39,12 @@ def sequences(rows: Sequence[int]) -> Sequences | None:
 
 
 def loss(log_probs_A: Tensor, _entropy: Tensor) -> Tensor:
-    """Not linear, so that each token's gradient depends on its own value."""
+    """Nonlinear, so that each token's gradient depends on its own value."""
     return (log_probs_A + 1).square().sum()
 
 
 def micro_batches(update: int, replica: int, num_replicas: int) -> list[list[int]]:
-    """Rows of one replica's micro-batches in an update. In the second one the first replica has them all."""
+    """Return the rows of one replica's micro-batches. In the second update the first replica has them all."""
     if update == 2:
         return [[0, 1, 2, 3], [4, 5, 6, 7]] if replica == 0 else [[], []]
     return [list(range(replica, 8, num_replicas))]

@@ -1,4 +1,4 @@
-"""What the suite has to know about a training engine."""
+"""What the suite must know about a training engine."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,40 +15,37 @@ from workers.settings.engines import ActorConfig
 
 
 class TrainAdapter:
-    """Opens one kind of engine, in a process that is a rank; the defaults are those of a data-parallel engine."""
+    """Opens one kind of engine, in a process that is a rank; the defaults suit a data-parallel engine."""
 
     engine: ClassVar[str]
     """`module:Class`, as `actor.engine` names it; not needed where `open` is overridden."""
     options: ClassVar[Mapping[str, Any]] = {}
     """`actor.engine_options`."""
     families: ClassVar[tuple[str, ...]] = ("llama", "qwen2", "qwen3")
-    """Of tiny models (`asyncflow.testing.training`)."""
+    """Tiny models to run (`asyncflow.testing.training`)."""
     model: ClassVar[Mapping[str, Any]] = {}
-    """Changes of the tiny models' configurations, such as a head size that the engine's kernels have."""
+    """Changes to the tiny models' configurations, such as a head size that the engine's kernels support."""
     layouts: ClassVar[tuple[str, ...]] = ("1", "2")
-    """Ways of sharding to test, each a set of processes; a name that `open` understands."""
+    """Ways of sharding to test, each with its own processes; names that `open` understands."""
     packages: ClassVar[Sequence[str]] = ()
-    """That must be importable; else the tests are skipped."""
+    """Packages that must be importable; otherwise the tests are skipped."""
     shards_over_replicas: ClassVar[bool] = True
-    """Whether a parameter is divided over the replicas; else each has all of it."""
+    """Whether a parameter is divided over the replicas; otherwise each replica holds all of it."""
     tolerance: ClassVar[float] = 2e-5
     """Largest error of a log-probability in float32."""
 
     @property
     def name(self) -> str:
-        """Prefix of its test names."""
         return self.engine.rpartition(":")[2]
 
     def marks(self, layout: str) -> Sequence[pytest.MarkDecorator]:
-        """Return pytest's marks of the tests of a layout."""
         return ()
 
     def num_ranks(self, layout: str) -> int:
-        """Return the processes of a layout."""
         return int(layout)
 
     def prepare(self) -> None:
-        """Run first in every rank's process, before the process group is made."""
+        """Called first in every rank's process, before the process group exists."""
 
     def open(self, model_dir: Path, actor: ActorConfig, *, temperature: float, layout: str) -> TrainEngine:
         """Open the engine with the weights in a Hugging Face directory; the default process group exists."""

@@ -1,8 +1,8 @@
 """What every training engine must do: `from asyncflow.testing.training import *` in a test module that has `ADAPTERS`.
 
-An engine may need several processes, or what no other engine can live with, so the suite is in two halves: `rank` is a
-process of its own that opens the engine, does everything and writes down what came out; the tests compare that with
-plain PyTorch, for each adapter, layout and family of models.
+An engine may need several processes, or may clash with other engines. So the suite has two halves: `rank` is a separate
+process that opens the engine, does everything and records the results; the tests compare these with plain PyTorch, for
+each adapter, layout and family of models.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ from transformers import (
 from asyncflow.testing.plain import Plain
 from asyncflow.testing.train_adapter import TrainAdapter
 
-# Random models of two layers, and what they say in float64.
+# Random models of two layers, and their results in float64.
 #
 # Legend of shapes: P prompt tokens, R response tokens.
 
@@ -45,12 +45,12 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 }
 EOS = 1
 VOCABULARY = 13
+# Longest prompt plus response of the models (tokens).
 MAX_POSITIONS = 64
-"""Longest prompt and response of the models (tokens)."""
 
 
 def save_tiny_model(path: Path, family: str, *, seed: int, changes: Mapping[str, Any]) -> Path:
-    """Write a model whose responses are of very different lengths; returns its directory."""
+    """Write a model whose responses vary widely in length; returns its directory."""
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -81,39 +81,28 @@ class Reference:
 
     @torch.no_grad()
     def log_probs(self, prompt_P: Tensor, response_R: Tensor) -> Tensor:
-        """Return float64 [R]: log-probabilities of a response under the tempered distribution."""
+        """Return float64 [R]: a response's log-probabilities under the tempered distribution."""
         tokens = torch.cat([prompt_P, response_R])
         logits = self._model(tokens.unsqueeze(0)).logits[0, prompt_P.numel() - 1 : -1] / self._temperature
         picked: Tensor = logits.log_softmax(-1).gather(-1, response_R.unsqueeze(-1)).squeeze(-1)
         return picked
 
 
+# For all families of a layout, on a busy machine.
 DEADLINE_S = 800
-"""All families of a layout, on a busy machine."""
 pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
 
 
 @dataclass
 class Trained:
-    """What the ranks of one layout did with one family.
-
-    Attributes:
-        adapter: of the engine.
-        model_dir: the initial model.
-        out: holds `export`.
-        ranks: results of each rank, see rank.py.
-        plain: plain PyTorch, with the same model.
-    """
-
     adapter: TrainAdapter
-    model_dir: Path
-    out: Path
-    ranks: list[dict[str, Any]]
-    plain: Plain
+    model_dir: Path  # the initial model
+    out: Path  # holds `export`
+    ranks: list[dict[str, Any]]  # results of each rank, see rank.py
+    plain: Plain  # plain PyTorch, with the same model
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test every adapter, layout and family."""
     if "trained" in metafunc.fixturenames:
         adapters: list[TrainAdapter] = metafunc.module.ADAPTERS
         cases = [
@@ -127,7 +116,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TrainAdapter, str], Path]:
-    """Return a function that runs a layout once, and gives its directory."""
+    """Return a function that runs a layout once and gives its directory."""
     roots: dict[str, Path] = {}
     done: set[tuple[str, str]] = set()
 
@@ -149,7 +138,6 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TrainAdapte
 
 @pytest.fixture
 def trained(request: pytest.FixtureRequest, run_ranks: Callable[[TrainAdapter, str], Path]) -> Trained:
-    """What one layout did with one family."""
     adapter, layout, family = request.param
     for package in adapter.packages:
         if importlib.util.find_spec(package) is None:
@@ -180,7 +168,7 @@ def _run(adapter: TrainAdapter, layout: str, root: Path) -> None:
 
 
 def whole(trained: Trained, key: str) -> dict[str, Tensor]:
-    """Put the ranks' shards together; every element must come from some rank, and alike from all that hold it."""
+    """Assemble the ranks' shards; every element must come from some rank, and be equal on all ranks that hold it."""
     tensors: dict[str, Tensor] = {}
     for rank in trained.ranks:
         for name, shape, slices, values in rank[key]:
@@ -212,7 +200,7 @@ def test_updates_are_those_of_one_plain_process(trained: Trained) -> None:
 
 
 def test_log_probs_follow_the_weights(trained: Trained) -> None:
-    """A forward without a backward must not leave anything behind that an update does not change."""
+    """A forward pass without a backward pass must not leave anything behind that an update does not change."""
     for rank in trained.ranks:
         for rows, actual in rank["trained_log_probs"]:
             expected = torch.cat([trained.plain.trained_log_probs[row] for row in rows] or [torch.zeros(0)])
@@ -240,7 +228,7 @@ def test_a_rank_without_rows_takes_part(trained: Trained) -> None:
 
 
 def test_an_abandoned_step_leaves_nothing(trained: Trained) -> None:
-    """The first update's norm (compared above) would have the abandoned gradients in it."""
+    """The first update's norm (compared above) would contain the abandoned gradients."""
     assert [rank["abandoned"] for rank in trained.ranks] == [0.0] * len(trained.ranks)
 
 

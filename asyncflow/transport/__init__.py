@@ -1,6 +1,6 @@
-"""Channels between processes of one job, which both ends had to earn with the job's secret.
+"""Channels between processes of one job; both ends must prove that they know the job's secret.
 
-`server.ChannelServer` listens under a service name, `connection.Connection` calls it. `handshake` proves trust through
-the job store, `meeting` makes the channel: a `pipe_channel` on one host, which writes payloads into an `arena`, else
-one over `gloo`. `frame` is what travels first, `payload` the values.
+`server.ChannelServer` listens under a service name, and `server.Connection` calls it. `meeting` proves trust through
+the job store and makes the channel: on one host a `channel.PipeChannel`, which writes payloads into a `frame.Arena`,
+else a `channel.GlooChannel`. `frame` defines what travels.
 """

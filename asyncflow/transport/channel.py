@@ -1,15 +1,14 @@
-"""A channel: frames and payloads between two processes of the job. When one end dies only this channel fails.
+"""Channels carry frames and payloads between two processes. When one end dies, only its channel fails."""
 
-    client                                server
-      |-- frame [body] [payload] ---------->|   any thread may send; body and payload may be in the frame,
-      |<--------- frame [body] [payload] ---|   in shared memory, or follow; one thread per end receives
-      |-- goodbye ------------------------->|   close(): the peer's receive ends and answers goodbye
-      X  abort                              X   both ends' operations fail at once, whatever they wait for
-
-`meeting.open_channel` makes one: a `pipe_channel.PipeChannel` between processes of one host, else a `GlooChannel`. Idle
-receives have no timeout; deadlines are kept by the thread that waits for a reply, and a passed deadline means: drop the
-channel, open another.
-"""
+#     client                                server
+#       |-- frame [body] [payload] ---------->|   any thread may send; body and payload travel in the frame,
+#       |<--------- frame [body] [payload] ---|   in shared memory, or behind it; one thread per end receives
+#       |-- goodbye ------------------------->|   close(): the peer's receive ends and answers goodbye
+#       X  abort                              X   pending operations of both ends fail at once
+#
+# `meeting.open_channel` makes one: a `PipeChannel` between processes of one host, else a `GlooChannel`. Idle receives
+# have no timeout. The thread that waits for a reply keeps the deadline; once it passes, drop the channel and open
+# another.
 
 import contextlib
 import fcntl
@@ -58,26 +57,26 @@ from asyncflow.transport.frame import (
     tracked_view,
 )
 
-# Gloo between two processes, or more: groups, frames whose receives are posted ahead, and memory for what arrives.
+# Gloo between two or more processes: groups, frames whose receives are posted ahead, and memory for bulk data.
 #
-# A group is built directly on a store, so it needs no global group, and when one end dies only this group fails. A
-# Gloo timeout kills the pair, so idle receives have none.
+# A group is built directly on a store, so it needs no global group, and only this group fails when one end dies. A Gloo
+# timeout kills the pair, so idle receives have none.
 
 NO_TIMEOUT = timedelta(days=365)
-_TIMEOUTS_OF_A_MEETING = 5  # so many Gloo waits for an end that came and died before the two were connected
-_LEAST_MEETING = timedelta(seconds=4.0)  # a busy process may need it for its half of the work
-_SHORTEST_S = 0.001  # Gloo takes 0 for none
+_TIMEOUTS_OF_A_MEETING = 5  # Gloo waits this many for an end that came but died before it was connected
+_LEAST_MEETING = timedelta(seconds=4.0)  # a busy process may need this long for its half of the work
+_SHORTEST_S = 0.001  # Gloo reads 0 as "no timeout"
 _FRAME_TAG, _ABORT_TAG, _BULK_TAG = 0, 1, 2
 _POSTED, _POSTED_LEAST = 8, 4
-_POOL_BYTES = 2**33  # of addresses; pages come with their first use
+_POOL_BYTES = 2**33  # address space; pages are allocated on first use
 _MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE appeared in Python 3.13
 
 
 @cache
 def gloo_device() -> Any:
-    """Return this process's one Gloo device: one thread and one descriptor however many channels share it."""
+    """Return this process's single Gloo device: one thread and one descriptor, however many channels share it."""
     interfaces = os.environ.get(GLOO_INTERFACE)
-    if interfaces:  # PyTorch takes several, with commas; a pair needs one
+    if interfaces:  # PyTorch accepts a comma-separated list; a pair needs one
         return ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
     return ProcessGroupGloo.create_device(hostname=LOOPBACK)
 
@@ -85,14 +84,13 @@ def gloo_device() -> Any:
 def gloo_group(
     store: dist.Store, rank: int, size: int, *, timeout: timedelta, num_threads: int = 1
 ) -> dist.ProcessGroup:
-    """Connect a private Gloo group under `store`'s prefix; blocks until all ranks came, or the time is up.
+    """Connect a private Gloo group under `store`'s prefix; blocks until all ranks have come or the time is up.
 
     Args:
-        store: of this group alone.
-        rank, size: of this process in it.
-        timeout: of operations, and of the meeting: ranks must come within a fifth of it (some seconds at least), since
-            Gloo waits five times for one that came and died before it was connected.
-        num_threads: so many operations run at a time; the others wait for their turn.
+        store: used by this group alone.
+        timeout: of operations. Ranks must arrive within a fifth of it (at least a few seconds), since Gloo waits five
+            times that long for one that came but died before it was connected.
+        num_threads: operations that run at the same time; the others wait for their turn.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [gloo_device()]
@@ -104,10 +102,8 @@ def gloo_group(
 
 
 def abort_gloo(group: dist.ProcessGroup) -> None:
-    """Close this rank's pairs from any thread: every wait in `group`, here or at a peer, ends with an error.
-
-    Gloo has no call for this. What it has: a timeout kills the pair; so this waits a moment for what never comes.
-    """
+    """Close this rank's pairs, from any thread: every wait in `group`, here or at a peer, ends with an error."""
+    # Gloo has no call for this, but a timeout kills the pair: so wait a moment for a message that never comes.
     for rank in range(group.size()):
         if rank != group.rank():
             with contextlib.suppress(RuntimeError):
@@ -115,34 +111,31 @@ def abort_gloo(group: dist.ProcessGroup) -> None:
 
 
 class GlooPair:
-    """One end of a two-rank group. Frames and bulk messages have a tag each, so neither waits behind the other.
+    """One end of a two-rank group. Frames and bulk messages have separate tags, so neither waits behind the other.
 
-    In Gloo a send to an end that has not posted the receive waits for it: a further round trip, and for ever when the
-    process is stopped. So receives of frames are posted ahead: the bytes leave at once, and the kernel keeps them for a
-    stopped process. Any thread may post and send; one receives.
+    Any thread may post and send; one thread receives. All methods raise RuntimeError if the pair is broken, or breaks
+    because a timeout passed.
 
-    All methods raise RuntimeError when the pair is broken, or is now because a timeout passed.
+    Args:
+        store: used by this pair alone.
+        frame_bytes: size of every frame.
+        timeout: for the other end to come.
     """
 
     def __init__(self, store: dist.Store, rank: int, *, frame_bytes: int, timeout: timedelta) -> None:
-        """Connect; see `gloo_group`.
-
-        Args:
-            store: of this pair alone.
-            rank: 0 or 1.
-            frame_bytes: of every frame.
-            timeout: for the other end to come.
-        """
         self._group = gloo_group(store, rank, 2, timeout=timeout)
         self._other = 1 - rank
         self._frame_bytes = frame_bytes
         self._lock = threading.Lock()
         self._posted: deque[tuple[Tensor, dist.Work]] = deque()
         self._spare: list[Tensor] = []
+        # A Gloo send waits until the other end has posted the receive: one more round trip, and forever if that process
+        # is stopped. With receives posted ahead the bytes leave at once, and the kernel keeps them for a stopped
+        # process.
         self.expect(_POSTED)
 
     def expect(self, frames: int) -> None:
-        """Have at least so many receives of frames posted."""
+        """Have at least `frames` receives posted."""
         if len(self._posted) >= frames:
             return
         with self._lock:
@@ -151,20 +144,19 @@ class GlooPair:
                 self._posted.append((buffer, self._group.recv([buffer], self._other, _FRAME_TAG)))
 
     def send_frame(self, frame: Tensor, timeout_s: float | None) -> None:
-        """Send one frame, and wait until it left."""
         self._group.send([frame], self._other, _FRAME_TAG).wait(as_timeout(timeout_s))
 
     def next_frame(self, timeout: timedelta = NO_TIMEOUT) -> Tensor:
         """Wait for the next frame; give its buffer back with `reuse`."""
-        if len(self._posted) <= _POSTED_LEAST:  # several at once: each wakes the peer's Gloo thread
+        if len(self._posted) <= _POSTED_LEAST:  # post several at once, since each post wakes the peer's Gloo thread
             self.expect(_POSTED)
+        # Popped only once it has come: `expect` counts the receives that are still posted.
         buffer, work = self._posted[0]
         work.wait(timeout)
         self._posted.popleft()
         return buffer
 
     def reuse(self, buffer: Tensor) -> None:
-        """Post this buffer again one day."""
         self._spare.append(buffer)
 
     def begin_send(self, part: Tensor) -> dist.Work:
@@ -172,25 +164,25 @@ class GlooPair:
         return self._group.send([part], self._other, _BULK_TAG)
 
     def receive_into(self, buffers: list[Tensor]) -> None:
-        """Receive bulk messages of exactly these sizes, in order; without a timeout."""
+        """Receive bulk messages of exactly these sizes, in order, without a timeout."""
         for work in [self._group.recv([buffer], self._other, _BULK_TAG) for buffer in buffers]:
             work.wait(NO_TIMEOUT)
 
     def abort(self) -> None:
-        """End every wait at both ends; see `abort_gloo`."""
         abort_gloo(self._group)
 
 
 def as_timeout(timeout_s: float | None) -> timedelta:
-    """Return seconds as Gloo wants them; None: no timeout."""
+    """Return seconds as Gloo expects them; None: no timeout."""
     return NO_TIMEOUT if timeout_s is None else timedelta(seconds=max(_SHORTEST_S, timeout_s))
 
 
 class BufferPool:
-    """Lends buffers of one anonymous mapping, for bulk messages; what does not fit is allocated as usual. Thread-safe.
+    """Lends buffers out of one anonymous mapping for bulk messages; allocates what does not fit. Thread-safe.
 
-    A fresh buffer of 288 MB costs 70,000 page faults, more than its transfer. So channels borrow receive and staging
-    buffers here, which come back when their last view is gone. Never shared with other processes (see `arena`).
+    A fresh buffer of 288 MB costs 70,000 page faults, more than its transfer does. So channels borrow receive and
+    staging buffers here. A buffer comes back when its last view is gone. The memory is never shared with other
+    processes (see `Arena`).
     """
 
     def __init__(self, num_bytes: int = _POOL_BYTES) -> None:
@@ -198,7 +190,7 @@ class BufferPool:
         try:
             memory = mmap.mmap(-1, num_bytes, flags=flags)
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a limit on addresses, or a kernel without huge pages
+        except OSError:  # address space is limited, or the kernel lacks huge pages
             memory = mmap.mmap(-1, mmap.PAGESIZE)
         self._memory = np.frombuffer(memory, dtype=np.uint8)
         self._extents = Extents(len(memory))
@@ -206,8 +198,9 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def borrow(self, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes], undefined content; it comes back when the last view of it is gone."""
+        """Return uint8 [num_bytes] of undefined content; it comes back when its last view is gone."""
         with self._lock:
+            # The views' finalizers only append offsets; they are merged here, under the lock.
             while self._released:
                 self._extents.free(self._released.popleft())
             start = self._extents.allocate(num_bytes)
@@ -217,50 +210,45 @@ class BufferPool:
 
     @property
     def highest(self) -> int:
-        """How far the memory was ever used (bytes)."""
+        """High-water mark of the memory used (bytes)."""
         return self._extents.highest
 
 
 @cache
 def buffer_pool() -> BufferPool:
-    """Return this process's pool."""
     return BufferPool()
 
 
 _GOODBYE_TIMEOUT_S = 5.0
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_IN_FLIGHT = 2  # segments of one payload: packing one overlaps with sending the other
+_IN_FLIGHT = 2  # segments of one payload: one is packed while the other is sent
 
 
 class Channel(ABC):
-    """One end of a pair. Any thread may send; exactly one thread receives."""
+    """One end of a pair whose peer proved that it knows the secret. Any thread may send; exactly one thread
+    receives.
+    """
 
-    shared = False
-    """Whether payloads sent from here go through shared memory."""
+    shared = False  # whether payloads sent from here go through shared memory
 
     def __init__(self, pair: GlooPair, peer: str, limits: Limits) -> None:
-        """Args:
-        pair: connected and proved.
-        peer: the other end's name, for messages.
-        limits: largest parts accepted.
-        """
         self.peer = peer
         self._pair = pair
         self._limits = limits
         self._frame_lock = threading.Lock()
-        self._bulk_lock = threading.Lock()  # taken before the frame lock: segments follow in the order of their frames
+        self._bulk_lock = (
+            threading.Lock()
+        )  # taken before the frame lock, so that segments follow in the order of frames
         self._broken = False
         self._out = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
         self._out_view = self._out.numpy().data
+        # Regions of the peer's memory that we no longer read; the next frames report them.
         self._released: deque[int] = deque()
-        """Regions of the peer's memory that it may use again; the next frames say so."""
 
     @abstractmethod
     def expect(self, frames: int) -> None:
-        """Let the peer send so many frames without waiting for this end.
-
-        Raises:
-            TransportError: the channel is broken.
+        """Let the peer send `frames` frames without waiting for this end. Raises TransportError if the channel is
+        broken.
         """
 
     def send(
@@ -272,14 +260,11 @@ class Channel(ABC):
         *,
         timeout_s: float | None = None,
     ) -> None:
-        """Send one message; returns when the bytes left this process or are where the peer reads them.
+        """Send one message; returns when its bytes have left this process or lie where the peer reads them.
 
         Args:
-            kind: request or reply.
-            request_id: see `Frame`.
-            meta: encoded message.
             payload: must not change until this returns.
-            timeout_s: for the peer to take what it must; then the channel is broken.
+            timeout_s: for the peer to take it; once it passes, the channel is broken.
 
         Raises:
             TransportError: the channel is broken.
@@ -299,11 +284,8 @@ class Channel(ABC):
     def receive(self) -> tuple[Frame, bytes, Tensor]:
         """Wait for one message, without a deadline; returns (frame, meta, payload uint8 [payload_bytes]).
 
-        The payload is the caller's as long as there is a view of it. A goodbye is the last message; it is answered, so
-        that both ends stop receiving.
-
-        Raises:
-            TransportError: the peer is gone or broke the protocol; the channel cannot be used any more.
+        The payload is the caller's while a view of it exists. A goodbye is the last message. Raises TransportError if
+        the peer is gone or broke the protocol; the channel cannot be used any more.
         """
         try:
             frame = self._next_frame()
@@ -312,7 +294,7 @@ class Channel(ABC):
             if frame.route is Route.FRAME:
                 meta, payload = frame.body, tensor_of(frame.payload) if frame.payload else _NOTHING
             elif frame.route is Route.SHARED:
-                payload = self._take_shared(frame)  # brings the body
+                payload = self._take_shared(frame)  # also fills in the body
                 meta = frame.body
             else:
                 meta, payload = self._take_from_wire(frame)
@@ -320,69 +302,59 @@ class Channel(ABC):
             self.abort()
             raise
         if frame.kind is FrameKind.GOODBYE:
+            # Answer it, so that both ends stop receiving.
             self.goodbye()
             self._forget_shared()
         return frame, meta, payload
 
     def goodbye(self) -> None:
-        """Announce that nothing more comes from this end; idempotent, and silent when the peer is gone.
+        """Announce that this end sends nothing more; idempotent, and silent if the peer is gone.
 
-        Nothing is sent after it, since the peer stops receiving. A peer that does not take it in time is cut off.
+        A peer that does not take the goodbye in time is cut off.
         """
         try:
             self._send(Frame(FrameKind.GOODBYE), None, _GOODBYE_TIMEOUT_S)
         except TransportError:
             if not self._broken:
                 self.abort()
+        # The peer stops receiving after a goodbye, so nothing may follow it.
         self._broken = True
 
     def abort(self) -> None:
-        """Cut the pair: sends and receives on either end fail with a TransportError. Idempotent, any thread."""
+        """Cut the pair: sends and receives at either end fail with a TransportError. Idempotent; any thread."""
         self._broken = True
         self._pair.abort()
         self._forget_shared()
 
     @abstractmethod
     def _put_frame(self, timeout_s: float | None) -> None:
-        """Send the frame in `_out`; the caller holds the lock.
-
-        Raises:
-            TransportError: the channel is broken.
-        """
+        """Send the frame in `_out`, or raise TransportError; the caller holds the frame lock."""
 
     @abstractmethod
     def _next_frame(self) -> Frame:
-        """Wait for a frame.
-
-        Raises:
-            TransportError: the peer is gone, or it is not a frame.
-        """
+        """Wait for a frame; raises TransportError if the peer is gone or sent something else."""
 
     def _place(self, frame: Frame, payload: Payload | None) -> bool:
         """Copy what does not fit into the frame to shared memory; False: send it over the wire."""
         return False
 
     def _take_shared(self, frame: Frame) -> Tensor:
-        """Return the payload that is in shared memory; takes the body in if it is there, too.
-
-        Raises:
-            TransportError: it is not the peer's memory.
-        """
+        """Return the payload in shared memory, and fill in a body that lies there, too."""
         raise TransportError(f"channel to {self.peer}: a handle, but no memory is shared")
 
     @abstractmethod
     def _end_frames(self) -> None:
-        """A goodbye was sent; the caller holds the lock."""
+        """A goodbye was sent; the caller holds the frame lock."""
 
     @abstractmethod
     def _forget_shared(self) -> None:
-        """The channel ended: our shared memory goes as a whole; views of it live on."""
+        """The channel ended: drop our shared memory as a whole; existing views stay valid."""
 
     def _send(self, frame: Frame, payload: Payload | None, timeout_s: float | None) -> None:
-        """Send a frame, with the payload in it."""
         self._acquire(self._frame_lock, timeout_s)
         try:
             if self._released:
+                # Releases ride on frames that are sent anyway.
                 frame.releases = take_released(self._released, MOST_RELEASES)
             end = encode_frame(frame, self._out_view)
             if payload is not None:
@@ -410,7 +382,7 @@ class Channel(ABC):
             try:
                 self._send_parts(parts, timeout_s)
             except BaseException:
-                self.abort()  # the peer waits for what was announced
+                self.abort()  # the peer waits for the segments that the frame announced
                 raise
         finally:
             self._bulk_lock.release()
@@ -452,9 +424,8 @@ class Channel(ABC):
             raise self._gone("the peer is gone") from error
 
     def _acquire(self, lock: threading.Lock, timeout_s: float | None) -> None:
-        """Take a lock of a channel that works; the caller releases it."""
         if not lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
-            raise DeadlineExceeded(f"channel to {self.peer}: it took no message for {timeout_s:g} s")
+            raise DeadlineExceeded(f"channel to {self.peer}: the peer took no message for {timeout_s:g} s")
         if self._broken:
             lock.release()
             raise TransportError(f"channel to {self.peer}: closed")
@@ -465,14 +436,12 @@ class Channel(ABC):
 
 
 class GlooChannel(Channel):
-    """Everything goes over the network.
+    """Sends everything over the network.
 
-    A frame never waits behind a payload, and neither for a peer that does not read, as long as receives are posted
-    (`expect`).
+    A frame never waits behind a payload, nor for a peer that does not read, as long as receives are posted (`expect`).
     """
 
     def expect(self, frames: int) -> None:
-        """See `Channel`."""
         try:
             self._pair.expect(frames)
         except RuntimeError as error:
@@ -485,10 +454,10 @@ class GlooChannel(Channel):
             raise self._gone("send failed; the peer is gone") from error
 
     def _end_frames(self) -> None:
-        """Gloo has no end of one direction."""
+        """Gloo cannot end one direction."""
 
     def _forget_shared(self) -> None:
-        """Forget memory shared with the peer: this channel has none."""
+        """Nothing to drop: this channel shares no memory."""
 
     def _next_frame(self) -> Frame:
         try:
@@ -503,45 +472,38 @@ class GlooChannel(Channel):
 
 
 def tensor_of(data: bytes) -> Tensor:
-    """Return uint8 of a copy; `data` is not empty."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # of the bytes themselves it would warn
+    """Return a copy of `data`, which must not be empty, as uint8."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # torch warns about a read-only buffer
 
 
 # A channel between two processes of one host: frames go through a pipe each way, payloads through shared memory.
 #
-# Gloo sends three messages for one, and its loop thread spins while another thread holds the pair; on a busy host a
-# frame then takes milliseconds. A write of at most PIPE_BUF bytes into a pipe is one system call, atomic, and wakes
-# the reader once. Nothing listens and nothing has to be removed: the writer opens the reader's pipe through
-# /proc/PID/fd, as it does with the reader's arena, and when either process dies the other sees the end.
+# Gloo sends three messages per frame, and its loop thread spins while another thread holds the pair; on a busy host a
+# frame then takes milliseconds. Writing at most PIPE_BUF bytes into a pipe is one atomic system call that wakes the
+# reader once. Nothing listens and nothing needs cleaning up: the writer opens the reader's pipe through /proc/PID/fd,
+# as it does with the reader's arena, and when either process dies, the other sees end of file.
 #
 #     reader   pipe(), offers (descriptor, inode) in its hello ......... closes its copy of the write end
 #     writer             opens /proc/PID/fd/N, checks the inode, writes frames
 
+# Frames that may wait for a stopped process; each takes a page.
 _PIPE_BYTES = 2**20
-"""So much may wait for a process that is stopped; a frame takes a page of it."""
+# How often a writer whose peer does not read checks whether the channel was given up (s).
 _CHECK_S = 0.2
-"""How often a writer whose peer does not read looks whether the channel was given up (s)."""
 _ABORT_TIMEOUT_S = 1.0
 
 
 class PipeOffer(msgspec.Struct):
-    """Where to write to an end.
-
-    Attributes:
-        fd: descriptor of the write end in the offering process.
-        inode: of the pipe, so that a descriptor that was used again is noticed.
-    """
-
-    fd: int
-    inode: int
+    fd: int  # the write end's descriptor in the offering process
+    inode: int  # of the pipe; reveals a descriptor that was reused
 
 
 class Pipes:
-    """One end: its own pipe, to read from, and the peer's, to write to. Frames are at most PIPE_BUF bytes."""
+    """One end: its own pipe, for reading, and the peer's, for writing. Frames have at most PIPE_BUF bytes."""
 
     def __init__(self) -> None:
         self._in, self._in_writer = os.pipe2(os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # a user has so many pages for pipes; 16 frames fit without
+        with contextlib.suppress(OSError):  # a user's pipe pages are limited; the default still holds 16 frames
             fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._frames = select.poll()
         self._frames.register(self._in, select.POLLIN)
@@ -553,11 +515,7 @@ class Pipes:
         self.close()
 
     def open_peer(self, pid: int, offer: PipeOffer) -> None:
-        """Open the peer's pipe for writing.
-
-        Raises:
-            TransportError: it is not there, or may not be opened.
-        """
+        """Open the peer's pipe for writing. Raises TransportError if it does not exist, or may not be opened."""
         try:
             self._out = os.open(f"/proc/{pid}/fd/{offer.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             found = os.fstat(self._out)
@@ -567,15 +525,16 @@ class Pipes:
             raise TransportError("the peer's descriptor is not the pipe that it offered")
 
     def let_end_with_peer(self) -> None:
-        """The peer has opened our pipe: when it closes that end, or dies, the pipe ends."""
+        """Close our copy of the write end once the peer has opened it: now the pipe ends when the peer closes it or
+        dies.
+        """
         os.close(self._in_writer)
         self._in_writer = -1
 
     def send(self, frame: memoryview, timeout_s: float | None) -> None:
-        """Write one frame; the caller serialises. Waits while the peer has not read what is there.
+        """Write one frame, waiting while the pipe is full; the caller serializes.
 
-        Raises:
-            TransportError: the peer is gone, the pipes were closed, or the peer did not read in time.
+        Raises TransportError if the peer is gone or did not read in time, or the pipes were closed.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed:
@@ -583,7 +542,8 @@ class Pipes:
                 os.write(self._out, frame)
             except BlockingIOError:
                 if deadline is not None and time.monotonic() > deadline:
-                    raise TransportError("it took no message in time") from None
+                    raise TransportError("the peer took no message in time") from None
+                # In slices: nothing else wakes this wait when the channel is given up.
                 poll = select.poll()
                 poll.register(self._out, select.POLLOUT)
                 poll.poll(_CHECK_S * 1000)
@@ -594,33 +554,30 @@ class Pipes:
         raise TransportError("closed")
 
     def readable(self, timeout_s: float) -> bool:
-        """Wait until `receive` would not block; False when the timeout passes. The peer's end counts, too.
-
-        One thread at a time.
-        """
+        """Wait until `receive` would not block, which includes end of file; False: timed out. One thread at a time."""
         return bool(self._frames.poll(max(0.0, timeout_s) * 1000))
 
     def watch(self, other: int) -> None:
-        """Wait for the peer's end, whether or not frames are there, or for the descriptor `other` to be readable."""
+        """Wait until the peer closes its end (frames do not wake this), or until the descriptor `other` is readable."""
         poll = select.poll()
+        # Events of 0: only POLLHUP and POLLERR are reported, so waiting frames do not wake us.
         poll.register(self._in, 0)
         poll.register(other, select.POLLIN)
         poll.poll()
 
     def receive(self, into: memoryview) -> None:
-        """Wait for one frame of exactly this size.
-
-        Raises:
-            TransportError: the peer is gone, or the pipes were closed.
+        """Wait for one frame of exactly this size. Raises TransportError if the peer is gone or the pipes were
+        closed.
         """
         number = os.readv(self._in, [into])
         if number != len(into) or self._closed:
             raise TransportError("closed" if self._closed else "the peer is gone")
 
     def wake(self) -> None:
-        """End a `receive` that waits in another thread, now and later; sends nothing more. Idempotent."""
+        """End a `receive` that waits in another thread, now or later, and send nothing more. Idempotent."""
         self._closed = True
-        with contextlib.suppress(OSError):  # full: then no thread waits
+        with contextlib.suppress(OSError):  # the pipe is full, so no thread waits
+            # Our own write end may be closed already (`let_end_with_peer`), so open another one.
             writer = os.open(f"/proc/self/fd/{self._in}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 os.write(writer, b"\0")
@@ -628,14 +585,14 @@ class Pipes:
                 os.close(writer)
 
     def close_out(self) -> None:
-        """The peer reads the end; the caller has made sure that no thread sends."""
+        """Let the peer read end of file; the caller makes sure that no thread is sending."""
         self._closed = True
         if self._out >= 0:
             os.close(self._out)
             self._out = -1
 
     def close(self) -> None:
-        """Close everything; no thread may be inside. Idempotent."""
+        """Close everything; no other thread may be inside. Idempotent."""
         self.close_out()
         for fd in (self._in, self._in_writer):
             if fd >= 0:
@@ -645,44 +602,34 @@ class Pipes:
 
 @dataclass(frozen=True)
 class HostLink:
-    """What two ends on one host share, once each has opened the other's.
-
-    Attributes:
-        pipes: carry the frames.
-        arena: where this end writes payloads. It costs a page until then, no thread, and no descriptor any more.
-        peer_arena: where the peer does.
-    """
+    """What two ends on one host share, once each has opened the other's."""
 
     pipes: Pipes
-    arena: Arena
-    peer_arena: PeerArena
+    arena: Arena  # where this end writes payloads. Unused, it costs a page, but no thread and no descriptor
+    peer_arena: PeerArena  # where the peer writes them
 
 
 class PipeChannel(Channel):
-    """See `Channel`. A payload for which the arena has no room goes over the Gloo pair."""
+    """Sends frames through pipes and payloads through shared memory; over the Gloo pair when the arena has no room."""
 
     shared = True
 
     def __init__(self, pair: GlooPair, peer: str, limits: Limits, link: HostLink) -> None:
-        """Args:
-        pair, peer, limits: see `Channel`.
-        link: with this peer.
-        """
         super().__init__(pair, peer, limits)
+        # Here a reader may wait with a deadline, and be interrupted.
         self.pipes = link.pipes
-        """Here a reader may wait with a deadline, and be interrupted."""
         self._in = memoryview(bytearray(FRAME_BYTES))
         self._arena: Arena | None = link.arena
         self._peer_arena: PeerArena | None = link.peer_arena
         self._released = link.peer_arena.released
 
     def expect(self, frames: int) -> None:
-        """See `Channel`: a pipe takes them as they come."""
+        """A pipe needs no posted receives."""
 
     def abort(self) -> None:
-        """See `Channel`."""
         self._broken = True
         self.pipes.wake()
+        # Close the descriptor only while no writer uses it: its number could be reused under the writer.
         if self._frame_lock.acquire(timeout=_ABORT_TIMEOUT_S):
             self.pipes.close_out()
             self._frame_lock.release()
@@ -734,7 +681,7 @@ class PipeChannel(Channel):
         return region[body_bytes:]
 
     def _end_frames(self) -> None:
-        self.pipes.close_out()  # the peer sees the end even if it does not read
+        self.pipes.close_out()  # the peer sees end of file even if it is not reading
 
     def _forget_shared(self) -> None:
         self._arena = self._peer_arena = None

@@ -1,20 +1,19 @@
-"""A message as it travels: the frame that begins it, and the payload of raw values. Pure.
+"""A message as it travels: the frame that begins it, and a payload of raw values. Pure."""
 
-The frame has lengths, handles, checksums, and all the rest when that is short:
-
-    | checksum 8 | magic 4 | kind 1 | route 1 | releases 2 | request id 8 | body bytes 4 | segments 4 | payload 8 |
-    | offset 8 | generation 4 | body outside 4 | body checksum 8 || released offsets 8 each | body | payload ... |
-    '----------------------- HEADER_BYTES ----------------------''---------- up to FRAME_BYTES -------------'
-
-A frame always has FRAME_BYTES, because a Gloo receive must be posted with the exact size. The body is the sizes of the
-messages that follow (8 bytes each), then the typed message. `Route` says where the payload is, and the body when it
-does not fit. Nothing is believed before the checksum, and no length before it was compared with the limits.
-
-A sender describes the payload's bytes (`Piece`s); the channel decides whether they are written into memory that both
-ends share or sent over the wire, so the same payload costs one copy either way. Receivers get one contiguous uint8
-tensor. On the wire a payload is *segments*: long tensors that are already right are sent from where they are; what lies
-between them is packed first.
-"""
+# The frame carries lengths, handles and checksums, and body and payload, too, when they are short:
+#
+#     | checksum 8 | magic 4 | kind 1 | route 1 | releases 2 | request id 8 | body bytes 4 | segments 4 | payload 8 |
+#     | offset 8 | generation 4 | body outside 4 | body checksum 8 || released offsets 8 each | body | payload ... |
+#     '----------------------- HEADER_BYTES ----------------------''---------- up to FRAME_BYTES -------------'
+#
+# Every frame has FRAME_BYTES, because a Gloo receive must be posted with the exact size. The body is the sizes of the
+# messages that follow (8 bytes each), then the typed message. `Route` says where the payload is, and the body if it
+# does not fit. Nothing is trusted before its checksum matches, and no length before it is compared with the limits.
+#
+# A sender describes the payload's bytes (`Piece`s). The channel decides whether they are written into shared memory or
+# sent over the wire, so a payload costs one copy either way. Receivers get one contiguous uint8 tensor. On the wire a
+# payload is *segments*: long tensors that need no conversion are sent from where they are; whatever lies between them
+# is packed first.
 
 import contextlib
 import fcntl
@@ -39,27 +38,25 @@ from torch import Tensor
 
 from asyncflow.errors import TransportError
 
+# Every piece starts at a multiple of this (bytes), so that any dtype can be viewed in place.
 ALIGN = 8
-"""Every piece starts at a multiple of this (bytes), so that any dtype can be viewed in place."""
+# A tensor of this size is worth a message of its own: the message costs less than a copy.
 DIRECT_BYTES = 2**18
-"""A tensor of this size is worth a message of its own: it costs less than the copy."""
+# Messages are closed at this size, so that packing one, and the kernel's copying, overlaps with sending the other.
 MESSAGE_BYTES = 2**20
-"""Messages are closed at this size: packing one overlaps with sending the other, and so does copying in the kernel."""
 
 FRAME_BYTES = 4096
 MOST_RELEASES = 32
 _HEADER = struct.Struct("<Q4sBBHQIIQQIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _MAGIC = b"AFW2"
-_LEAST_SEGMENT_BYTES = 2**16  # senders make larger ones, whatever their version
+_LEAST_SEGMENT_BYTES = 2**16  # senders of every version make larger ones
 HEADER_BYTES = _HEADER.size
+# A body and payload of up to this size always fit into the frame.
 ROOM_BYTES = FRAME_BYTES - HEADER_BYTES - 8 * MOST_RELEASES - ALIGN
-"""Body and payload up to this always fit."""
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
-
     REQUEST = 1
     REPLY = 2
     GOODBYE = 3
@@ -67,7 +64,7 @@ class FrameKind(IntEnum):
 
 
 class Route(IntEnum):
-    """Where the payload is: in the frame, in shared memory, in messages that follow."""
+    """Where the payload is: in the frame, in shared memory, or in messages that follow."""
 
     FRAME = 0
     SHARED = 1
@@ -76,56 +73,37 @@ class Route(IntEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What an end accepts and uses.
+    """What one end accepts and uses."""
 
-    Attributes:
-        meta_bytes, payload_bytes: largest parts accepted.
-        shared_memory: use it when the peer is on the same host.
-        arena_bytes: addresses reserved for payloads that the peer has not released; more of them go over the wire.
-    """
-
-    meta_bytes: int = 2**26
-    payload_bytes: int = 2**31
-    shared_memory: bool = True
+    meta_bytes: int = 2**26  # largest message accepted
+    payload_bytes: int = 2**31  # largest payload accepted
+    shared_memory: bool = True  # use it when the peer is on the same host
+    # Address space for payloads that the peer has not released; anything beyond goes over the wire.
     arena_bytes: int = 2**33
 
 
 class Frame(msgspec.Struct):
-    """A header, and what came with it.
-
-    Attributes:
-        kind: what it is.
-        request_id: pairs a reply with its request; unique per channel.
-        route: where the payload is.
-        body: sizes of segments and message; empty when it is outside the frame.
-        outside: the body goes the payload's route.
-        num_segments: sizes at the front of the body.
-        payload_bytes: length of the payload.
-        offset, generation: handle of the region (`Route.SHARED`).
-        releases: offsets of regions of the receiver's arena that its peer has no views of any more.
-        body_bytes, body_checksum: of a body, wherever it is.
-        payload: when it is in the frame.
-    """
+    """What begins every message."""
 
     kind: FrameKind
-    request_id: int = 0
+    request_id: int = 0  # pairs a reply with its request; unique per channel
     route: Route = Route.FRAME
-    body: bytes = b""
-    outside: bool = False
-    num_segments: int = 0
+    body: bytes = b""  # sizes of segments and message; empty when it is outside the frame
+    outside: bool = False  # the body takes the payload's route
+    num_segments: int = 0  # number of sizes at the front of the body
     payload_bytes: int = 0
-    offset: int = 0
+    offset: int = 0  # with `generation`: handle of the region (`Route.SHARED`)
     generation: int = 0
+    # Offsets in the receiver's arena of regions that the sender of this frame no longer views.
     releases: Sequence[int] = ()
-    body_bytes: int = 0
+    body_bytes: int = 0  # of the body, wherever it is
     body_checksum: int = 0
-    payload: bytes = b""
+    payload: bytes = b""  # empty unless it is in the frame
 
     def split_body(self) -> tuple[list[int], bytes]:
         """Return (sizes of the segments, message).
 
-        Raises:
-            TransportError: the segments do not make up the payload.
+        Raises TransportError if the segments do not add up to the payload.
         """
         if self.route is not Route.WIRE:
             return [], self.body
@@ -135,32 +113,23 @@ class Frame(msgspec.Struct):
         return sizes, self.body[8 * self.num_segments :]
 
     def accept_body(self, body: bytes) -> None:
-        """Take a body that came from outside the frame.
-
-        Raises:
-            TransportError: it is not what was sent.
-        """
+        """Take a body that came from outside the frame. Raises TransportError if its length or checksum differs."""
         if len(body) != self.body_bytes or xxhash.xxh3_64_intdigest(body) != self.body_checksum:
             raise TransportError("frame: checksum of the message does not match; the channel is dropped")
         self.body = body
 
 
 def aligned(num_bytes: int) -> int:
-    """Return `num_bytes` rounded up to `ALIGN`."""
     return -(-num_bytes // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors that travel one after the other, without gaps.
+    """Tensors that travel back to back, without gaps."""
 
-    Attributes:
-        parts: 1-D, contiguous, on the CPU, of one dtype; they must not change until the send has returned.
-        dtype: as which they travel; a cast happens in the one copy.
-    """
-
+    # 1-D, contiguous, on the CPU, of one dtype; they must not change until the send has returned.
     parts: Sequence[Tensor]
-    dtype: torch.dtype
+    dtype: torch.dtype  # on the wire; the one copy also casts
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -169,13 +138,12 @@ class Piece:
 
     @property
     def in_place(self) -> Tensor | None:
-        """The bytes as one uint8 tensor where they are already contiguous and of the right dtype, else None."""
+        """The bytes as one uint8 tensor if they are contiguous and of the right dtype already, else None."""
         if len(self.parts) == 1 and self.parts[0].dtype == self.dtype and self.parts[0].stride() == (1,):
             return self.parts[0].view(torch.uint8)
         return None
 
     def write(self, out: Tensor) -> None:
-        """Copy everything into `out`, uint8 [num_bytes]."""
         target = out.view(self.dtype)
         if len(self.parts) == 1:
             target.copy_(self.parts[0])
@@ -184,7 +152,7 @@ class Piece:
 
 
 class Payload:
-    """Pieces, each aligned to `ALIGN` bytes; the gaps are not defined."""
+    """Pieces, each aligned to `ALIGN` bytes; the gaps hold undefined bytes."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self.pieces = tuple(pieces)
@@ -192,7 +160,6 @@ class Payload:
 
     @staticmethod
     def of(tensor: Tensor) -> "Payload":
-        """Wrap one contiguous tensor."""
         return Payload([Piece((tensor.reshape(-1),), tensor.dtype)])
 
     def write(self, out: Tensor) -> None:
@@ -209,12 +176,11 @@ def segments(payload: Payload) -> list[Tensor | Payload]:
 
 
 def segment_bytes(part: Tensor | Payload) -> int:
-    """Return the length of the message."""
     return part.numel() if isinstance(part, Tensor) else part.num_bytes
 
 
 def place(payload: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Return where the messages go in a received payload: one after the other, each at a multiple of `ALIGN`."""
+    """Return where the messages go in a received payload: back to back, each at a multiple of `ALIGN`."""
     places, offset = [], 0
     for size in sizes:
         places.append(payload[offset : offset + size])
@@ -240,12 +206,7 @@ def _segments(payload: Payload) -> Iterator[Tensor | Payload]:
 
 
 def encode_frame(frame: Frame, out: memoryview) -> int:
-    """Write all but the payload and the checksum; returns where the payload goes.
-
-    Args:
-        frame: `payload` and checksums are not read.
-        out: FRAME_BYTES bytes.
-    """
+    """Write all but payload and checksum into `out` (FRAME_BYTES); returns where the payload goes."""
     end = HEADER_BYTES
     if frame.releases:
         struct.pack_into(f"<{len(frame.releases)}Q", out, end, *frame.releases)
@@ -264,15 +225,14 @@ def encode_frame(frame: Frame, out: memoryview) -> int:
 
 
 def seal_frame(out: memoryview, end: int) -> None:
-    """Write the checksum of all that is used, [0, end)."""
+    """Write the checksum of the used part, [0, end)."""
     _CHECKSUM.pack_into(out, 0, xxhash.xxh3_64_intdigest(out[_CHECKSUM.size : end]))
 
 
 def decode_frame(data: memoryview, limits: Limits) -> Frame:
     """Parse FRAME_BYTES bytes; the result does not refer to them.
 
-    Raises:
-        TransportError: not a frame, changed on its way, unknown kind, or a length beyond `limits`.
+    Raises TransportError if it is not a frame, is damaged, or has an unknown kind or a length beyond `limits`.
     """
     if len(data) != FRAME_BYTES:
         raise TransportError(f"frame: {len(data)} bytes, not {FRAME_BYTES}")
@@ -294,6 +254,7 @@ def decode_frame(data: memoryview, limits: Limits) -> Frame:
     body_end = body_at if outside else body_at + body_bytes
     payload_at = aligned(body_end) if payload_bytes else body_end
     end = payload_at if route != Route.FRAME else payload_at + payload_bytes
+    # The releases and segments are counted here too: all of this is read before the checksum vouches for it.
     if end > FRAME_BYTES or num_releases > MOST_RELEASES or 8 * num_segments > body_bytes * (route == Route.WIRE):
         raise TransportError(f"frame: its parts end at {end}, beyond {FRAME_BYTES}")
     if xxhash.xxh3_64_intdigest(data[_CHECKSUM.size : end]) != checksum:
@@ -326,9 +287,9 @@ _ROUTES = {int(route): route for route in Route}
 #       allocate -> write -> handle in a frame ----> borrow: a tensor over the region
 #       region may be used again <------ release --- last view gone; rides on the next frame that goes back
 #
-# Nothing has a name, so nothing needs unlinking after a kill. A region is used again only after its release, and an
-# arena dies as a whole with its channel while mappings live on, so a peer that is slow, stopped or dead sees no other
-# bytes than those sent to it, and its death costs other processes nothing.
+# Nothing has a name, so nothing needs unlinking after a kill. A region is reused only after its release. An arena goes
+# away as a whole with its channel, while mappings live on. So a slow, stopped or dead peer never sees bytes that were
+# not sent to it, and its death costs other processes nothing.
 
 ALIGN_BYTES = 64
 _NAME = "asyncflow"
@@ -337,29 +298,20 @@ _DATA_START = 4096  # the token's page
 
 
 class ArenaOffer(msgspec.Struct):
-    """Where an arena is.
+    """Where a peer finds an arena."""
 
-    Attributes:
-        fd: the sender's descriptor.
-        num_bytes: of the whole file.
-        generation: repeated in every handle.
-        token: the file's first bytes.
-    """
-
-    fd: int
-    num_bytes: int
-    generation: int
-    token: bytes
+    fd: int  # the sender's descriptor
+    num_bytes: int  # of the whole file
+    generation: int  # repeated in every handle
+    token: bytes  # the file's first bytes
 
 
 class Arena:
     """Shared memory that the sender writes payloads into. Thread-safe."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Reserve `num_bytes` of addresses; pages come with their first use.
-
-        Raises:
-            OSError: no descriptor or no addresses are left.
+        """Reserve address space; pages are allocated on first use. Raises OSError if there is none left, or no
+        descriptor.
         """
         fd, token = create_memfd(num_bytes)
         self._close_fd = weakref.finalize(self, os.close, fd)
@@ -369,21 +321,15 @@ class Arena:
         self.offer = ArenaOffer(fd, num_bytes, secrets.randbits(32), token)
 
     def allocate(self, num_bytes: int) -> int | None:
-        """Return the offset of a region, or None when there is no room."""
         with self._lock:
             start = self._extents.allocate(num_bytes)
         return None if start is None else start + _DATA_START
 
     def region(self, offset: int, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes] to write into."""
         return self._memory[offset : offset + num_bytes]
 
     def release(self, offsets: Iterable[int]) -> None:
-        """The receiver has no views of these regions any more.
-
-        Raises:
-            TransportError: no such region is in use.
-        """
+        """The receiver has no views of these regions any more. Raises TransportError if no such region is in use."""
         with self._lock:
             for offset in offsets:
                 try:
@@ -392,29 +338,24 @@ class Arena:
                     raise TransportError(f"arena: the peer released {offset}, where no region is in use") from error
 
     def close(self) -> None:
-        """Close the descriptor: the receiver has the mapping, or never will. The memory lives as long as a mapping."""
+        """Close the descriptor: the receiver has mapped it, or never will. Mappings keep the memory alive."""
         self._close_fd()
 
     @property
     def highest(self) -> int:
-        """How far the memory was ever used (bytes)."""
+        """High-water mark of the memory used (bytes)."""
         return self._extents.highest
 
     @property
     def idle(self) -> bool:
-        """Whether no region is in use."""
         return not self._extents.in_use
 
 
 class PeerArena:
-    """The receiver's end. One thread borrows; the last view of a region may go in any thread."""
+    """The receiver's end. One thread borrows; the last view of a region may be dropped in any thread."""
 
     def __init__(self, pid: int, offer: ArenaOffer) -> None:
-        """Map the sender's memory.
-
-        Raises:
-            TransportError: it cannot be opened, or is not what was offered.
-        """
+        """Map the sender's memory. Raises TransportError if it cannot be opened, or is not what was offered."""
         self._offer = offer
         fd = open_memfd(pid, offer.fd, offer.num_bytes, offer.token)
         try:
@@ -423,14 +364,13 @@ class PeerArena:
             raise TransportError(f"arena: {offer.num_bytes} bytes cannot be mapped") from error
         finally:
             os.close(fd)
+        # Offsets of regions that the sender may reuse but has not been told of.
         self.released: deque[int] = deque()
-        """Offsets of regions that the sender may use again and was not told of."""
 
     def borrow(self, offset: int, num_bytes: int, generation: int) -> Tensor:
         """Return a region as uint8 [num_bytes]; the caller owns it until its last view is gone.
 
-        Raises:
-            TransportError: the handle is not one of this arena.
+        Raises TransportError if the handle does not belong to this arena.
         """
         inside = _DATA_START <= offset <= self._offer.num_bytes - num_bytes and offset % ALIGN_BYTES == 0
         if generation != self._offer.generation or num_bytes <= 0 or not inside:
@@ -444,25 +384,24 @@ class PeerArena:
 class Extents:
     """Allocator of aligned parts of [0, num_bytes): first fit, neighbours merged. Not thread-safe.
 
-    The lowest address wins so that memory that was used before, and is therefore in RAM, is used again first.
+    The lowest address wins, so that memory that was used before, and therefore is in RAM, is reused first.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Manage `num_bytes`, rounded down to `ALIGN_BYTES`."""
+        # Rounded down.
         self.num_bytes = num_bytes // ALIGN_BYTES * ALIGN_BYTES
         self._starts = [0] if self.num_bytes else []  # of the free extents, sorted
         self._sizes = [self.num_bytes] if self.num_bytes else []
         self._used: dict[int, int] = {}
+        # End of the highest part ever handed out.
         self.highest = 0
-        """End of the highest part that was ever handed out."""
 
     @property
     def in_use(self) -> int:
-        """How many parts are handed out."""
         return len(self._used)
 
     def allocate(self, num_bytes: int) -> int | None:
-        """Return the start of a part of at least `num_bytes`, or None when no free part is long enough."""
+        """Return the start of a part of at least `num_bytes`, or None if no free part is long enough."""
         size = max(1, -(-num_bytes // ALIGN_BYTES)) * ALIGN_BYTES
         for k, free in enumerate(self._sizes):
             if free < size:
@@ -479,11 +418,7 @@ class Extents:
         return None
 
     def free(self, start: int) -> None:
-        """Take a part back.
-
-        Raises:
-            KeyError: no part that is in use starts there.
-        """
+        """Take a part back. Raises KeyError if no part in use starts there."""
         size = self._used.pop(start)
         k = bisect_left(self._starts, start)
         if k < len(self._starts) and start + size == self._starts[k]:
@@ -497,23 +432,17 @@ class Extents:
 
 
 def tracked_view(memory: NDArray[np.uint8], start: int, num_bytes: int, released: deque[int]) -> Tensor:
-    """Return a view of `memory`; `start` is appended to `released` when the last tensor or array over it is gone.
+    """Return a view of uint8 `memory`; `start` is appended to `released` when the last tensor or array over it is gone.
 
-    That happens in the thread that drops the last one, perhaps in the middle of anything: an append needs no lock.
-    The memory as a whole lives as long as any such view.
-
-    Args:
-        memory: uint8, 1-D.
-        start, num_bytes: which part; not empty.
-        released: read by the memory's manager.
+    The view must not be empty. Any such view keeps the whole memory alive.
     """
     view = memory[start : start + num_bytes]
+    # This runs in whichever thread drops the last view, at any point of its work: an append needs no lock.
     weakref.finalize(view, released.append, start).atexit = False
     return torch.from_numpy(view)
 
 
 def take_released(released: deque[int], most: int) -> list[int]:
-    """Remove up to `most` offsets and return them."""
     taken: list[int] = []
     with contextlib.suppress(IndexError):
         while len(taken) < most:
@@ -538,19 +467,18 @@ def create_memfd(num_bytes: int) -> tuple[int, bytes]:
 def open_memfd(pid: int, fd: int, num_bytes: int, token: bytes) -> int:
     """Open memory that another process made with `create_memfd`; returns a descriptor of our own.
 
-    The number may mean something else by now, or in another namespace: nothing but a memfd is opened, and the token
-    decides. Its size must be sealed, since touching a page that is gone would kill this process.
-
-    Raises:
-        TransportError: it is not that memory, or this process may not open it.
+    Raises TransportError if it is not that memory, or this process may not open it.
     """
     path = f"/proc/{int(pid)}/fd/{int(fd)}"
     try:
+        # The number may denote something else by now, or in another namespace: open only a memfd, and let the token
+        # decide.
         if not str(Path(path).readlink()).startswith(f"/memfd:{_NAME}"):
-            raise TransportError(f"arena: {path} is no shared memory of this program")
+            raise TransportError(f"arena: {path} is not shared memory of AsyncFlow")
         own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise TransportError(f"arena: {path} cannot be opened ({error.strerror})") from error
+    # The size must be sealed: touching a page beyond a shrunken end would kill this process.
     sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     if not sealed or os.fstat(own).st_size != num_bytes or os.pread(own, _TOKEN_BYTES, 0) != token:
         os.close(own)

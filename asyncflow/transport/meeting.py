@@ -1,14 +1,13 @@
-"""How two ends that know a pair's key become a channel: they connect, prove who they are, and agree on what to share.
+"""How two ends that know a pair's key become a channel: they connect, prove it, and agree on what to share."""
 
-    client                                server
-      |-- hello ------><------------ hello -|   proved identity; each tries to open the other's arena and pipe
-      |-- capability --><------ capability -|   whether it could
-      PipeChannel, if both could; else GlooChannel
-
-Same host means: same boot, same namespaces of process ids and of the network (containers with addresses of their own
-are hosts of their own), and the peer's arena could really be mapped (which user ids, a sandbox or a limit on addresses
-may forbid).
-"""
+#     client                                server
+#       |-- hello ------><------------ hello -|   proved identity; each tries to open the other's arena and pipe
+#       |-- capability --><------ capability -|   whether it could
+#       PipeChannel, if both could; else GlooChannel
+#
+# Two ends are on the same host if they have the same boot and the same namespaces of process ids and network (so
+# containers with their own addresses are separate hosts), and if the peer's arena can really be mapped (which user ids,
+# a sandbox or limited address space may forbid).
 
 import hmac
 import logging
@@ -47,66 +46,45 @@ from asyncflow.transport.frame import (
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "ASYNCFLOW_SHARED_MEMORY"
-"""Environment variable: `0` sends everything over the wire."""
+SWITCH = "ASYNCFLOW_SHARED_MEMORY"  # environment variable: `0` sends everything over the wire
 
 
 class Hello(msgspec.Struct):
-    """One end of a channel to be.
+    """One end of a future channel."""
 
-    Attributes:
-        host: names boot and namespaces.
-        pid: in that namespace.
-        arena: what this end will write payloads to; None: shared memory is switched off.
-        pipe: where this end reads frames; None as `arena`.
-    """
-
-    host: str
-    pid: int
-    arena: ArenaOffer | None
-    pipe: PipeOffer | None = None
+    host: str  # identifies boot and namespaces
+    pid: int  # in that namespace
+    arena: ArenaOffer | None  # where this end will write payloads; None: shared memory is switched off
+    pipe: PipeOffer | None = None  # where this end reads frames; None like `arena`
 
 
 class Capability(msgspec.Struct):
-    """Whether an end can share with its peer.
+    """Whether an end can share with its peer."""
 
-    Attributes:
-        obstacle: why the peer's arena cannot be read, or its pipe not be written to; empty: it can share.
-    """
-
-    obstacle: str
+    obstacle: str  # why the peer's arena or pipe cannot be opened; empty: it can share
 
 
 M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Introductions:
-    """One end's hello and capability, each with a proof of the pair's key: their sender took part in the handshake.
+    """One end's hello and capability, each with a proof that its sender took part in the handshake.
 
-    The key contains a nonce of each end, so a proof recorded in an earlier exchange fails here. A proof also covers the
-    sender's side and the kind of message, so a reflection fails, too: a message sent back to its own sender.
+    The key contains a nonce of each end, so a proof recorded in an earlier exchange fails. A proof also covers the
+    sender's side and the kind of message, so a message reflected to its own sender fails, too.
     """
 
     def __init__(self, key: bytes, *, is_server: bool) -> None:
-        """Args:
-        key: the pair's.
-        is_server: which end this is.
-        """
         self._own, self._peers = (
             Mac(key, side) for side in (("server", "client") if is_server else ("client", "server"))
         )
 
     def seal(self, message: Hello | Capability) -> bytes:
-        """Return the sealed message to send."""
         body = msgspec.msgpack.encode(message)
         return self._own.of(type(message).__name__.encode(), body) + body
 
     def open(self, data: bytes, kind: type[M]) -> M:
-        """Return what the peer sent.
-
-        Raises:
-            TransportError: it is not the peer.
-        """
+        """Return what the peer sent. Raises TransportError if the peer did not send it."""
         body = data[MAC_BYTES:]
         if not self._peers.proves(data[:MAC_BYTES], kind.__name__.encode(), body):
             raise TransportError("it does not know the job's secret")
@@ -117,10 +95,6 @@ class Sharing:
     """What one end of a channel offers to a peer on the same host, until both know whether they can use it."""
 
     def __init__(self, peer: str, limits: Limits) -> None:
-        """Args:
-        peer: the other end's name, for messages.
-        limits: whether to share, and how much.
-        """
         self._arena: Arena | None = None
         self._pipes: Pipes | None = None
         self._peer_arena: PeerArena | None = None
@@ -151,7 +125,8 @@ class Sharing:
         return Capability("")
 
     def conclude(self, peers: Capability) -> HostLink | None:
-        """Hear what the peer could do; returns what the two share: all of it, or nothing."""
+        """Take in the peer's result; return what the two share: everything or nothing."""
+        # By now the peer has mapped the arena or never will, so its descriptor is not needed any more.
         if self._arena is not None:
             self._arena.close()
         if self._arena is None or self._pipes is None or self._peer_arena is None or peers.obstacle:
@@ -166,12 +141,10 @@ def open_channel(
     """Connect; both ends must do so within the deadline.
 
     Args:
-        store: where the pair meets; for it alone.
-        key: the pair's, with which both ends prove themselves.
+        store: where the pair meets; used by this pair alone.
+        key: the pair's; both ends prove that they know it.
         is_server: takes rank 0.
-        peer: the other end's name, for messages.
-        limits: largest parts accepted, and whether memory is shared.
-        timeout_s: deadline of the meeting (which has some seconds at least), and of the hellos.
+        timeout_s: deadline of the meeting (at least a few seconds), and of the hellos.
 
     Raises:
         TransportError: the peer did not come, or another process did.
@@ -183,7 +156,7 @@ def open_channel(
     except RuntimeError as error:
         raise TransportError(f"channel to {peer}: the peer did not connect") from error
     except SealBroken as error:
-        raise TransportError(f"channel to {peer}: somebody else meets it ({error})") from error
+        raise TransportError(f"channel to {peer}: another process took its place ({error})") from error
     introductions = Introductions(key, is_server=is_server)
     try:
         _send(pair, introductions.seal(sharing.hello), timeout_s)
@@ -193,7 +166,7 @@ def open_channel(
     except (TransportError, RuntimeError, *UNREADABLE) as error:
         pair.abort()
         reason = error if isinstance(error, (TransportError, *UNREADABLE)) else "the peer is gone"
-        raise TransportError(f"channel to {peer}: no proper hello ({reason})") from error
+        raise TransportError(f"channel to {peer}: no valid hello ({reason})") from error
     link = sharing.conclude(peers)
     path = "shared memory" if link is not None else f"the wire ({own.obstacle or peers.obstacle})"
     logger.info("channel to %s: payloads go through %s", peer, path)
@@ -201,16 +174,11 @@ def open_channel(
 
 
 def wants_sharing(*, configured: bool) -> bool:
-    """Return whether this process may share memory."""
     return configured and os.environ.get(SWITCH) != "0"
 
 
 def this_host() -> str:
-    """Return a name for this boot of the machine and the namespaces that this process is in.
-
-    Raises:
-        OSError: the platform has no such things.
-    """
+    """Return a name for this boot and this process's namespaces. Raises OSError where the platform lacks these."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return "/".join([boot, *(str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "net"))])
 
@@ -237,11 +205,10 @@ def _receive(pair: GlooPair, limits: Limits, timeout: timedelta) -> bytes:
 #       |<------------------------- offer = nonce_s --------------------|
 #       |- answer = nonce_s ------------>|------------------------------> it is the one, only then the pair is built
 #
-# All of it is sealed (`asyncflow.sealed_store`): a stranger can neither ask nor answer, and what he wrote down of one
-# exchange is of no use in another, since both ends chose a nonce. From both the two derive the pair's key, which never
-# leaves the processes: the first frames inside the pair are proved with it (`meeting`), so another process that got
-# hold of its socket is found out. The secret is never written to the store, to argv or to a log. Keys are deleted
-# after use.
+# All of it is sealed (`asyncflow.sealed_store`): a stranger can neither ask nor answer, and a recorded exchange is
+# useless in another one, since both ends chose a nonce. From both nonces the two derive the pair's key, which never
+# leaves the processes. The first frames inside the pair prove it, which exposes a process that hijacked the socket. The
+# secret is never written to the store, to argv or to a log. Keys are deleted after use.
 
 _NONCE_BYTES = 16
 _MEETING_S = 60.0
@@ -249,7 +216,7 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 
 
 class Ask(msgspec.Struct):
-    """A client's wish for a channel."""
+    """A client's request for a channel."""
 
     channel_id: str
     client: str
@@ -258,32 +225,24 @@ class Ask(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process needs to open and accept channels.
+    """What a process needs to open and accept channels."""
 
-    Attributes:
-        store: the job store; cloned for every blocking use.
-        secret: the job's secret.
-        timeout_s: deadline of one handshake.
-    """
-
-    store: dist.TCPStore
-    secret: bytes
-    timeout_s: float = 60.0
+    store: dist.TCPStore  # the job store; cloned for every blocking use
+    secret: bytes  # the job's secret
+    timeout_s: float = 60.0  # deadline of one handshake
     _idle: list[SealedStore] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def own_store(self, timeout_s: float | None = None) -> SealedStore:
-        """Return a store client of its own, since a blocked wait stalls other calls on the same client.
+        """Return a separate store client, since a blocked wait stalls other calls on the same client.
 
-        Raises:
-            TransportError: the job store cannot be reached.
+        Raises TransportError if the job store cannot be reached.
         """
         return SealedStore(self.group_store(timeout_s), self.secret)
 
     def group_store(self, timeout_s: float | None = None) -> dist.TCPStore:
-        """Return a store client of its own for a process group of torch's, whose keys are not sealed.
+        """Return a separate store client for a torch process group, whose keys are not sealed.
 
-        Raises:
-            TransportError: the job store cannot be reached.
+        Raises TransportError if the job store cannot be reached.
         """
         try:
             store: dist.TCPStore = self.store.clone()  # type: ignore[attr-defined]
@@ -295,36 +254,28 @@ class Credentials:
 
     @property
     def meeting_s(self) -> float:
-        """How long two ends that proved themselves may take to meet (s); both are there, so less than for a start."""
+        """How long two ends that proved themselves may take to meet (s); both are running, so less than for a start."""
         return min(self.timeout_s, _MEETING_S)
 
     @contextmanager
     def borrowed_store(self) -> Iterator[SealedStore]:
-        """Lend a store client to one borrower at a time; it is kept for the next one.
-
-        A fresh one costs a reverse DNS lookup in PyTorch, which takes seconds where the resolver does not answer.
-
-        Raises:
-            TransportError: the job store is gone.
-        """
+        """Lend a store client to one borrower at a time; raises TransportError if the job store is gone."""
+        # Reuse clients: a new one costs a reverse DNS lookup in PyTorch, which takes seconds if the resolver does not
+        # answer.
         try:
             store = self._idle.pop()
         except IndexError:
             store = self.own_store()
         yield store
-        self._idle.append(store)  # not after an error: the client may be in the middle of an answer
+        self._idle.append(store)  # not after an error: an answer may be half read
 
     def call_store(self, method: str, *arguments: Any) -> Any:
-        """Call a method of a borrowed store client.
-
-        Raises:
-            TransportError: the job store is gone.
-        """
+        """Call a method of a borrowed store client. Raises TransportError if the job store is gone."""
         try:
             with self.borrowed_store() as store:
                 return getattr(store, method)(*arguments)
         except dist.DistError as error:
-            raise TransportError("the job store is gone, so the launcher is") from error
+            raise TransportError("the job store is gone, and so is the launcher") from error
 
 
 def ask_key(service: str) -> str:
@@ -333,7 +284,7 @@ def ask_key(service: str) -> str:
 
 
 def pair_store(store: SealedStore, service: str, key: bytes) -> SealedStore:
-    """Return where the two ends of the pair with this key find each other."""
+    """Return where the two ends of the pair with this key meet."""
     return store.under(f"channel/{service}/pair/{Mac(key, 'name').of().hex()}")
 
 
@@ -349,17 +300,14 @@ def ask_for_channel(
     """Run the client's side; returns the pair's key.
 
     Args:
-        store: of this thread alone.
-        secret: the job's.
-        service: whom to ask.
-        client: this process's name.
+        store: used by this thread alone.
         timeout_s: for the service to answer.
-        stop: once set, no answer is waited for.
+        stop: once set, the wait for an answer ends.
 
     Raises:
         DeadlineExceeded: no answer in time.
-        PeerRefused: the server takes no further client.
-        TransportError: a stop, or another process answered.
+        PeerRefused: the server takes no more clients.
+        TransportError: `stop` was set, or another process answered.
     """
     ask = Ask(secrets.token_hex(8), client, secrets.token_bytes(_NONCE_BYTES))
     base = f"channel/{service}/{ask.channel_id}"
@@ -374,7 +322,7 @@ def ask_for_channel(
         raise TransportError(f"{client}: {service} did not answer; is it running?") from error
     except SealBroken as error:
         raise TransportError(
-            f"{client}: who answered for {service} does not know the job's secret ({error})"
+            f"{client}: the process that answered for {service} does not know the job's secret ({error})"
         ) from error
     nonce, refusal = offer[:_NONCE_BYTES], offer[_NONCE_BYTES:].decode()
     if refusal:
@@ -383,15 +331,14 @@ def ask_for_channel(
     try:
         store.set(f"{base}/answer", nonce)
     except dist.DistError as error:
-        raise TransportError(f"{client}: the job store is gone, so the launcher is") from error
+        raise TransportError(f"{client}: the job store is gone, and so is the launcher") from error
     return pair_key(secret, service, ask, nonce)
 
 
 def accept_channel(store: SealedStore, secret: bytes, service: str, ask: Ask) -> bytes:
-    """Run the server's side for one ask; returns the pair's key when the client has answered.
+    """Run the server's side for one ask; returns the pair's key once the client has answered.
 
-    Raises:
-        TransportError: the client vanished or does not know the secret; other clients are not affected.
+    Raises TransportError if the client vanished or does not know the secret; other clients are not affected.
     """
     base = f"channel/{service}/{ask.channel_id}"
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -411,19 +358,20 @@ def accept_channel(store: SealedStore, secret: bytes, service: str, ask: Ask) ->
 
 
 def refuse_channel(store: SealedStore, service: str, ask: Ask, reason: str) -> None:
-    """Tell a client at once that it gets no channel; it deletes the key."""
+    """Tell a client at once that it gets no channel; the client deletes the key."""
     offer = secrets.token_bytes(_NONCE_BYTES) + reason.encode()
     store.set(f"channel/{service}/{ask.channel_id}/offer", offer)
 
 
 def pair_key(secret: bytes, service: str, ask: Ask, server_nonce: bytes) -> bytes:
-    """Return what only the two ends of this exchange can know."""
+    """Return a key that only the two ends of this exchange can know."""
     who = (service.encode(), ask.channel_id.encode(), ask.client.encode())
     return Mac(secret, "channel").of(*who, ask.nonce, server_nonce)
 
 
 def key_appears(store: SealedStore, key: str, timeout_s: float, stop: threading.Event) -> bool:
-    """Wait for a key. Not with the store's own wait: that cannot be woken, and it prints a warning at its end."""
+    """Wait for a key; False: not in time, or `stop` was set."""
+    # Polls, since the store's own wait cannot be woken and prints a warning when it times out.
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_LOOK_S
     while not store.check([key]):

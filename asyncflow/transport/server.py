@@ -1,7 +1,7 @@
 """The serving side: accepts channels under a service name and hands every request to one handler.
 
-Threads: one waits for asks; one per handshake, so that a slow or dead one blocks no other; one per channel receives and
-runs the handler. A reply may be sent later from any thread (a parked request).
+Threads: one waits for asks; one per handshake, so that a slow or dead client blocks no other; one per channel receives
+and runs the handler. A reply may be sent later and from any thread (a parked request).
 """
 
 import contextlib
@@ -66,9 +66,7 @@ class Call:
     """One request. Reply exactly once, now or later, from any thread.
 
     Attributes:
-        session: of the client.
-        message: what.
-        payload: uint8; belongs to the holder of a view of it.
+        payload: uint8; whoever holds a view of it owns it.
     """
 
     def __init__(self, channel: Channel, request_id: int, session: "Session", message: Any, payload: Tensor) -> None:
@@ -80,13 +78,13 @@ class Call:
 
     @property
     def shared(self) -> bool:
-        """Whether payloads of replies go through shared memory: the client runs on this host."""
+        """Whether payloads of replies go through shared memory, because the client runs on this host."""
         return self._channel.shared
 
     def reply(self, message: Any, payload: Payload | None = None) -> None:
-        """Answer; a client that is gone is not an error here (its session ends on its own).
+        """Answer. A client that is gone is no error here: its session ends on its own.
 
-        A client that does not read delays only payloads that go over the wire; in the end it is given up.
+        A client that does not read delays only payloads that go over the wire, and is cut off in the end.
         """
         try:
             meta = _ENCODER.encode(message)
@@ -96,35 +94,37 @@ class Call:
             self._channel.abort()
 
     def refuse(self, error: AsyncFlowError) -> None:
-        """Answer that the request was not carried out."""
         self.reply(refused(error))
 
 
 @dataclass(frozen=True)
 class Session:
-    """One client's channel: the unit of identity and of death.
+    """One client's channel: the unit of identity and of death."""
 
-    Attributes:
-        number: unique in this server's life.
-        client: the name that the client gave.
-    """
-
-    number: int
-    client: str
+    number: int  # unique for the life of this server
+    client: str  # the name that the client gave
 
 
 class Handler(Protocol):
     """What a service does with requests; called from many threads at once."""
 
     def handle(self, call: Call) -> None:
-        """Carry out a request and reply, or keep the call and reply later. AsyncFlowError becomes a refusal."""
+        """Carry out a request and reply, or keep the call and reply later. An AsyncFlowError becomes a refusal."""
 
     def disconnected(self, session: Session) -> None:
         """The client's channel ended, by goodbye or by death."""
 
 
 class ChannelServer:
-    """Serves `service` until `close`."""
+    """Serves `service` until `close`.
+
+    Args:
+        service: the name that clients ask for.
+        requests: msgspec type (tagged union) of the requests.
+        limits: largest request accepted, and whether memory is shared.
+        max_clients: more clients than this are refused.
+        threads: of the service, which fails when it can accept no more clients; None: that is only logged.
+    """
 
     def __init__(
         self,
@@ -137,17 +137,6 @@ class ChannelServer:
         max_clients: int = 1024,
         threads: ServiceThreads | None = None,
     ) -> None:
-        """Start listening.
-
-        Args:
-            credentials: store and secret.
-            service: the name that clients ask for.
-            requests: msgspec type (tagged union) of the requests.
-            handler: carries them out.
-            limits: largest request accepted, and whether memory is shared.
-            max_clients: further clients are refused while so many are connected.
-            threads: of the service, which fails if it can accept no further clients; None: that is only logged.
-        """
         self._credentials = credentials
         self._service = service
         self._decoder = msgpack_decoder(requests)
@@ -157,7 +146,7 @@ class ChannelServer:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._channels: dict[int, tuple[Channel, threading.Thread]] = {}
-        self._serving: set[threading.Thread] = set()  # also those whose channel ended, until they are really gone
+        self._serving: set[threading.Thread] = set()  # includes threads whose channel ended, until they exit
         self._greeting = 0
         self._closed = threading.Event()
         self._acceptor = (threads or ServiceThreads(service)).start(self._accept, name=f"accept-{service}")
@@ -174,7 +163,8 @@ class ChannelServer:
             with self._credentials.borrowed_store() as store:
                 store.queue_push(ask_key(self._service), _CLOSE)
         except (TransportError, dist.DistError) as error:
-            logger.debug("%s: %s", self._service, error)  # then the acceptor notices it, too
+            logger.debug("%s: %s", self._service, error)  # then the acceptor loses the store, too
+        # In parallel, since each may wait for a client that does not read.
         goodbyes = [threading.Thread(target=channel.goodbye, daemon=True) for channel, _ in channels]
         for goodbye in goodbyes:
             goodbye.start()
@@ -187,7 +177,7 @@ class ChannelServer:
                 thread.join(timeout=1)
 
     def cut_off(self, session: int) -> None:
-        """End a client's channel as if the client had died; one that is gone already is passed over."""
+        """End a client's channel as if the client had died; ignored if it is gone already."""
         with self._lock:
             channel, _ = self._channels.get(session, (None, None))
         if channel is not None:
@@ -201,11 +191,11 @@ class ChannelServer:
                 store = store or self._credentials.own_store(_IDLE.total_seconds())
                 data = store.queue_pop(ask_key(self._service))
                 broken = 0
-                if data == _CLOSE and self._closed.is_set():  # else it is of a former life of this service
+                if data == _CLOSE and self._closed.is_set():  # otherwise left over from an earlier life of this service
                     return
                 ask = msgpack_decoder(Ask).decode(data)
             except (SealBroken, *UNREADABLE) as error:
-                logger.warning("%s: an ask was dropped (%s)", self._service, error)
+                logger.warning("%s: a request for a channel was dropped (%s)", self._service, error)
                 continue
             except (TransportError, dist.DistError) as error:
                 store, broken = None, broken + 1
@@ -213,11 +203,11 @@ class ChannelServer:
                     return
                 if broken == _STORE_TRIES:
                     raise
-                logger.warning("%s: the job store does not answer, tried again (%s)", self._service, one_line(error))
+                logger.warning("%s: the job store does not answer; trying again (%s)", self._service, one_line(error))
                 continue
             try:
                 threading.Thread(target=self._greet, args=(ask,), name=f"greet-{ask.client}", daemon=True).start()
-            except RuntimeError as error:  # no more threads: this one must go on, the client asks again
+            except RuntimeError as error:  # out of threads: keep accepting, the client will ask again
                 logger.warning("%s: %s was not heard: %s", self._service, ask.client, error)
 
     def _greet(self, ask: Ask) -> None:
@@ -242,12 +232,13 @@ class ChannelServer:
         thread = threading.Thread(target=self._serve, args=(channel, session), name=name, daemon=True)
         try:
             with self._lock:
+                # Checked and registered under one lock: either `close` sees this channel, or this sees the close.
                 closed = self._closed.is_set()
                 if not closed:
                     thread.start()
                     self._channels[session.number] = (channel, thread)
                     self._serving = {each for each in self._serving if each.is_alive()} | {thread}
-        except RuntimeError as error:  # no more threads: the client connects again
+        except RuntimeError as error:  # out of threads: the client will connect again
             logger.warning("%s: %s is not served: %s", self._service, ask.client, error)
             channel.abort()
             return
@@ -276,7 +267,7 @@ class ChannelServer:
                     limits=self._limits,
                     timeout_s=self._credentials.meeting_s,
                 )
-            finally:  # both ends have met, or never will
+            finally:  # both ends have met by now, or never will
                 for name in pair.list_keys():
                     pair.delete_key(name)
 
@@ -289,7 +280,7 @@ class ChannelServer:
                 if frame.kind is not FrameKind.REQUEST:
                     raise TransportError(f"channel to {session.client}: a reply from the asking side")
                 self._run(Call(channel, frame.request_id, session, None, payload), meta)
-                del payload  # else the last request's bytes live until the next one
+                del payload  # otherwise these bytes live until the next request
         except TransportError as error:
             logger.info("%s: %s", self._service, error)
             channel.abort()
@@ -311,14 +302,12 @@ class ChannelServer:
             self._handler.handle(call)
         except AsyncFlowError as error:
             call.refuse(error)
-        except Exception as error:  # the boundary of the service: one bad request must not end it
+        except Exception as error:  # one bad request must not end the service
             logger.exception("%s: %s failed", self._service, type(call.message).__name__)
             call.refuse(TransportError(f"internal error: {error!r}; see the log of {self._service}"))
 
 
 class RefusedKind(StrEnum):
-    """Why a request was refused."""
-
     INVALID = "invalid"
     FENCED = "fenced"
     FULL = "full"
@@ -327,7 +316,7 @@ class RefusedKind(StrEnum):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """The one reply that every service may give: the request was not carried out; nothing changed."""
+    """The one reply that every service may give: the request was not carried out, and nothing changed."""
 
     kind: RefusedKind
     message: str
@@ -343,39 +332,37 @@ _ERRORS: dict[RefusedKind, type[TransportError]] = {
 
 
 def refused(error: AsyncFlowError) -> Refused:
-    """Return the reply for an error."""
     kind = next((kind for kind, cls in _ERRORS.items() if isinstance(error, cls)), RefusedKind.INVALID)
     return Refused(kind, str(error))
 
 
 def refusal(reply: Refused, service: str) -> TransportError:
-    """Return the error to raise for a reply: the same as at the service."""
+    """Return the error to raise for a refusal: the same type as at the service."""
     return _ERRORS[reply.kind](f"{service}: {reply.message}")
 
 
-# The thread that waits for a reply reads it, so that no other thread has to be woken to hand it over.
+# The thread that waits for a reply also reads it, so that no other thread has to be woken to hand it over.
 #
 #     reply.result()             reads until its own reply is there, settles others' on the way, passes the turn on
-#     reply.add_done_callback()  no thread waits: the connection's own thread reads
+#     reply.add_done_callback()  no thread waits, so the connection's own thread reads
 #     nothing is asked           the own thread watches for the peer's end
 #
-# Used by `connection.Connection` where frames come through pipes: only there may a reader wait with a deadline, and be
+# `Connection` uses this where frames come through pipes: only there can a reader wait with a deadline and be
 # interrupted. Exactly one thread has the turn.
 
 _EXPECTED, _CAME = "RUNNING", "FINISHED"  # states of a `Future`
 
 
 class ReadingTurns:
-    """Gives the turn to read to one thread at a time."""
+    """Gives the turn to read to one thread at a time.
+
+    `read_one` takes in one message and settles its reply; it returns False when none will follow.
+    """
 
     def __init__(self, pipes: Pipes, read_one: Callable[[], bool]) -> None:
-        """Args:
-        pipes: where frames come from.
-        read_one: takes in one message and settles its reply; False when none will follow.
-        """
+        # Take `lock` directly where nothing waits: entering the condition costs more.
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)  # entering it costs more than its lock
-        """The turn is free, or a reply came."""
+        self.changed = threading.Condition(self.lock)  # notified when the turn is free or a reply came
         self._pipes = pipes
         self._read_one = read_one
         self._taken = False
@@ -389,7 +376,7 @@ class ReadingTurns:
         os.close(self._bell)
 
     def end(self) -> None:
-        """No message will follow; all replies are settled. Idempotent."""
+        """No message will follow, and all replies are settled. Idempotent."""
         with self.lock:
             self._over = True
             self.changed.notify_all()
@@ -411,18 +398,17 @@ class ReadingTurns:
                 self._pass_on()
 
     def watch(self) -> None:
-        """A reply has callbacks and perhaps no waiter: the own thread reads."""
+        """A reply has callbacks and perhaps no waiter, so the connection's own thread reads."""
         with self.lock:
             self._watched += 1
         self._ring()
 
     def unwatch(self) -> None:
-        """Stop waiting for a reply that came."""
         with self.lock:
             self._watched -= 1
 
     def stand_by(self, closed: Callable[[], bool]) -> None:
-        """The own thread: read while replies with callbacks are due, and once the peer has ended; return at the end."""
+        """The connection's own thread: read while callbacks are due and once the peer has ended; return at the end."""
         while not self._over:
             self._pipes.watch(self._bell)
             rung = self._hear()
@@ -444,7 +430,7 @@ class ReadingTurns:
 
     def _take(self, reply: "ExpectedReply", deadline: float) -> bool:
         with self.lock:
-            self._waiting += 1  # before the reply is looked at: its reader looks in the other order
+            self._waiting += 1  # before checking the reply: its reader checks in the reverse order
             try:
                 while self._taken and not reply.settled:
                     if not self.changed.wait(min(deadline - time.monotonic(), threading.TIMEOUT_MAX)):
@@ -483,21 +469,23 @@ class ReadingTurns:
 
 
 class ExpectedReply(Future[Any]):
-    """Waiting for it is reading. It cannot be cancelled, and all of a connection share one lock, which is cheaper."""
+    """A future whose waiter reads the reply. It cannot be cancelled. All of a connection share one lock: that is
+    cheaper.
+    """
 
     def __init__(self, turns: ReadingTurns) -> None:
-        self._condition = turns.changed  # instead of the base's own fields, which cost as much as a system call
+        self._condition = turns.changed  # skips the base's __init__, which costs as much as a system call
         self._state = _EXPECTED
         self._result = self._exception = None
         self._waiters = []
         self._done_callbacks: list[Callable[[Future[Any]], Any]] = []
+        # Like `done`, but without its lock: the waiter checks often.
         self.settled = False
-        """As `done`, without its lock: the waiter looks often."""
         self._turns = turns
 
     def set_result(self, result: Any) -> None:
-        """The reply is there."""
         with self._turns.lock:
+            # Fast path: nobody waits inside the base class, and no callback is due.
             if not self._waiters and not self._done_callbacks:
                 self._result, self._state = result, _CAME
                 self.settled = True
@@ -506,13 +494,12 @@ class ExpectedReply(Future[Any]):
         self.settled = True
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """There will be none."""
         super().set_exception(exception)
         self.settled = True
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the reply; see `Future.result`."""
-        if not self.settled and self._state == _EXPECTED:  # inside a callback it came, but is not marked as settled
+        """Return the reply, reading until it comes; see `Future.result`."""
+        if not self.settled and self._state == _EXPECTED:  # inside a callback: it came but is not settled yet
             self._turns.read_until(self, timeout)
             timeout = 0.0 if timeout is not None else None
         if self.settled and self._exception is None:
@@ -527,7 +514,7 @@ class ExpectedReply(Future[Any]):
         return super().exception(timeout)
 
     def add_done_callback(self, fn: Callable[["Future[Any]"], object]) -> None:
-        """Have `fn` called when the reply is there, by the thread that reads it."""
+        """Have `fn` called by the thread that reads the reply."""
         if not self.done():
             self._turns.watch()
             super().add_done_callback(lambda _: self._turns.unwatch())
@@ -539,13 +526,26 @@ class ExpectedReply(Future[Any]):
 Reply = tuple[Any, Tensor]
 
 _SEND_CLOSE_TIMEOUT_S = 5.0
-_SPARE_FRAMES = 1  # a goodbye comes unasked
+_SPARE_FRAMES = 1  # a goodbye comes without a request
 
 
 class Connection:
-    """A client's channel to one service. Thread-safe; a broken one stays broken, open another.
+    """A client's channel to one service. Thread-safe. A broken one stays broken: open another.
 
-    Replies are read by the thread that waits for one (`ReadingTurns`), or, with `callbacks_only`, by its own thread.
+    Replies are read by the thread that waits for one (`ReadingTurns`), or, with `callbacks_only`, by the connection's
+    own thread.
+
+    Args:
+        client: this process's name, for messages at the service.
+        replies: msgspec type (tagged union) of the service's answers, without `Refused`.
+        limits: largest reply accepted, and whether memory is shared.
+        callbacks_only: all replies have callbacks and none has a waiter, so turns would only cost time.
+        timeout_s: for the service to answer, if shorter than the handshake's deadline.
+        stop: once set, the constructor stops waiting for an answer.
+
+    Raises:
+        PeerRefused: the service has all the clients that it takes.
+        TransportError: the service does not answer in time or fails its proof, or no thread can be started.
     """
 
     def __init__(
@@ -560,23 +560,6 @@ class Connection:
         timeout_s: float | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        """Prove the secret and connect.
-
-        Args:
-            credentials: store and secret.
-            service: whom to call.
-            client: this process's name, for the other side's messages.
-            replies: msgspec type (tagged union) of what the service answers, without `Refused`.
-            limits: largest reply accepted, and whether memory is shared.
-            callbacks_only: all replies have callbacks, none has a waiter, so turns would only cost time.
-            timeout_s: for the service to answer, if that is less than the handshake's deadline.
-            stop: once set, an answer that did not come yet is not waited for.
-
-        Raises:
-            PeerRefused: the service has as many clients as it takes.
-            TransportError: the service does not answer within the deadline, or fails its proof; or no thread is to be
-                had.
-        """
         self.service = service
         self._client = client
         self._decoder = msgpack_decoder(replies | Refused)
@@ -598,7 +581,7 @@ class Connection:
         self._thread = threading.Thread(target=self._receive, name=f"replies-{service}", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError as error:  # no more threads
+        except RuntimeError as error:  # out of threads
             self._fail(str(error))
             raise TransportError(f"channel to {service}: {error}") from error
 
@@ -608,9 +591,8 @@ class Connection:
         """Send a request; the future yields (reply, payload uint8) or raises PeerRefused or TransportError.
 
         Args:
-            message: of the service's requests.
-            payload: must not change until this returns. The reply's belongs to the caller.
-            timeout_s: for the service to take it, if it is busy; then the channel is given up.
+            payload: must not change until this returns. The reply's payload belongs to the caller.
+            timeout_s: for a busy service to take the request; once it passes, the channel is given up.
 
         Raises:
             TransportError: the channel is broken.
@@ -621,11 +603,12 @@ class Connection:
             future = ExpectedReply(self._turns)
         else:
             future = Future()
-            future.set_running_or_notify_cancel()  # a cancelled one would break the thread that settles it
+            future.set_running_or_notify_cancel()  # not cancellable: that would break the settling thread
         meta = self._encoder.encode(message)
         with self._lock:
             if self._closed.is_set():
                 raise TransportError(f"channel to {self.service}: closed")
+            # Register before sending: the reply may come at once.
             self._pending[request_id] = future
             open_requests = len(self._pending)
         try:
@@ -640,10 +623,8 @@ class Connection:
     def call(self, message: Any, payload: Payload | None = None, *, timeout_s: float) -> Reply:
         """Send a request and wait for its reply.
 
-        Raises:
-            DeadlineExceeded: no reply within `timeout_s`; the channel is given up.
-            TransportError: the peer is gone.
-            PeerRefused, LeaseFenced: the service answered no.
+        Raises DeadlineExceeded, and gives the channel up, without a reply within `timeout_s`; TransportError if the
+        peer is gone; PeerRefused or LeaseFenced if the service refused the request.
         """
         deadline = time.monotonic() + timeout_s
         future = self.submit(message, payload, timeout_s=timeout_s)
@@ -657,16 +638,15 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether requests are refused from now on: closed here, by the service, or broken."""
+        """Whether requests are refused from now on: closed here or by the service, or broken."""
         return self._closed.is_set()
 
     @property
     def shared(self) -> bool:
-        """Whether payloads of requests go through shared memory: the service runs on this host."""
+        """Whether payloads of requests go through shared memory, because the service runs on this host."""
         return self._channel.shared
 
     def wait_closed(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is `closed`; returns whether it is."""
         return self._closed.wait(timeout_s)
 
     def close(self) -> None:
@@ -688,7 +668,6 @@ class Connection:
             pass
 
     def _read_one(self) -> bool:
-        """Take in one message; False when none will follow."""
         try:
             frame, meta, payload = self._channel.receive()
             if frame.kind is FrameKind.REQUEST:
@@ -703,7 +682,7 @@ class Connection:
         except TransportError as error:
             self._fail(str(error))
             return False
-        except Exception as error:  # the boundary of a thread: the waiters hear of it
+        except Exception as error:  # the boundary of a thread: waiters must hear of it
             logger.exception("channel to %s", self.service)
             self._fail(one_line(error))
             return False
@@ -714,6 +693,7 @@ class Connection:
             reply = self._decoder.decode(meta)
         except UNREADABLE as error:
             future.set_exception(TransportError(f"channel to {self.service}: a reply that cannot be read ({error})"))
+            # Raised as well, so that the whole channel is given up.
             raise TransportError(f"a reply could not be read ({error})") from error
         if not isinstance(reply, Refused):
             future.set_result((reply, payload))

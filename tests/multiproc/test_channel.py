@@ -133,7 +133,7 @@ def test_address_that_a_stranger_put_in_the_place_of_the_servers_is_refused(
             store.set(key, genuine[:-16] + bytes(16))  # type: ignore[arg-type]  # the stub lacks bytes
 
     monkeypatch.setattr(GlooStore, "wait", wait_while_it_is_changed)
-    with pytest.raises(TransportError, match="channel to echo: somebody else meets it .*channel/echo/pair/.*/0/0"):
+    with pytest.raises(TransportError, match="echo: another process took its place .*channel/echo/pair/.*/0/0"):
         connect("first")
     assert len(attacks) == 1
     assert connect("second").call(Ping("hello"), timeout_s=20)[0].text == "hello"
@@ -155,7 +155,7 @@ def test_end_that_does_not_have_the_pairs_key_is_refused_inside_it(credentials: 
         end.start()
     for end in ends:
         end.join(40)
-    refusal = "channel to other: no proper hello (it does not know the job's secret)"
+    refusal = "channel to other: no valid hello (it does not know the job's secret)"
     assert len(ended) == 2 and refusal in ended.values(), ended
 
 

@@ -130,7 +130,7 @@ def test_client_that_never_says_hello_is_given_up(
     for thread in greeting:
         thread.join(20)
         assert not thread.is_alive()
-    assert "channel to silent: no proper hello" in caplog.text
+    assert "channel to silent: no valid hello" in caplog.text
 
 
 def test_arena_that_cannot_be_mapped_leaves_the_wire(

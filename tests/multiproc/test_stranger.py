@@ -46,7 +46,7 @@ def test_stranger_at_the_port_of_a_queue_is_refused_by_name(tmp_path: Path) -> N
             before = stranger.get(key) if stranger.check([key]) else None
             stranger.set(key, value)  # type: ignore[arg-type]  # the stub lacks bytes
             os.kill(queue.pids()["controller-0"], signal.SIGKILL)
-            line = f"ERROR job store: what is in {key!r} was not written by this job"
+            line = f"ERROR job store: the value of {key!r} was not written by this job"
             wait_until(lambda line=line: line in log.read_text(), line, deadline_s=DEADLINE_S)  # type: ignore[misc]
             if before is None:
                 stranger.delete_key(key)
@@ -59,7 +59,7 @@ def test_stranger_at_the_port_of_a_queue_is_refused_by_name(tmp_path: Path) -> N
         key = "tq/outputs/score/x"
         stranger.set(key, "1")
         os.kill(queue.pids()["storage-0"], signal.SIGKILL)
-        line = f"ERROR job store: what is in {key!r} was not written by this job"
+        line = f"ERROR job store: the value of {key!r} was not written by this job"
         wait_until(lambda: line in log.read_text(), line, deadline_s=DEADLINE_S)
         stranger.delete_key(key)
         queue.wait_until_up(DEADLINE_S)

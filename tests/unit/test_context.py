@@ -53,7 +53,7 @@ def test_phase_that_a_stranger_wrote_is_not_obeyed(caplog: pytest.LogCaptureFixt
         assert said.wait(30)
         said.clear()
     assert not context.stopping.is_set() and not context.exiting.is_set()
-    assert "what is in 'phase' was not written by this job" in caplog.text
+    assert "the value of 'phase' was not written by this job" in caplog.text
     sealed.set("phase", "stop")
     assert context.stopping.wait(30)
     assert not context.exiting.is_set()

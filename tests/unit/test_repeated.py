@@ -14,9 +14,9 @@ def test_a_reason_is_logged_as_its_count_grows_tenfold(caplog: pytest.LogCapture
     warnings.warn('row 3: it\'s "another"')
     assert caplog.messages == [
         "row 0: KeyError: 'question 0'",
-        "row 9: KeyError: 'question 9' (such came 10 times)",
-        "row 99: KeyError: 'question 99' (such came 100 times)",
-        "row 999: KeyError: 'question 999' (such came 1000 times)",
+        "row 9: KeyError: 'question 9' (10 such warnings so far)",
+        "row 99: KeyError: 'question 99' (100 such warnings so far)",
+        "row 999: KeyError: 'question 999' (1000 such warnings so far)",
         'row 3: it\'s "another"',
     ]
 

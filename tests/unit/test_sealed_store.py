@@ -78,7 +78,7 @@ def test_what_a_stranger_writes_is_refused_by_the_name_of_its_key(
         lambda: mark.get("mark"),
         lambda: store.multi_get(["tq/1/mark", "tq/0/mark"]),
     ):
-        with pytest.raises(SealBroken, match="job store: what is in 'tq/0/mark' was not written by this job"):
+        with pytest.raises(SealBroken, match="job store: the value of 'tq/0/mark' was not written by this job"):
             read()
     caplog.set_level(logging.ERROR)
     for _ in range(2):

@@ -1,13 +1,12 @@
-"""The weight agent's process: slots in shared memory, and the channels of those that write, read or copy them.
+"""The weight agent's process: slots in shared memory, and channels to those that write, read or copy them."""
 
-    trainer ranks --TakeSlot, SealBuckets--> agent <--Watch, Release-- receivers of this node
-                                              |  ^
-                       FetchBucket, WatchPeer v  | the same
-                                     agents of the other nodes
-
-Decisions are `AgentState`'s; this shell keeps the memory, answers calls and counts bytes. Values pass through a channel
-only between nodes.
-"""
+#     trainer ranks --TakeSlot, SealBuckets--> agent <--Watch, Release-- receivers of this node
+#                                               |  ^
+#                        FetchBucket, WatchPeer v  | the same
+#                                      agents of the other nodes
+#
+# `AgentState` decides; this shell keeps the memory, answers calls and counts bytes. Weights pass through a channel only
+# between nodes.
 
 import logging
 import queue
@@ -74,11 +73,11 @@ from weightsync.plan import DTYPE_BYTES, Bucket, TransferPlan, plan_digest
 from weightsync.slot_memory import Region, RegionLayout, SlotMemory, apply_delta, encode_delta, version_checksum
 from weightsync.version import Version
 
-# The way to one other agent: a thread that watches what it has and fetches buckets from it, one after the other.
+# The link to one other agent: a thread that watches what that agent has and fetches buckets from it, one at a time.
 #
 #     connect -> WatchPeer parks ... answered: what it has -> it decides -> FetchBucket ... -> WatchPeer parks ...
 #
-# A channel that breaks fails what was to be fetched and is opened again, with pauses, until `close`.
+# A broken channel fails its fetches and is opened again, with pauses, until `close`.
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +87,8 @@ _CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Fetch:
-    """A bucket to fetch.
-
-    Attributes:
-        pull: what was decided.
-        region: of the slot's memory as it was then.
-    """
-
     pull: Pull
-    region: Region
+    region: Region  # of the slot's memory at the time of the decision
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class _Lost:
 
 
 class Agent(Protocol):
-    """Whom a link works for."""
+    """What a link calls back."""
 
     def peer_has(self, peer: str, held: Sequence[Held]) -> None: ...
     def peer_plan(self, plan: bytes) -> None: ...
@@ -122,7 +114,7 @@ _Event = PeerHas | Fetch | _PlanWanted | _Lost
 
 
 class PeerLink:
-    """The link to one other agent."""
+    """The channel to one other agent, and the thread that uses it."""
 
     def __init__(
         self,
@@ -134,15 +126,6 @@ class PeerLink:
         *,
         limits: Limits,
     ) -> None:
-        """Start connecting.
-
-        Args:
-            credentials: store and secret.
-            name: of this agent.
-            peer: of the other one.
-            agent, threads: this one, and its threads.
-            limits: of the channel.
-        """
         self._credentials = credentials
         self._name = name
         self._peer = peer
@@ -154,15 +137,13 @@ class PeerLink:
         self._thread = threads.start(self._run, name=f"peer-{peer}")
 
     def fetch(self, fetch: Fetch) -> None:
-        """Get a bucket, after those before it."""
+        """Queue a bucket; buckets are fetched one after another."""
         self._events.put(fetch)
 
     def fetch_plan(self, digest: str) -> None:
-        """Get a plan."""
         self._events.put(_PlanWanted(digest))
 
     def close(self) -> None:
-        """End the thread; idempotent."""
         self._closing.set()
         self._events.put(_Lost())
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
@@ -176,8 +157,8 @@ class PeerLink:
             except (TransportError, WeightSyncError) as error:
                 logger.info("%s: %s", self._name, error)
             finally:
-                connection.close()  # first: no event of it may come after those that are dropped
-                self._agent.peer_lost(self._peer)  # second: what fails is fetched from others
+                connection.close()  # first: no event of this channel may come after `_fail_fetches`
+                self._agent.peer_lost(self._peer)  # second: failed fetches then go to other agents
                 self._fail_fetches()
 
     def _work(self, connection: Connection) -> None:
@@ -212,7 +193,7 @@ class PeerLink:
     def _fetch(self, connection: Connection, fetch: Fetch) -> None:
         num_bytes = 0
         bases = (None, None) if fetch.pull.base is None else (fetch.pull.base, None, None)
-        for base in bases:  # a delta that fails is followed by the whole bucket, and that is tried once more
+        for base in bases:  # if the delta fails, get the whole bucket, with one retry
             try:
                 request = FetchBucket(fetch.pull.version, fetch.pull.bucket, base)
                 reply, payload = connection.call(request, timeout_s=_FETCH_TIMEOUT_S)
@@ -242,13 +223,13 @@ class PeerLink:
 
 # Turns that receivers take to be in the next broadcast. Pure.
 #
-# A broadcast starts once all the receivers that joined are ready.
+# A broadcast starts once all receivers that joined are ready.
 #
 #     receivers  Join (parks) ..................... Transfer(epoch, members) -> group, broadcast -> Join (parks) ...
 #     trainer    ............. Begin (parks) ...... Transfer(epoch, members) -> group, broadcast
 #
-# A group is built once per epoch. An epoch ends when a member leaves, comes, is late, or reports that its group broke,
-# and with the trainer.
+# A group is built once per epoch. An epoch ends when a member joins, leaves, is late or reports a broken group, and
+# when the trainer is another process.
 
 
 @dataclass(frozen=True)
@@ -264,8 +245,8 @@ class _Begin:
 class Rounds:
     """The broadcasts of one lead agent."""
 
+    # Tells this agent's epochs from those of its predecessor.
     token: str = field(default_factory=lambda: secrets.token_hex(4))
-    """Keeps its epochs apart from those of an agent that had this place before."""
     _number: int = 0
     _members: dict[object, str] = field(default_factory=dict)
     _ready: dict[object, object] = field(default_factory=dict)
@@ -273,15 +254,9 @@ class Rounds:
     _trainer: object = None
 
     def join(self, call: object, session: object, name: str, broken: str) -> list[tuple[object, Transfer]]:
-        """A receiver is ready; returns the calls to answer.
-
-        Args:
-            call, session: whom to answer.
-            name: of the receiver.
-            broken: epoch whose group broke, or "".
-        """
+        """A receiver is ready; return the calls to answer. `broken`: the epoch whose group broke, or ""."""
         for former in [each for each, other in self._members.items() if other == name and each != session]:
-            self._leave(former)  # it came back before the end of its old channel was seen
+            self._leave(former)  # it came back before its old channel was seen to end
         if session not in self._members:
             self._members[session] = name
             self._number += 1
@@ -294,21 +269,20 @@ class Rounds:
     ) -> list[tuple[object, Transfer]]:
         """The trainer wants to broadcast; members that are not ready by `deadline` are left out."""
         self._break(broken)
-        if session != self._trainer:  # another process has no group yet
+        if session != self._trainer:  # a new process has no group yet
             self._trainer = session
             self._number += 1
         self._begin = _Begin(call, session, version, plan, deadline)
         return self._start()
 
     def closed(self, session: object) -> list[tuple[object, Transfer]]:
-        """A client is gone."""
         if self._begin is not None and self._begin.session == session:
             self._begin = None
         self._leave(session)
         return self._start()
 
     def tick(self, now: float) -> list[tuple[object, Transfer]]:
-        """Time passed."""
+        """Time passed: a broadcast past its deadline starts without late members."""
         if self._begin is None or self._begin.deadline > now:
             return []
         for session in [each for each in self._members if each not in self._ready]:
@@ -342,19 +316,16 @@ _Replies = list[tuple[object, object]]
 
 
 class WeightAgent:
-    """Serves one node's weight versions until `close`."""
+    """Serves one node's weight versions until `close`.
+
+    Args:
+        name: of this service, e.g. `weights-0`.
+        peers: names of the other nodes' agents.
+    """
 
     def __init__(
         self, credentials: Credentials, name: str, config: WeightSyncConfig, *, peers: Sequence[str] = ()
     ) -> None:
-        """Start serving.
-
-        Args:
-            credentials: store and secret.
-            name: of this service, e.g. `weights-0`.
-            config: of the weight path.
-            peers: names of the other nodes' agents.
-        """
         self.threads = ServiceThreads(name)
         self._name = name
         self._config = config
@@ -366,13 +337,12 @@ class WeightAgent:
         self._fetched_bytes = 0
         self._closing = threading.Event()
         limits = Limits(payload_bytes=max(2**31, 2 * config.bucket_bytes))
-        with self._lock:  # a link that is quick waits until all are there
+        with self._lock:  # the first link's callbacks wait until all links exist
             self._peers = {peer: PeerLink(credentials, name, peer, self, self.threads, limits=limits) for peer in peers}
         self._server = ChannelServer(credentials, name, Request, self, limits=limits, threads=self.threads)
         self._timer = self.threads.start(self._tick, name="weights-timer")
 
     def status(self) -> AgentStatus:
-        """Return the versions that are there and their readers."""
         with self._lock:
             return AgentStatus(
                 newest=self._state.newest,
@@ -384,7 +354,7 @@ class WeightAgent:
             )
 
     def close(self) -> None:
-        """Close all channels; idempotent. What receivers have mapped stays readable."""
+        """Close all channels; idempotent. Receivers can still read what they have mapped."""
         self.threads.close()
         self._closing.set()
         for peer in self._peers.values():
@@ -393,7 +363,6 @@ class WeightAgent:
         self._timer.join(timeout=5)
 
     def handle(self, call: Call) -> None:
-        """Carry out a request; see `Handler`."""
         message, session = call.message, call.session
         if isinstance(message, FetchBucket):
             self._send_bucket(call, message)
@@ -407,24 +376,20 @@ class WeightAgent:
             self._act(lambda: self._decide(call, message, session))
 
     def disconnected(self, session: Session) -> None:
-        """A client is gone; see `Handler`."""
         self._act(lambda: _answers(self._rounds.closed(session)) + self._state.closed(session))
 
     def peer_has(self, peer: str, held: Sequence[Held]) -> None:
-        """Another agent said what it has."""
         self._act(lambda: self._state.peer_has(peer, held))
 
     def peer_plan(self, plan: bytes) -> None:
-        """Another agent told a plan."""
         with self._lock:
             self._open_plan(plan)
 
     def peer_lost(self, peer: str) -> None:
-        """The channel to another agent broke."""
         self._act(lambda: self._state.peer_lost(peer))
 
     def fetched(self, fetch: Fetch, num_bytes: int, *, matches: bool) -> None:
-        """A bucket came from another agent into its slot, or did not."""
+        """A fetch ended; `matches` is False if the bucket did not come or is damaged."""
         pull = fetch.pull
         with self._lock:
             self._fetched_bytes += num_bytes
@@ -432,10 +397,9 @@ class WeightAgent:
         self._act(lambda: self._state.pulled(pull.peer, pull.version, pull.bucket, checksum))
 
     def write_bucket(self, fetch: Fetch, payload: Tensor, base: Version | None) -> bool:
-        """Write what another agent sent into the slot; returns whether it is what was announced.
+        """Write what another agent sent into the slot; False: the checksum does not match, or the delta's base is gone.
 
-        Raises:
-            WeightSyncError: it is a delta that cannot be read.
+        Raises WeightSyncError if the delta cannot be read.
         """
         pull = fetch.pull
         bucket = pull.plan.buckets[pull.bucket]
@@ -451,7 +415,7 @@ class WeightAgent:
         return fetch.region.checksum(bucket) == pull.checksum
 
     def _act(self, decide: Callable[[], list[Instruction]]) -> None:
-        """Decide and carry out under the lock; the replies are sent without it."""
+        """Decide and carry out under the lock, but send the replies without it."""
         with self._lock:
             replies = self._carry_out(decide())
         for call, reply in replies:
@@ -498,7 +462,7 @@ class WeightAgent:
         return [Answer(call, Done())]
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> _Replies:
-        """Do what was decided, but for the replies."""
+        """Carry out the decisions, except for sending the replies."""
         replies: _Replies = []
         for instruction in instructions:
             match instruction:
@@ -523,7 +487,7 @@ class WeightAgent:
     def _pull(self, pull: Pull) -> _Replies:
         try:
             memory = self._memory(pull.slot, pull.plan).memory
-        except WeightSyncError as error:  # it counts as not fetched, so it is asked for again when there is news
+        except WeightSyncError as error:  # counts as not fetched: news will trigger another try
             logger.warning("%s: %s", self._name, error)
             return self._carry_out(self._state.pulled(pull.peer, pull.version, pull.bucket, None))
         self._peers[pull.peer].fetch(Fetch(pull, Region(memory, self._layout(pull.plan))))
@@ -532,7 +496,7 @@ class WeightAgent:
     def _granted(self, version: Version, slot: int, plan: TransferPlan) -> SlotGranted | PeerRefused:
         try:
             return SlotGranted(version, self._memory(slot, plan).offer, self._live())
-        except WeightSyncError as error:  # no descriptors are left: this rank is told, others are served
+        except WeightSyncError as error:  # out of descriptors: tell this rank, keep serving others
             return PeerRefused(str(error))
 
     def _memory(self, slot: int, plan: TransferPlan) -> SlotMemory:
@@ -548,7 +512,7 @@ class WeightAgent:
         return self._layouts[plan.digest()]
 
     def _open_plan(self, data: bytes) -> None:
-        """Learn a plan; one that is known, since another rank told it, is not read again."""
+        """Learn a plan; a plan that another rank has sent already is not decoded again."""
         if plan_digest(data) not in self._layouts:
             plan = TransferPlan.decode(data)
             self._layouts[plan.digest()] = RegionLayout(plan)
@@ -571,7 +535,7 @@ class WeightAgent:
 
     def _packed_copy(self, version: Version, bucket: int) -> Tensor | None:
         with self._borrowed(version) as region:
-            # A packed bucket may be a view.
+            # `packed` may return a view, which does not outlive the hold.
             return None if region is None else region.packed(region.layout.plan.buckets[bucket]).clone()
 
     def _send_bucket(self, call: Call, wanted: FetchBucket) -> None:
@@ -598,12 +562,13 @@ class WeightAgent:
         call.reply(PlanFetched(plan.encode()))
 
     def _examine(self, call: Call, version: Version, bucket: int) -> None:
-        """A receiver's checksum differs: look whether ours does."""
+        """A receiver found a wrong checksum: check whether the slot itself is damaged."""
         with self._borrowed(version) as region:
             found = None if region is None else region.checksum(region.layout.plan.buckets[bucket])
         if found is not None:
             with self._lock:
                 expected = self._state.checksum(version, bucket)
+            # The slot is intact, so the reader's copy was bad: it reads again.
             if found == expected:
                 call.reply(Done())
                 return
@@ -620,7 +585,7 @@ class WeightAgent:
 
 
 def _element_bytes(bucket: Bucket, layout: RegionLayout) -> int:
-    """Return the size of what a delta counts: the first tensor's elements, if the bucket is made of such."""
+    """Return the element size for deltas: the first tensor's, if it divides the bucket's size."""
     size = DTYPE_BYTES[layout.spec(bucket.pieces[0].tensor).dtype]
     return size if bucket.num_bytes % size == 0 else 1
 

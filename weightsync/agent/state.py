@@ -1,7 +1,7 @@
-"""A weight agent's decisions: slots for writers, offers to readers, fetches from other agents.
+"""A weight agent's decisions: which slots writers get, what readers are offered, what is fetched from other agents.
 
-Pure: every event returns the instructions that follow from it, in order. `call` is what the shell replies to, `session`
-tells one client from another.
+Pure. Every event returns the instructions that follow from it, in order. `call` is what the shell replies to; `session`
+identifies a client.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -13,36 +13,30 @@ from weightsync.messages import Done, Held, NoRoom, PeerHas, Repair, Reply, Swap
 from weightsync.plan import Bucket, TransferPlan
 from weightsync.version import Version
 
-# What `AgentState` has its shell do.
+# What `AgentState` tells its shell to do.
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Reply to a call."""
-
     call: object
     reply: Reply
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """Reply to a call that it cannot be done."""
-
     call: object
     reason: str
 
 
 @dataclass(frozen=True)
 class Renew:
-    """Give a slot new memory: a process may still touch the old one."""
+    """Give the slot new memory, because a process may still touch the old memory."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class Grant:
-    """Reply with a slot to write a version into."""
-
     call: object
     version: Version
     slot: int
@@ -51,8 +45,6 @@ class Grant:
 
 @dataclass(frozen=True)
 class Offer:
-    """Reply with a complete version to read."""
-
     call: object
     version: Version
     slot: int
@@ -62,7 +54,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Pull:
-    """Fetch a bucket from another agent into a slot; then say `pulled`."""
+    """Fetch a bucket from another agent into a slot, then report it with `pulled`."""
 
     peer: str
     version: Version
@@ -75,7 +67,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class LacksPlan:
-    """Another agent has versions of an unknown plan: ask it for that, then say `open_plan` and `peer_has` again."""
+    """Another agent has versions under an unknown plan: fetch the plan, then call `open_plan` and `peer_has` again."""
 
     peer: str
     plan: str
@@ -84,27 +76,27 @@ class LacksPlan:
 Instruction = Answer | Refuse | Renew | Grant | Offer | Pull | LacksPlan
 
 
-# What the agents of other nodes have, and from which of them a bucket is fetched. Pure.
+# What the agents of other nodes have, and which of them a bucket is fetched from. Pure.
 #
-# Kept by bucket, so that hearing of one does not mean looking through all agents: there may be a thousand, and each of
-# them tells of each bucket.
+# Indexed by bucket, so that news of one bucket needs no search through all agents: there may be a thousand, and each of
+# them announces every bucket.
 
+# Buckets in flight from one agent: one is being written while the next one travels.
 _PULLS_PER_PEER = 2
-"""Buckets on their way from one agent: one is written while the next one travels."""
 
 
 class PeerCatalog:
-    """The other agents, as they last said."""
+    """What every other agent last said that it has."""
 
     def __init__(self) -> None:
+        # Agent -> (version, plan) -> bucket -> checksum.
         self._held: dict[str, Mapping[tuple[Version, str], Mapping[int, int]]] = {}
-        """Agent -> version and plan -> bucket -> checksum."""
+        # The inverse, (version, plan) -> bucket -> agent -> checksum, without fetches that failed since.
         self._holders: dict[tuple[Version, str], dict[int, dict[str, int]]] = {}
-        """The same as version and plan -> bucket -> agent -> checksum, without what failed since."""
         self._pulls: dict[str, set[tuple[Version, int]]] = {}
 
     def has(self, peer: str, held: Sequence[Held]) -> None:
-        """An agent said what it has now."""
+        """An agent announced everything that it now has."""
         now = {(each.version, each.plan): each.checksums for each in held}
         before = self._held.get(peer, {})
         for key in before.keys() - now.keys():
@@ -120,36 +112,34 @@ class PeerCatalog:
         self._pulls.setdefault(peer, set())
 
     def lost(self, peer: str) -> None:
-        """The channel to it broke."""
         for key, checksums in self._held.pop(peer, {}).items():
             self._forget(peer, key, checksums)
         self._pulls.pop(peer, None)
 
     def offered(self, newer_than: Version | None) -> dict[Version, str]:
-        """Return versions that are news, newest first, each with the digest of its plan."""
+        """Return versions newer than `newer_than`, newest first, each with its plan's digest."""
         news = {version: plan for version, plan in self._holders if newer_than is None or version > newer_than}
         return dict(sorted(news.items(), reverse=True))
 
     def have(self, version: Version, plan: str, bucket: int) -> bool:
-        """Return whether any agent has a bucket."""
         return bucket in self._holders.get((version, plan), ())
 
     def beyond(self, version: Version, plan: str, bucket: int) -> bool:
-        """Return whether any agent has a newer version of a bucket, so that its rank has gone on."""
+        """Return whether any agent has a newer version of the bucket: then its trainer rank has moved on."""
         return any(
             other > version and digest == plan and bucket in buckets
             for (other, digest), buckets in self._holders.items()
         )
 
     def source(self, version: Version, plan: str, bucket: int, *, busy_too: bool = False) -> str | None:
-        """Return the least busy agent that has a bucket and may be asked now; None: none.
+        """Return the least busy agent that has the bucket and may be asked now, or None.
 
-        An agent that is still busy with this very bucket, for memory that was given up since, is not asked for it a
-        second time: its two answers could not be told apart.
+        An agent still busy with this very bucket (for memory that was given up since) is not asked again: its two
+        answers could not be told apart.
 
         Args:
-            version, plan, bucket: which; the plan's digest.
-            busy_too: one that sends to others will do.
+            plan: digest of the plan.
+            busy_too: also consider agents that already have `_PULLS_PER_PEER` fetches in flight.
         """
         able = [
             peer
@@ -159,12 +149,12 @@ class PeerCatalog:
         return min(able, key=lambda peer: (len(self._pulls[peer]), peer), default=None)
 
     def start(self, peer: str, version: Version, plan: str, bucket: int) -> int:
-        """A bucket is being fetched; returns its checksum."""
+        """Note that the fetch began; return the checksum that the agent announced."""
         self._pulls[peer].add((version, bucket))
         return self._holders[version, plan][bucket][peer]
 
     def end(self, peer: str, version: Version, bucket: int, *, came: bool) -> None:
-        """It came, or did not; then that agent is not asked for it again, until it says anew that it has it."""
+        """Note that a fetch ended. After a failure, wait for a new announcement before asking this agent again."""
         if peer not in self._held:
             return
         self._pulls[peer].discard((version, bucket))
@@ -185,61 +175,49 @@ class PeerCatalog:
             del self._holders[key]
 
 
-# The agent's few slots: versions, their writers and their readers. Pure.
+# The agent's slots: a few versions, with their writers and readers. Pure.
 #
 #     empty -> being filled (writers, pulls) -> complete (readers) -> replaced, the oldest first
 #
-# One rule keeps every reader's bytes whole: *memory is written again only when every session that got it said that it
-# is done*. Else the slot gets new memory (`stained`), and the old one goes with the last mapping of it: when a session
-# that may still touch it vanished, when a version that was given up is still read, when a reader is too slow.
+# One rule keeps every reader's bytes intact: *memory is written again only after every session that got it has said
+# that it is done*. Otherwise the slot gets new memory (`stained`), and the old memory goes away with its last mapping.
+# This happens when a session that may still touch the memory vanished, when an abandoned version is still being read,
+# and when a reader is too slow.
 
 
 @dataclass
 class Slot:
-    """One version's place.
+    """The place of one version."""
 
-    Attributes:
-        number: which memory.
-        version: whose weights; None: the slot is empty.
-        plan, digest: under which it is written.
-        checksums: by bucket index, of those that are there.
-        writers: by trainer rank: the session that is writing its part, or damaged buckets of it again.
-        readers: sessions that hold it.
-        best_effort: sessions that hold it, but for which no writer waits.
-        left: readers have been too slow: they keep the memory when the slot is needed.
-        pulling: by bucket index: the agent that it is being fetched from.
-        delivered: a rank of this node has delivered buckets of it.
-        dropped: damaged or overtaken; it is not offered.
-        stained: a session that may still touch the memory is gone.
-    """
-
-    number: int
-    version: Version | None = None
+    number: int  # which memory
+    version: Version | None = None  # None: the slot is empty
     plan: TransferPlan | None = None
     digest: str = ""
-    checksums: dict[int, int] = field(default_factory=dict)
+    checksums: dict[int, int] = field(default_factory=dict)  # by bucket index, for the buckets that have arrived
+    # By trainer rank: the session that is writing its part, or rewriting damaged buckets of it.
     writers: dict[int, object] = field(default_factory=dict)
-    readers: set[object] = field(default_factory=set)
-    best_effort: set[object] = field(default_factory=set)
-    left: bool = False
+    readers: set[object] = field(default_factory=set)  # sessions that hold it; a writer waits for them
+    best_effort: set[object] = field(default_factory=set)  # sessions that hold it but that no writer waits for
+    left: bool = False  # its readers were too slow: they keep the memory when the slot is needed
+    # By bucket index: the agent that the bucket is being fetched from.
     pulling: dict[int, str] = field(default_factory=dict)
-    delivered: bool = False
-    dropped: bool = False
-    stained: bool = False
+    delivered: bool = False  # a rank of this node has delivered buckets of it
+    dropped: bool = False  # damaged or overtaken; not offered any more
+    stained: bool = False  # a session that may still touch the memory is gone
 
     @property
     def complete(self) -> bool:
-        """Whether every bucket is there and the version is not given up."""
+        """Whether all buckets have arrived and the version was not dropped."""
         return self.plan is not None and len(self.checksums) == len(self.plan.buckets) and not self.dropped
 
     def let_write(self, rank: int, session: object) -> None:
-        """A trainer rank writes here until it says that it is done."""
+        """Let a trainer rank write here until it says that it is done."""
         if self.writers.get(rank, session) != session:
             self.stained = True
         self.writers[rank] = session
 
     def lose(self, session: object) -> None:
-        """A client is gone. What it delivered stays, for it may come back with the rest."""
+        """A client is gone. Keep what it delivered: it may come back with the rest."""
         ranks = [rank for rank, writer in self.writers.items() if writer == session]
         if ranks or session in self.readers | self.best_effort:
             self.stained = True
@@ -248,12 +226,10 @@ class Slot:
         self.release(session)
 
     def release(self, session: object) -> None:
-        """A session does not read it any more."""
         self.readers.discard(session)
         self.best_effort.discard(session)
 
     def empty(self) -> None:
-        """Forget the version."""
         if self.writers or self.readers or self.best_effort or self.pulling:
             self.stained = True
         self.version = self.plan = None
@@ -271,17 +247,15 @@ class Slots:
         return iter(self._slots)
 
     def of(self, version: Version) -> Slot | None:
-        """Return where a version is or is being written; one that was dropped is nowhere."""
+        """Return the slot that holds or is receiving a version; None for a dropped one."""
         return next((slot for slot in self._slots if slot.version == version and not slot.dropped), None)
 
     @property
     def newest(self) -> Slot | None:
-        """The slot of the newest complete version."""
         complete = [slot for slot in self._slots if slot.complete]
         return max(complete, key=lambda slot: slot.version or (), default=None)
 
     def held(self) -> list[Held]:
-        """Return what other agents may know of."""
         return [
             Held(slot.version, slot.digest, dict(slot.checksums))
             for slot in self._slots
@@ -289,7 +263,6 @@ class Slots:
         ]
 
     def holders(self) -> dict[object, list[Version]]:
-        """Return, by session, the versions that it reads or may read."""
         holders: dict[object, list[Version]] = {}
         for slot in self._slots:
             if slot.version is not None:
@@ -298,20 +271,20 @@ class Slots:
         return holders
 
     def parts(self) -> list[Slot]:
-        """Return the slots of versions that are not complete yet, oldest first."""
+        """Return the slots of incomplete versions, oldest first."""
         parts = [slot for slot in self._slots if slot.version is not None and not slot.complete and not slot.dropped]
         return sorted(parts, key=lambda slot: slot.version or ())
 
     def take(self, version: Version, plan: TransferPlan, digest: str, *, dispensable: Container[int]) -> Slot | None:
         """Make room for a version; None: every slot is in use.
 
-        An unused slot goes first, then parts that give way, then the oldest complete one, except the newest,
-        that is not being repaired and that only best-effort readers and readers left behind hold. A dropped version
-        that is still read goes last: its readers keep the memory, perhaps until there is a newer version.
+        Unused slots go first, then parts that give way, then the oldest complete version. A complete version qualifies
+        only if it is not the newest, is not being repaired, and has only best-effort readers or readers left behind. A
+        dropped version that is still being read goes last: its readers keep its memory, perhaps until a newer version
+        exists.
 
         Args:
-            version, plan, digest: what will be written.
-            dispensable: numbers of slots with parts that give way to it; those of an older lineage do so anyway.
+            dispensable: numbers of slots whose parts give way to this version; parts of an older lineage always do.
         """
         free = (slot for slot in self._slots if self._free_for(slot, version, dispensable))
         slot = min(free, key=_reuse_order, default=None)
@@ -321,24 +294,23 @@ class Slots:
         return slot
 
     def abandon_parts(self, before: Version, rank: int, session: object) -> None:
-        """A trainer rank goes on to another version: it writes no more to those that it left unfinished."""
+        """A trainer rank moved on to another version: it will not finish its earlier ones."""
         for slot in self.parts():
             if slot.version is not None and slot.version < before and slot.writers.get(rank) == session:
                 del slot.writers[rank]
 
     def drop_older_parts(self, newest: Version) -> None:
-        """Give up versions before `newest` that were never completed."""
         for slot in self.parts():
             if slot.version is not None and slot.version < newest:
                 slot.dropped = True
 
     def leave_readers(self) -> None:
-        """A writer has waited long enough for the readers of older versions."""
+        """Leave behind the readers of older versions: a writer has waited for them long enough."""
         for slot in self._slots:
             slot.left = slot.complete and slot is not self.newest
 
     def usage(self) -> str:
-        """Return the users of the slots, for a message."""
+        """Describe who uses the slots, for an error message."""
         used = []
         for slot in self._slots:
             readers = " ".join(sorted(str(getattr(reader, "client", reader)) for reader in slot.readers))
@@ -366,13 +338,14 @@ def _reuse_order(slot: Slot) -> tuple[bool, bool, bool, tuple[int, ...]]:
 
 
 class AgentState:
-    """One agent's slots, readers, writers and peers."""
+    """One agent's slots, readers, writers and peers.
 
-    def __init__(self, *, num_slots: int, max_updating: int | None = None) -> None:
-        """Args:
+    Args:
         num_slots: versions that are kept or being written.
         max_updating: receivers that may swap at once; None: any number.
-        """
+    """
+
+    def __init__(self, *, num_slots: int, max_updating: int | None = None) -> None:
         self._slots = Slots(num_slots)
         self._turns = SwapTurns(max_updating)
         self._plans: dict[str, TransferPlan] = {}
@@ -381,18 +354,17 @@ class AgentState:
         self._repairs = Repairs()
         self._peers = PeerCatalog()
         self._peer_watchers: dict[object, object] = {}
+        # Peers start with 0, so their first watch is answered at once.
         self._revision = 1
+        # By session: the version that it computes with.
         self.serving: dict[object, Version] = {}
-        """By session: the version that it computes with."""
 
     @property
     def newest(self) -> Version | None:
-        """The newest complete version."""
         slot = self._slots.newest
         return None if slot is None else slot.version
 
     def plan(self, digest: str) -> TransferPlan | None:
-        """Return a known plan."""
         return self._plans.get(digest)
 
     def checksum(self, version: Version, bucket: int) -> int | None:
@@ -401,23 +373,20 @@ class AgentState:
         return None if slot is None else slot.checksums.get(bucket)
 
     def held(self) -> list[Held]:
-        """Return what lies in the slots."""
         return self._slots.held()
 
     def holders(self) -> dict[object, list[Version]]:
-        """Return, by session, the versions that it reads or may read."""
         return self._slots.holders()
 
     def open_plan(self, plan: TransferPlan) -> None:
-        """A trainer rank, or another agent, uses this plan."""
         self._plans.setdefault(plan.digest(), plan)
 
     def take_slot(
         self, call: object, session: object, *, rank: int, version: Version, plan: str, deadline: float
     ) -> list[Instruction]:
-        """A trainer rank wants to write its part of a version; it waits until a slot is free, or `deadline`.
+        """A trainer rank wants to write its part of a version. It waits until a slot is free, or until `deadline`.
 
-        It is done with older versions, finished or not.
+        By asking, it gives up older versions, finished or not.
         """
         if plan not in self._plans:
             return [Refuse(call, f"weights of {version}: the plan {plan} is not known here; open it first")]
@@ -431,14 +400,16 @@ class AgentState:
         """A trainer rank has written buckets; with its last one it is done with the slot."""
         slot = self._slots.of(version)
         if slot is None or slot.plan is None:
-            return [Answer(call, Done())]  # given up meanwhile; a newer version is there or on its way
+            return [Answer(call, Done())]  # dropped meanwhile: a newer version is here or on its way
         own = {bucket.index for bucket in slot.plan.of_sender(rank)}
         if not checksums.keys() <= own:
             return [Refuse(call, f"weights of {version}: rank {rank} sealed buckets that are not its own")]
         if not all(0 <= checksum < 2**64 for checksum in checksums.values()):
-            return [Refuse(call, f"weights of {version}: rank {rank} sealed with what is not a checksum")]
+            return [Refuse(call, f"weights of {version}: rank {rank} sealed with a value that is not a checksum")]
+        # Only a session that holds the grant may seal: memory may have been granted to another one since.
         if slot.writers.get(rank) != session:
             return [Refuse(call, f"weights of {version}: rank {rank} was not granted a slot for it")]
+        # The version was complete, so this is a repair. The rank stays a writer until all its repairs are in.
         if slot.complete:
             instructions = self._mended(slot, checksums)
             if not self._repairs.wants(version, rank):
@@ -451,7 +422,6 @@ class AgentState:
         return [Answer(call, Done()), *self._grown(slot)]
 
     def await_repair(self, call: object, session: object, *, rank: int) -> list[Instruction]:
-        """A trainer rank is ready to write buckets again."""
         wanted = self._repairs.ready(rank, session, call)
         for version in wanted:
             slot = self._slots.of(version)
@@ -460,22 +430,22 @@ class AgentState:
         return [Answer(call, Repair(version, sorted(buckets))) for version, buckets in list(wanted.items())[:1]]
 
     def no_repair(self, version: Version) -> list[Instruction]:
-        """A trainer rank has newer weights by now."""
+        """A trainer rank cannot rewrite a version: it has newer weights by now."""
         slot = self._slots.of(version)
         return self._give_up(slot) if slot is not None and self._repairs.wants(version) else []
 
     def watch(
         self, call: object, session: object, newer_than: Version | None, *, best_effort: bool = False
     ) -> list[Instruction]:
-        """A receiver wants the newest version; it waits for one that is newer than what it has.
+        """A receiver wants the newest version, and waits for one newer than what it has.
 
-        No writer waits for a best-effort reader: it keeps the memory that it reads when the slot is needed.
+        No writer waits for a best-effort reader. Such a reader keeps its memory when the slot is needed.
         """
         self._watchers[session] = (call, newer_than, best_effort)
         return self._serve_watchers()
 
     def borrow(self, session: object, version: Version) -> tuple[int, TransferPlan] | None:
-        """Hold a version, complete or not, until `release`; returns its slot and plan, or None: it is not here."""
+        """Hold a version, complete or not, until `release`. Return its slot and plan; None: it is not here."""
         slot = self._slots.of(version)
         if slot is None or slot.plan is None:
             return None
@@ -483,40 +453,36 @@ class AgentState:
         return slot.number, slot.plan
 
     def release(self, session: object, version: Version) -> list[Instruction]:
-        """A receiver does not read a version any more."""
         for slot in self._slots:
             if slot.version == version:
                 slot.release(session)
         return self._make_use_of_room()
 
     def ask_swap(self, call: object, session: object, deadline: float | None) -> list[Instruction]:
-        """A receiver wants to swap; without a deadline it does not wait for its turn."""
+        """A receiver wants to swap; without a deadline it is refused at once if it is not its turn."""
         granted = self._turns.ask(call, session, deadline)
         return [] if granted is None else [Answer(call, SwapTurn(granted))]
 
     def end_swap(self, session: object) -> list[Instruction]:
-        """A receiver has swapped."""
         return [Answer(call, SwapTurn(True)) for call in self._turns.end(session)]
 
     def corrupt(self, call: object, session: object, version: Version, bucket: int) -> list[Instruction]:
-        """A bucket is damaged, here: have it written again, or drop the version."""
         slot = self._slots.of(version)
         if slot is None or not slot.complete or bucket not in slot.checksums:
             return [Refuse(call, f"weights of {version}: bucket {bucket} is damaged, and the version is given up")]
         return self._repair(slot, bucket) if self._repairs.report(version, bucket, call, session) else []
 
     def peer_has(self, peer: str, held: Sequence[Held]) -> list[Instruction]:
-        """Another agent said what it has."""
         self._peers.has(peer, held)
         lacking = {each.plan for each in held if each.plan not in self._plans and self._is_news(each.version)}
         return [LacksPlan(peer, plan) for plan in sorted(lacking)] + self._make_use_of_room()
 
     def pulled(self, peer: str, version: Version, bucket: int, checksum: int | None) -> list[Instruction]:
-        """A bucket came from another agent and matches; None: it did not come, or does not match."""
+        """A fetch ended; `checksum` is None if the bucket did not come or does not match."""
         self._peers.end(peer, version, bucket, came=checksum is not None)
         slot = self._slots.of(version)
         if slot is None or slot.pulling.get(bucket) != peer:
-            return self._make_use_of_room()  # the memory that it went to was given up meanwhile
+            return self._make_use_of_room()  # the memory it was meant for was given up meanwhile
         del slot.pulling[bucket]
         if self._repairs.pending(version, bucket):
             mended = self._repair(slot, bucket) if checksum is None else self._mended(slot, {bucket: checksum})
@@ -527,12 +493,12 @@ class AgentState:
         return self._grown(slot)
 
     def peer_lost(self, peer: str) -> list[Instruction]:
-        """The channel to another agent broke; its pulls are reported as failed after this."""
+        """The channel to another agent broke; its fetches are reported as failed after this."""
         self._peers.lost(peer)
         return self._make_use_of_room()
 
     def watch_peer(self, call: object, session: object, revision: int) -> list[Instruction]:
-        """Another agent wants to know what there is here, once that is more than at `revision`."""
+        """Another agent wants to know what is here, as soon as that differs from `revision`."""
         if revision != self._revision:
             return [Answer(call, PeerHas(self._revision, self.held()))]
         self._peer_watchers[session] = call
@@ -553,7 +519,7 @@ class AgentState:
         return instructions + self.end_swap(session) + self._make_use_of_room()
 
     def tick(self, now: float) -> list[Instruction]:
-        """Time passed: end the waits that are over; slow readers are left behind before a trainer gets no slot."""
+        """Time passed: end overdue waits. Slow readers are left behind before a trainer rank is refused a slot."""
         instructions: list[Instruction] = [Answer(call, SwapTurn(False)) for call in self._turns.overdue(now)]
         if self._ranks.are_overdue(now):
             self._slots.leave_readers()
@@ -572,7 +538,7 @@ class AgentState:
         return instructions
 
     def _serve(self, taker: Taker) -> list[Instruction]:
-        """Answer a trainer rank that wants a slot; nothing: it waits."""
+        """Answer a trainer rank that wants a slot; empty: it waits."""
         version, newest = taker.version, self.newest
         if newest is not None and version <= newest:
             return [Answer(taker.call, Unneeded(newest))]
@@ -583,13 +549,14 @@ class AgentState:
         there = set() if slot is None else own & slot.checksums.keys()
         if own == there or self._ranks.overtaken(taker, is_begun=slot is not None):
             return [Answer(taker.call, Unneeded(version))]
+        # Wait for these fetches: a bucket must not have two writers.
         if slot is not None and own & slot.pulling.keys():
             return []
         slot, renewed = self._slot_for(version, taker.plan, dispensable=self._dispensable(version))
         if slot is None:
             return []
         for bucket in there:
-            del slot.checksums[bucket]  # it is written once more
+            del slot.checksums[bucket]  # about to be overwritten
         slot.let_write(taker.rank, taker.session)
         return [*renewed, Grant(taker.call, version, slot.number, self._plans[taker.plan])]
 
@@ -602,15 +569,16 @@ class AgentState:
         slot = self._slots.take(version, self._plans[plan], plan, dispensable=dispensable)
         if slot is None or not slot.stained:
             return slot, []
+        # Whoever may still touch the old memory keeps it; the slot starts afresh.
         slot.stained = False
         return slot, [Renew(slot.number)]
 
     def _dispensable(self, version: Version) -> set[int]:
-        """Return the numbers of slots with parts that give way to `version`."""
+        """Return the numbers of slots whose parts give way to `version`."""
         return {slot.number for slot in self._slots.parts() if self._gives_way(slot, version)}
 
     def _gives_way(self, slot: Slot, version: Version) -> bool:
-        """Whether a slot may be reclaimed: not being written, and incomplete for good or refetchable."""
+        """Whether a slot may be reclaimed: nobody writes it, and it can be fetched again or will never be complete."""
         if slot.writers or slot.version is None or slot.plan is None:
             return False
         fetched_ahead = slot.version > version and not slot.delivered
@@ -624,12 +592,12 @@ class AgentState:
         asked = self._ranks.asked(bucket.sender)
         if asked is not None:
             return asked > slot.version
-        if slot.delivered:  # by ranks of this node: those of other nodes will follow
+        if slot.delivered:  # by ranks of this node, so those of other nodes will follow
             return self._peers.beyond(slot.version, slot.digest, bucket.index)
         return True
 
     def _grown(self, slot: Slot) -> list[Instruction]:
-        """Buckets were added: tell other agents, and all receivers if that was the last."""
+        """Buckets arrived: tell other agents, and if the version is now complete, all receivers."""
         instructions = self._announce()
         if slot.complete and slot.version is not None and slot.version == self.newest:
             self._slots.drop_older_parts(slot.version)
@@ -664,8 +632,8 @@ class AgentState:
     def _schedule_pulls(self) -> list[Instruction]:
         """Fetch what other agents have and this one lacks.
 
-        What was begun is finished first, else a node that is slower than the trainer would never finish any version;
-        then the newest that can be had whole, and those in between are skipped; then what there is of the newest.
+        First finish what was begun: otherwise a node slower than the trainer would never complete any version. Then
+        take the newest version that can be had whole, skipping those in between; then whatever exists of the newest.
         """
         offered = {version: plan for version, plan in self._peers.offered(self.newest).items() if plan in self._plans}
         begun = [slot.version for slot in self._slots.parts() if slot.version in offered]
@@ -694,6 +662,7 @@ class AgentState:
         instructions: list[Instruction] = []
         for bucket in slot.plan.buckets:
             k = bucket.index
+            # A rank that is writing here delivers its own buckets.
             if k not in slot.checksums and k not in slot.pulling and bucket.sender not in slot.writers:
                 source = self._peers.source(slot.version, slot.digest, k)
                 if source is not None:
@@ -704,6 +673,7 @@ class AgentState:
         assert slot.version is not None and slot.plan is not None
         slot.pulling[bucket] = peer
         checksum = self._peers.start(peer, slot.version, slot.digest, bucket)
+        # The newest complete version serves as the base of a delta, if it has the same layout.
         base = self._slots.newest
         usable = base is not None and base is not slot and base.digest == slot.digest
         base_version = base.version if base is not None and usable else None
@@ -712,6 +682,7 @@ class AgentState:
     def _repair(self, slot: Slot, bucket: int) -> list[Instruction]:
         """Get a damaged bucket again: from another agent, else from the rank that sent it."""
         assert slot.version is not None and slot.plan is not None
+        # A busy agent will do: receivers are waiting for this bucket.
         source = self._peers.source(slot.version, slot.digest, bucket, busy_too=True)
         if source is not None:
             return [self._pull(slot, bucket, source)]
@@ -724,7 +695,7 @@ class AgentState:
         return [] if call is None else [Answer(call, Repair(slot.version, [bucket]))]
 
     def _mended(self, slot: Slot, checksums: Mapping[int, int]) -> list[Instruction]:
-        """Buckets that were damaged have been written again."""
+        """Damaged buckets were rewritten. If a checksum differs from the first one, drop the version."""
         assert slot.version is not None
         instructions: list[Instruction] = []
         for bucket, checksum in checksums.items():
@@ -737,10 +708,10 @@ class AgentState:
         return instructions
 
     def _give_up(self, slot: Slot) -> list[Instruction]:
-        """There is no good copy of a damaged bucket: the version is offered no more."""
+        """A damaged bucket has no good copy left: drop the version."""
         assert slot.version is not None
         slot.dropped = True
-        reason = f"weights of {slot.version}: bucket %d does not match its checksum, and there is no other copy"
+        reason = f"weights of {slot.version}: bucket %d does not match its checksum, and no other copy exists"
         waiting = self._repairs.end(slot.version)
         instructions: list[Instruction] = [
             Refuse(call, reason % bucket) for bucket, calls in waiting.items() for call in calls

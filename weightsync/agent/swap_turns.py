@@ -8,12 +8,9 @@ from collections import deque
 
 
 class SwapTurns:
-    """At most so many receivers swap their weights at the same time; turns are given in the order of asking."""
+    """At most `most` receivers swap at the same time (None: any number), in the order of asking."""
 
     def __init__(self, most: int | None) -> None:
-        """Args:
-        most: receivers that may swap at once; None: any number.
-        """
         self._most = most
         self._swapping: set[object] = set()
         self._waiting: deque[tuple[object, object, float]] = deque()
@@ -29,7 +26,7 @@ class SwapTurns:
         return None
 
     def end(self, session: object) -> list[object]:
-        """The session has swapped, or is gone; returns the calls whose turn has come."""
+        """The session has swapped, or is gone; return the calls whose turn has come."""
         self._swapping.discard(session)
         self._waiting = deque(each for each in self._waiting if each[1] != session)
         turns = []
@@ -40,7 +37,7 @@ class SwapTurns:
         return turns
 
     def overdue(self, now: float) -> list[object]:
-        """Return the calls that waited long enough, and forget them."""
+        """Return the calls whose deadline has passed, and forget them."""
         late = [call for call, _, deadline in self._waiting if deadline <= now]
         self._waiting = deque(each for each in self._waiting if each[2] > now)
         return late

@@ -1,4 +1,4 @@
-"""The trainer ranks of this node: how far each is, which wait for a slot, which write buckets again. Pure."""
+"""The trainer ranks of this node: how far each is, which ones wait for a slot, which ones rewrite buckets. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,13 +8,7 @@ from weightsync.version import Version
 
 @dataclass(frozen=True)
 class Taker:
-    """A rank that wants to write its part of a version.
-
-    Attributes:
-        call, session: whom to answer.
-        plan: digest.
-        deadline: when it stops waiting.
-    """
+    """A rank that wants to write its part of a version; `plan` is a digest, and `deadline` ends its wait."""
 
     call: object
     session: object
@@ -25,38 +19,36 @@ class Taker:
 
 
 class Ranks:
-    """Each rank asks for one version after the other, and never for one older than the last."""
+    """Each rank asks for one version after another, never for an older one than last time."""
 
     def __init__(self) -> None:
         self._waiting: list[Taker] = []
-        self._asked: dict[int, dict[object, Version]] = {}  # by rank, by session: the one that asked last is its last
+        # By rank, by session; the session that asked last comes last.
+        self._asked: dict[int, dict[object, Version]] = {}
 
     def asks(self, taker: Taker) -> None:
-        """A rank wants a slot; it waits until `answered`."""
         asked = self._asked.setdefault(taker.rank, {})
         newest = max(taker.version, asked.pop(taker.session, taker.version))
+        # Popped and inserted again, so that this session comes last.
         asked[taker.session] = newest
         self._waiting.append(taker)
 
     def answered(self, taker: Taker) -> None:
-        """It does not wait any more."""
         self._waiting.remove(taker)
 
     def waiting(self) -> list[Taker]:
-        """Return the waiting ones: the newest lineage first, and in it the oldest step, which is completed first."""
+        """Return the waiting ones: newest lineage first, and in it the oldest step, which is completed first."""
         return sorted(self._waiting, key=lambda taker: (-taker.version.lineage, taker.version.step))
 
     def asked(self, rank: int) -> Version | None:
-        """Return the newest version that a rank asked for; None: it is not there, or of another node."""
+        """Return the newest version that a rank asked for; None: it is gone, or on another node."""
         asked = self._asked.get(rank)
         return asked[next(reversed(asked))] if asked else None
 
     def overtaken(self, taker: Taker, *, is_begun: bool) -> bool:
-        """Return whether ranks have gone on, so that the version will never be complete.
+        """Return whether ranks have moved on, so that the version will never be complete.
 
-        Args:
-            taker: the rank that wants to write it.
-            is_begun: it has a slot, with what the others wrote.
+        `is_begun`: the version has a slot, with what other ranks wrote.
         """
         if self._asked[taker.rank][taker.session] > taker.version:
             return True
@@ -64,17 +56,14 @@ class Ranks:
         return not is_begun and any(each is not None and each > taker.version for each in asked)
 
     def closed(self, session: object) -> None:
-        """A client is gone."""
         self._waiting = [taker for taker in self._waiting if taker.session != session]
         for asked in self._asked.values():
             asked.pop(session, None)
 
     def are_overdue(self, now: float) -> bool:
-        """Return whether anybody waited long enough."""
         return any(taker.deadline <= now for taker in self._waiting)
 
     def overdue(self, now: float) -> list[Taker]:
-        """Return those that waited long enough, and forget them."""
         late = [taker for taker in self._waiting if taker.deadline <= now]
         self._waiting = [taker for taker in self._waiting if taker.deadline > now]
         return late
@@ -82,7 +71,7 @@ class Ranks:
 
 @dataclass
 class _Mender:
-    """A trainer rank. `call`: what it waits with, None while it is busy; `wanted`: what it is to write again."""
+    """A trainer rank. `call`: the one it waits with, None while it is busy; `wanted`: what it must rewrite."""
 
     session: object
     call: object | None = None
@@ -90,24 +79,23 @@ class _Mender:
 
 
 class Repairs:
-    """The calls that wait for a bucket's repair, and the buckets that trainer ranks are asked to write again."""
+    """The calls that wait for a bucket's repair, and the buckets that trainer ranks must rewrite."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Version, int], list[tuple[object, object]]] = {}
         self._menders: dict[int, _Mender] = {}
 
     def report(self, version: Version, bucket: int, call: object, session: object) -> bool:
-        """A call waits for a bucket's repair; returns whether it is the first."""
+        """A call waits for a bucket's repair; return whether it is the first one."""
         first = not self.pending(version, bucket)
         self._waiting.setdefault((version, bucket), []).append((call, session))
         return first
 
     def pending(self, version: Version, bucket: int) -> bool:
-        """Return whether a bucket is being repaired."""
         return (version, bucket) in self._waiting
 
     def end(self, version: Version, bucket: int | None = None) -> dict[int, list[object]]:
-        """Repairs of a version (None: all of it) are over; returns the calls that waited, by bucket."""
+        """Repairs of a version (`bucket` None: all of them) are over; return the calls that waited, by bucket."""
         keys = [key for key in self._waiting if key[0] == version and bucket in (None, key[1])]
         for mender in self._menders.values():
             wanted = mender.wanted.get(version, set())
@@ -117,9 +105,9 @@ class Repairs:
         return {key[1]: [call for call, _ in self._waiting.pop(key)] for key in keys}
 
     def ready(self, rank: int, session: object, call: object) -> Mapping[Version, set[int]]:
-        """A trainer rank can be asked from now on; returns what it is to do at once, instead of waiting.
+        """A trainer rank can be asked from now on; return what it must do at once, instead of waiting.
 
-        One that comes again on a new channel, before the end of its old one was noticed, still does what it was asked.
+        A rank that returns on a new channel before its old one was seen to end keeps its orders.
         """
         known = self._menders.get(rank)
         wanted = {} if known is None else known.wanted
@@ -127,7 +115,7 @@ class Repairs:
         return wanted
 
     def ask(self, rank: int, version: Version, bucket: int) -> tuple[object, object | None] | None:
-        """Want a bucket from its rank; returns its session and the call that it waits with, or None: it is gone."""
+        """Ask a bucket's rank for it; return its session and the call that it waits with; None: it is gone."""
         mender = self._menders.get(rank)
         if mender is None:
             return None
@@ -136,11 +124,11 @@ class Repairs:
         return mender.session, call
 
     def wants(self, version: Version, rank: int | None = None) -> bool:
-        """Return whether a rank (None: any) is to write buckets of a version again."""
+        """Return whether a rank (None: any) must rewrite buckets of a version."""
         return any(version in mender.wanted for each, mender in self._menders.items() if rank in (None, each))
 
     def closed(self, session: object) -> list[Version]:
-        """A client is gone; returns the versions that it would have repaired."""
+        """A client is gone; return the versions that it would have repaired."""
         for key, calls in self._waiting.items():
             self._waiting[key] = [each for each in calls if each[1] != session]
         gone = [rank for rank, mender in self._menders.items() if mender.session == session]

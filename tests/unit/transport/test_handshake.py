@@ -41,7 +41,7 @@ def test_client_refuses_a_server_that_does_not_know_the_secret(
     serving.start()
     key = f"channel/controller/{ASK.channel_id}/offer"
     monkeypatch.setattr(handshake.secrets, "token_hex", lambda _: ASK.channel_id)
-    with pytest.raises(TransportError, match=f"who answered for controller does not know the job's secret .*{key}"):
+    with pytest.raises(TransportError, match=f"answered for controller does not know the job's secret .*{key}"):
         ask_for_channel(Credentials(store, SECRET).own_store(), SECRET, "controller", "ref-0/0")
     serving.join(timeout=10)
     assert "vanished" in refused[0], "the client answered a server that it must not trust"

@@ -18,7 +18,7 @@ def damaged(num_reporters: int = 1, *, menders: tuple[int, ...] = (0, 1)) -> Age
     return state
 
 
-REASON = "weights of step 2: bucket 1 does not match its checksum, and there is no other copy"
+REASON = "weights of step 2: bucket 1 does not match its checksum, and no other copy exists"
 
 
 def test_every_reporter_of_a_bucket_is_answered_once_its_rank_wrote_it_again() -> None:

@@ -234,5 +234,5 @@ def test_what_is_no_checksum_is_refused(checksum: int) -> None:
     state = agent()
     take(state, 0, V1)
     (refused,) = seal(state, 0, V1, b0=checksum)
-    assert isinstance(refused, Refuse) and "what is not a checksum" in refused.reason
+    assert isinstance(refused, Refuse) and "a value that is not a checksum" in refused.reason
     assert seal(state, 0, V1) == [DONE]

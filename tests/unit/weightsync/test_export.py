@@ -243,7 +243,7 @@ def test_directory_of_somebody_else_is_not_replaced(
     (tmp_path / "weights" / "step_000001" / "mine").write_text("")
     feed, _ = start()
     feed.newest = Version(0, 1)
-    wait_for_log(caplog, "step_000001 is there and was not exported by this run")
+    wait_for_log(caplog, "step_000001 exists and was not exported by this run")
     feed.newest = Version(0, 2)
     assert told(server)[0] == "0.2"
     assert names(tmp_path / "weights" / "step_000001") == ["mine"]
@@ -298,7 +298,7 @@ def test_an_error_that_nobody_expects_costs_one_export(
 
     feed, _ = start(write)
     feed.newest = Version(0, 1)
-    wait_for_log(caplog, "(ValueError: a tensor of an unknown kind); what was exported before stays")
+    wait_for_log(caplog, "(ValueError: a tensor of an unknown kind); earlier exports stay")
     feed.newest = Version(0, 2)
     assert told(server)[0] == "0.2"
     assert names(tmp_path / "weights") == ["latest", "step_000002"]
@@ -468,7 +468,7 @@ def test_addresses_that_cannot_be_called_are_refused(url: str, problem: str) -> 
 
 
 def test_misspelt_places_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"\{path\} stands for nothing; known: directory"):
+    with pytest.raises(ValidationError, match=r"\{path\} is not a placeholder; known: directory"):
         NotifyTarget(url="http://host/x", body={"a": ["{path}"]})
 
 

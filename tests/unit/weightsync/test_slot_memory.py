@@ -56,7 +56,7 @@ def test_memory_that_is_not_what_was_offered_is_not_mapped(changes: dict[str, ob
 
 
 def test_memory_that_cannot_be_made_is_a_named_error() -> None:
-    with pytest.raises(WeightSyncError, match="a slot of .* bytes cannot be made"):
+    with pytest.raises(WeightSyncError, match="a slot of .* bytes cannot be created"):
         SlotMemory(2**62)
 
 
