@@ -148,7 +148,7 @@ class Profile:
         self._check_model(asdict(model), what)
         self._check_same("settings", _settings(config), what)
         if self._layers > 1 and len({block.layers for block in self.seconds if block.layers}) < 2:
-            raise ConfigError(f"{what}: has one depth of the model, not the two that a layer's cost needs; measure again "
+            raise ConfigError(f"{what}: has one depth of the model, but a layer's cost needs two; measure again "
                               f"into another file")  # fmt: skip
         kinds = {block.name for block in self.seconds}
         for kind in (TRAIN, FORWARD, OPTIMIZER, PREFILL, DECODE):
