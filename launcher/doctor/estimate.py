@@ -141,7 +141,7 @@ def _vllm_instances(checked: Preflight) -> list[GangSpec]:
 
 
 def _vllm_processes(gang: GangSpec) -> int:
-    """Return the processes that vLLM starts for an instance: its engine, and one per rank if several share the model."""
+    """Return the processes that vLLM starts for an instance: its engine, and one per rank if the model is shared."""
     ranks = len(gang.devices)
     return 1 if ranks == 1 else 1 + ranks
 

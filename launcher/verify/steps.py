@@ -1,9 +1,10 @@
-"""What the checks of `asyncflow verify` build on: the outcome of one, and which steps are complete, by which lineage.
-Then the checks of steps: are all there, and did the weights see what the ledger says (metrics, optimizer updates,
-checkpoints). Pure.
+"""Foundations and checks of steps for `asyncflow verify`. Pure.
 
-Updates are written while a step is trained, then its ledger lines at once, then its metrics. So a crash leaves at most
-one step in part, and nothing that was saved: `--resume` cuts it.
+First the outcome of a check, and which steps are complete, by which lineage. Then the checks of steps: are all there,
+and did the weights see what the ledger says (metrics, optimizer updates, checkpoints)?
+
+A run writes a step's updates while it trains, then its ledger lines at once, then its metrics. So a crash leaves at
+most one step in part, which no checkpoint has: `--resume` cuts it.
 """
 
 from collections import Counter, defaultdict
@@ -23,9 +24,8 @@ class Check:
     """The outcome of one check.
 
     Attributes:
-        name: of the check.
         says: what was found, in words, if there are no problems.
-        problems: what is wrong: file:line, step, group.
+        problems: what is wrong, with file:line, step or group.
         notes: what was not checked, or is worth knowing.
     """
 
@@ -36,17 +36,16 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.problems
 
     @property
     def outcome(self) -> str:
-        """What was found; of a check that failed only how much is wrong, since `says` tells what should hold."""
+        """What was found; for a failed check only the number of problems, since `says` tells what should hold."""
         number = len(self.problems)
         return self.says if self.ok else f"{number} problem{'s' if number > 1 else ''}"
 
     def as_lines(self) -> list[str]:
-        """Return it for a person; many problems are cut short."""
+        """Return lines for a person; only the first problems are shown."""
         hidden = len(self.problems) - _SHOWN
         rest = [f"      ... and {hidden} more"] if hidden > 0 else []
         return [
@@ -58,7 +57,7 @@ class Check:
 
 
 def named(numbers: Iterable[int]) -> str:
-    """Return numbers as text, neighbours as a range: `1-3, 7`."""
+    """Return numbers as text with ranges for neighbours: `1-3, 7`."""
     parts: list[str] = []
     ordered = sorted(set(numbers))
     for number in ordered:
@@ -72,13 +71,7 @@ def named(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class CompleteSteps:
-    """The lines of steps 1 .. `last`.
-
-    Attributes:
-        records: of the run.
-        last: the last complete step.
-        partial: a step after it of which something is there; 0: none.
-    """
+    """The lines of steps 1 to `last`, the last complete step. `partial` is a step after it with some lines; 0: none."""
 
     records: RunRecords
     last: int
@@ -86,7 +79,7 @@ class CompleteSteps:
 
     @staticmethod
     def of(records: RunRecords) -> "CompleteSteps":
-        """Find them: the last step may be there in part, unless a checkpoint covers it."""
+        """Find the complete steps. The last one may be partial, unless a checkpoint covers it."""
         steps = CompleteSteps(records, max(_steps(records), default=0))
         saved = max((one.step for one in records.checkpoints if not one.problem), default=0)
         if steps.last > saved and not steps._complete(steps.last):
@@ -95,17 +88,15 @@ class CompleteSteps:
 
     @cached_property
     def trained(self) -> list[tuple[int, TrainedLine]]:
-        """Ledger lines of trained groups."""
+        """Ledger lines of trained groups, numbered."""
         return [one for one in self.records.ledger.trained if one[1].step <= self.last]
 
     @cached_property
     def dead_letters(self) -> list[tuple[int, DeadLetterLine]]:
-        """Ledger lines of dead-letter groups."""
         return [one for one in self.records.ledger.dead_letters if one[1].step <= self.last]
 
     @cached_property
     def filtered(self) -> list[tuple[int, FilteredLine]]:
-        """Ledger lines of groups that were filtered out."""
         return [one for one in self.records.ledger.filtered if one[1].step <= self.last]
 
     @cached_property
@@ -115,17 +106,16 @@ class CompleteSteps:
 
     @cached_property
     def updates(self) -> list[tuple[int, UpdateLine]]:
-        """Lines of optimizer updates."""
         return [one for one in self.records.updates.lines if one[1].step <= self.last]
 
     @cached_property
     def metrics(self) -> Mapping[int, StepLine]:
-        """Step -> its line in the metrics; of several the first."""
+        """Step -> its line in the metrics, the first one if there are several."""
         return {line.step: line for _, line in reversed(self.records.metrics.lines) if line.step <= self.last}
 
     @cached_property
     def by_step(self) -> Mapping[int, Sequence[tuple[int, TrainedLine]]]:
-        """Step -> its ledger lines of trained groups."""
+        """Step -> its ledger lines of trained groups, numbered."""
         found: dict[int, list[tuple[int, TrainedLine]]] = defaultdict(list)
         for number, line in self.trained:
             found[line.step].append((number, line))
@@ -133,14 +123,14 @@ class CompleteSteps:
 
     @cached_property
     def lineages(self) -> Mapping[int, int]:
-        """Step -> the lineage that trained it; where lines differ, most of them."""
+        """Step -> the lineage that trained it, by majority of its lines."""
         counts: dict[int, Counter[int]] = defaultdict(Counter)
         for _, line in self.trained:
             counts[line.step][line.lineage] += 1
         return {step: count.most_common(1)[0][0] for step, count in sorted(counts.items())}
 
     def num_updates(self, step: int) -> int:
-        """Return how many updates the metrics say that steps 1 .. `step` made."""
+        """Return the number of updates of steps 1 to `step` according to the metrics."""
         return sum(line.num_updates for line in self.metrics.values() if line.step <= step)
 
     def where(self, number: int) -> str:
@@ -159,7 +149,7 @@ class CompleteSteps:
 
 
 def check_steps(steps: CompleteSteps) -> Check:
-    """Every step is there, with as many groups as a step has, all of one lineage; later steps are of no older one."""
+    """Every step exists, with a whole batch of groups, all of one lineage, and lineages never go back."""
     batch = steps.records.config.schedule.rollout_batch_size
     problems = []
     expected = 1
@@ -214,7 +204,7 @@ def check_metrics(steps: CompleteSteps) -> Check:
 
 
 def check_updates(steps: CompleteSteps) -> Check:
-    """Every update of every step was made once, and the engine counted no other."""
+    """Every update of every step was made once, and the engine counted no others."""
     file = steps.records.updates
     problems = []
     made = Counter((line.step, line.update) for _, line in steps.updates)
@@ -240,7 +230,7 @@ def check_updates(steps: CompleteSteps) -> Check:
 
 
 def check_checkpoints(steps: CompleteSteps) -> Check:
-    """Every checkpoint is of a step that the ledger has, and holds as many updates as those steps made."""
+    """Every checkpoint is of a step in the ledger, and holds as many updates as the steps up to it made."""
     checkpoints = steps.records.checkpoints
     problems = [problem for one in checkpoints for problem in _problems(one, steps)]
     held = [one.step for one in checkpoints if not one.problem]
