@@ -89,7 +89,7 @@ def test_a_logger_that_raises_costs_one_warning(tmp_path: Path, said: list[str])
         look(time.monotonic() + RETRY_S)
         wait_until(lambda: len(notes(run_dir, "pid")) == 2, "it starts again")
     assert said == [
-        f"warning: logger my_logger:Notes: ValueError: no such project; the run goes on, see "
+        f"warning: logger my_logger:Notes: ValueError: no such project; the run continues, see "
         f"{run_dir}/logs/logger-my_logger.Notes.log"
     ]
 
