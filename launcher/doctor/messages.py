@@ -66,8 +66,6 @@ class Needs:
 
     Attributes:
         run_dir: absolute; need not exist.
-        device: where model ranks run.
-        engines: engines of the launched roles.
         backend, backend_address: where storage units keep values.
         shared_memory: whether payloads of the queue go through shared memory.
         processes: of the run on this node, without the launcher.
@@ -76,7 +74,6 @@ class Needs:
         threads: of all processes together.
         channels: of the process that has the most.
         memory_bytes: least host memory on this node, see `launcher.doctor.estimate`.
-        memory_parts: its parts as text, largest first.
         checkpoint_bytes: one checkpoint, with what is exported beside it.
         num_checkpoints: that may exist at once, including the one being written.
     """
@@ -110,7 +107,6 @@ class Order:
     """An order to the child process, which takes just one.
 
     Attributes:
-        config, roles, overrides, run_dir: as the user gave them.
         registry: `module:NAME` of the tuple of checks.
         checks: names of those to run, in order.
         needs: from the first answer; None: resolve the configuration first.
@@ -128,12 +124,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one check, or of `RESOLVE`.
+    """The result of one check, or of `RESOLVE`, which alone has `needs`.
 
-    Attributes:
-        findings: at least one, unless the order was refused.
-        needs: of the run; only with `RESOLVE`.
-        refused: why the user's input cannot be used; nothing follows.
+    `refused` says why the user's input cannot be used; then there are no findings, and nothing follows.
     """
 
     findings: tuple[Finding, ...] = ()

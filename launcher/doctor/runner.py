@@ -49,11 +49,9 @@ _COLOURS = {Level.OK: None, Level.WARNING: "yellow", Level.ERROR: "red"}
 
 
 def print_report(order: Order, checks: Sequence[Check] = CHECKS, *, json: bool) -> bool:
-    """Run all checks and print each finding as it comes. Return whether a run would fail.
+    """Run the checks of `order.registry` and print each finding as it comes, or one JSON object at the end.
 
-    Args:
-        checks: those of `order.registry`, in order.
-        json: print one JSON object at the end instead.
+    Returns whether a run would fail.
 
     Raises:
         ConfigError: the user's input cannot be used.
@@ -70,11 +68,7 @@ def print_report(order: Order, checks: Sequence[Check] = CHECKS, *, json: bool) 
 
 
 def examine(order: Order, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
-    """Run checks and yield findings as they come.
-
-    Args:
-        order: the user's; its `checks` and `needs` are filled in here.
-        checks: those of `order.registry`, in order.
+    """Run the checks of `order.registry` and yield findings as they come; fills in `checks` and `needs` of the order.
 
     Raises:
         ConfigError: CONFIG or an option cannot be used.

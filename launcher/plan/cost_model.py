@@ -114,10 +114,7 @@ def find_device(name: str) -> Device:
 def device_of(measured: str, named: str | None, what: str) -> str | None:
     """Return the catalogue's name for the device that a profile was measured on; None: the catalogue lacks it.
 
-    Args:
-        measured: the name that the device reports.
-        named: value of `--device`, if given.
-        what: names the profile's file in the message.
+    `measured` is what the device calls itself, `named` the value of `--device`; `what` names the file in the message.
 
     Raises:
         ConfigError: `named` is another device of the catalogue.
@@ -159,12 +156,8 @@ class Workload:
 class _Shared:
     """How the ranks of a copy compute a model together.
 
-    Attributes:
-        number: bytes per number in computations.
-        ranks: ranks that share a sample's work.
-        moved_s: traffic between them, per token and pass (s).
-        gathered_s: gathering the weights for a pass (s).
-        bubble: share of the time in which a pipeline stage waits.
+    `number` is the bytes of a number, `moved_s` the ranks' traffic per token and pass, `gathered_s` the time to gather
+    the weights for a pass, and `bubble` the share of the time in which a pipeline stage waits.
     """
 
     number: int
@@ -280,6 +273,7 @@ class CostModel:
     def train(self, role: str, training: ActorConfig) -> Work:
         """Return the work of a micro-batch on one replica of a role that trains."""
         shared, models = self._training(role, training), self._models(role)
+        # A backward pass costs two forwards; gradient checkpointing repeats the forward.
         forwards = 2 if training.gradient_checkpointing else 1
         passes = (forwards + 2) * models
         rate = shared.parts * self._peak(shared.number) * self.device.achievable.train
@@ -287,6 +281,8 @@ class CostModel:
         if self.profile is not None:
             work = self.profile.work(TRAIN, shared_prompt=training.shared_prompt).scaled(models, parts=shared.parts)
         ranks = self.config.roles[role]
+        # FSDP2 gathers the weights for forward and again for backward, then reduces float32 gradients. This overlaps
+        # with computing, so it is a lower limit and not an addition.
         floor_s = 2 * shared.gathered_s
         if self._engine(role) == "fsdp" and ranks > 1:
             floor_s += self._exchange_s("reduce_scatter", 4 * self.model.num_parameters, ranks)
@@ -307,8 +303,9 @@ class CostModel:
         share, size = (ranks - 1) / ranks, EXCHANGED[-1]
         measured = self.profile.exchange_s(name, size) if self.profile and self._is_inside(spread) else None
         if measured is None or self.profile is None:
-            times = 2 if name == "all_reduce" else 1
+            times = 2 if name == "all_reduce" else 1  # a reduce-scatter, then an all-gather
             return times * share / (self._between(spread) * 1e9 * self.device.achievable.link)
+        # The profile measured another number of ranks; (ranks - 1) / ranks of the bytes move.
         number = self.profile.num_ranks
         return measured / (size / number) * share * number / (number - 1)
 
@@ -400,13 +397,14 @@ class CostModel:
         return size / (self.device.host_gb_s * 1e9 * self.device.achievable.link) if measured is None else measured
 
     def _exchange_s(self, name: str, size: float, ranks: int, *, spread: int = 0) -> float:
-        """Return the time of a collective in which each rank starts or ends with `size` bytes (s). Its ranks are among
-        `spread` neighbours; 0: they are each other's neighbours."""
+        """Return the time of a collective in which each rank starts or ends with `size` bytes (s)."""
+        # `spread` says among how many neighbours the ranks are; 0: they are each other's neighbours.
         measured = None
         if self.profile is not None and self._is_inside(spread or ranks):
             measured = self.profile.exchange_s(name, size)
         if measured is None:
             return size * (ranks - 1) / ranks / (self._between(spread or ranks) * 1e9 * self.device.achievable.link)
+        # Scaled from the measured number of ranks: (ranks - 1) / ranks of the bytes move.
         number = self.profile.num_ranks if self.profile is not None else ranks
         return measured * (ranks - 1) / ranks * number / (number - 1)
 

@@ -41,11 +41,9 @@ class Block:
 
     Attributes:
         name: one of the constants above.
-        layers: depth of the model that computes.
         rows: samples or responses.
         prompt, response: tokens of each; for `decode`, `prompt` is all that a token attends to.
         size: bytes copied or exchanged.
-        ranks: of a collective.
     """
 
     name: str
@@ -205,8 +203,7 @@ class Profile:
     def work(self, name: str, *, shared_prompt: bool) -> Work:
         """Return the work of `TRAIN` or `FORWARD` for the whole model on one device.
 
-        Args:
-            shared_prompt: count a prompt's tokens once for all samples of a group.
+        `shared_prompt` counts a prompt's tokens once for all samples of a group.
         """
         if (name, shared_prompt) not in self._works:
             points = []
@@ -229,6 +226,7 @@ class Profile:
         above = min(max(1, bisect_left(numbers, responses)), len(numbers) - 1)
         low, high = numbers[above - 1], numbers[above]
         slope = 0.0 if low == high else (table[high] - table[low]) / (high - low)
+        # Interpolated in the number of responses, and beyond the largest one extrapolated.
         seconds = table[low] + slope * (responses - low)
         return max(1e-9, seconds + per_token_s * responses * (context - measured))
 
@@ -246,10 +244,12 @@ class Profile:
     def prefill(self) -> Work:
         """Time that prompts add to the step of the engine which they enter."""
         points = []
+        # With prefix caching, the samples of a group compute their prompt once.
         shared = self.group_size if self.settings.get("vllm.prefix_caching", True) else 1
         for name, size in ((PREFILL, shared), (LATER_TURN, 1)):
             for shape, seconds in self.whole(name).items():
                 tokens, rows = -(-shape.rows // size) * shape.prompt, shape.rows
+                # The measured step also decoded a token per row, which is not part of prefill.
                 points.append((tokens, rows, seconds - self.decode_s(rows, shape.prompt), seconds))
         call_s, token_s, row_s = _least_squares(points)
         return Work(call_s=call_s, token_s=token_s, row_s=row_s)
@@ -291,10 +291,7 @@ def fit(points: Sequence[tuple[float, float, float]]) -> Work:
 
 
 def _least_squares(points: Sequence[tuple[float, float, float, float]]) -> tuple[float, float, float]:
-    """Return non-negative (a, b, c) of a + b x + c y for points (x, y, seconds, scale).
-
-    They minimize the squared errors relative to each point's scale.
-    """
+    """Return non-negative (a, b, c) that fit a + b x + c y to points (x, y, seconds, scale of the error)."""
     import numpy as np
 
     table = np.array([(1.0, x, y) for x, y, _, _ in points])

@@ -36,10 +36,9 @@ def open_planner(
 
     Args:
         devices: upper limit.
-        device: name in the catalogue, or a YAML file. Not needed for `sim` engines, nor with a profile of a device that
-            the catalogue has.
-        lengths: directory of a run whose response lengths are drawn from, and whose turns and tools apply to rollouts
-            of functions and agents; None: lengths as section `sim` says.
+        device: name in the catalogue, or a YAML file; not needed for `sim`, nor if the profile's device is known.
+        lengths: directory of a run that provides response lengths, and turns for rollouts of functions and agents;
+            None: lengths as section `sim` says.
         profile: file of `asyncflow profile`; None: durations are estimated.
 
     Raises:
@@ -157,10 +156,7 @@ def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
 
 
 def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
-    """Return the turns of a run's rollouts, as means over the steps in `metrics.jsonl`.
-
-    Args:
-        config: the run to plan, whose mean prompt length is subtracted from the tokens read; `sim` engines read none.
+    """Return the turns of a run's rollouts, as means over the steps in `metrics.jsonl`. `config` is the run to plan.
 
     Raises:
         ConfigError: the run's rollouts have one response each.
@@ -181,6 +177,7 @@ def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
             # Tokens that the policy did not generate are the prompt and what came between replies.
             read += (step["train_tokens"] / step["samples"] - step["response_tokens_mean"]) / len(steps)
     replies, tool_s, cpu_s = totals.values()
+    # `sim` engines take no time for tokens that they read.
     read = 0.0 if config.rollout.engine == "sim" else read - prompt_tokens_of(config)
     return Turns(max(1.0, replies), tool_s, cpu_s, max(0, round(read)))
 
@@ -210,12 +207,9 @@ def _damaged(run_dir: Path, number: int) -> Iterator[None]:
 
 
 def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], others: Sequence[Plan] = ()) -> str:
-    """Return plans as text: a table, the options to paste, and the reasons.
+    """Return plans (best first) as text: a table, the options to paste, and the reasons.
 
-    Args:
-        plans: best first.
-        more: `planner.one_more` of the best plan.
-        others: `planner.other_schedules`, if asked for.
+    `more` is `planner.one_more` of the best plan, and `others` are `planner.other_schedules`, if asked for.
     """
     config, best = planner.config, plans[0]
     schedule = config.schedule

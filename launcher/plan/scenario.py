@@ -37,12 +37,7 @@ class Work:
         return max(self.floor_s, computing_s)
 
     def scaled(self, number: float = 1.0, *, parts: float = 1.0) -> "Work":
-        """Scale this work and split it evenly across ranks; every rank pays the overhead of its call.
-
-        Args:
-            number: factor, e.g. the number of calls.
-            parts: ranks that share the samples' work.
-        """
+        """Scale this work by `number` and split it across `parts` ranks; every rank pays the overhead of its call."""
         share = number / parts
         return Work(
             call_s=self.call_s * number, row_s=self.row_s * share, token_s=self.token_s * share,
@@ -50,7 +45,6 @@ class Work:
         )  # fmt: skip
 
     def __add__(self, other: "Work") -> "Work":
-        """Return the work of both, one after the other."""
         return Work(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
@@ -63,11 +57,9 @@ class Latency:
         fetch_s: from the grant of a lease until its rows are in hand.
         admit_s: from a published version until the prompts that it admits can be leased.
         transfer_s: from then until instances can load the version.
-        swap_s: time that an instance takes to swap.
-        publish_s: time for which publishing holds up the trainer, including records and peers at the end of a step.
-        round_s: overhead of the trainer per round.
-        request_s: CPU time of a put, or of a lease with its reads and its acknowledgement, over all processes of the
-            queue and the client. It only counts where they share the machine with the workers.
+        publish_s: for which publishing holds up the trainer, including records and peers at the end of a step.
+        request_s: CPU time of a put, or of a lease with its reads and its acknowledgement, in all processes of the
+            queue and in the client. It only counts where they share the machine with the workers.
     """
 
     # docs/performance.md measures six hops after a pause at 2.4 ms on two cores, and Python between micro-batches at
@@ -89,9 +81,8 @@ class Turns:
 
     Attributes:
         replies: turns of the policy, at least 1.
-        tool_s: seconds without a reply in the making; shared evenly by the replies, after each.
-        cpu_s: CPU time of the session service, its functions and the rollout's process, without the engine. They serve
-            one reply of an instance at a time.
+        tool_s: seconds in which no reply is generated; split evenly over the replies, after each.
+        cpu_s: CPU time of the session service, its functions and the rollout's process, without the engine.
         read_tokens: tokens between the replies, from tools, environments and users.
     """
 
@@ -110,7 +101,6 @@ class Training:
     """How a role trains its model.
 
     Attributes:
-        settings: how rounds are cut, and how many updates a step makes.
         round_tokens: token budget of a rank's round; 0: none.
         rows_per_call: rows per call of a task that the role hosts.
         whole_step: train no round before the last one has arrived.
@@ -128,7 +118,7 @@ class Training:
 
     @staticmethod
     def of(config: RunConfig) -> "dict[str, Training]":
-        """Return the training of the actor, and of a critic in a role of its own."""
+        """Return role -> training, for the actor and a critic in a role of its own."""
         found = {}
         for role, settings in training_of(config).items():
             rows = settings.micro_batch_size
@@ -166,10 +156,7 @@ class Times:
 
     @staticmethod
     def of_sim(config: RunConfig, *, prompt_tokens: float) -> "Times":
-        """Return durations of the run's `sim` engines, for a mean prompt length.
-
-        Tasks that are neither simulated nor users' take no time.
-        """
+        """Return durations of the run's `sim` engines; tasks that are neither simulated nor users' take no time."""
         sim = config.sim
         return Times(
             decode_s=lru_cache(maxsize=None)(sim.decode_s),
@@ -191,15 +178,13 @@ class Scenario:
     """One run to simulate.
 
     Attributes:
-        training: role that trains -> how.
-        tasks: as placed; `specs` are the same tasks as the queue knows them.
+        specs: the tasks as the queue knows them.
         workers: role -> consumers that work side by side: instances, copies, replicas of the actor.
         slots: responses that an instance generates at once.
         rows_per_fetch: role that only computes columns -> rows that a worker takes at a time.
         interruptible: whether engines load newer weights while responses run.
         max_updating: instances that may swap at once; None: all.
         rows_per_put: responses of a lease that an instance puts together.
-        deterministic: responses that began together end their batch together.
         tokens: row -> length of its response.
         most_live: limit on an instance's concurrent rollouts of functions and agents; 0: one response per prompt.
         at_full_speed: workers of all roles that can run at full speed side by side on a machine that all share; 0: each

@@ -57,13 +57,7 @@ def longest_tokens(schedule: ScheduleConfig, tokens: Callable[[int], int], *, st
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds on the step time of one run, for any layout and split.
-
-    Attributes:
-        longest_tokens: result of the function of that name.
-        scores: whether a reference scores responses.
-        at_full_speed: workers that the machine can run at full speed; 0: no limit (see `Scenario`).
-    """
+    """Lower bounds on the step time of one run, for any layout and split; for `at_full_speed` see `Scenario`."""
 
     workload: Workload
     longest_tokens: float
@@ -256,6 +250,7 @@ def check_launchable(config: RunConfig, device: Device | None, num_devices: int)
     Args:
         device: catalogue entry that sets the devices per node; None: ranks share the machine.
         num_devices: of the cluster; the last node may have fewer than the others.
+
     Raises:
         ConfigError: as at a start.
     """
@@ -400,12 +395,7 @@ _COUNTED = (2, 10)
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A configuration that may be simulated.
-
-    Attributes:
-        layout: the layout of `config` in the form that `--set` takes.
-        batches: changes of batch sizes; None: not chosen yet, and `bound_s` assumes the largest ones.
-    """
+    """A configuration that may be simulated. Without `batches`, its bound assumes the largest micro-batches."""
 
     config: RunConfig
     layout: tuple[str, ...]
@@ -432,14 +422,11 @@ class Planner:
         config: rollout, actor, reference and critic are planned; other roles keep their sizes.
         num_devices: upper limit.
         device: catalogue entry; None: `sim` engines, whose section says how long everything takes.
-        parameters: of the model; unused for `sim`.
         model_config: contents of config.json.
         prompt_tokens: mean prompt length.
         tokens: row -> length of its response.
         objective: minimize the step time, or maximize the tokens per second and device.
-        profile: measured times of blocks; they override estimates.
         turns: for rollouts of functions and agents.
-        reward_model: sizes of the reward model, if there is one.
     """
 
     config: RunConfig
@@ -491,10 +478,7 @@ class Planner:
         return sorted(found, key=lambda plan: -plan.tokens_per_s_per_device if cheap else plan.step_s)
 
     def one_more(self, plan: Plan) -> dict[str, float]:
-        """Return, per role, the step time with one more worker of it: an instance, a copy or a replica (s).
-
-        Sizes over which the batch does not divide are skipped; a role without any other size is left out.
-        """
+        """Return, per role, the step time with one more worker of it: an instance, a copy or a replica (s)."""
         found = {}
         roles, at_work = plan.config.roles, workers_of(plan.config)
         hosted = ["ref"] if self._bounds.scores and "ref" not in roles else []
@@ -505,7 +489,7 @@ class Planner:
                 changed = plan.config.model_copy(update={"roles": roles | {role: roles.get(role, 0) + more * size}})
                 try:
                     check_batch_sizes(changed)
-                except ConfigError:
+                except ConfigError:  # the batch does not divide over so many
                     continue
                 found[f"{role}:{changed.roles[role]}"] = self._step_s(changed)
                 break
@@ -605,8 +589,8 @@ class Planner:
         return found
 
     def _with_micro_batches(self, candidate: _Candidate) -> Iterator[_Candidate | ConfigError]:
-        """Yield variants with the configured micro-batch and larger ones while these lower the bound, or else with the
-        largest smaller one that fits; and the error of each that does not fit."""
+        """Yield variants with micro-batches worth trying, and the error of each that does not fit."""
+        # The configured micro-batch and larger ones while they lower the bound; else the largest smaller one that fits.
         last: _Candidate | None = None
         own = _size((candidate.config, ()))
         for choice in self._micro_batches(candidate.config):
@@ -698,12 +682,7 @@ class Planner:
 
 
 def _next(candidates: Sequence[_Candidate], simulated: Sequence[_Candidate], *, only_new: bool) -> int | None:
-    """Return the index of the candidate to simulate next; None: there is none.
-
-    Args:
-        candidates: in the order of their bounds.
-        only_new: allow only instance sizes that were not simulated yet.
-    """
+    """Return the index of the candidate to simulate next. `only_new`: only instance sizes not simulated yet."""
     sizes, last = {each.instance for each in simulated}, simulated[-_OTHERS:]
     # A bound says little about the longest responses, which larger instances shorten. So the first candidate of each
     # instance size comes up, whatever its bound.

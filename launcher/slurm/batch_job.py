@@ -36,11 +36,9 @@ class SlurmOptions:
 
     Attributes:
         nodes: each gets one launcher.
-        time_limit: in a form that sbatch takes, e.g. `24:00:00`.
         partition, account, gres: "" leaves the choice to the cluster.
         cpus_per_task: cores of each launcher and its workers; 0: whole nodes, with all cores and memory.
         signal_s: how long before the time limit the run is stopped (s).
-        max_requeues: how often the script requeues its job.
         sbatch_args: further options of sbatch; they override those above.
     """
 
@@ -60,7 +58,6 @@ class BatchJob(SlurmOptions):
     """A checked batch job.
 
     Attributes:
-        name: in Slurm's lists.
         gather_s: how long the other launchers may take after the first one has gone (s).
         workdir: absolute; relative paths in `launch` start here.
         run_dir: absolute; the same for all restarts, and the place of Slurm's log.
@@ -95,6 +92,7 @@ class BatchRequest(SlurmOptions):
             _check_argument(argument)
         setup = _read(self.setup) if self.setup is not None else ""
         request = self.request
+        # The submitting machine may have other devices than the nodes, so devices are not checked here.
         accepted = replace(request, overrides=(*request.overrides, "launcher.device=cpu")).accept()
         config = accepted.checked.config
         stop_s = _longest_stop_s(config.launcher)
@@ -162,6 +160,7 @@ def _longest_stop_s(launcher: LauncherConfig) -> int:
 
 def _launch(request: Request, accepted: Accepted) -> tuple[tuple[str, ...], ...]:
     """Return the launcher's command, one line per option. Its path does not depend on the environment."""
+    # The batch shell may have another PATH than this one.
     beside_python = Path(sys.executable).with_name(COMMAND)
     command = str(beside_python) if beside_python.is_file() else shutil.which(COMMAND) or COMMAND
     is_run_s_own = accepted.source == accepted.run_dir / CONFIG_FILE
@@ -248,6 +247,7 @@ def _resources(job: BatchJob) -> str:
 
 def _restarts(job: BatchJob) -> str:
     """Return the options that stop the job in time, and restart it with the same directory and log."""
+    # `%` begins a pattern in a name of Slurm's log.
     output = str(job.run_dir).replace("%", "%%") + "/slurm-%j.out"
     lines = [
         f"# {job.signal_s} s before the time limit Slurm sends USR1, to this script alone (B:), which does the rest.",

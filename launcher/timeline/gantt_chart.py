@@ -41,14 +41,7 @@ _TICK, _NUMBER, _BETWEEN_LINES = 150, 40, 12
 
 
 class Bar(NamedTuple):
-    """What a process did in an interval.
-
-    Attributes:
-        start, end: seconds.
-        colour: of the task, or grey.
-        told: what it was, in words.
-        number: of the step, shown if there is room; "": none.
-    """
+    """What a process did in an interval (s): `told` in words, with the step's number to show if there is room."""
 
     start: float
     end: float
@@ -73,7 +66,6 @@ class GanttChart:
     """The chart.
 
     Attributes:
-        duration_s: of the window.
         rows: from top to bottom.
         height: of all rows and gaps (rows).
         legend: (task, colour) of what is shown.

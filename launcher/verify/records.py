@@ -65,12 +65,7 @@ class StepLine(msgspec.Struct, frozen=True):
 
 
 class UpdateLine(msgspec.Struct, frozen=True):
-    """A line of `updates.jsonl`.
-
-    Attributes:
-        update: number within the step, from 1.
-        optimizer_updates: total in the engine's state after this one.
-    """
+    """A line of `updates.jsonl`: `update` counts from 1 in each step, `optimizer_updates` over the engine's life."""
 
     lineage: int
     step: int
@@ -114,13 +109,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """One consistent look at a run.
-
-    Attributes:
-        live: a launcher runs it now; then lines of unfinished steps are left out.
-        checkpoints: by step.
-        prompts: of the groups in the ledger.
-    """
+    """One consistent look at a run. If it is `live`, lines of unfinished steps are left out."""
 
     run_dir: Path
     config: RunConfig
@@ -134,12 +123,7 @@ class RunRecords:
 
 @dataclass(frozen=True)
 class Readers:
-    """Functions that need torch or the tokenizer.
-
-    Attributes:
-        saved_updates: number of optimizer updates in a checkpoint's state; raises CheckpointError.
-        saved_groups: group -> token hash of a checkpoint's queue; raises CheckpointError.
-    """
+    """Functions that need torch or the tokenizer, see those of the same names; tests replace them."""
 
     saved_updates: Callable[[Path], int]
     saved_groups: Callable[[Path], Mapping[int, str]]
