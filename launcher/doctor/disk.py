@@ -32,6 +32,7 @@ _PROBE_BYTES = 2**16
 _SLOW_S = 1.0
 _ROOM_BYTES = 10**9
 _FEWEST_INODES = 1000
+# Whether nodes usually share a kind of file system; kinds in neither set are unknown.
 _SHARED = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "orangefs", "pvfs2", "wekafs"}
     | {"afs", "ocfs2", "gfs2", "panfs", "quobyte", "daos", "juicefs", "dpc"}
@@ -187,6 +188,7 @@ def try_sharing(needs: Needs) -> SharingFacts:
 
 
 def judge_sharing(facts: SharingFacts, needs: Needs) -> list[Finding]:
+    # Limits do not matter where shared memory does not work at all.
     findings = [*(_judge_memfd(facts) or _judge_limits(facts, needs)), *_judge_shm(facts, needs)]
     if needs.shared_memory and not facts.wanted:
         text = "ASYNCFLOW_SHARED_MEMORY=0: payloads of the queue go over sockets"
@@ -273,6 +275,7 @@ def _try(place: Path) -> tuple[dict[str, str], float]:
     try:
         with tempfile.TemporaryDirectory(prefix=".asyncflow-doctor-", dir=place, ignore_cleanup_errors=True) as name:
             root = Path(name)
+            # A checkpoint is written under a temporary name, synced, and renamed when it is whole.
             half = root / "half.tmp"
             half.mkdir()
             with (half / "data").open("wb") as file:
@@ -311,6 +314,7 @@ def _judge_memfd(facts: SharingFacts) -> list[Finding]:
 
 def _judge_limits(facts: SharingFacts, needs: Needs) -> list[Finding]:
     findings = []
+    # A process maps an arena of its own and the peer's for each channel.
     addresses = 2 * facts.arena_bytes * max(1, needs.channels)
     if 0 <= facts.address_limit < addresses:
         text = (
@@ -326,6 +330,7 @@ def _judge_limits(facts: SharingFacts, needs: Needs) -> list[Finding]:
 
 
 def _judge_shm(facts: SharingFacts, needs: Needs) -> list[Finding]:
+    # Only NCCL and engines use /dev/shm, so it does not matter on CPU.
     if needs.device == "cpu" or facts.shm_free >= _DEVICE_SHM_BYTES:
         return []
     text = f"/dev/shm has {size_text(facts.shm_free)} free; devices' libraries may want {size_text(_DEVICE_SHM_BYTES)}"
@@ -602,6 +607,7 @@ def _groups(controller: str, cgroup: Path, root: Path) -> list[Path]:
         return []
     groups = []
     for line in lines:
+        # Version 2 has one line, `0::PATH`; version 1 has lines `N:CONTROLLERS:PATH`, each under its own mount.
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -625,4 +631,5 @@ def _inactive_cache(file: Path) -> int:
         fields = dict(line.split(maxsplit=1) for line in file.read_text().splitlines())
     except OSError:
         return 0
+    # Version 1 counts child groups in `total_...` only; version 2 has just the short name, which includes them.
     return int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)

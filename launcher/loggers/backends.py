@@ -155,6 +155,7 @@ class _InitLogFinish(Logger):
         return self._library.Table(columns=list(COLUMNS), data=_cells(rows))
 
     def _histogram(self, values: list[float], counts: list[int]) -> Any:
+        # A histogram has one edge more than it has counts.
         return self._library.Histogram(np_histogram=(counts, [*values, values[-1] + 1]))
 
 

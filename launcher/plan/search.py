@@ -70,15 +70,19 @@ class Bounds:
         computing_s = sum(seconds * workers[role] for role, seconds in work.items())
         longest_s = self.longest_tokens * times.decode_s(1)
         critic_s = work.pop("critic", 0.0)  # the critic trains beside the actor, and beside the next rollout
+        # Synchronous phases follow each other. Otherwise roles overlap, and the busiest one sets the pace.
         if config.schedule.mode is ScheduleMode.SYNC:
             least_s = sum(work.values()) + max(0.0, longest_s - work["rollout"])
         else:
             least_s = max(*work.values(), longest_s + self._behind_s(config, times))
         least_s = max(least_s, critic_s)
+        # The work of all roles must also fit the cores of a machine that they share.
         return max(least_s, computing_s / self.at_full_speed) if self.at_full_speed else least_s
 
     def _behind_s(self, config: RunConfig, times: Times) -> float:
         """Return the least time per step that follows a longest response, before the next may begin (s)."""
+        # The next response that waits for this one belongs to a step 1 + staleness later, so its cost is spread over
+        # that many steps, like `longest_tokens`.
         apart = 1 + config.schedule.staleness_bound
         tokens = times.prompt_tokens + self.longest_tokens * apart
         works = [times.train["actor"], *([times.tasks["ref_log_probs"]] if self.scores else [])]

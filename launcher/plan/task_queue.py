@@ -84,6 +84,7 @@ class TaskQueue:
         for number, part in self._parts.items():
             if not part.num_ready or (self.spec.barrier and not part.rest_ready):
                 continue
+            # Partitions go out in order: what holds back the oldest one holds back those after it.
             if (newest is not None and number > newest) or not self._front_ready(part, want.num_rows):
                 return None
             return number, self._pick(part, want)
@@ -139,6 +140,7 @@ class TaskQueue:
     def _pick(self, part: _Partition, want: Want) -> list[Item]:
         policy: Policy = Fifo() if self.spec.in_order else self.spec.policy
         chosen = policy.pick(_each(part.ready), want)
+        # Most policies take a prefix, which is cheap to remove.
         if part.ready[: len(chosen)] == chosen:
             del part.ready[: len(chosen)]
         else:

@@ -265,12 +265,14 @@ class World:
     def _serve(self, task: str, request: _Parked) -> bool:
         queue = self.queues[task]
         bound = queue.spec.max_staleness
+        # Step s trains on weights s - 1, so weights v are fresh enough for rows of steps up to v + 1 + bound.
         newest = None if bound is None else request.version + 1 + bound
         taken = queue.take(Want(request.want), newest)
         if taken is not None:
             self.request()
             request.granted(*taken)
             return True
+        # Rows are ready for newer weights only, and these exist: the worker has to load them first.
         if bound is not None and self.version > request.version and queue.has_ready():
             request.outdated(self.version)
             return True
@@ -367,6 +369,7 @@ class Gang:
         settings = self._training.settings
         self._together = task.role in scenario.times.in_step or not self._training.streams
         self._fused = [name for name in task.fused if name != CRITIC_TRAIN]
+        # The size of a rank's round, as `workers.trainer` asks for it.
         rows = max(settings.micro_batch_size, scenario.schedule.n_samples_per_prompt)
         self._want = Want(rows * self._replicas, self._training.round_tokens * self._replicas, self._replicas)
         self._formed: list[Formed] = []
@@ -440,6 +443,7 @@ class Gang:
                 world.after(world.scenario.latency.put_s, partial(world.put, self.task.name, rows))
             self._compute(ranks, "forward_backward", train_s, lambda: self._after_round(walker, formed.last))
 
+        # Python between rounds first, then columns, then the micro-batches.
         world.compute(world.scenario.latency.round_s, columns, workers=len(ranks))
 
     def _compute(self, ranks: Sequence[int], name: str, seconds: float, done: Callable[[], None]) -> None:
@@ -683,6 +687,7 @@ class Instance:
         newest = self._waiting[-1][0].partition if self._waiting else 0
         boundary = newest > self._step or self._needed > self._version
         mode, running = scenario.schedule.mode, self._num_drawing
+        # As in a run, a boundary is the first row of a later step, or rows that need newer weights.
         due = mode.may_swap(interruptible=scenario.interruptible, num_running=running, boundary=boundary)
         # Draining: a swap would be due if the engine could be interrupted, so start nothing until it has run empty.
         self._draining = not due and mode.may_swap(interruptible=True, num_running=running, boundary=boundary)
@@ -713,6 +718,7 @@ class Instance:
                 self._step = lease.partition
             tokens, number = scenario.tokens(row), turns.of(row)
             world.tokens[row] = tokens + turns.read_tokens
+            # The response's tokens are spread evenly over its turns.
             share_s = self._alone_s * tokens / number
             self._turns[row] = [(times.later_tokens, share_s)] * (number - 1) + [(times.first_tokens, share_s)]
             heapq.heappush(self._calls, row)
@@ -750,6 +756,7 @@ class Instance:
 
     def _room(self) -> int:
         scenario, live = self._world.scenario, len(self._running)
+        # A deterministic run generates batches of fixed size, so nothing joins while one is at work.
         if live and (scenario.deterministic or self._draining):
             return 0
         if not (most := scenario.most_live):

@@ -159,8 +159,8 @@ def _longest_stop_s(launcher: LauncherConfig) -> int:
 
 
 def _launch(request: Request, accepted: Accepted) -> tuple[tuple[str, ...], ...]:
-    """Return the launcher's command, one line per option. Its path does not depend on the environment."""
-    # The batch shell may have another PATH than this one.
+    """Return the launcher's command, one line per option."""
+    # Absolute paths, since the batch shell may have another environment than this one.
     beside_python = Path(sys.executable).with_name(COMMAND)
     command = str(beside_python) if beside_python.is_file() else shutil.which(COMMAND) or COMMAND
     is_run_s_own = accepted.source == accepted.run_dir / CONFIG_FILE

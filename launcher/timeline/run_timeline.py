@@ -144,6 +144,7 @@ def account(spans: Iterable[Span], start: float, end: float) -> dict[str, float]
     shares = dict.fromkeys(CATEGORIES, 0.0)
     open_spans: list[Span] = []
     number = 0
+    # A sweep over all edges: between two of them nothing begins or ends.
     for left, right in itertools.pairwise(edges):
         while number < len(begins) and begins[number].start <= left:
             open_spans.append(begins[number])
@@ -179,6 +180,7 @@ def _lanes(spans: Iterable[Span]) -> dict[object, int]:
     ends: list[float] = []
     lanes = {}
     for rollout, (start, end) in sorted(times.items(), key=lambda item: item[1]):
+        # The first lane that is free, else a new one. Lanes 0 and 1 are the process and its background threads.
         lane = next((number for number, until in enumerate(ends) if until <= start), len(ends))
         ends[lane : lane + 1] = [end]
         lanes[rollout] = 2 + lane
@@ -225,7 +227,7 @@ def role_of(process: str) -> str:
 def _span(values: Mapping[str, object]) -> Span | None:
     match values:
         case {"name": str(name), "start": int() | float() as start, "end": int() | float() as end, **attributes}:
-            if math.isfinite(start) and start <= end < math.inf:
+            if math.isfinite(start) and start <= end < math.inf:  # a damaged line may hold any number
                 return Span(name, start, end, attributes)
     return None
 
@@ -238,4 +240,4 @@ def _recorded(values: Mapping[str, object]) -> Recorded | None:
 
 
 def _order(span: Span) -> tuple[float, float]:
-    return span.start, -span.end
+    return span.start, -span.end  # of spans that begin together, the outer one first

@@ -218,6 +218,7 @@ def _starts(steps: CompleteSteps) -> Iterator[Start]:
         filtered = frozenset(line.group for _, line in steps.filtered if line.step < first)
         replaced = [one for one in steps.replaced if one[1].lineage == lineage]
         refills = [Refill(line.replaced_by, line.admitted_step, line.group) for _, line in replaced]
+        # A replacement's id shifts the ids behind it, so those of the lineage decide which step later ids belong to.
         mark = AdmissionMark(first - 1, last + 1, sorted(refills, key=lambda refill: refill.group))
         state = AdmissionState(schedule, version=first - 1, last_step=_NO_END, trained=before, filtered=filtered)
         trained = [one for one in steps.trained if one[1].lineage == lineage]
@@ -235,6 +236,7 @@ def _misplaced(one: tuple[int, TrainedLine], start: Start, steps: CompleteSteps)
         yield f"{where} claims admission for step {line.admitted_step}, but its id belongs to step {belongs}"
     metrics = steps.metrics.get(line.step)
     bound = schedule.staleness_bound if metrics is None else metrics.staleness_bound
+    # With lateness, ready rounds of later steps are trained early, within what is left of the staleness bound.
     ahead = bound - schedule.lateness if schedule.lateness else 0
     if not line.step - schedule.lateness <= line.admitted_step <= line.step + ahead:
         yield f"{where} was admitted for step {line.admitted_step}, which is out of the step's reach"
@@ -257,6 +259,7 @@ def _misnamed(one: tuple[int, ReplacedLine], start: Start, steps: CompleteSteps)
 def _left_out(start: Start, steps: CompleteSteps) -> Iterator[str]:
     """Yield a problem per finished step that lacks groups which admission gave it."""
     trained = {line.group for _, line in start.trained}
+    # A group may be trained up to `lateness` steps late, so the last steps need not be whole yet.
     lateness = steps.records.config.schedule.lateness
     for step in steps.lineages:
         if start.first <= step <= start.last - lateness:

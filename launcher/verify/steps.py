@@ -111,6 +111,7 @@ class CompleteSteps:
     @cached_property
     def metrics(self) -> Mapping[int, StepLine]:
         """Step -> its line in the metrics, the first one if there are several."""
+        # Reversed, so that the first of several lines wins; `check_metrics` reports the others.
         return {line.step: line for _, line in reversed(self.records.metrics.lines) if line.step <= self.last}
 
     @cached_property
@@ -215,6 +216,7 @@ def check_updates(steps: CompleteSteps) -> Check:
         missing = [update for update in range(1, line.num_updates + 1) if (step, update) not in made]
         if missing:
             problems.append(f"step {step}: update {named(missing)} of {line.num_updates} was not made")
+    # The engine's counter is saved in checkpoints, so it shows updates that were made but not recorded, or lost.
     for total, (number, update_line) in enumerate(steps.updates, start=1):
         where = f"{file.where(number)}: update {update_line.update} of step {update_line.step}"
         metrics = steps.metrics.get(update_line.step)
