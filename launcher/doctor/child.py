@@ -69,7 +69,7 @@ CHECKS = (
     ),
     Check(software.ENGINES, _look(software.import_engines, software.judge_engines), 180, _DRIVER),
 )
-"""In the order of running: cheap checks first, then those that import torch, then the engines."""
+"""In the order in which they run: cheap checks first, then those that import torch, then the engines."""
 
 
 def main() -> None:

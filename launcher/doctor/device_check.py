@@ -137,11 +137,11 @@ def check_contexts(needs: Needs) -> list[Finding]:
         store.set("looked", "1")
         finish()
     if taken is None:
-        return [Finding.ok(CONTEXTS, f"a process used {last} from threads; {device.type} does not tell free memory")]
+        return [Finding.ok(CONTEXTS, f"a process used {last} from threads; {device.type} does not report free memory")]
     if taken > 2**26:
         text = f"a process that uses {last} took {size_text(taken)} of {device}"
         return [Finding.error(CONTEXTS, text, "send us this report: a thread uses a device that is not its own")]
-    return [Finding.ok(CONTEXTS, f"a process that used {last} from threads took nothing of {device}")]
+    return [Finding.ok(CONTEXTS, f"a process that used {last} from threads took no memory of {device}")]
 
 
 def check_copies(needs: Needs) -> list[Finding]:
@@ -171,7 +171,11 @@ def check_copies(needs: Needs) -> list[Finding]:
     if release is not None:
         release()
     if wrong:
-        return [Finding.error(COPIES, f"other bytes came back through memory that is {' and '.join(wrong)}", "send it")]
+        return [
+            Finding.error(
+                COPIES, f"other bytes came back through memory that is {' and '.join(wrong)}", "send us this report"
+            )
+        ]
     findings = [Finding.ok(COPIES, f"GB/s: {', '.join(said)}")]
     if release is None and needs.device == "cuda":
         findings.append(Finding.warning(COPIES, "shared memory cannot be page-locked", "ulimit -l unlimited"))
@@ -211,7 +215,7 @@ def check_dead_receiver(needs: Needs) -> list[Finding]:
     if not one["error"] or not one["computed"]:
         what = "noticed nothing" if not one["error"] else "could not compute afterwards"
         return [Finding.error(DEAD, f"the sender {what} ({one})", "use weightsync.path=staged; send this report")]
-    text = f"the sender knew after {one['seconds']:.1f} s ({one['error']}), and computes"
+    text = f"the sender noticed after {one['seconds']:.1f} s ({one['error']}), and still computes"
     if one["aborted"]:
         return [Finding.ok(DEAD, text)]
     return [Finding.warning(DEAD, f"{text}; but its group cannot be aborted", "send this report")]
@@ -435,4 +439,4 @@ CHECKS = (
     Check(SWAP, check_swap, 60, _HANGS),
     Check(MEMORY, check_memory, 90, _HANGS),
 )
-"""In the order of running."""
+"""In the order in which they run."""

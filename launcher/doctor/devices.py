@@ -151,7 +151,7 @@ def _idle_devices(facts: AcceleratorFacts) -> Finding | None:
     for kind, count in facts.files.items():
         if count and facts.kind != kind:
             text = f"{count} {kind} devices are there, but torch {facts.torch} cannot use them, so a run takes the CPU"
-            return Finding.warning(DEVICES, text, f"install torch for {kind}, see the README; or leave it at the CPU")
+            return Finding.warning(DEVICES, text, f"install torch for {kind}, see the README; or stay on the CPU")
     return None
 
 

@@ -152,7 +152,7 @@ def judge_disk(facts: DiskFacts, needs: Needs) -> list[Finding]:
     if needs.num_nodes > 1:
         findings += _judge_nodes(facts, kind, needs.num_nodes)
     if facts.file_system.volatile:
-        text = f"{kind} keeps files in {facts.file_system.volatile}: checkpoints go with it"
+        text = f"{kind} keeps files in {facts.file_system.volatile}: checkpoints are lost with it"
         findings.append(Finding.warning(DISK, text, "--run-dir DIR on a disk or a mounted volume"))
     wanted = needs.num_checkpoints * needs.checkpoint_bytes
     known = f"; checkpoints take up to {size_text(wanted)}" if wanted else ""
@@ -237,7 +237,7 @@ def _judge_abilities(facts: DiskFacts, kind: str) -> list[Finding]:
         text = f"{kind} has no locks ({facts.errors['lock']}): nothing keeps a second launcher out of a run"
         findings.append(Finding.warning(DISK, text, "mount it with locks (NFS: not nolock; Lustre: -o flock)"))
     if facts.fsync_s > _SLOW_S:
-        text = f"{kind}: {_PROBE_BYTES // 1024} kB took {facts.fsync_s:.1f} s to be safe"
+        text = f"{kind}: {_PROBE_BYTES // 1024} kB took {facts.fsync_s:.1f} s to become durable"
         findings.append(Finding.warning(DISK, text, "who else writes there: iostat -x 1; or another --run-dir"))
     return findings
 
@@ -257,13 +257,13 @@ def _judge_room(facts: DiskFacts, needs: Needs) -> list[Finding]:
     wanted = needs.num_checkpoints * needs.checkpoint_bytes
     free, one = f"{facts.place} has {size_text(facts.free_bytes)} free", size_text(needs.checkpoint_bytes)
     if facts.free_bytes < wanted:
-        text = f"{free}; {needs.num_checkpoints} checkpoints of {one} may be there at a time"
+        text = f"{free}; {needs.num_checkpoints} checkpoints of {one} may exist at a time"
         return [Finding.error(DISK, text, "make room, lower checkpoint.keep_last, or choose another --run-dir")]
     if facts.free_bytes < wanted + _ROOM_BYTES:
         text = f"{free}, hardly more than the {size_text(wanted)} of checkpoints"
         return [Finding.warning(DISK, text, "make room: du -xh -d1 | sort -h | tail; or choose another --run-dir")]
     if 0 <= facts.free_inodes < _FEWEST_INODES:
-        text = f"{facts.place} may hold {facts.free_inodes} more files only"
+        text = f"{facts.place} has room for only {facts.free_inodes} more files"
         return [Finding.error(DISK, text, "remove small files: df -i; or choose another --run-dir")]
     return []
 
@@ -324,7 +324,9 @@ def _judge_limits(facts: SharingFacts, needs: Needs) -> list[Finding]:
         findings.append(Finding.warning(SHARED_MEMORY, text, "ulimit -v unlimited"))
     largest = max(facts.arena_bytes, needs.checkpoint_bytes)
     if 0 <= facts.file_limit < largest:
-        text = f"a file, or shared memory, may have {size_text(facts.file_limit)}; the largest has {size_text(largest)}"
+        text = (
+            f"a file or shared memory is limited to {size_text(facts.file_limit)}; the largest has {size_text(largest)}"
+        )
         findings.append(Finding.warning(SHARED_MEMORY, text, "ulimit -f unlimited"))
     return findings
 
@@ -537,7 +539,7 @@ def judge_clock(facts: ClockFacts, needs: Needs) -> list[Finding]:
     findings = []
     if facts.now < _OLDEST:
         day = time.strftime("%Y-%m-%d", time.gmtime(facts.now))
-        findings.append(Finding.error(CLOCK, f"it is {day} here", remedy))
+        findings.append(Finding.error(CLOCK, f"the clock says {day}", remedy))
     if abs(facts.drift_s) > _LARGEST_DRIFT_S:
         text = f"the wall clock jumped by {facts.drift_s:+.2f} s while it was watched for {_WATCHED_S} s"
         findings.append(Finding.warning(CLOCK, text, f"see who sets it: journalctl -u chronyd; {remedy}"))

@@ -233,8 +233,8 @@ def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], other
     busiest = min(best.idle, key=lambda role: best.idle[role])
     lines += ["", _options(best), ""]
     lines.append(
-        f"why: {busiest} limits (idle {100 * best.idle[busiest]:.0f} %); no step of these devices is shorter than "
-        f"{best.bound_s:.3g} s with this layout"
+        f"why: {busiest} is the bottleneck (idle {100 * best.idle[busiest]:.0f} %); with this layout no step on these "
+        f"devices is shorter than {best.bound_s:.3g} s"
     )
     for role, step_s in more.items():
         lines.append(f"  with {role} a step takes {step_s:.3g} s ({100 * (step_s / best.step_s - 1):+.1f} %)")

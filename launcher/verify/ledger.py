@@ -134,7 +134,7 @@ def check_dead_letters(steps: CompleteSteps) -> Check:
 
 
 def check_filtered(steps: CompleteSteps) -> Check:
-    """Count the groups that were filtered out and replaced, and refuse them where the algorithm filters none."""
+    """Count the groups that were filtered out and replaced; they are a problem where the algorithm filters none."""
     number = len({line.group for _, line in steps.filtered})
     generated = number + len(steps.trained)
     share = f", {number / generated:.0%} of those that were generated" if number else ""
@@ -246,7 +246,7 @@ def _misnamed(one: tuple[int, ReplacedLine], start: Start, steps: CompleteSteps)
     number, line = one
     where = f"{steps.where(number)}: group {line.group}, which was replaced,"
     if steps.lineages.get(line.step) != line.lineage:
-        yield f"{where} is of lineage {line.lineage}, its step of {steps.lineages.get(line.step)}"
+        yield f"{where} is of lineage {line.lineage}, but its step of {steps.lineages.get(line.step)}"
     if line.group in start.before or line.group < 0:
         yield f"{where} was trained or filtered out before this lineage began"
     elif start.state.step_of(line.group) != line.admitted_step:

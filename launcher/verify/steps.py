@@ -167,7 +167,7 @@ def check_steps(steps: CompleteSteps) -> Check:
     problems += _out_of_order(steps)
     notes = []
     if steps.partial:
-        why = "the run is at it" if steps.records.live else "the run ended in it; a resume trains it again"
+        why = "the run is working on it" if steps.records.live else "the run ended in it; a resume trains it again"
         notes.append(f"step {steps.partial} is not recorded in full: {why}")
     num_lineages = len(set(steps.lineages.values()))
     says = f"{steps.last} steps of {batch} groups, by {num_lineages} start{'s' if num_lineages != 1 else ''}"
@@ -195,12 +195,12 @@ def check_metrics(steps: CompleteSteps) -> Check:
             problems.append(f"{file.where(number)}: {line.samples} samples, not {schedule.step_rows}")
         if line.lineage != steps.lineages.get(line.step, line.lineage):
             problems.append(
-                f"{file.where(number)}: step {line.step} is of lineage {line.lineage}, in the ledger of "
+                f"{file.where(number)}: step {line.step} is of lineage {line.lineage}, but the ledger says "
                 f"{steps.lineages[line.step]}"
             )
         oldest = max((trained.staleness for _, trained in steps.by_step.get(line.step, ())), default=None)
         if oldest is not None and oldest != line.staleness_max:
-            problems.append(f"{file.where(number)}: staleness up to {line.staleness_max}, in the ledger up to {oldest}")
+            problems.append(f"{file.where(number)}: staleness up to {line.staleness_max}, but the ledger says {oldest}")
     return Check("metrics", f"one line for each of {len(steps.metrics)} steps", tuple(problems))
 
 
@@ -221,7 +221,7 @@ def check_updates(steps: CompleteSteps) -> Check:
         where = f"{file.where(number)}: update {update_line.update} of step {update_line.step}"
         metrics = steps.metrics.get(update_line.step)
         if metrics is not None and not 1 <= update_line.update <= metrics.num_updates:
-            problems.append(f"{where}: the metrics know {metrics.num_updates} of that step")
+            problems.append(f"{where}: the metrics record {metrics.num_updates} for that step")
         if update_line.lineage != steps.lineages.get(update_line.step, update_line.lineage):
             problems.append(f"{where}: lineage {update_line.lineage}, not that of its step in the ledger")
         if update_line.optimizer_updates != total:
@@ -247,7 +247,7 @@ def _out_of_order(steps: CompleteSteps) -> list[str]:
         if steps.lineages[line.step] != line.lineage:
             problems.append(
                 f"{steps.where(number)}: group {line.group} of step {line.step} is of lineage {line.lineage}, "
-                f"its step of {steps.lineages[line.step]}"
+                f"but its step of {steps.lineages[line.step]}"
             )
         if before is not None and line.step < before:
             problems.append(f"{steps.where(number)}: step {line.step} comes after step {before}")
@@ -280,7 +280,7 @@ def _problems(one: SavedCheckpoint, steps: CompleteSteps) -> Iterator[str]:
         yield f"{one.path}: is of step {one.step}, but the ledger ends with step {steps.last}"
         return
     if one.lineage != steps.lineages.get(one.step, one.lineage):
-        yield f"{one.path}: is of lineage {one.lineage}, step {one.step} in the ledger of {steps.lineages[one.step]}"
+        yield f"{one.path}: is of lineage {one.lineage}, but step {one.step} is of {steps.lineages[one.step]}"
     expected = {
         "the metrics": steps.num_updates(one.step),
         "updates.jsonl": sum(line.step <= one.step for _, line in steps.updates),
