@@ -207,7 +207,6 @@ class World:
         latency = self.scenario.latency
         self.after(latency.admit_s, self._admit)
         self.after(latency.admit_s + latency.transfer_s, lambda: self._weights_arrived(version))
-        # Nobody reads rows of older steps any more.
         for queue in self.queues.values():
             queue.forget(version - 1)
 

@@ -128,7 +128,7 @@ def test_a_logger_that_does_not_end_is_killed(tmp_path: Path, said: list[str]) -
         add_steps(run_dir, 1, 1)
         wait_until(lambda: notes(run_dir, "step") == [1], "the step is logged")
     assert not alive(run_dir)
-    assert len(said) == 1 and "does not end" in said[0]
+    assert len(said) == 1 and "did not end" in said[0]
 
 
 def test_a_logger_that_cannot_be_made_costs_one_warning(tmp_path: Path, said: list[str]) -> None:
