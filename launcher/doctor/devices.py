@@ -45,10 +45,8 @@ class AcceleratorFacts:
     Attributes:
         files: kind -> number of devices by device files and the vendors' variables, whatever PyTorch can use.
         import_error: of torch, or of torch_npu where it is needed; empty: none.
-        torch: version.
         kind: of the accelerator that PyTorch uses; empty: none.
         backend: the one that connects devices of the kind in use, `gloo` on the CPU.
-        backend_available: whether this build has it.
         devices: each one that PyTorch counts.
     """
 

@@ -103,9 +103,7 @@ class SlurmFacts:
 
     Attributes:
         job: its number; empty: this is not a job.
-        tools: those of `_SLURM_TOOLS` that are on PATH.
-        job_text: output of `scontrol show job`; empty: it was not asked, or failed.
-        error: why it failed.
+        job_text: output of `scontrol show job`; empty: it was not asked, or failed (`error`).
     """
 
     job: str

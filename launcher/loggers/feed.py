@@ -40,7 +40,6 @@ class Progress:
     """How far a logger is.
 
     Attributes:
-        id: of its own run.
         lineage, step: of the newest line of `metrics.jsonl` that was read.
         logged: highest step that it was given.
         evaluated: steps whose evaluations it was given.

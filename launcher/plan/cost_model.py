@@ -173,10 +173,8 @@ class _Shared:
 
 
 def at_full_speed(config: RunConfig, device: Device, profile: Profile | None) -> float:
-    """Return how many ranks can compute side by side at full speed on a machine that they share; 0: no sharing.
-
-    A profile knows the cores of the machine that was measured; without one, they are the catalogue's.
-    """
+    """Return how many ranks can compute side by side at full speed on a machine that they share; 0: no sharing."""
+    # A profile knows the cores of the measured machine; without one, the catalogue's count.
     cores = device.shared_by
     if cores and profile is not None:
         cores = int(profile.device["cores"])
@@ -201,6 +199,7 @@ class CostModel:
         tensor = rollout_ranks(config)
         peak = tensor * self._peak(number) * self.device.achievable.forward
         caches = config.vllm.prefix_caching if config.rollout.engine == "vllm" else True
+        # With prefix caching, the samples of a group compute their prompt once.
         shared = config.schedule.n_samples_per_prompt if caches else 1
         prompt = self.workload.prompt_tokens
         scorers = {"ref_log_probs": "ref", "actor_log_probs": "actor_fwd", "values": "critic"}

@@ -193,13 +193,11 @@ def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iter
 
 
 def batch_sizes(config: RunConfig) -> Iterator[Choice]:
-    """Yield limits on the responses that an instance generates at once, never above the configured one.
-
-    Candidates are an instance's share of all responses that may be in flight, then of one step, in whole groups.
-    """
+    """Yield limits on the responses that an instance generates at once, never above the configured one."""
     schedule, own = config.schedule, config.rollout.batch_size
     instances = config.roles["rollout"] // rollout_ranks(config)
-    # An instance with a larger limit would take all there is and leave nothing to the others.
+    # An instance's share of all responses that may be in flight, then of one step, in whole groups. With a larger limit
+    # an instance would take all there is and leave nothing to the others.
     groups = [-(-schedule.rollout_batch_size * steps // instances) for steps in (1 + schedule.staleness_bound, 1)]
     for size in dict.fromkeys(min(own, number * schedule.n_samples_per_prompt) for number in groups):
         rollout = config.rollout.model_copy(update={"batch_size": size})

@@ -66,7 +66,6 @@ class GanttChart:
     """The chart.
 
     Attributes:
-        rows: from top to bottom.
         height: of all rows and gaps (rows).
         legend: (task, colour) of what is shown.
         step_ends: step -> when its weights existed (s).

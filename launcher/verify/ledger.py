@@ -25,13 +25,9 @@ _NO_END = 2**62
 
 @dataclass(frozen=True)
 class Start:
-    """The surviving steps of one lineage.
+    """The surviving steps of one lineage, with admission as replayed for it.
 
-    Attributes:
-        first, last: its first and last step.
-        trained, replaced: its ledger lines.
-        before: groups in the weights that it started from, or filtered out before.
-        state: admission, replayed for this lineage.
+    `before` has the groups in the weights that it started from, and those filtered out before.
     """
 
     lineage: int
