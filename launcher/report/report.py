@@ -1,4 +1,4 @@
-"""`report.html` of a run: curves, where the time went, samples and settings on one page that needs nothing else."""
+"""A run for people to look at: curves, samples as text, and `report.html`, one page that needs no other files."""
 
 import heapq
 import json
