@@ -1,7 +1,7 @@
-"""The process that looks: `python -m launcher.doctor.child DESCRIPTOR PARENT`, order on stdin, answers to DESCRIPTOR.
+"""The checking process: `python -m launcher.doctor.child DESCRIPTOR PARENT`, order on stdin, answers to DESCRIPTOR.
 
-Its own output goes nowhere: libraries print. It may be killed at any time: it leaves nothing but what SIGTERM lets it
-remove. Started by `launcher.doctor.runner` alone.
+Its own output is discarded, since libraries print. It may be killed at any time, and leaves nothing but what SIGTERM
+lets it remove. Only `launcher.doctor.runner` starts it.
 """
 
 import contextlib
@@ -26,14 +26,7 @@ Facts = TypeVar("Facts")
 
 @dataclass(frozen=True)
 class Check:
-    """One look at the machine.
-
-    Attributes:
-        name: shown; unique.
-        run: looks and judges.
-        deadline_s: after so long it counts as hanging (s).
-        if_hanging: what to do then.
-    """
+    """One check of the machine. After `deadline_s` it counts as hanging, and `if_hanging` says what to do."""
 
     name: str
     run: Callable[[Needs], list[Finding]]
@@ -76,7 +69,7 @@ CHECKS = (
     ),
     Check(software.ENGINES, _look(software.import_engines, software.judge_engines), 180, _DRIVER),
 )
-"""In the order in which they run: cheap ones first, then those that import torch, then the engines."""
+"""In the order in which they run: cheap checks first, then those that import torch, then the engines."""
 
 
 def main() -> None:
@@ -85,13 +78,13 @@ def main() -> None:
     die_with_parent(parent)
     os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGTERM, _leave)
-    with contextlib.suppress(SystemExit):  # SIGTERM: what was made for a moment is removed
+    with contextlib.suppress(SystemExit):  # SIGTERM unwinds, so temporary files are removed
         _carry_out(decode_order(sys.stdin.buffer.read()), descriptor)
-    os._exit(0)  # at once: an interpreter that ends by itself waits for the threads of what was tried
+    os._exit(0)  # at once: a normal exit would wait for threads of what was tried
 
 
 def resolve(order: Order) -> Answer:
-    """Read the configuration as `asyncflow-launch` does, unless that was done; writes nothing."""
+    """Read the configuration as `asyncflow-launch` does, unless the order already has its needs. Writes nothing."""
     if order.needs is not None:
         return Answer((Finding.ok(RESOLVE, "known"),), order.needs)
     try:
@@ -102,9 +95,9 @@ def resolve(order: Order) -> Answer:
         needs, notes = _needs_of_run(order)
     except ConfigError as error:
         return Answer(refused=str(error))
-    except Exception as error:  # noqa: BLE001 (the boundary: with packages missing, the checks are what is wanted)
-        text = f"cannot be read here ({reason(error)}), so this looks at the machine alone"
-        remedy = "do first what the other findings say, `packages` above all"
+    except Exception as error:  # noqa: BLE001 (the boundary: if packages are missing, the checks must still run)
+        text = f"cannot be read here ({reason(error)}), so only the machine is checked"
+        remedy = "first do what the other findings say, `packages` above all"
         return Answer((Finding.error(RESOLVE, text, remedy),), needs)
     text = (
         f"{order.config}: {needs.processes} workers on {needs.device}, up to {needs.threads} threads, "
@@ -125,19 +118,19 @@ def _carry_out(order: Order, descriptor: int) -> None:
 
 
 def _run(check: Check, needs: Needs) -> list[Finding]:
-    """Run one check; what it raises is a finding, too."""
+    """Run one check; an exception becomes a finding, too."""
     try:
         return check.run(needs)
     except ImportError as error:
         text = f"this could not be checked without the package {error.name}"
-        return [Finding.warning(check.name, text, "do first what `packages` says")]
-    except Exception as error:  # noqa: BLE001 (a check's boundary: one that fails must not take the others along)
+        return [Finding.warning(check.name, text, "first do what `packages` says")]
+    except Exception as error:  # noqa: BLE001 (a check's boundary: one that fails must not end the others)
         text = f"this could not be checked ({reason(error)})"
         return [Finding.warning(check.name, text, "look at it by hand, and report what happened")]
 
 
 def _needs_of_run(order: Order) -> tuple[Needs, tuple[str, ...]]:
-    """Return what the run needs, and what is to be said about its files."""
+    """Return what the run needs, and notes about its files."""
     from launcher.doctor.estimate import needs_of
     from launcher.nodes.options import ONE_NODE, NodePlace
     from launcher.request.request import Request
@@ -146,7 +139,8 @@ def _needs_of_run(order: Order) -> tuple[Needs, tuple[str, ...]]:
 
     place, run_dir = ONE_NODE, order.run_dir
     if order.num_nodes > 1:
-        place, run_dir = NodePlace(order.num_nodes), order.run_dir or str(RUNS / "where-nodes-meet")  # it is not made
+        # Several nodes need a run directory to meet in; this one is never created.
+        place, run_dir = NodePlace(order.num_nodes), order.run_dir or str(RUNS / "where-nodes-meet")
     accepted = Request(order.config, order.roles, order.overrides, run_dir, place=place).accept()
     files = weight_files(Path(accepted.checked.config.model.path))
     model_bytes = sum(file.stat().st_size for file in files)
@@ -161,7 +155,7 @@ def _with_run_dir(needs: Needs, order: Order) -> Needs:
 
 
 def _leave(number: int, _: FrameType | None) -> None:
-    """Unwind, so that what was made for a moment is removed."""
+    """Unwind the stack, so that temporary files are removed."""
     raise SystemExit(128 + number)
 
 

@@ -1,8 +1,8 @@
-"""`asyncflow doctor --device-check`: tries on the devices of this machine what the project's tests can only try on a
-fake one, in about a minute. What it prints is what its authors want to see of a machine that they do not have.
+"""`asyncflow doctor --device-check`: tries on this machine's devices, in about a minute, what the project's tests can
+only try on a fake one. Its output is meant for AsyncFlow's authors, who lack the machine.
 
-Every check is a `Check` of the doctor, in its process. Several ranks are processes of `device_ranks`, which
-`rank_processes` starts.
+Every check is a `Check` of the doctor and runs in its child process. Several ranks are processes of `device_ranks`,
+started by `started_ranks`.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     import torch
 
 
-# The processes of `device_ranks`, one per device: which devices, and a start whose every wait has a deadline.
+# Processes of `device_ranks`, one per device, started so that every wait has a deadline.
 
 _MOST_RANKS = 8
 _DEADLINE_S = 60.0
-"""For all ranks together: a check ends after 90 s, and must say by then which of them hang."""
+"""For all ranks together: a check ends after 90 s and must say by then which of them hang (s)."""
 _LEAST_S = 1.0
-"""For one whose answer may be there already, once the others took all the time."""
+"""For a rank whose answer may be there already, after the others took all the time (s)."""
 _LONGEST = 200
 
 
 def rank_devices(kind: str) -> list[str]:
-    """Return a device for each rank: one each, at most eight; two ranks on the CPU."""
+    """Return a device for each rank: one each, eight at most; two ranks on the CPU."""
     import torch
 
     if kind == "cpu":
@@ -53,8 +53,11 @@ def rank_devices(kind: str) -> list[str]:
 
 @contextlib.contextmanager
 def started_ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
-    """Start a process per device; yields their store, and what waits for them and returns what each said: facts, or why
-    there are none: the last line of its errors if it died, or that it hangs."""
+    """Start a process per device.
+
+    Yields their store, and a function that waits for them and returns each one's facts. Instead of facts it returns why
+    there are none: the last line of errors of a rank that died, or that it hangs.
+    """
     from asyncflow.sealed_store import serve_store
 
     store, port = serve_store(LOOPBACK, timedelta(seconds=_DEADLINE_S))
@@ -77,12 +80,11 @@ def started_ranks(mode: str, devices: list[str]) -> Iterator[tuple[Any, Any]]:
         yield store, finish
     finally:
         for process in processes:
-            with process:  # closes its pipes, and waits
+            with process:  # closes the pipes and reaps the process
                 process.kill()
 
 
 def _said(process: "subprocess.Popen[str]", timeout_s: float) -> dict[str, Any] | str:
-    """Return what a rank found, or why that is unknown."""
     try:
         out, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -101,12 +103,12 @@ _COPIED = 2**26
 _ROUNDS = 8
 _TIMEOUT = timedelta(seconds=30)
 _CLOSE = {"float32": 2e-3, "bfloat16": 2e-2}
-"""Relative difference between the CPU and a device, by the type of the computation; TF32 is off."""
+"""Largest relative difference between the CPU and a device, by autocast type; TF32 is off."""
 _ESTIMATED = 0.15
 
 
 def check_versions(needs: Needs) -> list[Finding]:
-    """Say what is here; a report without that is worth little."""
+    """List the versions of everything involved: other findings mean little without them."""
     import torch
 
     found = [f"{name} {version}" for name in _PACKAGES if (version := _version(name))]
@@ -121,7 +123,7 @@ def check_versions(needs: Needs) -> list[Finding]:
 
 
 def check_contexts(needs: Needs) -> list[Finding]:
-    """A process that uses the last device, also from threads, leaves the first one alone."""
+    """Check that a process which uses the last device, also from threads, takes nothing of the first one."""
     import torch
 
     device = _open(needs)
@@ -135,15 +137,15 @@ def check_contexts(needs: Needs) -> list[Finding]:
         store.set("looked", "1")
         finish()
     if taken is None:
-        return [Finding.ok(CONTEXTS, f"a process used {last} from threads; {device.type} does not tell free memory")]
+        return [Finding.ok(CONTEXTS, f"a process used {last} from threads; {device.type} does not report free memory")]
     if taken > 2**26:
         text = f"a process that uses {last} took {size_text(taken)} of {device}"
         return [Finding.error(CONTEXTS, text, "send us this report: a thread uses a device that is not its own")]
-    return [Finding.ok(CONTEXTS, f"a process that used {last} from threads took nothing of {device}")]
+    return [Finding.ok(CONTEXTS, f"a process that used {last} from threads took no memory of {device}")]
 
 
 def check_copies(needs: Needs) -> list[Finding]:
-    """Bandwidth between host and device, by kind of host memory; and whether what arrives is what was sent."""
+    """Measure copies between host and device by kind of host memory, and compare what arrives with what was sent."""
     import numpy as np
     import torch
 
@@ -169,7 +171,11 @@ def check_copies(needs: Needs) -> list[Finding]:
     if release is not None:
         release()
     if wrong:
-        return [Finding.error(COPIES, f"other bytes came back through memory that is {' and '.join(wrong)}", "send it")]
+        return [
+            Finding.error(
+                COPIES, f"other bytes came back through memory that is {' and '.join(wrong)}", "send us this report"
+            )
+        ]
     findings = [Finding.ok(COPIES, f"GB/s: {', '.join(said)}")]
     if release is None and needs.device == "cuda":
         findings.append(Finding.warning(COPIES, "shared memory cannot be page-locked", "ulimit -l unlimited"))
@@ -177,14 +183,14 @@ def check_copies(needs: Needs) -> list[Finding]:
 
 
 def check_collectives(needs: Needs) -> list[Finding]:
-    """Each collective that training uses, over Gloo and the devices' backend in one default group."""
+    """Try each collective that training uses, over Gloo and the devices' backend in one default group."""
     names = rank_devices(needs.device)
     with started_ranks(COLLECTIVES, names) as (_, finish):
         said = finish()
     found = [one for one in said if not isinstance(one, str)]
     if len(found) < len(names):
         last = next(one for one in said if isinstance(one, str))
-        text = f"{len(names) - len(found)} of {len(names)} ranks said nothing ({last})"
+        text = f"{len(names) - len(found)} of {len(names)} ranks did not answer ({last})"
         return [Finding.error(COLLECTIVES, text, "send us this report")]
     failed = {name: value for each in found for name, value in each.items() if isinstance(value, str)}
     fine = [f"{name} {max(each[name] for each in found) * 1e3:.1f}" for name in found[0] if name not in failed]
@@ -197,7 +203,7 @@ def check_collectives(needs: Needs) -> list[Finding]:
 
 
 def check_dead_receiver(needs: Needs) -> list[Finding]:
-    """A receiver dies between two broadcasts of weights: the sender gets an error in time, and lives."""
+    """Check that when a receiver dies between two weight broadcasts, the sender gets an error in time and survives."""
     names = rank_devices(needs.device)[:2]
     if len(names) < 2:
         return [Finding.ok(DEAD, "there is one device; this needs two")]
@@ -209,14 +215,17 @@ def check_dead_receiver(needs: Needs) -> list[Finding]:
     if not one["error"] or not one["computed"]:
         what = "noticed nothing" if not one["error"] else "could not compute afterwards"
         return [Finding.error(DEAD, f"the sender {what} ({one})", "use weightsync.path=staged; send this report")]
-    text = f"the sender knew after {one['seconds']:.1f} s ({one['error']}), and computes"
+    text = f"the sender noticed after {one['seconds']:.1f} s ({one['error']}), and still computes"
     if one["aborted"]:
         return [Finding.ok(DEAD, text)]
     return [Finding.warning(DEAD, f"{text}; but its group cannot be aborted", "send this report")]
 
 
 def check_connecting(needs: Needs) -> list[Finding]:
-    """Whether another thread can end what connects to a receiver that never does: then `connect_group` should do so."""
+    """Check whether another thread can abort a connection attempt to a receiver that never connects.
+
+    If it can, `connect_group` should do so.
+    """
     names = rank_devices(needs.device)[:2]
     if needs.device != "cuda" or len(names) < 2:
         return [Finding.ok(CONNECTING, "not tried: it is a setting of NCCL's, and needs two devices")]
@@ -231,7 +240,7 @@ def check_connecting(needs: Needs) -> list[Finding]:
 
 
 def check_update(needs: Needs) -> list[Finding]:
-    """Two updates of the quickstart's model in each type: the gradient norms are those of the CPU."""
+    """Check that two updates of the quickstart model have the CPU's gradient norms, in each autocast type."""
     import torch
 
     device, said, wrong = _open(needs), [], False
@@ -241,14 +250,14 @@ def check_update(needs: Needs) -> list[Finding]:
             _, norms, seconds = _updates(device, autocast)
             apart = max(abs(one / other - 1) for one, other in zip(expected, norms, strict=True))
             said.append(f"{autocast}: two updates in {seconds:.2f} s, gradient norms {apart:.1e} from the CPU's")
-            wrong |= not apart <= close  # not a number, either
+            wrong |= not apart <= close  # also true for NaN
     if wrong:
         return [Finding.error(UPDATE, "; ".join(said), "the device computes something else; send this report")]
     return [Finding.ok(UPDATE, "; ".join(said))]
 
 
 def check_swap(needs: Needs) -> list[Finding]:
-    """Weights go from a trainer's device through a slot in shared memory into a generating engine, which draws."""
+    """Check that weights pass from a trainer's device through shared memory into an engine that generates with them."""
     import torch
 
     from asyncflow.timeline import NoTimeline
@@ -290,7 +299,7 @@ def check_swap(needs: Needs) -> list[Finding]:
 
 
 def check_memory(needs: Needs) -> list[Finding]:
-    """What training a model takes at most, against the estimate that `--dry-run` refuses by."""
+    """Compare the peak memory of training a model with the estimate by which `--dry-run` refuses."""
     import torch
 
     device = _open(needs)
@@ -310,14 +319,14 @@ def check_memory(needs: Needs) -> list[Finding]:
 
 
 def _updates(device: "torch.device", autocast: str = "float32") -> tuple[Any, list[float], float]:
-    """Return an engine after two updates of responses to one prompt, the norms of its gradients, and the seconds of
-    both updates. In bfloat16 the attention's kernel is that of accelerators, and it computes the prompt once."""
+    """Return an engine after two updates on responses to one prompt, the gradient norms, and the seconds of both."""
     import torch
 
     from workers.engines.fsdp.sharding import FsdpEngine
     from workers.rows.rows import Sequences
     from workers.settings.engines import ActorConfig
 
+    # In bfloat16 the engine takes the attention kernel of accelerators, and computes the shared prompt once.
     actor = ActorConfig.model_validate({"lr": 1e-3, "autocast": autocast})
     engine = FsdpEngine(_quickstart(), actor=actor, temperature=1.0, device=device, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -344,7 +353,7 @@ def _open(needs: Needs) -> "torch.device":
 
 @contextlib.contextmanager
 def default_group(device: "torch.device") -> Iterator[None]:
-    """Have a default group of this process alone."""
+    """Provide a default group of this process alone."""
     import torch.distributed as dist
 
     from asyncflow.device import group_backends
@@ -357,7 +366,7 @@ def default_group(device: "torch.device") -> Iterator[None]:
 
 
 def _seconds(copy: Callable[[], object]) -> float:
-    """Return the shortest time of a copy, with the wait for it."""
+    """Return the shortest time of a copy, including the wait for it."""
     import torch
 
     took = []
@@ -403,7 +412,7 @@ def _ask_nccl(device: "torch.device") -> str:
 
 
 def _driver(kind: str) -> str:
-    """Return what the vendor's tool says first of the driver."""
+    """Return the driver's version as the vendor's tool reports it; empty: no such tool is known."""
     command = {
         "cuda": ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
         "npu": ["npu-smi", "-v"],

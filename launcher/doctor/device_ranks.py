@@ -1,4 +1,4 @@
-"""One rank of what `launcher.doctor.device_check` tries with several processes; what it finds goes to stdout, as JSON.
+"""One rank of what `launcher.doctor.device_check` tries with several processes; prints its facts as JSON.
 
 python -m launcher.doctor.device_ranks MODE DEVICE RANK NUM_RANKS PORT
 """
@@ -26,21 +26,21 @@ from launcher.doctor.messages import reason
 from launcher.plan.profile import EXCHANGED
 
 TIMEOUT = timedelta(seconds=10)
-"""Of each wait."""
+"""Timeout of each wait."""
 SIZE = 2**22
-"""Numbers of what travels (float32)."""
+"""Number of float32 elements that are sent."""
 _CONNECTING_S = 3.0
-"""After so long a rank is in the middle of connecting."""
+"""After this time a rank is in the middle of connecting (s)."""
 
 
 def collectives(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
-    """Return, for each collective, the seconds of its second call, or what went wrong."""
+    """Return, for each collective, the seconds of its second call, or its error."""
     dist.init_process_group(group_backends(device), store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return _try_all(device, rank, size, SIZE)
 
 
 def exchanges(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
-    """Return the same by size: names with the bytes behind them."""
+    """Return the same for several sizes, which follow the names as bytes."""
     dist.init_process_group(group_backends(device), store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return {
         f"{name} {size_bytes}": seconds
@@ -80,8 +80,8 @@ def _try_all(device: torch.device, rank: int, size: int, numbers: int) -> dict[s
         return values.view(size, part).sum(0), total
 
     def passed_on() -> tuple[Tensor, float]:
-        # As one group: NCCL connects a pair in its first call, in the host, and a ring of ranks that all send first
-        # would wait for each other.
+        # As one group: NCCL connects a pair in its first call and blocks the host meanwhile, so a ring of ranks that
+        # all send first would deadlock.
         values = torch.empty_like(mine)
         passing = [
             dist.P2POp(dist.isend, mine, (rank + 1) % size),
@@ -102,11 +102,11 @@ def _try_all(device: torch.device, rank: int, size: int, numbers: int) -> dict[s
 
 def _timed(collective: Callable[[], tuple[Tensor, float]], device: torch.device) -> float | str:
     try:
-        for _ in range(2):  # the first one connects
+        for _ in range(2):  # the first call connects
             dist.barrier()
             began = time.monotonic()
             values, expected = collective()
-            wrong = int((values != expected).sum())  # waits for the device
+            wrong = int((values != expected).sum())  # the conversion waits for the device
             seconds = time.monotonic() - began
     except Exception as error:  # noqa: BLE001 (each backend raises errors of its own)
         return reason(error)
@@ -114,7 +114,7 @@ def _timed(collective: Callable[[], tuple[Tensor, float]], device: torch.device)
 
 
 def dead_receiver(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
-    """Rank 1 dies between two broadcasts; return how long rank 0 waits for it, and whether it computes afterwards."""
+    """Kill rank 1 between two broadcasts; return how long rank 0 waits for it, and whether it can still compute."""
     group = connect_group(dist.PrefixStore("dead", store), rank, size, device)
     values = torch.ones(SIZE, device=device)
     group.broadcast([values]).wait(TIMEOUT)
@@ -124,9 +124,10 @@ def dead_receiver(device: torch.device, rank: int, size: int, store: dist.Store)
         store.set("leaves", "1")
         os.kill(os.getpid(), signal.SIGKILL)
     store.wait(["leaves"], TIMEOUT)
+    # A root may return from a few broadcasts without its receiver, since buffers take them in.
     began, error = time.monotonic(), ""
     try:
-        while time.monotonic() < began + 3 * TIMEOUT.total_seconds():  # a root's buffers may take some in
+        while time.monotonic() < began + 3 * TIMEOUT.total_seconds():
             group.broadcast([values]).wait(TIMEOUT)
     except RuntimeError as raised:
         error = reason(raised)
@@ -139,7 +140,7 @@ def dead_receiver(device: torch.device, rank: int, size: int, store: dist.Store)
 
 
 def connecting(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
-    """Rank 1 meets rank 0 and never connects; return whether `abort` ends what rank 0 does with NCCL's `blocking=0`."""
+    """Let rank 1 meet rank 0 and never connect; return whether `abort` ends rank 0's attempt with `blocking=0`."""
     store.set(f"met/{rank}", "1")
     store.wait([f"met/{other}" for other in range(size)], TIMEOUT)
     if rank:
@@ -152,7 +153,7 @@ def connecting(device: torch.device, rank: int, size: int, store: dist.Store) ->
         group = nccl(dist.PrefixStore("connecting", store), rank, size, options)
 
     def connect() -> None:
-        with suppress(RuntimeError), on_device(device):  # what `abort` is to make of it
+        with suppress(RuntimeError), on_device(device):  # RuntimeError: the attempt was aborted
             group.allreduce([torch.zeros(1, device=device)]).wait(TIMEOUT)
 
     threads = [threading.Thread(target=target, daemon=True) for target in (connect, group.abort)]
@@ -168,7 +169,7 @@ def connecting(device: torch.device, rank: int, size: int, store: dist.Store) ->
 
 
 def contexts(device: torch.device, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
-    """Use the device from threads, as a trainer does, and stay until the others have looked at device 0."""
+    """Use the device from threads, as a trainer does, and stay until others have looked at device 0's memory."""
     host = torch.zeros(2**20, dtype=torch.uint8)
 
     def work() -> None:
@@ -195,7 +196,6 @@ MODES = {
 
 
 def main() -> None:
-    """Do what the arguments say."""
     mode, name, rank, size, port = sys.argv[1:]
     device = open_device(name)
     found = MODES[mode](device, int(rank), int(size), connect_store(LOOPBACK, int(port), TIMEOUT))

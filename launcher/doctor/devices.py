@@ -1,5 +1,5 @@
-"""Devices: does PyTorch see what the machine has, compute on it, have the backend that connects it; and do two ranks
-meet and add up over each backend and interface that a run would use.
+"""Checks of devices: does PyTorch see the machine's devices, compute on them, and have the backend that connects them?
+Can two ranks meet and add over each backend and interface that a run would use?
 """
 
 import threading
@@ -29,8 +29,8 @@ class Device:
     """One accelerator.
 
     Attributes:
-        error: what a small computation on it raised; empty: it computed.
-        free_bytes, total_bytes: of its memory; 0: not known.
+        error: what a small computation on it raised; empty: nothing.
+        free_bytes, total_bytes: of its memory; 0: unknown.
     """
 
     error: str = ""
@@ -40,15 +40,14 @@ class Device:
 
 @dataclass(frozen=True)
 class AcceleratorFacts:
-    """What PyTorch says, and what device files say.
+    """Devices as PyTorch and as device files show them.
 
     Attributes:
-        files: devices by their files and the vendors' variables, whatever PyTorch can do.
-        import_error: of torch, and of torch_npu where it is needed; empty: none.
-        torch: version.
+        files: kind -> number of devices by device files and the vendors' variables, whatever PyTorch can use.
+        import_error: of torch, or of torch_npu where it is needed; empty: none.
         kind: of the accelerator that PyTorch uses; empty: none.
-        backend: that connects devices of the kind in use, `gloo` on the CPU; and whether this build has it.
-        devices: each that PyTorch counts.
+        backend: the one that connects devices of the kind in use, `gloo` on the CPU.
+        devices: each one that PyTorch counts.
     """
 
     files: dict[str, int]
@@ -62,13 +61,7 @@ class AcceleratorFacts:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """One group that was tried.
-
-    Attributes:
-        backend: e.g. `gloo`.
-        where: interface, or devices.
-        error: why it could not be; empty: it added up.
-    """
+    """One group that was tried; `where` is an interface or devices, and `error` is empty if the sum was right."""
 
     backend: str
     where: str
@@ -76,7 +69,7 @@ class GroupFacts:
 
 
 def try_devices(needs: Needs) -> AcceleratorFacts:
-    """Import torch, and compute a little on every device if the run uses them."""
+    """Import torch and, if the run uses devices, compute a little on each."""
     files: dict[str, int] = {"cuda": _by_files("cuda"), "npu": _by_files("npu")}
     try:
         import torch
@@ -97,7 +90,6 @@ def try_devices(needs: Needs) -> AcceleratorFacts:
 
 
 def judge_devices(facts: AcceleratorFacts, needs: Needs) -> list[Finding]:
-    """Compare the devices found with those that the run needs."""
     if facts.import_error:
         remedy = "python -c 'import torch' shows all of it; the README says which build fits which device"
         return [Finding.error(DEVICES, f"torch cannot be imported ({facts.import_error})", remedy)]
@@ -120,7 +112,7 @@ def judge_devices(facts: AcceleratorFacts, needs: Needs) -> list[Finding]:
 
 
 def try_groups(needs: Needs) -> list[GroupFacts]:
-    """Build the groups: Gloo over loopback, over the interface between nodes if there are several, and the devices'."""
+    """Try groups: Gloo over loopback, over the interface between several nodes, and the devices' backend."""
     import torch
 
     names = [LOOPBACK_INTERFACE]
@@ -135,7 +127,6 @@ def try_groups(needs: Needs) -> list[GroupFacts]:
 
 
 def judge_groups(facts: list[GroupFacts], needs: Needs) -> list[Finding]:
-    """Say which of them cannot be."""
     findings = []
     for group in facts:
         if not group.error:
@@ -154,11 +145,11 @@ def judge_groups(facts: list[GroupFacts], needs: Needs) -> list[Finding]:
 
 
 def _idle_devices(facts: AcceleratorFacts) -> Finding | None:
-    """Devices that a run would leave alone, because PyTorch cannot use them."""
+    """Report devices that a run would leave idle because PyTorch cannot use them."""
     for kind, count in facts.files.items():
         if count and facts.kind != kind:
             text = f"{count} {kind} devices are there, but torch {facts.torch} cannot use them, so a run takes the CPU"
-            return Finding.warning(DEVICES, text, f"install torch for {kind}, see the README; or leave it at the CPU")
+            return Finding.warning(DEVICES, text, f"install torch for {kind}, see the README; or stay on the CPU")
     return None
 
 
@@ -190,7 +181,7 @@ def _try(kind: str, index: int) -> Device:
         if float((ones @ ones).sum()) != 64.0**3:
             return Device(error="a product of two matrices came out wrong")
         free, total = torch.accelerator.get_memory_info(device)
-    except AttributeError:  # older than torch 2.11: no such call
+    except AttributeError:  # torch before 2.11 lacks `get_memory_info`
         return Device()
     except RuntimeError as error:
         return Device(error=reason(error))
@@ -203,6 +194,7 @@ def _gloo_error(interface: str) -> str:
     from asyncflow.transport.channel import gloo_device
 
     with variables_set({GLOO_INTERFACE: interface}):
+        # The cached device is bound to another interface.
         gloo_device.cache_clear()
         try:
             return _error_of([torch.device("cpu")] * 2)
@@ -211,7 +203,7 @@ def _gloo_error(interface: str) -> str:
 
 
 def _error_of(devices: "list[torch.device]") -> str:
-    """Have one thread per device meet the others and add; returns what went wrong first, or nothing."""
+    """Let one thread per device meet the others and add. Return the first error; empty: it worked."""
     from asyncflow.job import LOOPBACK
     from asyncflow.sealed_store import connect_store, serve_store
 

@@ -1,9 +1,10 @@
-"""Disk: the run directory's place, with room for checkpoints and what they rest on (write, fsync, rename, lock, a file
-system that nodes share). Shared memory: can one process map what another one made, as queue and weights do?
+"""Checks of this host: disk, shared memory, limits, memory and clock.
 
-Our shared memory is anonymous (memfd), opened through `/proc/PID/fd`. It is not in /dev/shm and not bounded by its
-size, but by the host's memory and the control group: see the check `memory`. What is in /dev/shm is NCCL's and the
-engines'.
+Disk: is there room for checkpoints in the run directory, and can it do what they rely on (write, fsync, rename, lock,
+be shared between nodes)? Shared memory: can a process map what another one made, as queue and weights do?
+
+AsyncFlow's shared memory is anonymous (memfd), opened through `/proc/PID/fd`. It is not in /dev/shm and not bounded by
+its size, but by the host's memory and the control group: see the check `memory`. /dev/shm is used by NCCL and engines.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ _PROBE_BYTES = 2**16
 _SLOW_S = 1.0
 _ROOM_BYTES = 10**9
 _FEWEST_INODES = 1000
+# Whether nodes usually share a kind of file system; kinds in neither set are unknown.
 _SHARED = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "orangefs", "pvfs2", "wekafs"}
     | {"afs", "ocfs2", "gfs2", "panfs", "quobyte", "daos", "juicefs", "dpc"}
@@ -42,7 +44,7 @@ _DEVICE_SHM_BYTES = 2**30
 
 
 class Mount(NamedTuple):
-    """One line of /proc/self/mounts: where, which kind of file system, its options."""
+    """One line of /proc/self/mounts."""
 
     point: str
     kind: str
@@ -51,13 +53,7 @@ class Mount(NamedTuple):
 
 @dataclass(frozen=True)
 class FileSystem:
-    """Where a path lies.
-
-    Attributes:
-        kind: as the kernel names it, without `fuse.`, e.g. `ext4`, `nfs4`, `lustre`.
-        mount_point: of it.
-        read_only: it is mounted so.
-    """
+    """The file system of a path. `kind` is the kernel's name without `fuse.`, e.g. `ext4`, `nfs4`, `lustre`."""
 
     kind: str
     mount_point: str
@@ -65,26 +61,25 @@ class FileSystem:
 
     @property
     def shared(self) -> bool | None:
-        """Whether several nodes mount this kind; None: not known."""
+        """Whether nodes usually share this kind; None: unknown."""
         return True if self.kind in _SHARED else False if self.kind in _LOCAL else None
 
     @property
     def volatile(self) -> str:
-        """What its files are in, if they do not survive a reboot or the container; else nothing."""
+        """What holds its files, if they do not survive a reboot or the container; otherwise empty."""
         return _VOLATILE.get(self.kind, "")
 
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """What the place is like.
+    """The disk under the run directory.
 
     Attributes:
-        place: the nearest directory to the run directory that exists.
-        file_system: of it.
-        free_bytes: for this user.
+        place: the run directory or its nearest parent that exists.
+        free_bytes: free for this user.
         free_inodes: -1: the file system does not count them.
-        errors: what could not be done there -> why; of `write`, `fsync`, `rename`, `lock`.
-        fsync_s: how long `_PROBE_BYTES` took to be safe (s).
+        errors: what failed there (`write`, `fsync`, `rename`, `lock`) -> why.
+        fsync_s: seconds until `_PROBE_BYTES` were durable.
     """
 
     place: str
@@ -97,16 +92,16 @@ class DiskFacts:
 
 @dataclass(frozen=True)
 class SharingFacts:
-    """What was tried and read.
+    """What could be tried and read about shared memory.
 
     Attributes:
-        own_error: why memory for a channel could not be made here; empty: it could.
+        own_error: why this process could not make a channel's memory; empty: it could.
         peer_error: why another process could not map it; empty: it could.
-        hides_processes: how /proc is mounted with `hidepid`; empty: it is not.
-        arena_bytes: addresses that an end of a channel reserves.
-        wanted: the switch in the environment is not off.
+        hides_processes: the option `hidepid` of /proc; empty: all processes are visible.
+        arena_bytes: address space that each end of a channel reserves.
+        wanted: the environment does not turn shared memory off.
         address_limit, file_limit: `ulimit -v` and `-f` (bytes); -1: none.
-        shm_free, shm_total: of /dev/shm (bytes); 0: it is not there.
+        shm_free, shm_total: of /dev/shm (bytes); 0: it does not exist.
     """
 
     own_error: str = ""
@@ -121,7 +116,7 @@ class SharingFacts:
 
 
 def try_disk(needs: Needs) -> DiskFacts:
-    """Look at the place and try it in a directory that is removed again."""
+    """Inspect the run directory's place, and try what checkpoints do in a temporary directory there."""
     place = nearest(Path(needs.run_dir))
     file_system = file_system_of(place.resolve(), read_mounts())
     numbers = os.statvfs(place)
@@ -137,7 +132,7 @@ def try_disk(needs: Needs) -> DiskFacts:
 
 
 def nearest(run_dir: Path) -> Path:
-    """Return the nearest directory to an absolute path that exists and may be looked at."""
+    """Return the nearest directory to an absolute path that exists and is accessible."""
     for path in (run_dir, *run_dir.parents):
         with contextlib.suppress(PermissionError):
             if path.is_dir():
@@ -157,7 +152,7 @@ def judge_disk(facts: DiskFacts, needs: Needs) -> list[Finding]:
     if needs.num_nodes > 1:
         findings += _judge_nodes(facts, kind, needs.num_nodes)
     if facts.file_system.volatile:
-        text = f"{kind} keeps files in {facts.file_system.volatile}: checkpoints go with it"
+        text = f"{kind} keeps files in {facts.file_system.volatile}: checkpoints are lost with it"
         findings.append(Finding.warning(DISK, text, "--run-dir DIR on a disk or a mounted volume"))
     wanted = needs.num_checkpoints * needs.checkpoint_bytes
     known = f"; checkpoints take up to {size_text(wanted)}" if wanted else ""
@@ -165,7 +160,7 @@ def judge_disk(facts: DiskFacts, needs: Needs) -> list[Finding]:
 
 
 def try_sharing(needs: Needs) -> SharingFacts:
-    """Make a channel's memory and have another process map it, as channels do."""
+    """Make a channel's memory, and have another process map it as channels do."""
     from asyncflow.transport.frame import Arena, Limits
     from asyncflow.transport.meeting import wants_sharing
 
@@ -193,7 +188,7 @@ def try_sharing(needs: Needs) -> SharingFacts:
 
 
 def judge_sharing(facts: SharingFacts, needs: Needs) -> list[Finding]:
-    """Say what keeps processes from sharing memory."""
+    # Limits do not matter where shared memory does not work at all.
     findings = [*(_judge_memfd(facts) or _judge_limits(facts, needs)), *_judge_shm(facts, needs)]
     if needs.shared_memory and not facts.wanted:
         text = "ASYNCFLOW_SHARED_MEMORY=0: payloads of the queue go over sockets"
@@ -206,7 +201,7 @@ def judge_sharing(facts: SharingFacts, needs: Needs) -> list[Finding]:
 
 
 def read_mounts() -> list[Mount]:
-    """Return what is mounted for this process, later ones over earlier ones."""
+    """Return the mounts that this process sees; later ones lie on top of earlier ones."""
     import psutil
 
     return [Mount(each.mountpoint, each.fstype, each.opts) for each in psutil.disk_partitions(all=True)]
@@ -226,7 +221,7 @@ def file_system_of(path: Path, mounts: Iterable[Mount]) -> FileSystem:
 
 
 def hidepid(mounts: Iterable[Mount]) -> str:
-    """Return the option `hidepid` of /proc; empty: every process is seen."""
+    """Return the option `hidepid` of /proc; empty: every process is visible."""
     options = [mount.options.split(",") for mount in mounts if (mount.point, mount.kind) == ("/proc", "proc")]
     hiding = [option for option in (options[-1] if options else ()) if option.startswith("hidepid=")]
     return next((option for option in hiding if option not in ("hidepid=0", "hidepid=off")), "")
@@ -242,7 +237,7 @@ def _judge_abilities(facts: DiskFacts, kind: str) -> list[Finding]:
         text = f"{kind} has no locks ({facts.errors['lock']}): nothing keeps a second launcher out of a run"
         findings.append(Finding.warning(DISK, text, "mount it with locks (NFS: not nolock; Lustre: -o flock)"))
     if facts.fsync_s > _SLOW_S:
-        text = f"{kind}: {_PROBE_BYTES // 1024} kB took {facts.fsync_s:.1f} s to be safe"
+        text = f"{kind}: {_PROBE_BYTES // 1024} kB took {facts.fsync_s:.1f} s to become durable"
         findings.append(Finding.warning(DISK, text, "who else writes there: iostat -x 1; or another --run-dir"))
     return findings
 
@@ -262,24 +257,25 @@ def _judge_room(facts: DiskFacts, needs: Needs) -> list[Finding]:
     wanted = needs.num_checkpoints * needs.checkpoint_bytes
     free, one = f"{facts.place} has {size_text(facts.free_bytes)} free", size_text(needs.checkpoint_bytes)
     if facts.free_bytes < wanted:
-        text = f"{free}; {needs.num_checkpoints} checkpoints of {one} may be there at a time"
+        text = f"{free}; {needs.num_checkpoints} checkpoints of {one} may exist at a time"
         return [Finding.error(DISK, text, "make room, lower checkpoint.keep_last, or choose another --run-dir")]
     if facts.free_bytes < wanted + _ROOM_BYTES:
         text = f"{free}, hardly more than the {size_text(wanted)} of checkpoints"
         return [Finding.warning(DISK, text, "make room: du -xh -d1 | sort -h | tail; or choose another --run-dir")]
     if 0 <= facts.free_inodes < _FEWEST_INODES:
-        text = f"{facts.place} may hold {facts.free_inodes} more files only"
+        text = f"{facts.place} has room for only {facts.free_inodes} more files"
         return [Finding.error(DISK, text, "remove small files: df -i; or choose another --run-dir")]
     return []
 
 
 def _try(place: Path) -> tuple[dict[str, str], float]:
-    """Do in a new directory of `place` what a checkpoint does; returns (errors by ability, seconds of the fsync)."""
+    """Do what a checkpoint does, in a new directory. Return (errors by ability, seconds of the fsync)."""
     errors: dict[str, str] = {}
     fsync_s = 0.0
     try:
         with tempfile.TemporaryDirectory(prefix=".asyncflow-doctor-", dir=place, ignore_cleanup_errors=True) as name:
             root = Path(name)
+            # A checkpoint is written under a temporary name, synced, and renamed when it is whole.
             half = root / "half.tmp"
             half.mkdir()
             with (half / "data").open("wb") as file:
@@ -318,6 +314,7 @@ def _judge_memfd(facts: SharingFacts) -> list[Finding]:
 
 def _judge_limits(facts: SharingFacts, needs: Needs) -> list[Finding]:
     findings = []
+    # A process maps an arena of its own and the peer's for each channel.
     addresses = 2 * facts.arena_bytes * max(1, needs.channels)
     if 0 <= facts.address_limit < addresses:
         text = (
@@ -327,12 +324,15 @@ def _judge_limits(facts: SharingFacts, needs: Needs) -> list[Finding]:
         findings.append(Finding.warning(SHARED_MEMORY, text, "ulimit -v unlimited"))
     largest = max(facts.arena_bytes, needs.checkpoint_bytes)
     if 0 <= facts.file_limit < largest:
-        text = f"a file, or shared memory, may have {size_text(facts.file_limit)}; the largest has {size_text(largest)}"
+        text = (
+            f"a file or shared memory is limited to {size_text(facts.file_limit)}; the largest has {size_text(largest)}"
+        )
         findings.append(Finding.warning(SHARED_MEMORY, text, "ulimit -f unlimited"))
     return findings
 
 
 def _judge_shm(facts: SharingFacts, needs: Needs) -> list[Finding]:
+    # Only NCCL and engines use /dev/shm, so it does not matter on CPU.
     if needs.device == "cpu" or facts.shm_free >= _DEVICE_SHM_BYTES:
         return []
     text = f"/dev/shm has {size_text(facts.shm_free)} free; devices' libraries may want {size_text(_DEVICE_SHM_BYTES)}"
@@ -340,7 +340,7 @@ def _judge_shm(facts: SharingFacts, needs: Needs) -> list[Finding]:
 
 
 def _peer_error(arena: "Arena") -> str:
-    """Have a forked process map the arena through /proc; returns what it could not do, or nothing."""
+    """Have a forked process map the arena through /proc. Return its error; empty: it succeeded."""
     from asyncflow.transport.frame import PeerArena
 
     owner = os.getpid()
@@ -349,7 +349,7 @@ def _peer_error(arena: "Arena") -> str:
     if child == 0:
         answer = "it died"
         try:
-            os.close(arena.offer.fd)  # the inherited one must not help
+            os.close(arena.offer.fd)  # the child must open it through /proc, not use the inherited descriptor
             PeerArena(owner, arena.offer)
             answer = ""
         except TransportError as error:
@@ -364,16 +364,16 @@ def _peer_error(arena: "Arena") -> str:
     return answer
 
 
-# This host's limits of open files, processes and memory against what the run takes, and its clock.
+# This host's limits on open files, processes and memory compared with what the run takes, and its clock.
 
 OPEN_FILES, PROCESSES, MEMORY, CLOCK = "open files", "processes", "memory", "clock"
 _USUAL_DESCRIPTORS = 1024
 _ROOM = 2**16
-"""What remedies ask for: more files than any run needs."""
+"""Limit of open files that remedies suggest: more than any run needs."""
 _UNLIMITED = 2**60
-"""Control groups of version 1 write a number near 2**63 where nothing is limited."""
+"""Control groups of version 1 report a number near 2**63 if nothing is limited."""
 _LEAST_BYTES = 2 * 10**9
-"""What any run takes, with the smallest model."""
+"""The least that any run takes, with the smallest model."""
 _TIGHT = 1.25
 _WATCHED_S = 0.2
 _LARGEST_DRIFT_S = 0.05
@@ -384,28 +384,28 @@ _MICRO = 1e-6
 
 @dataclass(frozen=True)
 class Allowance:
-    """A limit of one control group (of a container, a Slurm job, a systemd unit): bytes, or threads."""
+    """A limit of one control group (container, Slurm job, systemd unit), in bytes or threads."""
 
     limit: int
     used: int
 
     @property
     def free(self) -> int:
-        """What is left; never below 0."""
+        """The rest, never below 0."""
         return max(0, self.limit - self.used)
 
 
 @dataclass(frozen=True)
 class LimitFacts:
-    """Limits of this process and of its surroundings; -1: none.
+    """Limits of this process and its surroundings; -1: unlimited.
 
     Attributes:
         files, files_hard: descriptors per process (`ulimit -n`).
         files_left: descriptors that the whole system may still open.
-        threads: of this user (`ulimit -u`); -1 for root, whom the kernel does not hold to it.
-        threads_used: by this user now.
-        allowance: of the control group; None: no limit.
-        threads_left: of the whole system (`kernel.threads-max`).
+        threads: threads per user (`ulimit -u`); -1 for root, whom the kernel does not limit.
+        threads_used: threads of this user now.
+        allowance: threads of the control group; None: unlimited.
+        threads_left: threads that the whole system may still start (`kernel.threads-max`).
     """
 
     files: int
@@ -428,13 +428,13 @@ class MemoryFacts:
 
 @dataclass(frozen=True)
 class ClockFacts:
-    """What the clocks said.
+    """Readings of the clocks.
 
     Attributes:
         now: unix time (s).
-        drift_s: by how much wall and monotonic clock differed over the time that they were watched.
-        synchronised: whether the kernel says so; None: it does not tell.
-        error_s: the kernel's bound of the error; 0: not known.
+        drift_s: wall clock minus monotonic clock over the time that they were watched.
+        synchronised: what the kernel says; None: it does not tell.
+        error_s: the kernel's bound on the error; 0: unknown.
     """
 
     now: float
@@ -444,7 +444,6 @@ class ClockFacts:
 
 
 def read_limits(needs: Needs) -> LimitFacts:
-    """Read the limits."""
     files, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allocated, _, most = (int(number) for number in Path("/proc/sys/fs/file-nr").read_text().split())
     threads = resource.getrlimit(resource.RLIMIT_NPROC)[0] if os.geteuid() else -1
@@ -454,7 +453,7 @@ def read_limits(needs: Needs) -> LimitFacts:
 
 
 def judge_open_files(facts: LimitFacts, needs: Needs) -> list[Finding]:
-    """Compare the limits of descriptors; see `launcher.doctor.estimate.descriptors`."""
+    """Compare the limits on descriptors with `launcher.doctor.estimate.descriptors`."""
     wanted = needs.descriptors or _USUAL_DESCRIPTORS
     total = needs.processes * needs.descriptors
     room = max(_ROOM, 2 * wanted)
@@ -475,10 +474,7 @@ def judge_open_files(facts: LimitFacts, needs: Needs) -> list[Finding]:
 
 
 def judge_processes(facts: LimitFacts, needs: Needs) -> list[Finding]:
-    """Compare the limits of threads, which is what the kernel counts as processes.
-
-    Measured runs have 0.5 to 0.65 of the estimate, so a limit in between may do.
-    """
+    """Compare the limits on threads, which the kernel counts as processes."""
     rooms = [(facts.threads_left, "the system", "sysctl -w kernel.threads-max=4194304 kernel.pid_max=4194304")]
     if facts.allowance is not None:
         remedy = "docker run --pids-limit=-1; systemd: TasksMax=infinity"
@@ -491,13 +487,13 @@ def judge_processes(facts: LimitFacts, needs: Needs) -> list[Finding]:
     known = f"; the run starts up to {needs.threads}" if needs.threads else ""
     if left < needs.threads:
         text = f"{whose} leaves room for {max(0, left)} more threads{known}"
+        # Measured runs have 0.5 to 0.65 of the estimated threads, so a limit in between may do.
         finding = Finding.error if left < needs.threads // 2 else Finding.warning
         return [finding(PROCESSES, text, remedy)]
     return [Finding.ok(PROCESSES, f"{left} more threads may start{known}")]
 
 
 def read_memory(needs: Needs) -> MemoryFacts:
-    """Read total and free memory, and the limits on it."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -505,7 +501,7 @@ def read_memory(needs: Needs) -> MemoryFacts:
 
 
 def judge_memory(facts: MemoryFacts, needs: Needs) -> list[Finding]:
-    """Compare with the least that the run takes; shared memory counts as memory."""
+    """Compare free memory with the least that the run takes; shared memory counts as memory."""
     allowance = facts.allowance
     total = facts.total if allowance is None else min(facts.total, allowance.limit)
     free = facts.available if allowance is None else min(facts.available, allowance.free)
@@ -538,12 +534,12 @@ def watch_clock(needs: Needs) -> ClockFacts:
 
 
 def judge_clock(facts: ClockFacts, needs: Needs) -> list[Finding]:
-    """Is the wall clock plausible, does it run evenly, is it kept by NTP? Times in logs and of files rest on it."""
+    """Check that the wall clock is plausible, runs evenly and is kept by NTP: times in logs and of files rely on it."""
     remedy = "timedatectl set-ntp true; or systemctl enable --now chronyd"
     findings = []
     if facts.now < _OLDEST:
         day = time.strftime("%Y-%m-%d", time.gmtime(facts.now))
-        findings.append(Finding.error(CLOCK, f"it is {day} here", remedy))
+        findings.append(Finding.error(CLOCK, f"the clock says {day}", remedy))
     if abs(facts.drift_s) > _LARGEST_DRIFT_S:
         text = f"the wall clock jumped by {facts.drift_s:+.2f} s while it was watched for {_WATCHED_S} s"
         findings.append(Finding.warning(CLOCK, text, f"see who sets it: journalctl -u chronyd; {remedy}"))
@@ -558,7 +554,7 @@ def judge_clock(facts: ClockFacts, needs: Needs) -> list[Finding]:
 def memory_allowance(
     *, cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Allowance | None:
-    """Return the tightest limit of memory, less what the page cache holds and would free; None: there is none."""
+    """Return the tightest memory limit, not counting page cache that would be freed; None: unlimited."""
     found = []
     for group in _groups("memory", cgroup, root):
         limit = _number(group / "memory.max") or _number(group / "memory.limit_in_bytes")
@@ -571,7 +567,7 @@ def memory_allowance(
 def process_allowance(
     *, cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Allowance | None:
-    """Return the tightest limit of processes, where threads count; None: there is none."""
+    """Return the tightest limit on processes, which counts threads; None: unlimited."""
     found = []
     for group in _groups("pids", cgroup, root):
         limit = _number(group / "pids.max")
@@ -581,7 +577,7 @@ def process_allowance(
 
 
 class _Timex(ctypes.Structure):
-    """The first fields of `struct timex`, adjtimex(2), and room for the rest."""
+    """The first fields of `struct timex` (adjtimex(2)), with room for the rest."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -594,25 +590,26 @@ class _Timex(ctypes.Structure):
 
 
 def _count_threads() -> tuple[int, int]:
-    """Return the threads of this user's processes, and of all that are seen."""
+    """Return the number of threads of this user, and of all visible processes."""
     import psutil
 
     own = everybody = 0
     for process in psutil.process_iter(["num_threads", "uids"]):
-        threads = process.info["num_threads"] or 0  # None: it may not be looked at
+        threads = process.info["num_threads"] or 0  # None: not permitted to look
         everybody += threads
         own += threads if process.info["uids"] and process.info["uids"].real == os.getuid() else 0
     return own, everybody
 
 
 def _groups(controller: str, cgroup: Path, root: Path) -> list[Path]:
-    """Return the directories of this process's control group and of those above it, in either version's place."""
+    """Return the directories of this process's control group and its parents, in the layout of version 1 or 2."""
     try:
         lines = cgroup.read_text().splitlines()
     except OSError:
         return []
     groups = []
     for line in lines:
+        # Version 2 has one line, `0::PATH`; version 1 has lines `N:CONTROLLERS:PATH`, each under its own mount.
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -623,7 +620,7 @@ def _groups(controller: str, cgroup: Path, root: Path) -> list[Path]:
 
 
 def _number(file: Path) -> int | None:
-    """Return the number in a file; None where there is none, or it says `max`."""
+    """Return the number in a file; None: there is no number, or it says `max`."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -636,4 +633,5 @@ def _inactive_cache(file: Path) -> int:
         fields = dict(line.split(maxsplit=1) for line in file.read_text().splitlines())
     except OSError:
         return 0
+    # Version 1 counts child groups in `total_...` only; version 2 has just the short name, which includes them.
     return int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)

@@ -1,8 +1,8 @@
-"""Estimates what a run takes of this machine: channels, descriptors, threads, ports, memory, disk. Pure.
+"""Estimates of what a run takes of this machine: channels, descriptors, threads, ports, memory, disk. Pure.
 
-The formulas are at the functions. Rough on purpose, and on the safe side: a run that fits has room, one that does not
-may still start. Constants were measured on quickstart runs with 8 to 23 workers (CPU, torch 2.13), or follow from the
-data structures.
+Each function states its formula. They are deliberately rough and on the safe side: a run that fits has room to spare,
+and one that does not may still start. Constants were measured on quickstart runs with 8 to 23 workers (CPU, torch 2.13)
+or follow from the data structures.
 """
 
 import math
@@ -39,12 +39,11 @@ _HOLDERS = ("rollout", "ref", "actor_fwd", "evaluate")
 
 
 def needs_of(accepted: Accepted, *, model_bytes: int, num_nodes: int) -> Needs:
-    """Return what an accepted run needs.
+    """Return what an accepted run needs per node.
 
     Args:
-        accepted: the command's configuration, checked.
-        model_bytes: of the model's files, which an export has, too.
-        num_nodes: over how many nodes its processes are spread, evenly.
+        model_bytes: size of the model's files, and so of an export.
+        num_nodes: nodes over which the run's processes are spread evenly.
     """
     checked, config = accepted.checked, accepted.checked.config
     processes = sum(gang.num_ranks for gang in checked.gangs)
@@ -71,7 +70,7 @@ def needs_of(accepted: Accepted, *, model_bytes: int, num_nodes: int) -> Needs:
 
 
 def engines_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the engines of the launched roles, and of the reference in the actor, each once."""
+    """Return the engines of the launched roles, and that of a reference in the actor, without duplicates."""
     used = [config.rollout.engine, config.actor.engine]
     if config.algorithm.kl_coef > 0:
         used.append(config.ref.engine)
@@ -81,14 +80,14 @@ def engines_of(config: RunConfig) -> tuple[str, ...]:
 
 
 def channels_of(gang: GangSpec, gangs: Sequence[GangSpec]) -> int:
-    """Return how many channels a process of `gang` has at most.
+    """Return the largest number of channels of a process in `gang`.
 
-        controller    2 x ranks + units + controllers   (a rank may have a second one to fetch ahead)
+        controller    2 x ranks + units + controllers   (a rank may have a second channel to fetch ahead)
         storage       2 x ranks + controllers
         weight agent  2 x ranks + agents
-        rank          2 x controllers + units + 2       (the weight agent, and the group that staging needs)
+        rank          2 x controllers + units + 2       (to the weight agent, and in the group that staging needs)
 
-    Measured, for example: 14 ranks, 2 units, 1 controller: controller 20 (this formula: 31), unit 14 (29), actor 4 (6).
+    Example, measured (formula): 14 ranks, 2 units, 1 controller: controller 20 (31), unit 14 (29), actor 4 (6).
     """
     ranks = sum(each.num_ranks for each in gangs if each.role not in SERVICES and each.role not in OBSERVERS)
     number = {role: sum(1 for each in gangs if each.role == role) for role in SERVICES}
@@ -103,13 +102,13 @@ def channels_of(gang: GangSpec, gangs: Sequence[GangSpec]) -> int:
 
 
 def descriptors(gangs: Sequence[GangSpec]) -> int:
-    """Return how many files the process with most has open.
+    """Return the number of open files of the process that has the most.
 
         worker    40 + 5 x channels + 4 x ranks of its gang
-        launcher  40 + 16 x workers      (two pipes each, and 8 clients of the job store, which it serves)
+        launcher  40 + 16 x workers      (two pipes and 8 clients of the job store, which it serves, for each)
 
     A channel end is two pipes, one TCP pair (all share one Gloo device) and, while it is made, two pieces of shared
-    memory; without shared memory it is less. Measured: 23 workers, 25 channels: controller 112, launcher 310.
+    memory; fewer without shared memory. Measured with 23 workers and 25 channels: controller 112, launcher 310.
     """
     workers = [
         _BASE_DESCRIPTORS + _CHANNEL_DESCRIPTORS * channels_of(gang, gangs) + _RANK_DESCRIPTORS * gang.num_ranks
@@ -120,10 +119,10 @@ def descriptors(gangs: Sequence[GangSpec]) -> int:
 
 
 def threads(checked: Preflight) -> int:
-    """Return the threads of all processes, which the limits of processes count.
+    """Return the threads of all processes, which limits on processes count.
 
-    worker    12 + 2 x channels + intra-op threads (+ 30 with an accelerator, of its runtime)
-    vLLM      12 + intra-op threads (+ 30) for each of an instance's processes
+    worker    12 + 2 x channels + intra-op threads (+ 30 of the runtime with an accelerator)
+    vLLM      12 + intra-op threads (+ 30) for each process of an instance
     launcher  12 + 2 x gangs
     """
     gangs, own = checked.gangs, checked.config.launcher.threads_per_worker
@@ -142,38 +141,38 @@ def _vllm_instances(checked: Preflight) -> list[GangSpec]:
 
 
 def _vllm_processes(gang: GangSpec) -> int:
-    """Return how many vLLM starts for an instance: its engine, and where ranks share the model one for each."""
+    """Return the processes that vLLM starts for an instance: its engine, and one per rank if the model is shared."""
     ranks = len(gang.devices)
     return 1 if ranks == 1 else 1 + ranks
 
 
 def connections(gangs: Sequence[GangSpec]) -> int:
-    """Return how many ports the run takes at most: per process 10 clients of the job store, and its channels.
+    """Return the largest number of ports: per process 10 clients of the job store, and its channels.
 
-    A channel is counted at both ends, since each may be the one that connects.
+    Channels count at both ends, since either may be the one that connects.
     """
     channels = sum(gang.num_ranks * channels_of(gang, gangs) for gang in gangs)
     return channels + _STORE_CLIENTS * sum(gang.num_ranks for gang in gangs)
 
 
 def memory_parts(checked: Preflight) -> dict[str, int]:
-    """Return what takes host memory (bytes), P parameters, c bytes each in copies, w on the wire.
+    """Return what takes host memory, in bytes. P: parameters; c, w: bytes per parameter in copies and on the wire.
 
         weight slots   num_slots x P x w              shared memory of the weight agent
         training       16 x P, all ranks together     on the CPU: float32 weights, gradients, two moments of AdamW; a
-                                                      critic counts as another policy. `autocast: bfloat16` on one
+                                                      critic counts like another policy. `autocast: bfloat16` on one
                                                       rank: 18 x P, see `Bfloat16Twin`
-        policy copies  4 x P (2 under bfloat16) for each that `actor.tri_model` keeps, all ranks together, on the CPU
+        policy copies  4 x P (2 x P in bfloat16) per copy that `actor.tri_model` keeps, all ranks together, on the CPU
         model copies   P x c per generating or evaluating instance and copy of the reference, on the CPU
-        reward models  R x c per copy, on the CPU: R parameters, c of its own
+        reward models  R x c per copy, on the CPU: R parameters, c of the reward model
         vllm mailboxes P x c per evaluating instance, shared memory; c of `vllm.dtype`
-        broadcasts     P x w for each of them on the CPU, and per instance of vLLM; only with `weightsync.path:
+        broadcasts     P x w per model copy on the CPU, else per instance of vLLM; only with `weightsync.path:
                        broadcast`
-        queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in the units and on their way
+        queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in units and in flight
         processes      400 MB (launcher, preloaded libraries) + 40 MB per service + 80 MB per rank (2 GB with a device,
-                       and for each process of vLLM)
+                       and per process of vLLM)
 
-    Left out: activations, caches of keys and values, what libraries keep. So this is the least.
+    This is the least: activations, KV caches and what libraries keep are left out.
     """
     config, gangs = checked.config, checked.gangs
     parameters = _parameters(checked)
@@ -206,19 +205,20 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
 
 
 def _training_bytes(config: RunConfig) -> int:
-    """Return bytes for each parameter, of all models that are trained."""
+    """Return the bytes per parameter of all trained models together."""
     actors = config.roles["actor"]
     trained: list[tuple[TrainingConfig, int]] = [(config.actor, actors)]
     if config.algorithm.has_critic:
         trained.append((config.critic, config.roles.get("critic", actors)))
+    # With bfloat16 autocast, a single rank keeps a second copy of the weights (`Bfloat16Twin`).
     twins = sum(1 for training, ranks in trained if training.autocast == "bfloat16" and ranks == 1)
     return len(trained) * _TRAINED_PARAMETER_BYTES + twins * DTYPE_BYTES["bfloat16"]
 
 
 def queue_bytes(config: RunConfig) -> int:
-    """Return what the rows of the queue take when all of them are as long as they may be (24 bytes a token).
+    """Return the bytes of the queue's rows if each is as long as allowed, at 24 bytes per token.
 
-    Rows that wait for a checkpoint (`tq.retain_until_checkpoint`) count unless they spill.
+    Rows retained for a checkpoint (`tq.retain_until_checkpoint`) count unless they spill to disk.
     """
     schedule, queue = config.schedule, config.tq
     live, waiting = schedule.live_rows, 0
@@ -241,11 +241,10 @@ def _reward_model_bytes(checked: Preflight) -> int:
 
 
 def checkpoint_bytes(checked: Preflight, *, model_bytes: int) -> int:
-    """Return the size of one checkpoint: 13 x P per trained model, the Hugging Face export, responses in the queue.
+    """Return the size of one checkpoint: 13 x P per trained model, the Hugging Face export, and the queue's responses.
 
-    Float32 weights and two moments of AdamW have 12; measured are 12.9 where input and output embeddings are one. A
-    reference that follows the policy adds one more copy of the model, a critic as much as the policy. Responses count
-    as if all were as long as allowed.
+    Float32 weights and two moments of AdamW make 12; 12.9 is measured with tied embeddings. A reference that follows
+    the policy adds one copy of the model, and a critic as much as the policy. Responses count at full length.
     """
     config = checked.config
     moving_reference = config.algorithm.kl_coef > 0 and config.algorithm.ref_update_interval > 0
@@ -260,13 +259,11 @@ def _trained_models(config: RunConfig) -> int:
 
 
 def num_checkpoints(config: RunConfig) -> int:
-    """Return how many checkpoints exist at most: those that are kept, and the next one while it is written.
-
-    Of the ones that `keep_every` keeps, the newest may be among the last.
-    """
+    """Return the largest number of checkpoints at any time: those kept, and the next one while it is written."""
     keep = config.checkpoint
     if not keep.interval:
         return 1
+    # The newest one that `keep_every` keeps may be among the last ones, too, so this may count one too many.
     kept_for_ever = config.steps // math.lcm(keep.interval, keep.keep_every) if keep.keep_every else 0
     return min(-(-config.steps // keep.interval), keep.keep_last + 1 + kept_for_ever)
 

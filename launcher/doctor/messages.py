@@ -1,7 +1,7 @@
-"""What the doctor's two processes tell each other, as JSON lines, and how findings look on a terminal. Pure.
+"""Messages between the doctor's two processes, as JSON lines, and how findings look on a terminal. Pure.
 
-Only the standard library is imported here, and in all that runs before the first check: where packages are missing, the
-doctor is the one that must be able to say so.
+This module, and all that runs before the first check, imports the standard library only: where packages are missing,
+the doctor must still be able to say so.
 """
 
 import json
@@ -14,13 +14,13 @@ from typing import Any
 from launcher.checks.placement import find_devices
 
 RESOLVE = "configuration"
-"""Name of what comes before the checks: its answer has `needs` or `refused`."""
+"""Name of the step before the checks; its answer has `needs` or `refused`."""
 _LONGEST_REASON = 200
 _CHECK_WIDTH = 15
 
 
 class Level(StrEnum):
-    """How bad a finding is."""
+    """How bad a finding is: an error would make a run fail; a warning may cost speed, or hurt later."""
 
     OK = "ok"
     WARNING = "warning"
@@ -32,14 +32,7 @@ _LEVEL_WIDTH = max(len(level) for level in Level)
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check says.
-
-    Attributes:
-        check: which one found it.
-        level: a run would fail of an error; a warning may cost speed, or hurt later.
-        text: what was found.
-        remedy: what to do, a command where possible; empty if and only if all is well.
-    """
+    """The result of a check. `remedy` says what to do, as a command where possible; it is empty only at level `OK`."""
 
     check: str
     level: Level
@@ -51,17 +44,14 @@ class Finding:
 
     @staticmethod
     def ok(check: str, text: str) -> "Finding":
-        """Return a finding without fault."""
         return Finding(check, Level.OK, text)
 
     @staticmethod
     def warning(check: str, text: str, remedy: str) -> "Finding":
-        """May cost speed, or hurt later."""
         return Finding(check, Level.WARNING, text, remedy)
 
     @staticmethod
     def error(check: str, text: str, remedy: str) -> "Finding":
-        """A run would fail of it."""
         return Finding(check, Level.ERROR, text, remedy)
 
     def as_text(self) -> str:
@@ -72,24 +62,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class Needs:
-    """What is to run here, which the checks compare this machine with. Numbers are 0 where no CONFIG was given.
+    """What the checks compare this machine with. Numbers are 0 where no CONFIG was given.
 
     Attributes:
         run_dir: absolute; need not exist.
-        device: where model ranks run.
-        num_nodes: over how many nodes.
-        engines: names of the engines that the launched roles use.
         backend, backend_address: where storage units keep values.
-        shared_memory: whether payloads of the queue are to go through shared memory.
+        shared_memory: whether payloads of the queue go through shared memory.
         processes: of the run on this node, without the launcher.
-        connections: TCP connections of those.
-        descriptors: of the process that has most open.
+        connections: TCP connections of those processes.
+        descriptors: of the process that has the most open.
         threads: of all processes together.
-        channels: of the process that has most.
+        channels: of the process that has the most.
         memory_bytes: least host memory on this node, see `launcher.doctor.estimate`.
-        memory_parts: the same as a text, the largest first.
-        checkpoint_bytes: one checkpoint, and what is exported beside.
-        num_checkpoints: that exist at the same time, the one that is being written included.
+        checkpoint_bytes: one checkpoint, with what is exported beside it.
+        num_checkpoints: that may exist at once, including the one being written.
     """
 
     run_dir: str
@@ -111,26 +97,19 @@ class Needs:
 
     @staticmethod
     def of_machine(run_dir: str | None, *, num_nodes: int) -> "Needs":
-        """Return what any run needs here; touches no file system but /dev.
-
-        Args:
-            run_dir: as the user wrote it; None: where runs are by default.
-            num_nodes: over how many nodes.
-        """
+        """Return what any run needs here. Touches no file system but /dev. `run_dir` is as the user wrote it."""
         place = str(Path(run_dir or "runs").absolute())
         return Needs(place, find_devices("auto").kind, num_nodes, engines=("hf", "fsdp"))
 
 
 @dataclass(frozen=True)
 class Order:
-    """What to do, once.
+    """An order to the child process, which takes just one.
 
     Attributes:
-        config, roles, overrides, run_dir: as the user gave them.
-        num_nodes: over how many nodes.
         registry: `module:NAME` of the tuple of checks.
         checks: names of those to run, in order.
-        needs: what the first answer said; None: resolve first.
+        needs: from the first answer; None: resolve the configuration first.
     """
 
     config: str | None = None
@@ -145,12 +124,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one check found, or `RESOLVE`.
+    """The result of one check, or of `RESOLVE`, which alone has `needs`.
 
-    Attributes:
-        findings: at least one, unless the order was refused.
-        needs: of the run; with `RESOLVE` alone.
-        refused: why the user's input cannot be used; nothing follows.
+    `refused` says why the user's input cannot be used; then there are no findings, and nothing follows.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -159,44 +135,39 @@ class Answer:
 
 
 def encode(message: Order | Answer) -> bytes:
-    """Return a message as a line."""
+    """Return a message as one line."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
 
 def decode_order(line: bytes) -> Order:
-    """Read an order."""
     fields = json.loads(line)
     lists = {name: tuple(fields[name]) for name in ("overrides", "checks")}
     return Order(**{**fields, **lists, "needs": _needs(fields["needs"])})
 
 
 def decode_answer(line: bytes) -> Answer:
-    """Read an answer."""
     fields = json.loads(line)
     findings = tuple(Finding(**{**each, "level": Level(each["level"])}) for each in fields["findings"])
     return Answer(findings, _needs(fields["needs"]), fields["refused"])
 
 
 def summary(findings: Sequence[Finding], seconds: float) -> str:
-    """Return the report's last line."""
     errors, warnings = _count(findings, Level.ERROR), _count(findings, Level.WARNING)
     parts = [f"{errors} error{'s' * (errors != 1)}", f"{warnings} warning{'s' * (warnings != 1)}"]
     return f"{', '.join(parts)}, {_count(findings, Level.OK)} ok, {seconds:.1f} s"
 
 
 def as_json(findings: Sequence[Finding], seconds: float) -> str:
-    """Return the report as one JSON object."""
     counts = {f"num_{level.name.lower()}": _count(findings, level) for level in Level}
     return json.dumps({"findings": [asdict(finding) for finding in findings], **counts, "time_s": round(seconds, 3)})
 
 
 def failed(findings: Sequence[Finding]) -> bool:
-    """Return whether a check found an error."""
     return _count(findings, Level.ERROR) > 0
 
 
 def reason(error: BaseException) -> str:
-    """Return an exception in one line of bearable length."""
+    """Return an exception as one line of limited length."""
     known = error.strerror if isinstance(error, OSError) else None  # without the path, which the finding names
     text = " ".join(str(known or error).split())
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,5 +1,5 @@
-"""Network: interfaces, which one each library would take, whether names and loopback work; ports; the queue's storage
-server, if it has one.
+"""Checks of the network: interfaces and which one each library would take, names, loopback, ports, and the server of
+the queue's storage backend if there is one.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from launcher.doctor.messages import Finding, Needs, reason
 
 NETWORK, PORTS, BACKEND = "network", "ports", "storage backend"
 _VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "cuda", "HCCL_SOCKET_IFNAME": "npu"}
-"""Each with the device whose backend reads it; Gloo's is read everywhere."""
+"""Variable -> the device whose backend reads it; empty: Gloo's, which is read everywhere."""
 _SLOW_S = 0.5
 _ANSWER_S = 5.0
 _TORCHRUN_PORT = 29500
@@ -30,14 +30,7 @@ _REDIS_PORT = 6379
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface.
-
-    Attributes:
-        name: e.g. `eth0`.
-        up: it is switched on.
-        loopback: it is.
-        address: IPv4; empty: none.
-    """
+    """One network interface; `address` is IPv4, empty if there is none."""
 
     name: str
     up: bool
@@ -47,14 +40,12 @@ class Interface:
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """What the network of this host looks like.
+    """The network of this host.
 
     Attributes:
-        interfaces: all.
         variables: those of `_VARIABLES` that are set.
-        host: own name.
-        host_addresses: what it resolves to; empty: it does not.
-        lookup_s: what the slower took of looking up the own name, and the name of loopback's address (s).
+        host_addresses: what the host's own name resolves to; empty: it does not resolve.
+        lookup_s: the slower one of looking up the own name and the name of the loopback address (s).
         loopback_error: why a connection over loopback failed; empty: it did not.
     """
 
@@ -68,12 +59,12 @@ class NetworkFacts:
 
 @dataclass(frozen=True)
 class PortFacts:
-    """What the kernel may hand out.
+    """The ports that the kernel may hand out.
 
     Attributes:
         low, high: first and last port.
-        reserved: pieces (first, last) that are left out.
-        used: ports of the range that sockets have now.
+        reserved: ranges (first, last) that are left out.
+        used: number of ports of the range that sockets have now.
     """
 
     low: int
@@ -84,11 +75,11 @@ class PortFacts:
 
 @dataclass(frozen=True)
 class BackendFacts:
-    """What was tried.
+    """What happened when the storage backend was tried.
 
     Attributes:
         import_error: of the backend's package; empty: none.
-        server: where it is, without a password.
+        server: its address, without a password.
         server_error: why it does not answer; empty: it does.
     """
 
@@ -98,7 +89,7 @@ class BackendFacts:
 
 
 def try_network(needs: Needs, env: Mapping[str, str] = os.environ) -> NetworkFacts:
-    """Read interfaces, look names up, connect over loopback."""
+    """Read the interfaces, look names up, and connect over loopback."""
     host = socket.gethostname()
     addresses, lookup_s = _addresses_of(host)
     began = time.monotonic()
@@ -114,7 +105,6 @@ def try_network(needs: Needs, env: Mapping[str, str] = os.environ) -> NetworkFac
 
 
 def judge_network(facts: NetworkFacts, needs: Needs) -> list[Finding]:
-    """Say what would keep processes from finding each other."""
     missing = _judge_interfaces(facts, needs)
     if missing:
         return missing
@@ -123,7 +113,7 @@ def judge_network(facts: NetworkFacts, needs: Needs) -> list[Finding]:
 
 
 def read_ports(needs: Needs) -> PortFacts:
-    """Read the range and who uses it."""
+    """Read the port range, and count its ports in use."""
     import psutil
 
     settings = Path("/proc/sys/net/ipv4")
@@ -134,7 +124,7 @@ def read_ports(needs: Needs) -> PortFacts:
 
 
 def judge_ports(facts: PortFacts, needs: Needs) -> list[Finding]:
-    """Compare the free ports with those that the run needs."""
+    """Compare the free ports with what the run needs."""
     reserved = sum(max(0, min(last, facts.high) - max(first, facts.low) + 1) for first, last in facts.reserved)
     left = facts.high - facts.low + 1 - reserved - facts.used
     remedy = f"sysctl -w {_PORT_RANGE}='32768 60999'"
@@ -150,7 +140,7 @@ def judge_ports(facts: PortFacts, needs: Needs) -> list[Finding]:
         findings.append(Finding.warning(PORTS, text, remedy))
     for port, owner in _fixed_ports(needs).items():
         if facts.low <= port <= facts.high and not any(first <= port <= last for first, last in facts.reserved):
-            text = f"{owner} has port {port}, which any connection may take first: the kernel hands out {where}"
+            text = f"{owner} needs port {port}, which any connection may take first: the kernel hands out {where}"
             setting = "net.ipv4.ip_local_reserved_ports"
             findings.append(Finding.warning(PORTS, text, f"sysctl -w {setting}={port}"))
     known = f", the run takes up to {needs.connections}" if needs.connections else ""
@@ -158,7 +148,7 @@ def judge_ports(facts: PortFacts, needs: Needs) -> list[Finding]:
 
 
 def try_backend(needs: Needs) -> BackendFacts:
-    """Import the package and connect to the server."""
+    """Import the backend's package and connect to its server."""
     if needs.backend not in _BACKEND_MODULES:
         return BackendFacts()
     try:
@@ -171,9 +161,8 @@ def try_backend(needs: Needs) -> BackendFacts:
 
 
 def judge_backend(facts: BackendFacts, needs: Needs) -> list[Finding]:
-    """Say what is missing."""
     if needs.backend not in _BACKEND_MODULES:
-        what = "a class of yours, not looked at" if ":" in needs.backend else "nothing else is needed"
+        what = "a class of yours, not checked" if ":" in needs.backend else "nothing else is needed"
         return [Finding.ok(BACKEND, f"{needs.backend}: {what}")]
     if facts.import_error:
         text = f"{needs.backend} cannot be imported ({facts.import_error})"
@@ -188,14 +177,15 @@ def judge_backend(facts: BackendFacts, needs: Needs) -> list[Finding]:
 def between_nodes(interfaces: Sequence[Interface]) -> str:
     """Return the interface that Gloo would take between nodes; empty: there is none.
 
-    What GLOO_SOCKET_IFNAME names first, else the one that has the address of the host's name, else the first one up.
+    It is the one that GLOO_SOCKET_IFNAME names first, else the one with the address of the host's name, else the first
+    one that is up.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     return _between(interfaces, named, _addresses_of(socket.gethostname())[0])
 
 
 def chosen(names: Sequence[str], pattern: str) -> list[str]:
-    """Return which of `names` a pattern of NCCL or HCCL takes: prefixes, `=exact,names`, or `^` for all others."""
+    """Return those of `names` that a pattern of NCCL or HCCL selects: prefixes, `=exact,names`, `^` for all others."""
     inverted = pattern.startswith("^")
     pattern = pattern.removeprefix("^")
     exact = pattern.startswith("=")
@@ -205,7 +195,6 @@ def chosen(names: Sequence[str], pattern: str) -> list[str]:
 
 
 def find_interfaces() -> tuple[Interface, ...]:
-    """Return all interfaces of this network namespace."""
     import psutil
 
     addresses = psutil.net_if_addrs()
@@ -218,7 +207,7 @@ def find_interfaces() -> tuple[Interface, ...]:
 
 
 def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Return `8080,9148-9150` as pieces (first, last)."""
+    """Parse `8080,9148-9150` into ranges (first, last)."""
     pieces = [part.partition("-") for part in text.split(",") if part]
     return tuple((int(first), int(last or first)) for first, _, last in pieces)
 
@@ -247,7 +236,7 @@ def _judge_variables(facts: NetworkFacts, needs: Needs) -> list[Finding]:
             continue
         text = f"{name}={pattern} names no interface that is up; there are {' '.join(names)}"
         remedy = f"unset {name}, or export {name}={_suggestion(facts)}"
-        # Gloo of one node gets loopback from the launcher, whatever the variable says.
+        # On one node the launcher makes Gloo use loopback, whatever the variable says.
         if device or needs.num_nodes > 1:
             findings.append(Finding.error(NETWORK, text, remedy))
         else:
@@ -264,10 +253,10 @@ def _judge_names(facts: NetworkFacts, needs: Needs) -> list[Finding]:
         finding = Finding.error if several else Finding.warning
         findings.append(finding(NETWORK, text, hosts_line))
     elif several and not facts.variables.get("GLOO_SOCKET_IFNAME") and all(map(is_loopback, facts.host_addresses)):
-        text = f"the host's own name {facts.host} means {facts.host_addresses[0]}, where other nodes do not find it"
+        text = f"the host's own name {facts.host} means {facts.host_addresses[0]}, where other nodes cannot reach it"
         findings.append(Finding.warning(NETWORK, text, f"export GLOO_SOCKET_IFNAME={_suggestion(facts)}"))
     if facts.lookup_s > _SLOW_S:
-        text = f"looking up {facts.host} or {LOOPBACK} takes {facts.lookup_s:.1f} s, and every connection may do so"
+        text = f"looking up {facts.host} or {LOOPBACK} takes {facts.lookup_s:.1f} s, as may every connection"
         remedy = f"{hosts_line}; have 'hosts: files dns' in /etc/nsswitch.conf"
         findings.append(Finding.warning(NETWORK, text, remedy))
     return findings
@@ -304,7 +293,7 @@ def _address_to_name(facts: NetworkFacts) -> str:
 
 
 def _addresses_of(host: str) -> tuple[tuple[str, ...], float]:
-    """Return (addresses of a name, seconds that it took)."""
+    """Return (addresses of a name, seconds that the lookup took)."""
     began = time.monotonic()
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -327,7 +316,7 @@ def _loopback_error() -> str:
 
 
 def _fixed_ports(needs: Needs) -> dict[int, str]:
-    """Return the fixed ports of the run (not those where any free one will do)."""
+    """Return port -> owner for the run's fixed ports, not for those where any free port will do."""
     fixed = {_TORCHRUN_PORT: "torchrun between nodes"} if needs.num_nodes > 1 else {}
     address = needs.backend_address
     if address:
@@ -341,7 +330,7 @@ def _fixed_ports(needs: Needs) -> dict[int, str]:
 
 
 def _ask_redis(address: str) -> tuple[str, str]:
-    """Return (where it is, why it does not answer)."""
+    """Return (the server's address, why it does not answer)."""
     import redis
 
     parts = urlsplit(address)

@@ -1,4 +1,4 @@
-"""`asyncflow doctor`: runs the checks in a process of their own, each with a deadline, and prints what they find.
+"""`asyncflow doctor`: runs the checks in a child process, each with a deadline, and prints what they find.
 
     runner                         child 1                          child 2
       |-- order: a b c d ----------->|
@@ -8,7 +8,7 @@
       |-- order: c d, needs known ------------------------------------>|
       |<-- found c, found d -------------------------------------------|
 
-So imports are shared by all checks, and one that hangs in a driver or in a file system costs its deadline alone.
+All checks share the child's imports, and a check that hangs in a driver or a file system costs only its deadline.
 """
 
 import contextlib
@@ -42,19 +42,16 @@ from launcher.doctor.messages import (
 from launcher.process.fork_server import environment
 
 START_S = 60.0
-"""Deadline of what comes before the first check: Python starts, CONFIG is read."""
+"""Deadline of what precedes the first check: Python starts, CONFIG is read (s)."""
 _LEAVE_S = 2.0
 _LOOK_S = 0.02
 _COLOURS = {Level.OK: None, Level.WARNING: "yellow", Level.ERROR: "red"}
 
 
 def print_report(order: Order, checks: Sequence[Check] = CHECKS, *, json: bool) -> bool:
-    """Run all checks and print what they find, as it comes; returns whether a run would fail.
+    """Run the checks of `order.registry` and print each finding as it comes, or one JSON object at the end.
 
-    Args:
-        order: what the user gave.
-        checks: those of `order.registry`, in order.
-        json: print one JSON object at the end instead.
+    Returns whether a run would fail.
 
     Raises:
         ConfigError: the user's input cannot be used.
@@ -71,11 +68,7 @@ def print_report(order: Order, checks: Sequence[Check] = CHECKS, *, json: bool) 
 
 
 def examine(order: Order, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
-    """Run checks; yields findings as they come.
-
-    Args:
-        order: what the user gave; its `checks` and `needs` are filled in here.
-        checks: those of `order.registry`, in order.
+    """Run the checks of `order.registry` and yield findings as they come; fills in `checks` and `needs` of the order.
 
     Raises:
         ConfigError: CONFIG or an option cannot be used.
@@ -90,7 +83,7 @@ def examine(order: Order, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]
                 yield Finding.error(RESOLVE, str(what), _start_remedy(what))
                 if known:
                     return
-                # The machine itself may show why.
+                # CONFIG cannot be read, but checks of the machine itself may show why.
                 order = replace(order, needs=Needs.of_machine(order.run_dir, num_nodes=order.num_nodes))
                 continue
             if first.refused:
@@ -102,7 +95,7 @@ def examine(order: Order, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]
 
 
 def _ask(child: "_Child", todo: list[Check]) -> Iterator[Finding]:
-    """Take checks off `todo` until all are done, or one does not answer."""
+    """Take checks off `todo` until all are done or one does not answer."""
     while todo:
         check = todo.pop(0)
         try:
@@ -121,11 +114,7 @@ def _start_remedy(what: "_NoAnswer") -> str:
 
 
 class _NoAnswer(Exception):
-    """What happened instead of an answer.
-
-    Attributes:
-        died: the process ended; else its deadline passed.
-    """
+    """What happened instead of an answer: the process died, or its deadline passed."""
 
     def __init__(self, text: str, *, died: bool) -> None:
         super().__init__(text)
@@ -133,7 +122,7 @@ class _NoAnswer(Exception):
 
 
 class _Child:
-    """The checking process and the pipe of its answers."""
+    """The child process and the pipe of its answers."""
 
     def __init__(self, order: Order) -> None:
         self._pipe, write = os.pipe()
@@ -144,7 +133,7 @@ class _Child:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(write,),
-            start_new_session=True,  # Ctrl-C reaches the command alone, and its helpers end with it
+            start_new_session=True,  # Ctrl-C reaches this command only; `__exit__` kills the whole session
             env=_environment(os.environ),
         )
         os.close(write)
@@ -157,25 +146,19 @@ class _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it and all that it started: gently, so that it may clean up, then at once.
-
-        It is reaped last, so that its number stays its own. One that the kernel does not let go (a network file system
-        that hangs) ends when the kernel does.
-        """
+        """End the child and all that it started."""
         os.close(self._pipe)
+        # SIGTERM lets the child clean up. It is reaped last, so that nobody else gets its process id before that.
         with contextlib.suppress(ProcessLookupError):  # where SIGCHLD is ignored, the kernel reaps
             os.kill(self._process.pid, signal.SIGTERM)
             self._ended(_LEAVE_S)
             os.killpg(self._process.pid, signal.SIGKILL)
+        # A process that hangs in the kernel, e.g. in a network file system, ends when the kernel lets it.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_LEAVE_S)
 
     def answer(self, timeout_s: float) -> Answer:
-        """Wait for the next answer.
-
-        Raises:
-            _NoAnswer: none came in time, or the process ended.
-        """
+        """Wait for the next answer, or raise `_NoAnswer` if none comes in time."""
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)
@@ -185,13 +168,13 @@ class _Child:
             piece = os.read(self._pipe, 2**16)
             if not piece:
                 self._ended(_LEAVE_S)
-                raise _NoAnswer(f"the process that looks {_ending(self._code())}", died=True)
+                raise _NoAnswer(f"the checking process {_ending(self._code())}", died=True)
             self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
         return decode_answer(line)
 
     def _ended(self, timeout_s: float) -> bool:
-        """Wait for its end without reaping it."""
+        """Wait for the child's end without reaping it."""
         deadline = time.monotonic() + timeout_s
         while self._code() is None:
             if time.monotonic() > deadline:
@@ -200,7 +183,7 @@ class _Child:
         return True
 
     def _code(self) -> int | None:
-        """Return how it ended, as `Popen.returncode`; None: it lives."""
+        """Return its exit status like `Popen.returncode`; None: it runs."""
         try:
             end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -217,5 +200,5 @@ def _ending(code: int | None) -> str:
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what workers of a run have; the user's own choice of interfaces is among what is checked."""
+    """Return a worker's environment, with the user's own choice of interfaces: that is checked, too."""
     return {**env, **environment(threads=1)}

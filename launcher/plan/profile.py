@@ -1,7 +1,7 @@
-"""The file of `asyncflow profile`: how long blocks take on a device, and what follows for a whole model. Pure.
+"""The file of `asyncflow profile`: measured durations of blocks on a device, and predictions for a whole model. Pure.
 
-A model of one layer and one of several were measured; a layer takes their difference, and embedding, head and what
-Python does around them take the rest, so a model of any number of layers is predicted from these two.
+The profile measures a model of one layer and one of several. Their difference is the cost of layers; the rest is that
+of the embedding, the head and the Python around them. A model of any number of layers is predicted from these two.
 """
 
 import json
@@ -23,29 +23,27 @@ from workers.settings.run import RunConfig
 FORMAT = 2
 TRAIN, FORWARD, OPTIMIZER, PREFILL, DECODE = "train", "forward", "optimizer", "prefill", "decode"
 LATER_TURN = "later turn"
-"""As `PREFILL`, but no two responses have the same prompt."""
+"""Like `PREFILL`, but no two responses share a prompt."""
 COPY_OUT, COPY_IN = "copy_out", "copy_in"
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send and recv")
 _COPIED = 2**26
 EXCHANGED = (2**16, 2**20, 2**24)
-"""Bytes of collectives: of all ranks together where each has a part."""
+"""Sizes of collectives (bytes): of all ranks together where each rank has a part."""
 _OTHER_PARAMETERS = 0.01
-"""Share of a model's parameters that config.json does not tell of."""
+"""Share of a model's parameters that config.json may not account for."""
 _STATE_BYTES = 24
-"""Of a parameter: state of training, and a copy of the weights that the engine is made from."""
+"""Bytes per parameter: training state, and a copy of the weights from which the engine is built."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One thing that is measured.
+    """One measurement.
 
     Attributes:
         name: one of the constants above.
-        layers: of the model that computes.
-        rows: samples, responses.
-        prompt, response: tokens of each; of `decode` the prompt is all that a token looks at.
-        size: bytes that are copied or exchanged.
-        ranks: of a collective.
+        rows: samples or responses.
+        prompt, response: tokens of each; for `decode`, `prompt` is all that a token attends to.
+        size: bytes copied or exchanged.
     """
 
     name: str
@@ -63,14 +61,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured.
+    """Measured durations, and the conditions under which they hold.
 
     Attributes:
-        model: sizes of the model.
-        settings: of the configuration that decide how it computes.
-        device: name, kind, cores, memory in GB, PyTorch.
+        settings: the configuration's keys that decide how the model computes.
+        device: name, kind, cores, memory in GB, PyTorch version.
         group_size: samples that share a prompt.
-        seconds: block -> what it takes (s); None: not measured yet.
+        seconds: block -> duration (s); None: not measured yet.
     """
 
     model: Mapping[str, Any]
@@ -81,14 +78,7 @@ class Profile:
 
     @staticmethod
     def of(config: RunConfig, model: ModelSizes, device: Mapping[str, Any], *, ranks: int) -> "Profile":
-        """Return one in which nothing is measured.
-
-        Args:
-            config: of the run.
-            model: its sizes.
-            device: that measures.
-            ranks: that can exchange tensors there.
-        """
+        """Return a profile with all blocks to measure; `ranks` can exchange tensors on the device."""
         size = config.schedule.n_samples_per_prompt
         blocks = dict.fromkeys(_blocks(config, model, float(device["memory_gb"]), ranks))
         return Profile(asdict(model), _settings(config), device, size, blocks)
@@ -98,7 +88,7 @@ class Profile:
         """Read a file; `option` names it in errors.
 
         Raises:
-            ConfigError: it cannot be read, or is something else.
+            ConfigError: the file cannot be read, or is not a profile of this format.
         """
         try:
             values = json.loads(path.read_text())
@@ -119,7 +109,11 @@ class Profile:
             raise ConfigError(f"{option} {path}: is not a file of `asyncflow profile` ({error!r}); name one") from error
 
     def write(self, path: Path) -> None:
-        """Write the file at once."""
+        """Replace the file atomically.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         blocks = [
             {key: value for key, value in asdict(block).items() if value} | {"seconds": seconds}
             for block, seconds in self.seconds.items()
@@ -133,14 +127,10 @@ class Profile:
             raise ConfigError(f"--out {path}: {error.strerror}; name a file that can be written") from error
 
     def joined(self, older: "Profile", what: str) -> "Profile":
-        """Return this one with what an older one has measured.
-
-        Args:
-            older: to go on with.
-            what: names its file.
+        """Return this profile with the durations that an older one already has; `what` names its file.
 
         Raises:
-            ConfigError: it is of another model, device or way to compute.
+            ConfigError: the older one is of another model, device or way to compute.
         """
         older._check_model(self.model, what)
         for part in ("settings", "device", "group_size"):
@@ -148,20 +138,15 @@ class Profile:
         return replace(self, seconds={**self.seconds, **older.seconds})
 
     def check(self, config: RunConfig, model: ModelSizes, what: str) -> None:
-        """Refuse to plan from it what it does not tell.
-
-        Args:
-            config: of the run.
-            model: its sizes.
-            what: names the file.
+        """Refuse to plan a run that the profile does not describe; `what` names its file.
 
         Raises:
-            ConfigError: it is of another model or way to compute, or not finished.
+            ConfigError: the profile is of another model or way to compute, or unfinished.
         """
         self._check_model(asdict(model), what)
         self._check_same("settings", _settings(config), what)
         if self._layers > 1 and len({block.layers for block in self.seconds if block.layers}) < 2:
-            raise ConfigError(f"{what}: has one depth of the model alone, which says nothing of a layer; measure again "
+            raise ConfigError(f"{what}: has one depth of the model, but a layer's cost needs two; measure again "
                               f"into another file")  # fmt: skip
         kinds = {block.name for block in self.seconds}
         for kind in (TRAIN, FORWARD, OPTIMIZER, PREFILL, DECODE):
@@ -170,19 +155,16 @@ class Profile:
         missing = [block for block, seconds in self.seconds.items() if seconds is None]
         if missing:
             raise ConfigError(f"{what}: {len(missing)} of {len(self.seconds)} blocks are not measured; "
-                              f"`asyncflow profile` with this file as --out goes on")  # fmt: skip
+                              f"`asyncflow profile` with this file as --out continues")  # fmt: skip
 
     def _check_types(self) -> None:
-        """Raises:
-        KeyError, TypeError, ValueError: the file has something else in the place of a name or a number.
-        """
         ModelSizes(**self.model)
         str(self.device["name"]), int(self.device["cores"]), float(self.device["memory_gb"]), dict(self.settings)
         if not all(each is None or 0 <= float(each) < math.inf for each in self.seconds.values()):
             raise ValueError("seconds of a block")
 
     def _check_model(self, now: Mapping[str, Any], what: str) -> None:
-        """Where there are no weights, biases and norms of heads are not counted."""
+        # Without weights, the number of parameters comes from config.json, which leaves out biases and head norms.
         found, size = self.model.get("num_parameters", 0), now["num_parameters"]
         if abs(found - size) <= _OTHER_PARAMETERS * size:
             now = {**now, "num_parameters": found}
@@ -202,7 +184,7 @@ class Profile:
         return int(self.model["num_layers"])
 
     def whole(self, name: str) -> dict[Block, float]:
-        """Return the measured shapes (with no `layers`) and how long the whole model takes for each (s)."""
+        """Return shape (a block with `layers` 0) -> duration for the whole model (s), extrapolated in depth."""
         by_depth: dict[int, dict[Block, float]] = {}
         for block, seconds in self.seconds.items():
             if block.name == name and seconds is not None:
@@ -221,9 +203,7 @@ class Profile:
     def work(self, name: str, *, shared_prompt: bool) -> Work:
         """Return the work of `TRAIN` or `FORWARD` for the whole model on one device.
 
-        Args:
-            name: which.
-            shared_prompt: a prompt's tokens count once for all samples of a group.
+        `shared_prompt` counts a prompt's tokens once for all samples of a group.
         """
         if (name, shared_prompt) not in self._works:
             points = []
@@ -236,27 +216,23 @@ class Profile:
 
     @cached_property
     def _works(self) -> dict[tuple[str, bool], Work]:
-        """What `work` found: a search asks for each of its candidates."""
+        """Results of `work`: a search asks for them for each of its candidates."""
         return {}
 
     def decode_s(self, responses: int, context: float) -> float:
-        """Return the time of a token of each of so many responses (s).
-
-        Args:
-            responses: of an instance.
-            context: tokens that each looks at.
-        """
+        """Return the duration of a decode step (s): one token for each response, which attends to `context` tokens."""
         table, per_token_s, measured = self._decoding
         numbers = sorted(table)
         above = min(max(1, bisect_left(numbers, responses)), len(numbers) - 1)
         low, high = numbers[above - 1], numbers[above]
         slope = 0.0 if low == high else (table[high] - table[low]) / (high - low)
+        # Interpolated in the number of responses, and beyond the largest one extrapolated.
         seconds = table[low] + slope * (responses - low)
         return max(1e-9, seconds + per_token_s * responses * (context - measured))
 
     @cached_property
     def _decoding(self) -> tuple[dict[int, float], float, int]:
-        """Responses -> seconds at the context that comes third; seconds of each further token of each response."""
+        """(responses -> seconds at the shortest context, seconds per further token and response, that context)."""
         shapes = self.whole(DECODE)
         context = min(shape.prompt for shape in shapes)
         table = {shape.rows: seconds for shape, seconds in shapes.items() if shape.prompt == context}
@@ -266,18 +242,20 @@ class Profile:
 
     @cached_property
     def prefill(self) -> Work:
-        """What prompts add to the step of an engine that they enter."""
+        """Time that prompts add to the step of the engine which they enter."""
         points = []
+        # With prefix caching, the samples of a group compute their prompt once.
         shared = self.group_size if self.settings.get("vllm.prefix_caching", True) else 1
         for name, size in ((PREFILL, shared), (LATER_TURN, 1)):
             for shape, seconds in self.whole(name).items():
                 tokens, rows = -(-shape.rows // size) * shape.prompt, shape.rows
+                # The measured step also decoded a token per row, which is not part of prefill.
                 points.append((tokens, rows, seconds - self.decode_s(rows, shape.prompt), seconds))
         call_s, token_s, row_s = _least_squares(points)
         return Work(call_s=call_s, token_s=token_s, row_s=row_s)
 
     def update_s(self, parameters: float) -> float:
-        """Return the time of an optimizer update of so many parameters on a rank (s)."""
+        """Return the duration of an optimizer update of `parameters` on one rank (s)."""
         layer = ModelSizes(**self.model).layer_parameters
         deepest = self._layers
         points = [
@@ -289,11 +267,11 @@ class Profile:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the collectives that were measured."""
+        """Number of ranks in the measured collectives."""
         return max((block.ranks for block in self.seconds), default=0)
 
     def exchange_s(self, name: str, size: float) -> float | None:
-        """Return the time to copy or exchange so many bytes (s); None: not measured."""
+        """Return the time to copy or exchange `size` bytes (s); None: not measured."""
         if name not in self._exchanges:
             points = [(b.size, 0.0, s) for b, s in self.seconds.items() if b.name == name and s is not None]
             self._exchanges[name] = fit(points) if points else None
@@ -302,23 +280,18 @@ class Profile:
 
     @cached_property
     def _exchanges(self) -> dict[str, Work | None]:
-        """What `exchange_s` found."""
+        """Results of `exchange_s`."""
         return {}
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> Work:
-    """Return the work that explains measured times best.
-
-    Args:
-        points: tokens, sum of squares, seconds of each.
-    """
+    """Return the work that best explains measurements of (tokens, sum of squares, seconds)."""
     call_s, token_s, squared_s = _least_squares([(*point, point[2]) for point in points])
     return Work(call_s=call_s, token_s=token_s, squared_s=squared_s)
 
 
 def _least_squares(points: Sequence[tuple[float, float, float, float]]) -> tuple[float, float, float]:
-    """Return (a, b, c), none negative, of a + b x + c y for points (x, y, seconds, scale): the squares of errors in
-    parts of the scale are least."""
+    """Return non-negative (a, b, c) that fit a + b x + c y to points (x, y, seconds, scale of the error)."""
     import numpy as np
 
     table = np.array([(1.0, x, y) for x, y, _, _ in points])
@@ -326,6 +299,7 @@ def _least_squares(points: Sequence[tuple[float, float, float, float]]) -> tuple
     seconds = np.array([point[2] for point in points]) / scales
     largest = table.max(axis=0) + (table.max(axis=0) == 0)
     table = table / largest / scales[:, None]
+    # Non-negative least squares by trying every subset of columns: there are only seven.
     best, least = np.zeros(3), np.inf
     for columns in (list(each) for number in (1, 2, 3) for each in combinations((1, 0, 2), number)):
         found, *_ = np.linalg.lstsq(table[:, columns], seconds, rcond=None)
@@ -338,7 +312,7 @@ def _least_squares(points: Sequence[tuple[float, float, float, float]]) -> tuple
 
 
 def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) -> Iterable[Block]:
-    """Yield what is to be measured; what needs the same engine follows each other."""
+    """Yield what to measure. Blocks that need the same engine are adjacent."""
     actor = config.actor
     prompt = max(1, prompt_tokens_of(config))
     response = min(config.rollout.max_response_tokens, config.sim.mean_tokens)
@@ -346,6 +320,7 @@ def _blocks(config: RunConfig, model: ModelSizes, memory_gb: float, ranks: int) 
     trained = max(1, budget // (prompt + response)) if budget else actor.micro_batch_size
     slots = config.rollout.batch_size
     outside = model.num_parameters - model.num_layers * model.layer_parameters
+    # The deeper model may take half of the device's memory.
     fitting = (memory_gb * 1e9 / 2 / _STATE_BYTES - outside) // max(1, model.layer_parameters)
     for layers in sorted({1, min(model.num_layers, max(2, int(fitting)))}):
         middle = prompt + response // 2

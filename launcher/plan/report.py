@@ -32,24 +32,22 @@ def open_planner(
     lengths: Path | None = None,
     profile: Path | None = None,
 ) -> Planner:
-    """Return what plans a run.
+    """Return a planner for a run.
 
     Args:
-        config: of the run.
-        devices: at most so many.
-        device: of the catalogue, or a YAML file; `sim` engines need none, nor does a profile of a device that is known.
-        objective: see `Planner`.
-        lengths: a run's directory, whose responses' lengths are drawn from, and whose turns and tools rollouts of
-            functions and agents have; None: as section `sim` says.
-        profile: file of `asyncflow profile`; None: times are estimated.
+        devices: upper limit.
+        device: name in the catalogue, or a YAML file; not needed for `sim`, nor if the profile's device is known.
+        lengths: directory of a run that provides response lengths, and turns for rollouts of functions and agents;
+            None: lengths as section `sim` says.
+        profile: file of `asyncflow profile`; None: durations are estimated.
 
     Raises:
-        ConfigError: the device or the model's sizes are not known, or the run has no lengths.
+        ConfigError: the device or the model's sizes are unknown, or the run has no lengths.
     """
     simulated = config.rollout.engine == "sim"
     for option, given in (("--profile", profile), ("--device", device)):
         if simulated and given is not None:
-            raise ConfigError(f"{option} {given}: sim engines have their times in section sim; leave it out")
+            raise ConfigError(f"{option} {given}: sim engines have their times in section sim; leave the option out")
     measured = None
     model: Mapping[str, Any] = {}
     parameters = 0
@@ -86,10 +84,10 @@ def open_planner(
 
 
 def model_sizes(config: RunConfig) -> tuple[ModelSizes, int, Mapping[str, Any]]:
-    """Return the sizes of a run's model, its parameters, and config.json; weights need not be there.
+    """Return the sizes of a run's model, its parameters, and config.json; the weights may be absent.
 
     Raises:
-        ConfigError: it has no config.json, or one of another kind of model, or of one that cannot be trained.
+        ConfigError: config.json is missing or describes another kind of model, or one that cannot be trained.
     """
     check_trainable(Path(config.model.path))
     sizes = sizes_of(config.model.path, "model.path")
@@ -100,7 +98,7 @@ def sizes_of(path: str, key: str) -> ModelSizes:
     """Return the sizes of a model; `key` names it in errors.
 
     Raises:
-        ConfigError: it has no config.json, or one of another kind of model, or weights that are not whole.
+        ConfigError: config.json is missing or describes another kind of model, or the weights are incomplete.
     """
     model = read_model_config(Path(path))
     has_weights = any(Path(path).glob("*.safetensors"))
@@ -115,7 +113,7 @@ def auto_plan(text: str, config: RunConfig) -> Plan | None:
     """Return the best plan for `auto:DEVICES[@DEVICE][@PROFILE.json]` as `--roles`; None: the text is something else.
 
     Raises:
-        ConfigError: the number or the device is not one, or no plan fits.
+        ConfigError: the number or the device is invalid, or no plan fits.
     """
     word, _, rest = text.strip().partition(":")
     if word != "auto":
@@ -128,10 +126,10 @@ def auto_plan(text: str, config: RunConfig) -> Plan | None:
     for each in filter(None, named):
         (profiles if each.endswith(".json") else devices).append(each)
     if len(profiles) > 1 or len(devices) > 1:
-        raise ConfigError(f"--roles {text}: has two devices, or profiles; give one, e.g. --roles auto:{number}@h100")
+        raise ConfigError(f"--roles {text}: has two devices or profiles; give one, e.g. --roles auto:{number}@h100")
     if not profiles and not devices and config.rollout.engine != "sim":
         if config.launcher.device != "cpu":
-            raise ConfigError(f"--roles {text}: say of which device, e.g. --roles auto:{number}@h100")
+            raise ConfigError(f"--roles {text}: name the kind of device, e.g. --roles auto:{number}@h100")
         devices = ["cpu"]
     device, profile = next(iter(devices), None), next(map(Path, profiles), None)
     try:
@@ -144,7 +142,7 @@ def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
     """Return row -> length, drawn from the histograms of a run's `metrics.jsonl`.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the run recorded no lengths.
     """
     counts: dict[int, int] = {}
     for number, step in _recorded(run_dir):
@@ -152,28 +150,23 @@ def recorded_lengths(run_dir: Path, *, seed: int) -> Callable[[int], int]:
             for length, count in step.get("histograms", {}).get("response_tokens", {}).items():
                 counts[round(float(length))] = counts.get(round(float(length)), 0) + int(count)
     if not counts:
-        raise ConfigError(f"--lengths {run_dir}: has no lengths of responses in metrics.jsonl; name a run")
+        raise ConfigError(f"--lengths {run_dir}: has no lengths of responses in metrics.jsonl; name a run that has")
     values, weights = [max(1, value) for value in counts], list(accumulate(counts.values()))
     return lambda row: random.Random(f"{seed}/{row}").choices(values, cum_weights=weights)[0]
 
 
 def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
-    """Return what rollouts of a run were like beside their lengths: means of the steps in `metrics.jsonl`, without the
-    first two of three or more, in which nothing is warm.
-
-    Args:
-        run_dir: of the run.
-        config: that is planned. What was not drawn, and is beyond a prompt, came between replies; `sim` engines take
-            no time for either.
+    """Return the turns of a run's rollouts, as means over the steps in `metrics.jsonl`. `config` is the run to plan.
 
     Raises:
-        ConfigError: its rollouts have one response each.
+        ConfigError: the run's rollouts have one response each.
     """
     steps = [each for each in _recorded(run_dir) if "reward/turns_mean" in each[1]]
     if not steps:
         raise ConfigError(
             f"--lengths {run_dir}: has no turns in metrics.jsonl; name a run of rollout functions or agents"
         )
+    # The first two steps run with cold caches, so they do not count if there are others.
     steps = steps[2:] or steps
     names = ("reward/turns_mean", "reward/tool_s_mean", "reward/cpu_s_mean")
     totals, read = dict.fromkeys(names, 0.0), 0.0
@@ -181,14 +174,16 @@ def recorded_turns(run_dir: Path, config: RunConfig) -> Turns:
         with _damaged(run_dir, number):
             for name in names:
                 totals[name] += step.get(name, 0.0) / len(steps)
+            # Tokens that the policy did not generate are the prompt and what came between replies.
             read += (step["train_tokens"] / step["samples"] - step["response_tokens_mean"]) / len(steps)
     replies, tool_s, cpu_s = totals.values()
+    # `sim` engines take no time for tokens that they read.
     read = 0.0 if config.rollout.engine == "sim" else read - prompt_tokens_of(config)
     return Turns(max(1.0, replies), tool_s, cpu_s, max(0, round(read)))
 
 
 def _recorded(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the lines of a run's `metrics.jsonl`, numbered."""
+    """Return (line number, step) of a run's `metrics.jsonl`; empty if the run has none."""
     path = run_dir / "metrics.jsonl"
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -203,11 +198,7 @@ def _recorded(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
 
 @contextmanager
 def _damaged(run_dir: Path, number: int) -> Iterator[None]:
-    """Say which line cannot be used.
-
-    Raises:
-        ConfigError: it says something else than a run writes.
-    """
+    """Turn errors of a malformed line into a `ConfigError` that names the line."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
@@ -216,13 +207,9 @@ def _damaged(run_dir: Path, number: int) -> Iterator[None]:
 
 
 def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], others: Sequence[Plan] = ()) -> str:
-    """Return plans for people: a table, the line to paste, and why.
+    """Return plans (best first) as text: a table, the options to paste, and the reasons.
 
-    Args:
-        planner: that made them.
-        plans: the best first.
-        more: `planner.one_more` of the best.
-        others: `planner.other_schedules`, where they are asked for.
+    `more` is `planner.one_more` of the best plan, and `others` are `planner.other_schedules`, if asked for.
     """
     config, best = planner.config, plans[0]
     schedule = config.schedule
@@ -246,8 +233,8 @@ def plan_text(planner: Planner, plans: list[Plan], more: dict[str, float], other
     busiest = min(best.idle, key=lambda role: best.idle[role])
     lines += ["", _options(best), ""]
     lines.append(
-        f"why: {busiest} limits (idle {100 * best.idle[busiest]:.0f} %); no step of these devices is shorter than "
-        f"{best.bound_s:.3g} s with this layout"
+        f"why: {busiest} is the bottleneck (idle {100 * best.idle[busiest]:.0f} %); with this layout no step on these "
+        f"devices is shorter than {best.bound_s:.3g} s"
     )
     for role, step_s in more.items():
         lines.append(f"  with {role} a step takes {step_s:.3g} s ({100 * (step_s / best.step_s - 1):+.1f} %)")
@@ -273,7 +260,7 @@ def _options(plan: Plan) -> str:
 
 
 def plan_json(planner: Planner, plans: list[Plan], more: dict[str, float], others: Sequence[Plan] = ()) -> str:
-    """Return the same as one JSON object."""
+    """Return the contents of `plan_text` as one JSON object."""
     device = None if planner.device is None else planner.device.name
     values = {"device": device, "plans": [plan.values() for plan in plans], "one_more_step_s": more}
     if others:
@@ -282,7 +269,7 @@ def plan_json(planner: Planner, plans: list[Plan], more: dict[str, float], other
 
 
 def write_timeline(plan: Plan, path: Path, *, title: str) -> None:
-    """Draw the simulated run as `asyncflow timeline` draws a real one.
+    """Draw the simulated run in the style of `asyncflow timeline`.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -1,6 +1,6 @@
-"""What a simulated run is made of: the tasks as the queue knows them, workers of each role, times and lengths. Pure.
+"""Inputs of a simulated run: tasks as the queue knows them, workers per role, durations and lengths. Pure, torch-free.
 
-Made from a run's configuration (`Scenario.of`), with times of its `sim` engines or of a cost model. Torch-free.
+`Scenario.of` makes them from a run's configuration, with durations of its `sim` engines or of a cost model.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,8 +19,11 @@ from workers.tasks.graph import graph_of, task_specs
 
 @dataclass(frozen=True)
 class Work:
-    """How long one forward (or forward and backward) takes: a + b x tokens + c x the sum of squares of lengths (s), and
-    at least `floor_s`; users' tasks, and prompts that enter an engine, take a time for each row."""
+    """Duration of a forward pass, or of forward and backward (s).
+
+    It is call_s + row_s x rows + token_s x tokens + squared_s x (sum of squared lengths), and at least `floor_s`. Only
+    users' tasks, and prompts that enter an engine, take time per row.
+    """
 
     call_s: float = 0.0
     row_s: float = 0.0
@@ -29,23 +32,12 @@ class Work:
     floor_s: float = 0.0
 
     def seconds(self, tokens: float, squares: float = 0.0, rows: int = 0) -> float:
-        """Return the time of one call.
-
-        Args:
-            tokens: of all samples.
-            squares: sum of the squares of the samples' tokens.
-            rows: of the queue.
-        """
+        """Return the duration of one call (s). `squares` is the sum of the samples' squared lengths."""
         computing_s = self.call_s + self.row_s * rows + self.token_s * tokens + self.squared_s * squares
         return max(self.floor_s, computing_s)
 
     def scaled(self, number: float = 1.0, *, parts: float = 1.0) -> "Work":
-        """Scale this work and split it evenly across ranks; every rank pays the overhead of its call.
-
-        Args:
-            number: of calls.
-            parts: ranks that share the samples' work.
-        """
+        """Scale this work by `number` and split it across `parts` ranks; every rank pays the overhead of its call."""
         share = number / parts
         return Work(
             call_s=self.call_s * number, row_s=self.row_s * share, token_s=self.token_s * share,
@@ -53,26 +45,25 @@ class Work:
         )  # fmt: skip
 
     def __add__(self, other: "Work") -> "Work":
-        """Return both, one after the other."""
         return Work(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
 class Latency:
-    """What the house takes beside computing (s). docs/performance.md has six hops after a pause at 2.4 ms on two cores,
-    and Python between micro-batches at 1.5 % of steps of 4 s with eight rounds; what it does not say is assumed.
+    """Latencies of AsyncFlow itself, besides computing (s).
 
     Attributes:
-        put_s: from an output in hand until its rows can be leased by others.
-        fetch_s: from a lease's grant until its rows are in hand.
+        put_s: from a finished output until others can lease its rows.
+        fetch_s: from the grant of a lease until its rows are in hand.
         admit_s: from a published version until the prompts that it admits can be leased.
-        transfer_s: from there until instances can take it.
-        swap_s: of an instance.
-        publish_s: how long publishing holds the trainer up; records and peers of a step's end are in it.
-        round_s: of the trainer for each round.
-        request_s: processor time of a put, and of a lease with what is read of it and its ack, in all processes of the
-            queue and in the client; counts where they share the machine with what computes.
+        transfer_s: from then until instances can load the version.
+        publish_s: for which publishing holds up the trainer, including records and peers at the end of a step.
+        request_s: CPU time of a put, or of a lease with its reads and its acknowledgement, in all processes of the
+            queue and in the client. It only counts where they share the machine with the workers.
     """
+
+    # docs/performance.md measures six hops after a pause at 2.4 ms on two cores, and Python between micro-batches at
+    # 1.5 % of steps of 4 s with eight rounds. The rest is assumed.
 
     put_s: float = 0.004
     fetch_s: float = 0.004
@@ -86,14 +77,13 @@ class Latency:
 
 @dataclass(frozen=True)
 class Turns:
-    """What rollouts of a user's function or agent do beside drawing, as a run recorded it: means of a rollout.
+    """What rollouts of a user's function or agent do besides generating, as means per rollout from a run's records.
 
     Attributes:
         replies: turns of the policy, at least 1.
-        tool_s: seconds in which it waits for none; shared evenly by the replies, behind each.
-        cpu_s: processor time of the session service, its functions and the rollout's process beside the engine, which
-            serve one reply of an instance at a time.
-        read_tokens: between the replies: of tools, environments, users.
+        tool_s: seconds in which no reply is generated; split evenly over the replies, after each.
+        cpu_s: CPU time of the session service, its functions and the rollout's process, without the engine.
+        read_tokens: tokens between the replies, from tools, environments and users.
     """
 
     replies: float = 1.0
@@ -102,7 +92,7 @@ class Turns:
     read_tokens: int = 0
 
     def of(self, row: int) -> int:
-        """Return a row's replies: whole numbers with this mean."""
+        """Return the number of replies of a row: whole numbers with this mean."""
         return int((row + 1) * self.replies) - int(row * self.replies)
 
 
@@ -111,10 +101,9 @@ class Training:
     """How a role trains its model.
 
     Attributes:
-        settings: how rounds are cut, and how many updates a step makes.
         round_tokens: token budget of a rank's round; 0: none.
-        rows_per_call: rows that a task inside the role takes at a time.
-        whole_step: no round is trained before the last one is there.
+        rows_per_call: rows per call of a task that the role hosts.
+        whole_step: train no round before the last one has arrived.
     """
 
     settings: ActorConfig
@@ -124,12 +113,12 @@ class Training:
 
     @property
     def streams(self) -> bool:
-        """Whether every round is trained as it comes, so that replicas need not know each other's rows."""
+        """Whether each round is trained on arrival, so that replicas need not know each other's rows."""
         return self.settings.num_updates == 1 and not self.whole_step
 
     @staticmethod
     def of(config: RunConfig) -> "dict[str, Training]":
-        """Return that of the actor, and of a critic in a role of its own."""
+        """Return role -> training, for the actor and a critic in a role of its own."""
         found = {}
         for role, settings in training_of(config).items():
             rows = settings.micro_batch_size
@@ -142,16 +131,16 @@ class Training:
 
 @dataclass(frozen=True)
 class Times:
-    """How long computing takes.
+    """Durations of computing.
 
     Attributes:
-        decode_s: number of responses that an instance generates -> seconds of a token of each.
-        prefill: of the prompts that enter an instance's step together; it holds up all that the instance generates.
-        first_tokens, later_tokens: that are computed of a rollout's prompt, and of a later turn's.
-        tasks: task -> work of one call on a worker of its role, or on a replica of the trainer that hosts it.
-        train: role that trains -> work of a micro-batch on a replica.
-        update_s: role that trains -> seconds of its optimizer.
-        prompt_tokens: tokens of a prompt, where tasks and training compute it, too; `sim` engines do not.
+        decode_s: number of responses that an instance generates -> seconds for one token of each.
+        prefill: prompts that enter an instance's step together; it stalls all responses of the instance.
+        first_tokens, later_tokens: tokens computed for a rollout's first prompt, and for that of a later turn.
+        tasks: task -> one call on a worker of its role, or on a replica of the trainer that hosts it.
+        train: role that trains -> a micro-batch on one replica.
+        update_s: role that trains -> seconds of its optimizer step.
+        prompt_tokens: prompt length where tasks and training compute prompts, too; `sim` engines do not.
         in_step: roles whose replicas wait for each other at every micro-batch (FSDP2's collectives).
     """
 
@@ -167,11 +156,7 @@ class Times:
 
     @staticmethod
     def of_sim(config: RunConfig, *, prompt_tokens: float) -> "Times":
-        """Return those of the run's `sim` engines; tasks that are neither simulated nor users' take no time.
-
-        Args:
-            prompt_tokens: mean of the prompts.
-        """
+        """Return durations of the run's `sim` engines; tasks that are neither simulated nor users' take no time."""
         sim = config.sim
         return Times(
             decode_s=lru_cache(maxsize=None)(sim.decode_s),
@@ -193,23 +178,17 @@ class Scenario:
     """One run to simulate.
 
     Attributes:
-        schedule: batch, group size, mode and staleness.
-        training: of each role that trains.
-        tasks: as placed; `specs` are the same as the queue knows them.
+        specs: the tasks as the queue knows them.
         workers: role -> consumers that work side by side: instances, copies, replicas of the actor.
-        slots: responses that an instance generates at the same time.
-        rows_per_fetch: role -> rows that a worker takes at a time, of those that only compute columns.
-        interruptible: engines take newer weights while responses run.
-        max_updating: instances that may swap at once.
+        slots: responses that an instance generates at once.
+        rows_per_fetch: role that only computes columns -> rows that a worker takes at a time.
+        interruptible: whether engines load newer weights while responses run.
+        max_updating: instances that may swap at once; None: all.
         rows_per_put: responses of a lease that an instance puts together.
-        deterministic: responses that began together end their batch together.
-        seed: of the run.
         tokens: row -> length of its response.
-        turns: of rollouts of functions and agents.
-        most_live: such rollouts of an instance at a time; 0: there is one response to each prompt.
-        times, latency: see there.
-        at_full_speed: workers of all roles that may compute side by side at full speed, on a machine that all share;
-            0: each has a device of its own.
+        most_live: limit on an instance's concurrent rollouts of functions and agents; 0: one response per prompt.
+        at_full_speed: workers of all roles that can run at full speed side by side on a machine that all share; 0: each
+            has a device of its own.
     """
 
     schedule: ScheduleConfig
@@ -242,18 +221,15 @@ class Scenario:
         at_full_speed: float = 0.0,
         turns: Turns | None = None,
     ) -> "Scenario":
-        """Return the run that a configuration describes.
+        """Return the scenario of a checked configuration, with workers as its roles say.
 
         Args:
-            config: checked; its roles say how many workers there are.
-            times: of its engines.
-            tokens: that are drawn for each row; None: as `sim` draws them.
-            latency: of the house; None: the measured one.
-            slots: responses that fit an instance at the same time; 0: `rollout.batch_size`.
-            at_full_speed, turns: see there.
+            tokens: row -> length of its response; None: drawn as `sim` draws them.
+            latency: None: the measured one.
+            slots: 0: `rollout.batch_size`.
 
         Raises:
-            ConfigError: the run has what is not simulated, or turns of which there is no record.
+            ConfigError: the run uses what cannot be simulated, or has turns without a record of them.
         """
         _check(config, turns)
         roles = [role for role in config.roles if role not in OBSERVERS]
@@ -288,23 +264,23 @@ class Scenario:
 
 
 def training_of(config: RunConfig) -> dict[str, ActorConfig]:
-    """Return the settings of the roles that train: the actor's, and those of a critic in a role of its own."""
+    """Return role -> settings of the roles that train: the actor, and a critic in a role of its own."""
     own = {"critic": config.critic.training(config.actor)} if "critic" in config.roles else {}
     return {"actor": config.actor, **own}
 
 
 def prompt_tokens_of(config: RunConfig) -> int:
-    """Return the tokens that a prompt counts as: half of what it may have."""
+    """Return the assumed prompt length: half of the maximum."""
     return config.data.max_prompt_tokens // 2
 
 
 def rollout_ranks(config: RunConfig) -> int:
-    """Return how many ranks share an instance of the rollout."""
+    """Return the number of ranks per rollout instance."""
     return config.vllm.tensor_parallel_size if config.rollout.engine == "vllm" else 1
 
 
 def workers_of(config: RunConfig) -> dict[str, int]:
-    """Return how many consumers of each role work side by side: instances, copies of a sharded model, replicas."""
+    """Return role -> number of consumers that work side by side: instances, copies of a sharded model, replicas."""
     roles = {role: number // config.ranks_per_copy(role) for role, number in config.roles.items()}
     roles = {role: number for role, number in roles.items() if role not in OBSERVERS}
     roles["rollout"] //= rollout_ranks(config)
@@ -313,7 +289,7 @@ def workers_of(config: RunConfig) -> dict[str, int]:
 
 
 def work_of_users(config: RunConfig) -> dict[str, Work]:
-    """Return the work of users' tasks, whose calls are so many at a time."""
+    """Return the work of users' tasks, whose calls overlap up to their `concurrency`."""
     return {task.name: Work(row_s=task.seconds_per_row / task.concurrency) for task in config.tasks}
 
 

@@ -4,8 +4,8 @@
         --responses of an instance, micro-batches, memory, what a start refuses--> what fits, each at its own bound
         --simulated--> ranked; ends once no bound is below the best simulated step
 
-A bound is what a step takes at least: the work of the busiest role, spread evenly, with nothing else in the way; or its
-longest response.
+A bound is the least that a step can take: the work of the busiest role, spread evenly, with nothing else in the way; or
+its longest responses, each followed by what has to come after it, one after the other.
 """
 
 import itertools
@@ -41,17 +41,14 @@ from workers.settings.run import RunConfig
 from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode
 from workers.tasks.graph import graph_of
 
-# What a step takes at least: bounds that prune the planner's candidates. Pure.
-#
-# Work of the busiest role, spread evenly, with nothing else in the way; or the longest responses, each with what must
-# follow it, one after the other.
+# Bounds, which prune candidates before anything is simulated.
 
 
 def longest_tokens(schedule: ScheduleConfig, tokens: Callable[[int], int], *, steps: int, skip: int) -> float:
-    """Return the tokens of the longest response that a step waits for.
+    """Return the tokens of the longest response that a step waits for, as a mean over the steps that count.
 
-    A response may take 1 + staleness steps, so in a simulated run of `steps` the longest ones of steps that far apart
-    follow each other; the first `skip` steps do not count.
+    A response may take 1 + staleness steps. So in a simulated run of `steps`, the longest responses of steps that far
+    apart follow each other. The first `skip` steps do not count.
     """
     rows, late, apart = schedule.step_rows, schedule.lateness, 1 + schedule.staleness_bound
     ends = [(step - late) * rows for step in range(steps, skip + apart - 1, -apart)]
@@ -60,14 +57,7 @@ def longest_tokens(schedule: ScheduleConfig, tokens: Callable[[int], int], *, st
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of one run, whatever its layout and split.
-
-    Attributes:
-        workload: its tokens.
-        longest_tokens: see there.
-        scores: there is a reference.
-        at_full_speed: see `Scenario`.
-    """
+    """Lower bounds on the step time of one run, for any layout and split; for `at_full_speed` see `Scenario`."""
 
     workload: Workload
     longest_tokens: float
@@ -75,27 +65,24 @@ class Bounds:
     at_full_speed: float
 
     def step_s(self, config: RunConfig, times: Times, slots: int) -> float:
-        """Return what a step takes at least (s).
-
-        Args:
-            config: with its roles.
-            times: of its engines.
-            slots: responses that fit an instance.
-        """
+        """Return the least that a step can take (s). `slots` is the number of responses that fit an instance."""
         work, workers = self.work_s(config, times, slots), workers_of(config)
         computing_s = sum(seconds * workers[role] for role, seconds in work.items())
         longest_s = self.longest_tokens * times.decode_s(1)
-        critic_s = work.pop("critic", 0.0)  # it trains beside the actor, and beside the next rollout
+        critic_s = work.pop("critic", 0.0)  # the critic trains beside the actor, and beside the next rollout
+        # Synchronous phases follow each other. Otherwise roles overlap, and the busiest one sets the pace.
         if config.schedule.mode is ScheduleMode.SYNC:
             least_s = sum(work.values()) + max(0.0, longest_s - work["rollout"])
         else:
             least_s = max(*work.values(), longest_s + self._behind_s(config, times))
         least_s = max(least_s, critic_s)
+        # The work of all roles must also fit the cores of a machine that they share.
         return max(least_s, computing_s / self.at_full_speed) if self.at_full_speed else least_s
 
     def _behind_s(self, config: RunConfig, times: Times) -> float:
-        """Return what follows a step's longest response before the next one that waits for it may begin, a step (s):
-        it is scored and trained, and weights are updated."""
+        """Return the least time per step that follows a longest response, before the next may begin (s)."""
+        # The next response that waits for this one belongs to a step 1 + staleness later, so its cost is spread over
+        # that many steps, like `longest_tokens`.
         apart = 1 + config.schedule.staleness_bound
         tokens = times.prompt_tokens + self.longest_tokens * apart
         works = [times.train["actor"], *([times.tasks["ref_log_probs"]] if self.scores else [])]
@@ -103,11 +90,11 @@ class Bounds:
         return (behind_s + config.actor.num_updates * times.update_s["actor"]) / apart
 
     def work_s(self, config: RunConfig, times: Times, slots: int) -> dict[str, float]:
-        """Return how long each role works on a step at least, all its workers alike (s)."""
+        """Return the least time that each role works on a step, with its work spread evenly over its workers (s)."""
         workers, schedule, mean = workers_of(config), config.schedule, self.workload
         rows = schedule.step_rows
         in_flight = rows * (1 + schedule.staleness_bound)
-        # On devices of their own even shares are best; a machine that all share does least with few full batches.
+        # With devices of their own, even shares are best. A machine that all share does least with few full batches.
         together = min(slots, in_flight if self.at_full_speed else -(-in_flight // workers["rollout"]))
         fastest = min(times.decode_s(number) / number for number in {1, together})
         work = {"rollout": rows * mean.mean_tokens * fastest / workers["rollout"]}
@@ -125,22 +112,22 @@ class Bounds:
         return work
 
     def _train_s(self, config: RunConfig, training: ActorConfig, times: Times, work: Work, rows: float) -> float:
-        """Return the least time of a pass over a replica's rows, in as few micro-batches as can be (s)."""
+        """Return the least time of one pass over a replica's rows, in as few micro-batches as possible (s)."""
         mean, group_size = self.workload, config.schedule.n_samples_per_prompt
         tokens = rows * (mean.mean_tokens + times.prompt_tokens / (group_size if training.shared_prompt else 1))
         number = rows / training.micro_batch_size
         if training.max_tokens_per_micro_batch:
-            # A sample that is longer than the budget is alone; no micro-batch is larger than a round.
+            # A sample longer than the budget gets a micro-batch of its own; no micro-batch exceeds a round.
             most = max(training.max_tokens_per_micro_batch, times.prompt_tokens + config.rollout.max_response_tokens)
             number = max(rows / max(training.micro_batch_size, group_size), tokens / most)
         computing_s = number * work.call_s + work.token_s * tokens + work.squared_s * rows * mean.mean_square
         return max(computing_s, number * work.floor_s)
 
 
-# What a plan may change beside the sizes of roles: layouts, the actor's micro-batch, the schedule. Pure.
+# What a plan may change besides the sizes of roles: layouts, micro-batches, batch sizes, the schedule.
 
 Choice = tuple[RunConfig, tuple[str, ...]]
-"""A configuration, and what is changed in it, as `--set` takes that."""
+"""A configuration, and its changes in the form that `--set` takes."""
 _DIVISIONS = (1, 2, 4, 8)
 _FACTORS = (1, 2, 4, 8, 1 / 2, 1 / 4, 1 / 8)
 _SCHEDULES = (
@@ -156,12 +143,15 @@ _LEAST_OF_FIRST_READY = 2
 
 
 def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iterator[Choice]:
-    """Yield every layout that divides the model: tensor parallelism of vLLM; tensor, context and pipeline parallelism
-    of the actor's Megatron; where the reference is sharded, the ranks that share a copy, or its Megatron's tensor
-    parallelism. Tensor parallelism and copies stay inside a node."""
+    """Yield every layout that divides the model.
+
+    These are vLLM's tensor parallelism; the tensor, context and pipeline parallelism of an actor on Megatron; and for a
+    sharded reference the ranks that share a copy (FSDP) or its tensor parallelism (Megatron).
+    """
     divides = [n for n in _DIVISIONS if model.num_heads % n == 0 and model.ffn_size % n == 0]
+    # Tensor parallelism and copies of the reference stay inside a node.
     inside = [n for n in divides if n <= devices_per_node]
-    # vLLM repeats heads of keys and values where ranks are more.
+    # vLLM replicates KV heads where there are more ranks than heads.
     generating = [n for n in inside if model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0]
     if config.rollout.engine != "vllm":
         generating = [0]
@@ -203,11 +193,11 @@ def layouts(config: RunConfig, model: ModelSizes, devices_per_node: int) -> Iter
 
 
 def batch_sizes(config: RunConfig) -> Iterator[Choice]:
-    """Yield how many responses an instance generates at most: each one's part of all that may be in flight, then of a
-    step, in whole groups, and never more than configured. Instances that may take more take all there is, and leave
-    nothing to the others."""
+    """Yield limits on the responses that an instance generates at once, never above the configured one."""
     schedule, own = config.schedule, config.rollout.batch_size
     instances = config.roles["rollout"] // rollout_ranks(config)
+    # An instance's share of all responses that may be in flight, then of one step, in whole groups. With a larger limit
+    # an instance would take all there is and leave nothing to the others.
     groups = [-(-schedule.rollout_batch_size * steps // instances) for steps in (1 + schedule.staleness_bound, 1)]
     for size in dict.fromkeys(min(own, number * schedule.n_samples_per_prompt) for number in groups):
         rollout = config.rollout.model_copy(update={"batch_size": size})
@@ -216,13 +206,13 @@ def batch_sizes(config: RunConfig) -> Iterator[Choice]:
 
 
 def micro_batches(config: RunConfig) -> Iterator[Choice]:
-    """Yield the actor's micro-batch as it is, then up to eight times as large, then down to an eighth. With a token
-    budget a rank gets more rows at a time, too, so that larger ones can fill."""
+    """Yield the actor's micro-batch as configured, then up to eight times as large, then down to an eighth."""
     actor = config.actor
     for factor in _FACTORS:
         sized = {"micro_batch_size": int(actor.micro_batch_size * factor)}
         if actor.max_tokens_per_micro_batch:
             budget = int(actor.max_tokens_per_micro_batch * factor)
+            # A larger budget only fills if a rank also gets more rows at a time.
             rows = int(actor.micro_batch_size * max(1, factor))
             sized = {"max_tokens_per_micro_batch": budget, "micro_batch_size": rows}
         if min(sized.values()) < 1:
@@ -232,7 +222,7 @@ def micro_batches(config: RunConfig) -> Iterator[Choice]:
 
 
 def schedules(config: RunConfig) -> Iterator[Choice]:
-    """Yield the configuration with other schedules, the strictest first; they change what is trained on."""
+    """Yield the configuration with other schedules, strictest first. They change which data a step trains on."""
     own = config.schedule
     for mode, staleness in _SCHEDULES:
         schedule = own.model_copy(update={"mode": mode, "max_staleness": staleness})
@@ -240,7 +230,7 @@ def schedules(config: RunConfig) -> Iterator[Choice]:
         if schedule.lateness and schedule.staleness_bound < _LEAST_OF_FIRST_READY:
             schedule = schedule.model_copy(update={"fill": Fill.IN_ORDER})
             changed["schedule.fill"] = Fill.IN_ORDER.value
-        allowed = not (config.deterministic and staleness)  # whose weights must not depend on timing
+        allowed = not (config.deterministic and staleness)  # deterministic: weights must not depend on timing
         if allowed and _ways(schedule) != _ways(own):
             yield config.model_copy(update={"schedule": schedule}), _told(changed)
 
@@ -253,16 +243,15 @@ def _told(changes: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in changes.items())
 
 
-# Whether the launcher would take a plan: the checks of a start that depend on what a plan changes.
+# Whether the launcher would accept a plan: those checks of a start that depend on what a plan changes.
 
 
 def check_launchable(config: RunConfig, device: Device | None, num_devices: int) -> None:
     """Refuse what a start would refuse.
 
     Args:
-        config: of a plan.
-        device: of the catalogue, whose nodes have so many; None: ranks share the machine.
-        num_devices: of the cluster; the last node may have fewer.
+        device: catalogue entry that sets the devices per node; None: ranks share the machine.
+        num_devices: of the cluster; the last node may have fewer than the others.
 
     Raises:
         ConfigError: as at a start.
@@ -280,21 +269,16 @@ def check_launchable(config: RunConfig, device: Device | None, num_devices: int)
     place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
 
 
-# What the search finds: one way to use the devices, with the run as it was simulated. Pure.
-
-
 @dataclass(frozen=True)
 class Plan:
-    """One way to use the devices, simulated.
+    """One way to use the devices, with its simulated run.
 
     Attributes:
-        config: with its roles, layouts and batches.
-        changes: of the configuration, beside the roles, as `--set` takes them.
-        bound_s: a step takes at least so long.
-        step_s, tokens_per_s: of the simulated run; tokens of responses.
+        changes: changes besides the roles, in the form that `--set` takes.
+        bound_s: the least that a step can take (s).
+        step_s, tokens_per_s: of the simulated run; response tokens.
         idle: role -> share of the time in which its workers do not compute.
-        headroom_gb: device memory that the fullest rank leaves; None: not known.
-        simulated: the run.
+        headroom_gb: device memory left on the fullest rank; None: unknown.
     """
 
     config: RunConfig
@@ -308,16 +292,15 @@ class Plan:
 
     @property
     def num_devices(self) -> int:
-        """Devices that it takes."""
         return devices_of(self.config)
 
     @property
     def tokens_per_s_per_device(self) -> float:
-        """Tokens of responses per second and device."""
+        """Response tokens per second and device."""
         return self.tokens_per_s / self.num_devices
 
     def values(self) -> dict[str, Any]:
-        """Return it as `--json` and plan.json have it."""
+        """Return the plan in the form of `--json` and plan.json."""
         return {
             "roles": self.config.roles,
             "set": list(self.changes),
@@ -332,29 +315,28 @@ class Plan:
 
     @property
     def roles_text(self) -> str:
-        """As `--roles` takes them."""
+        """The roles in the form that `--roles` takes."""
         return ",".join(f"{role}:{number}" for role, number in self.config.roles.items())
 
 
 def devices_of(config: RunConfig) -> int:
-    """Return the devices that its roles take."""
+    """Return the number of devices that the roles of a configuration occupy."""
     taking = roles_on_device(reward_model=config.reward.model is not None)
     return sum(number for role, number in config.roles.items() if role in taking)
 
 
-# How many ranks each role gets: splits of a number of devices. Pure.
+# How many ranks each role gets.
 
 SIZED = ("rollout", "actor", "ref", "critic")
-"""Roles that a plan sizes; all others stay as configured."""
+"""Roles that a plan sizes; all others keep their configured size."""
 
 
 def splits(config: RunConfig, totals: Sequence[int], share: float | None) -> Iterator[dict[str, int]]:
-    """Yield roles: all replicas of the actor over which the batch divides, and the rest shared by work.
+    """Yield the ranks of each role: actor replicas that divide the batch, and the rest shared out by work.
 
     Args:
-        config: with its layouts.
-        totals: devices of the sized roles together.
-        share: of rollout's and reference's devices that are the reference's; None: the run has none.
+        totals: numbers of devices for the sized roles together.
+        share: the reference's share of the devices of rollout and reference together; None: no reference.
     """
     replica = config.actor.megatron.ranks_per_copy if config.actor.engine == "megatron" else 1
     instance = rollout_ranks(config)
@@ -364,7 +346,7 @@ def splits(config: RunConfig, totals: Sequence[int], share: float | None) -> Ite
         for critic in _critics(config, actor):
             for ref in (0,) if share is None else _copies(config, total - actor - critic, share):
                 rollout = (total - actor - critic - ref) // instance * instance
-                if config.rollout.engine == "openai":  # one feeds all servers
+                if config.rollout.engine == "openai":  # one instance feeds all servers
                     rollout = min(rollout, 1)
                 if rollout > 0:
                     own = {"rollout": rollout, "actor": actor, "ref": ref, "critic": critic}
@@ -372,9 +354,9 @@ def splits(config: RunConfig, totals: Sequence[int], share: float | None) -> Ite
 
 
 def _copies(config: RunConfig, room: int, share: float) -> Sequence[int]:
-    """Return numbers of the reference's ranks: none (the actor hosts one that is not sharded), and those around their
-    share of the work."""
+    """Return numbers of ranks for the reference: those near its share, and 0 if the actor can host it."""
     copy = config.ranks_per_copy("ref")
+    # The actor hosts only a reference that is not sharded.
     none = {0} if copy == 1 or config.actor.tri_model else set()
     if room < 2:
         return sorted(none)
@@ -384,13 +366,14 @@ def _copies(config: RunConfig, room: int, share: float) -> Sequence[int]:
 
 
 def _critics(config: RunConfig, actor: int) -> Sequence[int]:
-    """Return numbers of the critic's ranks: none (an actor of FSDP2 hosts it), and those around the actor's, whose work
-    is alike, over which the batch divides."""
+    """Return numbers of ranks for the critic: divisors of the batch, and 0 if the actor can host it."""
     if not config.algorithm.has_critic:
         return (0,)
     divisors = _divisors(config.schedule.rollout_batch_size)
+    # A critic's work is similar to the actor's, so half to twice the actor's ranks are tried.
     own = [number for number in divisors if actor <= 2 * number <= 4 * actor]
     own = own or [max(number for number in divisors if number <= actor)]
+    # Only an FSDP2 actor can host the critic.
     hosts, alone = config.actor.engine == "fsdp", not config.schedule.lateness
     return [*([0] if hosts else []), *(own if alone else [])]
 
@@ -401,28 +384,20 @@ def _divisors(groups: int) -> list[int]:
 
 Objective = Literal["time", "cost"]
 _SIMULATED = ((512, 8), (4096, 3), (math.inf, 2))
-"""(rows of a step, plans): so many are simulated at most where a step has at most so many rows."""
+"""(rows of a step, plans): at most `plans` are simulated where a step has at most `rows`."""
 _ROWS = 8000
-"""Rows of a simulated run, about."""
+"""Approximate number of rows in a simulated run."""
 _WORTH = 0.98
-"""Another micro-batch is tried where it lowers the bound to this share of it."""
+"""Try another micro-batch only if it lowers the bound to this share of the last one."""
 _OTHERS = 2
-"""So many others are tried before what differs from one that was in reference and critic alone."""
+"""A candidate that differs from one of the last `_OTHERS` in reference and critic alone is deferred."""
 _COUNTED = (2, 10)
-"""Steps of a simulated run that count, at least and at most."""
+"""Minimum and maximum number of steps that count in a simulated run."""
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """What may be simulated.
-
-    Attributes:
-        config: with roles and layout applied.
-        layout: the same, as `--set` takes it.
-        bound_s: a step takes at least so long.
-        batches: changes of batch sizes; None: not chosen yet, and the bound is that of the largest ones.
-        headroom_gb: see `Plan`.
-    """
+    """A configuration that may be simulated. Without `batches`, its bound assumes the largest micro-batches."""
 
     config: RunConfig
     layout: tuple[str, ...]
@@ -432,31 +407,28 @@ class _Candidate:
 
     @property
     def instance(self) -> int:
-        """Ranks of an instance of the rollout."""
+        """Ranks per rollout instance."""
         return rollout_ranks(self.config)
 
     def is_like(self, other: "_Candidate") -> bool:
-        """Whether layouts, but for the reference's, and the actor's size are the same."""
+        """Return whether the actor's size and the layouts, other than the reference's, are the same."""
         mine, others = ([each for each in one.layout if not each.startswith("ref.")] for one in (self, other))
         return mine == others and self.config.roles["actor"] == other.config.roles["actor"]
 
 
 @dataclass(frozen=True)
 class Planner:
-    """What is planned.
+    """A search for plans.
 
     Attributes:
-        config: of the run; rollout, actor, reference and critic are planned, other roles stay as they are.
-        num_devices: at most so many are used.
-        device: of the catalogue; None: `sim` engines, whose section says how long everything takes.
-        parameters: of the model; without meaning for `sim`.
-        model_config: config.json.
-        prompt_tokens: mean of the prompts.
+        config: rollout, actor, reference and critic are planned; other roles keep their sizes.
+        num_devices: upper limit.
+        device: catalogue entry; None: `sim` engines, whose section says how long everything takes.
+        model_config: contents of config.json.
+        prompt_tokens: mean prompt length.
         tokens: row -> length of its response.
-        objective: the fastest step, or the most tokens per second and device.
-        profile: measured times of blocks, which override estimates.
-        turns: of rollouts of functions and agents.
-        reward_model: its sizes, if there is one.
+        objective: minimize the step time, or maximize the tokens per second and device.
+        turns: for rollouts of functions and agents.
     """
 
     config: RunConfig
@@ -472,10 +444,10 @@ class Planner:
     reward_model: ModelSizes | None = None
 
     def plans(self) -> list[Plan]:
-        """Return the best plans, the best first.
+        """Return the best plans, best first.
 
         Raises:
-            ConfigError: nothing fits; with what the first one lacks.
+            ConfigError: nothing fits; the message says what the first refused candidate lacks.
         """
         found: list[Plan] = []
         refused: ConfigError | None = None
@@ -483,6 +455,8 @@ class Planner:
         left = next(number for rows, number in _SIMULATED if self.config.schedule.step_rows <= rows)
         while (place := _next(candidates, simulated, only_new=not left)) is not None:
             candidate = candidates.pop(place)
+            # A candidate without batches has the bound of the largest ones. Once it comes up, its fitting variants
+            # go back into the list, each at its own bound.
             if candidate.batches is None:
                 try:
                     fitting = self._fitting(candidate)
@@ -493,6 +467,7 @@ class Planner:
                     insort_left(candidates, each, key=self._order)
                 continue
             found.append(self._plan(candidate))
+            # The first candidate of each further instance size does not count towards the limit.
             left -= not simulated or candidate.instance in {each.instance for each in simulated}
             simulated.append(candidate)
             if self.objective == "time":
@@ -505,8 +480,7 @@ class Planner:
         return sorted(found, key=lambda plan: -plan.tokens_per_s_per_device if cheap else plan.step_s)
 
     def one_more(self, plan: Plan) -> dict[str, float]:
-        """Return, per role, the step time with one more worker of it (s): an instance, a copy, a replica; what the
-        batch does not divide over is left out."""
+        """Return, per role, the step time with one more worker of it: an instance, a copy or a replica (s)."""
         found = {}
         roles, at_work = plan.config.roles, workers_of(plan.config)
         hosted = ["ref"] if self._bounds.scores and "ref" not in roles else []
@@ -517,18 +491,17 @@ class Planner:
                 changed = plan.config.model_copy(update={"roles": roles | {role: roles.get(role, 0) + more * size}})
                 try:
                     check_batch_sizes(changed)
-                except ConfigError:
+                except ConfigError:  # the batch does not divide over so many
                     continue
                 found[f"{role}:{changed.roles[role]}"] = self._step_s(changed)
                 break
         return found
 
     def step_s(self) -> float:
-        """Return the step time of the run as it is configured (s)."""
+        """Return the step time of the run as configured (s)."""
         return self._step_s(self.config)
 
     def scenario(self, config: RunConfig) -> Scenario:
-        """Return the run to simulate."""
         times, latency, slots = self._times(config)
         return Scenario.of(
             config, times, tokens=self.tokens, latency=latency, slots=slots, at_full_speed=self._at_full_speed,
@@ -536,19 +509,19 @@ class Planner:
         )  # fmt: skip
 
     def other_schedules(self) -> list[Plan]:
-        """Return the best plan of each other schedule that can be planned, the strictest first."""
+        """Return the best plan of each other schedule that can be planned, strictest schedule first."""
         found = []
         for config, told in schedules(self.config):
             try:
                 best = replace(self, config=config).plans()[0]
-            except ConfigError:  # e.g. versions of the policy that the actor keeps do not fit
+            except ConfigError:  # e.g. the policy versions that the actor keeps do not fit
                 continue
             found.append(replace(best, changes=(*told, *best.changes)))
         return found
 
     def _plan(self, candidate: _Candidate) -> Plan:
         ran, (_, skip) = self._simulated(candidate.config), _window(candidate.config)
-        # A few steps may live on what was generated ahead; in the long run none is shorter than its bound.
+        # A few simulated steps may live on rows generated ahead; in the long run no step is shorter than its bound.
         step_s = max(candidate.bound_s, ran.step_s(skip))
         return Plan(
             candidate.config, candidate.layout + (candidate.batches or ()), candidate.bound_s, step_s,
@@ -560,12 +533,12 @@ class Planner:
 
     def _simulated(self, config: RunConfig) -> Simulated:
         schedule = config.schedule
-        # A run goes on: what it generates ahead at the end is what it had ahead after the first steps.
+        # A real run continues, so at its end it generates as much ahead as it had ahead after its first steps.
         further = schedule.staleness_bound + schedule.lateness
         return simulate(self.scenario(config), steps=_window(config)[0], further=further)
 
     def _candidates(self) -> list[_Candidate]:
-        """Return what may be simulated, the lowest bound first."""
+        """Return all candidates, lowest bound first."""
         found = []
         for config, changes in self.layouts():
             largest = max(self._micro_batches(config), key=_size)[0]
@@ -582,31 +555,28 @@ class Planner:
         if self.objective == "time":
             return candidate.bound_s
         house = Latency()
-        house_s = house.publish_s + house.admit_s + house.transfer_s + house.swap_s  # for which all devices wait
+        # All devices wait for these, so their cost grows with the number of devices.
+        house_s = house.publish_s + house.admit_s + house.transfer_s + house.swap_s
         return (candidate.bound_s + house_s) * devices_of(candidate.config)
 
     def layouts(self) -> Iterator[Choice]:
-        """Yield the configuration with every layout that divides the model; see `launcher.plan.search`."""
+        """Yield the configuration with every layout that divides the model; `sim` engines have just one."""
         if self.device is None or self._sizes is None:
             return iter([(self.config, ())])
         return layouts(self.config, self._sizes, self.device.devices_per_node)
 
     def _micro_batches(self, config: RunConfig) -> Iterator[Choice]:
-        """Yield micro-batches of the actor to try; on a machine that all share, whose memory is not known, one."""
+        # The memory of a machine that all share is unknown, so there is just the configured micro-batch.
         if self._sizes is None or self._at_full_speed:
             return iter([(config, ())])
         return micro_batches(config)
 
     def _batch_sizes(self, config: RunConfig) -> Iterator[Choice]:
-        """Yield responses of an instance to try; a machine that all share does least with few full batches."""
+        # A machine that all share does least with few full batches.
         return iter([(config, ())]) if self._at_full_speed else batch_sizes(config)
 
     def _fitting(self, candidate: _Candidate) -> list[_Candidate]:
-        """Return it with batches that fit.
-
-        Raises:
-            ConfigError: nothing fits; what the configured micro-batch lacks.
-        """
+        """Return the candidate's variants with batches that fit, or raise what the first one lacks."""
         found: list[_Candidate] = []
         refused: ConfigError | None = None
         for config, told in self._batch_sizes(candidate.config):
@@ -621,8 +591,8 @@ class Planner:
         return found
 
     def _with_micro_batches(self, candidate: _Candidate) -> Iterator[_Candidate | ConfigError]:
-        """Yield it with the configured micro-batch and larger ones, as long as they lower the bound, or with the
-        largest smaller one that fits; and the error of each that does not."""
+        """Yield variants with micro-batches worth trying, and the error of each that does not fit."""
+        # The configured micro-batch and larger ones while they lower the bound; else the largest smaller one that fits.
         last: _Candidate | None = None
         own = _size((candidate.config, ()))
         for choice in self._micro_batches(candidate.config):
@@ -642,26 +612,26 @@ class Planner:
                 yield last
 
     def _splits(self, config: RunConfig) -> Iterator[dict[str, int]]:
-        """Yield roles; for the cost, of fewer devices, too."""
+        """Yield roles; to minimize the cost, also for fewer devices."""
         fixed = devices_of(config) - sum(config.roles.get(role, 0) for role in SIZED)
         room = self.num_devices - fixed
         totals = [room] if self.objective == "time" else [room >> k for k in range(10) if room >> k >= 2]
         return splits(config, totals, self._scoring_share(config) if self._bounds.scores else None)
 
     def _scoring_share(self, config: RunConfig) -> float:
-        """Return the reference's share of the devices that generate and score, with which both take least."""
+        """Return the reference's share of the devices that generate and score which takes them the least time."""
         instance, copy = rollout_ranks(config), config.ranks_per_copy("ref")
         actor = config.actor.megatron.ranks_per_copy if config.actor.engine == "megatron" else 1
         sized = config.model_copy(update={"roles": {"rollout": instance, "actor": actor, "ref": copy}})
         times, _, slots = self._times(sized)
         work = self._bounds.work_s(sized, times, slots)
         scoring, generating = work["ref"] * copy, work["rollout"] * instance
-        if config.schedule.mode is ScheduleMode.SYNC:  # a / n + b / (1 - n) is least where shares are as square roots
+        if config.schedule.mode is ScheduleMode.SYNC:  # a / n + b / (1 - n) is least at shares like square roots
             scoring, generating = math.sqrt(scoring), math.sqrt(generating)
         return scoring / max(1e-12, scoring + generating)
 
     def bound_s(self, config: RunConfig) -> float:
-        """Return what a step takes at least (s)."""
+        """Return the least that a step can take (s)."""
         times, _, slots = self._times(config)
         return self._bounds.step_s(config, times, slots)
 
@@ -674,13 +644,13 @@ class Planner:
 
     @cached_property
     def _at_full_speed(self) -> float:
-        """`Scenario.at_full_speed`, whatever the split."""
+        """`Scenario.at_full_speed`, the same for every split."""
         if self.device is None or self._sizes is None:
             return 0.0
         return at_full_speed(self.config, self.device, self.profile)
 
     def _times(self, config: RunConfig) -> tuple[Times, Latency, int]:
-        """Return times, latencies, and how many responses fit an instance."""
+        """Return durations, latencies, and the number of responses that fit an instance."""
         if self.device is None or self._sizes is None:
             times = Times.of_sim(config, prompt_tokens=prompt_tokens_of(config))
             return times, Latency(), config.rollout.batch_size
@@ -688,10 +658,10 @@ class Planner:
         return model.times(), model.latency(), model.slots()
 
     def headroom_gb(self, config: RunConfig) -> float | None:
-        """Return what the fullest rank leaves of its device.
+        """Return the device memory left on the fullest rank (GB); None: unknown.
 
         Raises:
-            ConfigError: a role does not fit; with the sum that shows it.
+            ConfigError: a role does not fit; the message shows the sum.
         """
         if self.device is None or self._sizes is None:
             return None
@@ -703,7 +673,7 @@ class Planner:
 
     @cached_property
     def workload(self) -> Workload:
-        """What the first steps' responses are like."""
+        """Average tokens of the first steps' rows (eight steps, at most 4096 rows)."""
         drawn = [self.tokens(row) for row in range(min(4096, 8 * self.config.schedule.step_rows))]
         mean, square = sum(drawn) / len(drawn), sum(number * number for number in drawn) / len(drawn)
         return Workload(self.prompt_tokens, mean, square, self.turns or Turns())
@@ -714,35 +684,30 @@ class Planner:
 
 
 def _next(candidates: Sequence[_Candidate], simulated: Sequence[_Candidate], *, only_new: bool) -> int | None:
-    """Return which candidate comes next, of those in the order of their bounds; None: none.
-
-    A bound says little of the longest responses, which larger instances of the rollout shorten: the first one of each
-    size comes, whatever its bound. Then what is like one of the last comes behind all others.
-
-    Args:
-        candidates: in order.
-        simulated: before.
-        only_new: only other sizes of instances may come.
-    """
+    """Return the index of the candidate to simulate next. `only_new`: only instance sizes not simulated yet."""
     sizes, last = {each.instance for each in simulated}, simulated[-_OTHERS:]
+    # A bound says little about the longest responses, which larger instances shorten. So the first candidate of each
+    # instance size comes up, whatever its bound.
     for place, each in enumerate(candidates):
         if each.instance not in sizes:
             return place
     if only_new:
         return None
+    # Candidates similar to one of the last come after all others.
     others = (place for place, each in enumerate(candidates) if not any(map(each.is_like, last)))
     return next(others, 0 if candidates else None)
 
 
 def _size(choice: Choice) -> tuple[int, int]:
-    """Return how large the actor's micro-batches are: tokens where those count, rows."""
+    """Return (token budget, rows) of the actor's micro-batches; the budget comes first where it counts."""
     actor = choice[0].actor
     return actor.max_tokens_per_micro_batch, actor.micro_batch_size
 
 
 def _window(config: RunConfig) -> tuple[int, int]:
-    """Return how many steps are simulated, and how many of them do not count: those that end on what was admitted at
-    once at the start. As many count as make whole turns of the steps that are generated together."""
+    """Return (simulated steps, steps of those that do not count)."""
+    # The first steps end on rows admitted all at once at the start. Those that count make whole turns of the steps that
+    # are generated together.
     rows, together = config.schedule.step_rows, 1 + config.schedule.staleness_bound
     counted = max(_COUNTED[0], min(_COUNTED[1], _ROWS // rows - together))
     return together + max(1, counted // together) * together, together

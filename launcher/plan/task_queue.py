@@ -1,7 +1,7 @@
-"""One task's rows in a simulated queue: which are ready, who gets them. Pure.
+"""One task's rows in a simulated queue: which are ready, and who gets them. Pure.
 
-A light twin of `tq.control`: no leases, units or failures. Which rows go out together, and to which rank, is decided by
-the run's own policies (`tq.policies`) and, where steps take rows of several partitions, by `tq.policies.choose`.
+A light twin of `tq.control` without leases, units or failures. The run's own policies (`tq.policies`) decide which rows
+go out together and to which rank; where steps take rows of several partitions, `tq.policies.choose` does.
 """
 
 from bisect import insort
@@ -16,14 +16,14 @@ from tq.policies import Fifo, Item, Offer, Policy, TaskSpec, Want
 class _Partition:
     size: int
     ready: list[Item] = field(default_factory=list)
-    """By first row."""
+    """Sorted by first row."""
     num_ready: int = 0
     num_tokens: int = 0
     num_taken: int = 0
     waiting: dict[int, list[int]] = field(default_factory=dict)
-    """Group -> ready rows of it, of a task with whole groups."""
+    """Group -> its ready rows, while the group is incomplete; for tasks that take whole groups."""
     untaken: list[int] = field(default_factory=list)
-    """Rows in order, of a task in order."""
+    """Rows not yet taken, in order; for tasks that take rows in order."""
 
     @property
     def rest_ready(self) -> bool:
@@ -32,7 +32,7 @@ class _Partition:
 
 @dataclass(frozen=True)
 class Formed:
-    """A round: what each rank gets of a partition; `last`: no rows of the step follow."""
+    """A round: what each rank gets of a partition. `last` means that it completes the step."""
 
     partition: int
     slices: Sequence[Sequence[Item]]
@@ -41,14 +41,9 @@ class Formed:
 
 
 class TaskQueue:
-    """The rows of one task."""
+    """The rows of one task. `tokens` (row -> its tokens so far) is shared with the world, which updates it."""
 
     def __init__(self, spec: TaskSpec, *, group_size: int, tokens: dict[int, int]) -> None:
-        """Args:
-        spec: as the queue has it.
-        group_size: rows of a group.
-        tokens: row -> its tokens so far; shared.
-        """
         self.spec = spec
         self._group_size = group_size
         self._tokens = tokens
@@ -57,13 +52,13 @@ class TaskQueue:
         self._in_step: dict[int, int] = {}
 
     def open(self, partition: int, rows: Sequence[int]) -> None:
-        """A step will have these rows."""
+        """Announce a step with these rows."""
         part = self._parts[partition] = _Partition(len(rows))
         if self.spec.in_order:
             part.untaken = list(rows)
 
     def offer(self, partition: int, row: int) -> None:
-        """A row has all inputs."""
+        """Mark a row as ready: all its inputs are there."""
         part = self._parts[partition]
         if self.spec.whole_groups:
             group = row // self._group_size
@@ -85,21 +80,22 @@ class TaskQueue:
         part.num_tokens += item.tokens
 
     def take(self, want: Want, newest: int | None) -> tuple[int, list[Item]] | None:
-        """Take rows of the oldest partition that has any, at most of partition `newest`; None: there are none."""
+        """Take rows of the oldest partition that has any, but none after partition `newest`; None: nothing to take."""
         for number, part in self._parts.items():
             if not part.num_ready or (self.spec.barrier and not part.rest_ready):
                 continue
+            # Partitions go out in order: what holds back the oldest one holds back those after it.
             if (newest is not None and number > newest) or not self._front_ready(part, want.num_rows):
                 return None
             return number, self._pick(part, want)
         return None
 
     def has_ready(self) -> bool:
-        """Whether some partition has rows to take."""
+        """Whether some partition has rows to take, whatever its number."""
         return any(part.num_ready and not (self.spec.barrier and not part.rest_ready) for part in self._parts.values())
 
     def form(self, step: int, want: Want, now: float) -> Formed | None:
-        """Form the next round of a step; None: it cannot be full yet, and more rows follow."""
+        """Form the next round of a step; None: more rows must come first."""
         if self.spec.steps is not None:
             return self._form_first_ready(self.spec.steps, step, want, now)
         part = self._parts.get(step)
@@ -113,7 +109,7 @@ class TaskQueue:
         return Formed(step, slices, rest and not part.num_ready, now)
 
     def forget(self, before: int) -> None:
-        """Steps before this one are over."""
+        """Drop finished partitions of steps before this one."""
         for number in [number for number, part in self._parts.items() if number < before and not part.num_ready]:
             if self._parts[number].num_taken >= self._parts[number].size:
                 del self._parts[number]
@@ -144,6 +140,7 @@ class TaskQueue:
     def _pick(self, part: _Partition, want: Want) -> list[Item]:
         policy: Policy = Fifo() if self.spec.in_order else self.spec.policy
         chosen = policy.pick(_each(part.ready), want)
+        # Most policies take a prefix, which is cheap to remove.
         if part.ready[: len(chosen)] == chosen:
             del part.ready[: len(chosen)]
         else:
@@ -159,7 +156,7 @@ class TaskQueue:
         return chosen
 
     def _front_ready(self, part: _Partition, num_rows: int) -> bool:
-        """Whether, in order, the rows that come next are ready."""
+        """Whether the rows that come next in order are ready."""
         if not self.spec.in_order or part.rest_ready:
             return True
         ready = {row for item in part.ready for row in item.rows}

@@ -1,4 +1,12 @@
-"""Clock and queue of a simulated run; processes are told what happens, and say what comes next. Pure."""
+"""A run in simulated time: the real schedule, with durations in place of computing. Pure: no clock, thread or process.
+
+    admission --prompts--> instances --responses--> reference ... --columns--> actor --version--> admission, instances
+
+The run's own code makes the decisions: admission (`AdmissionState`), queue policies, the choice of rounds,
+micro-batches and mini-batches, when an instance swaps weights (`ScheduleMode.may_swap`) and whose turn it is
+(`SwapTurns`), and how responses slow each other down (`Decoding`). Only the processes that wait for each other are
+simulated here.
+"""
 
 import heapq
 from collections import defaultdict, deque
@@ -24,38 +32,36 @@ class Follower(Protocol):
     """A process that computes with the policy's weights."""
 
     def weights_arrived(self, version: int) -> None:
-        """A version can be loaded."""
+        """A version can now be loaded."""
 
 
 class Trains(Protocol):
-    """All replicas of a role that trains."""
+    """All replicas of a role that trains, as one."""
 
     @property
     def task(self) -> PlacedTask:
-        """That it serves."""
+        """The task that it serves."""
 
     @property
     def num_arrived(self) -> int:
-        """Steps whose last round is there."""
+        """Steps whose last round has arrived."""
 
     @property
     def num_updated(self) -> int:
-        """Steps whose updates are made."""
+        """Steps whose optimizer updates are done."""
 
     def begin(self) -> None:
         """Begin the next step."""
 
     def look(self) -> None:
-        """Rows came."""
+        """Rows arrived."""
 
     def update(self) -> None:
-        """Make the step's updates."""
+        """Run the optimizer updates of the step."""
 
 
 @dataclass
 class _Parked:
-    """A fetch that waits."""
-
     want: int
     version: int
     granted: Callable[[int, list[Item]], None]
@@ -64,24 +70,28 @@ class _Parked:
 
 @dataclass
 class World:
-    """Clock, queue and processes; these are told what happens and say what comes next."""
+    """Clock, queue and processes. The world tells processes what happened; they schedule what comes next.
+
+    Two clocks run side by side: `now`, and `worked`, the compute seconds of a worker that never idles. `worked` falls
+    behind `now` while more workers compute than the machine can run at full speed (`Scenario.at_full_speed`).
+    """
 
     scenario: Scenario
     steps: int
     further: int = 0
     now: float = 0.0
     worked: float = 0.0
-    """Seconds that a worker has computed which always computes: slower than `now` while too many share a machine."""
     version: int = -1
     step_ends: list[float] = field(default_factory=list)
     tokens: dict[int, int] = field(default_factory=dict)
-    """Row -> tokens behind its prompt, once it is begun."""
+    """Row -> tokens after its prompt; set when the row begins."""
     partition: dict[int, int] = field(default_factory=dict)
     spans: dict[str, list[Span]] = field(default_factory=dict)
     trained: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         scenario = self.scenario
+        # Two heaps, one per clock. The running number keeps events of equal time in the order they were scheduled.
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._work: list[tuple[float, int, Callable[[], None]]] = []
         self._computing = 0
@@ -98,7 +108,11 @@ class World:
         """The actor, then a critic in a role of its own."""
 
     def run(self) -> None:
-        """Run until the last step is published."""
+        """Run until the last step is published.
+
+        Raises:
+            AssertionError: no event is left, so every process waits for another.
+        """
         while len(self.step_ends) <= self.steps:
             assert self._events or self._work, (
                 f"step {len(self.step_ends)}: nothing happens any more at {self.now:.3f} s"
@@ -106,16 +120,15 @@ class World:
             self._next()()
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Schedule an action at this time (s)."""
+        """Schedule an action at simulated time `time` (s); a time in the past means now."""
         self._number += 1
         heapq.heappush(self._events, (max(time, self.now), self._number, action))
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedule an action in so many seconds."""
         self.at(self.now + seconds, action)
 
     def at_work(self, worked: float, action: Callable[[], None]) -> None:
-        """Schedule an action once a worker that always computes has computed for so long (s)."""
+        """Schedule an action for when `worked` reaches this value (s)."""
         if not self.scenario.at_full_speed:
             self.at(worked, action)
             return
@@ -123,7 +136,7 @@ class World:
         heapq.heappush(self._work, (max(worked, self.worked), self._number, action))
 
     def compute(self, seconds: float, done: Callable[[], None], *, workers: int = 1) -> None:
-        """Have workers compute side by side for so long, if nothing slows them down (s); then call `done`."""
+        """Occupy `workers` for `seconds` of work each, longer if too many share the machine; then call `done`."""
 
         def ended() -> None:
             self.computing(-workers)
@@ -133,16 +146,16 @@ class World:
         self.at_work(self.worked + seconds, ended)
 
     def request(self, number: int = 1) -> None:
-        """Charge the queue's CPU time for `number` requests."""
+        """Charge the queue's CPU time for `number` requests, which only matters where processes share a machine."""
         if self.scenario.at_full_speed:
             self.compute(self.scenario.latency.request_s * number, lambda: None)
 
     def computing(self, more: int) -> None:
-        """So many more workers compute, or fewer."""
+        """Change the number of workers that compute by `more`, which may be negative."""
         self._computing += more
 
     def _next(self) -> Callable[[], None]:
-        """Let time pass until the next thing happens, and return it."""
+        """Advance both clocks to the next event and return its action."""
         most = self.scenario.at_full_speed
         slowdown = max(1.0, self._computing / most) if most else 1.0
         heap = self._events
@@ -156,7 +169,6 @@ class World:
         return heapq.heappop(heap)[2]
 
     def span(self, process: str, name: str, start: float, end: float, **attributes: object) -> None:
-        """Note what a process did."""
         self.spans.setdefault(process, []).append(Span(name, start, end, attributes))
 
     # The queue
@@ -169,13 +181,13 @@ class World:
         granted: Callable[[int, list[Item]], None],
         outdated: Callable[[int], None],
     ) -> None:
-        """Ask for rows; answered at once or when there are some."""
+        """Ask for rows. `granted(partition, items)` or `outdated(version)` is called now or later."""
         request = _Parked(want, version, granted, outdated)
         if not self._serve(task, request):
             self._parked[task].append(request)
 
     def put(self, task: str, rows: Sequence[int]) -> None:
-        """A task's outputs of these rows are in the queue."""
+        """Add a task's outputs of these rows to the queue, and wake the tasks whose inputs are then complete."""
         self.request()
         for reader in self._readers[task]:
             queue, needs = self.queues[reader], len(self._needs[reader])
@@ -188,7 +200,7 @@ class World:
             self._wake(reader)
 
     def publish(self, version: int) -> None:
-        """Weights exist: admission goes on, instances hear of them."""
+        """Publish a weight version: admission continues, followers hear of it after the transfer."""
         self.version = version
         self.step_ends.append(self.now)
         self.admission.published(version)
@@ -199,14 +211,14 @@ class World:
             queue.forget(version - 1)
 
     def arrived(self, gang: Trains) -> None:
-        """A gang has a step's last round: the actor updates, a critic once the actor has it, too."""
+        """A gang has its step's last round: the actor updates at once; a critic updates once the actor has its, too."""
         actor = self.gangs[0]
         for each in self.gangs if gang is actor else [gang]:
             if each.num_arrived == actor.num_arrived:
                 each.update()
 
     def updated(self, gang: Trains) -> None:
-        """A gang made a step's updates: a critic goes on, the actor once both are of the same step."""
+        """A gang finished its step's updates: a critic continues; the actor waits until both are at the same step."""
         actor = self.gangs[0]
         if gang is not actor:
             gang.begin()
@@ -244,6 +256,7 @@ class World:
         for place, request in enumerate(waiting):
             if not self._serve(task, request):
                 self._parked[task].append(request)
+                # Without a staleness bound all requests are alike: what refused one refuses those behind it.
                 if self.queues[task].spec.max_staleness is None:
                     self._parked[task].extend(waiting[place + 1 :])
                     return
@@ -251,12 +264,14 @@ class World:
     def _serve(self, task: str, request: _Parked) -> bool:
         queue = self.queues[task]
         bound = queue.spec.max_staleness
+        # Step s trains on weights s - 1, so weights v are fresh enough for rows of steps up to v + 1 + bound.
         newest = None if bound is None else request.version + 1 + bound
         taken = queue.take(Want(request.want), newest)
         if taken is not None:
             self.request()
             request.granted(*taken)
             return True
+        # Rows are ready for newer weights only, and these exist: the worker has to load them first.
         if bound is not None and self.version > request.version and queue.has_ready():
             request.outdated(self.version)
             return True
@@ -264,24 +279,17 @@ class World:
 
 
 def _dependencies(tasks: Sequence[PlacedTask]) -> tuple[Mapping[str, set[str]], Mapping[str, list[str]]]:
-    """Return whose outputs each task needs, and who needs its."""
+    """Return, per task, the tasks whose outputs it reads, and the tasks that read its outputs."""
     writers = {name: task.name for task in tasks for name in task.outputs}
     needs = {task.name: {writers[name] for name in task.inputs if name not in ADMITTED} for task in tasks}
     return needs, {task.name: [other for other in needs if task.name in needs[other]] for task in tasks}
 
 
-# A simulated worker of a role that only computes columns (`workers.tasks.task_worker`), in simulated time. Pure.
-
-
+# Workers of roles that only compute columns: `workers.tasks.task_worker` in simulated time.
 class ColumnWorker:
-    """Fetch, compute, put."""
+    """One worker that fetches rows, computes columns and puts them back, forever."""
 
     def __init__(self, world: World, task: PlacedTask, number: int) -> None:
-        """Args:
-        world: it is in.
-        task: that it serves.
-        number: of the copy.
-        """
         self._name = f"{task.role}-{number}-0"
         self._world = world
         self._task = task
@@ -290,11 +298,10 @@ class ColumnWorker:
         self._needed = 0
 
     def start(self) -> None:
-        """Ask for rows."""
+        """Send the first fetch."""
         self._ask()
 
     def weights_arrived(self, version: int) -> None:
-        """A version is ready to be loaded."""
         self._ready = version
         if self._needed > self._version and version >= self._needed:
             self._version = version
@@ -328,7 +335,7 @@ class ColumnWorker:
 
 
 def work_s(world: World, task: str, rows: list[int]) -> float:
-    """Return the time of a task for rows, in one call (s)."""
+    """Return the duration of one call of a task on these rows (s); 0 for a task without a known cost."""
     times = world.scenario.times
     work = times.tasks.get(task)
     if work is None or not rows:
@@ -337,25 +344,21 @@ def work_s(world: World, task: str, rows: list[int]) -> float:
     return work.seconds(sum(lengths), sum(length * length for length in lengths), len(rows))
 
 
-# A simulated role that trains: rounds, micro-batches, mini-batches of `workers.trainer`, in simulated time. Pure.
+# Roles that train: rounds, micro-batches and mini-batches of `workers.trainer` in simulated time.
 #
 # ask for rounds (two ahead of the one in work) -> columns, micro-batches -> the last round -> updates -> publish
 #
 # A critic in a role of its own puts advantages after a round's columns, updates once the actor's last round is there,
-# and publishes nothing; the actor begins its next step when both are done with this one.
+# and publishes nothing. The actor begins its next step when both are done with this one.
 
 _AHEAD = 2
-"""Rounds that a rank asks for beyond those that it took: one that is read, one that waits (`ReadAhead`)."""
+"""Rounds that a rank asks for beyond those it took: one being read, one waiting (`ReadAhead`)."""
 
 
 class Gang:
-    """All replicas of the actor, or of a critic. Replicas that wait for each other at every micro-batch go as one."""
+    """All replicas of the actor or of a critic. Replicas that wait for each other at every micro-batch move as one."""
 
     def __init__(self, world: World, task: PlacedTask) -> None:
-        """Args:
-        world: it is in.
-        task: that it serves.
-        """
         self.task = task
         self._world = world
         scenario = world.scenario
@@ -365,10 +368,12 @@ class Gang:
         settings = self._training.settings
         self._together = task.role in scenario.times.in_step or not self._training.streams
         self._fused = [name for name in task.fused if name != CRITIC_TRAIN]
+        # The size of a rank's round, as `workers.trainer` asks for it.
         rows = max(settings.micro_batch_size, scenario.schedule.n_samples_per_prompt)
         self._want = Want(rows * self._replicas, self._training.round_tokens * self._replicas, self._replicas)
         self._formed: list[Formed] = []
         self._asking_for = 1
+        # A walker is a set of replicas that move through rounds in step: all of them, or each on its own.
         num_walkers = 1 if self._together else self._replicas
         self._walkers = [list(range(self._replicas))] if self._together else [[rank] for rank in range(self._replicas)]
         self._taken = [0] * num_walkers
@@ -376,14 +381,12 @@ class Gang:
         self._at_end = 0
         self._step = 0
         self.num_arrived = 0
-        """Steps whose last round is there."""
         self.num_updated = 0
-        """Steps whose updates are made."""
         self._arriving = self._assigner(0)
         self._kept: list[tuple[Formed, int]] = []
 
     def look(self) -> None:
-        """Rows came: form the rounds that are asked for."""
+        """Form the rounds asked for, as far as rows have arrived."""
         world = self._world
         queue = world.queues[self.task.name]
         while self._asking_for <= world.steps and len(self._formed) < max(self._taken) + _AHEAD:
@@ -400,7 +403,6 @@ class Gang:
                     world.after(world.scenario.latency.fetch_s, partial(self._take, walker))
 
     def begin(self) -> None:
-        """Begin the next step."""
         self._step += 1
         if self._step > self._world.steps:
             return
@@ -419,10 +421,10 @@ class Gang:
             self._idle[walker] = True
 
     def _take(self, walker: int) -> None:
-        """Compute a round."""
         world = self._world
         formed = self._formed[self._taken[walker]]
         self._taken[walker] += 1
+        # The round taken makes room for another one ahead.
         self.look()
         ranks = self._walkers[walker]
         slices = [_rows(formed.slices[rank]) for rank in ranks]
@@ -435,10 +437,12 @@ class Gang:
             self._compute(ranks, self._fused[0] if self._fused else "", columns_s, train)
 
         def train() -> None:
+            # A critic's outputs go out before it trains, so that the actor need not wait for that.
             for rows in slices if self.task.outputs else ():
                 world.after(world.scenario.latency.put_s, partial(world.put, self.task.name, rows))
             self._compute(ranks, "forward_backward", train_s, lambda: self._after_round(walker, formed.last))
 
+        # Python between rounds first, then columns, then the micro-batches.
         world.compute(world.scenario.latency.round_s, columns, workers=len(ranks))
 
     def _compute(self, ranks: Sequence[int], name: str, seconds: float, done: Callable[[], None]) -> None:
@@ -455,7 +459,7 @@ class Gang:
         world.compute(seconds, ended, workers=len(ranks))
 
     def _trains_now(self, walker: int, formed: Formed) -> bool:
-        """Whether a round is of the first mini-batch; the others are kept, or all."""
+        """Return whether a round trains on arrival; others are kept for `update`. Only the first mini-batch can."""
         if self._training.streams:
             return True
         total = sum(len(item.rows) for part in formed.slices for item in part)
@@ -472,7 +476,7 @@ class Gang:
             self._world.arrived(self)
 
     def update(self) -> None:
-        """All rounds are there: the updates of the step, one after the other."""
+        """Train what was kept, with one optimizer update per mini-batch; a replica that streams trained on arrival."""
         settings = self._training.settings
         num_mini_batches = settings.num_mini_batches
         total_s = 0.0
@@ -481,6 +485,7 @@ class Gang:
             seconds = [0.0] * num_mini_batches
             for formed, total in self._kept:
                 place = assigner.assign(total)
+                # The first mini-batch of the first pass trained as it arrived.
                 if (number, place) != (0, 0) or self._training.whole_step:
                     seconds[place] += self._train_s([_rows(part) for part in formed.slices])
             total_s += sum(seconds) + num_mini_batches * self._world.scenario.times.update_s[self._role]
@@ -511,7 +516,7 @@ class Gang:
         return sum(work_s(self._world, task, rows[start : start + size]) for start in range(0, len(rows), size))
 
     def _train_s(self, slices: Sequence[list[int]]) -> float:
-        """Return how long the micro-batches of a round take, each as long as its slowest replica (s)."""
+        """Return the duration of a round's micro-batches (s): replicas meet at each, so the slowest one counts."""
         cuts = [self._micro_batches(rows) for rows in slices]
         return sum(
             max((part[number] for part in cuts if number < len(part)), default=0.0)
@@ -519,7 +524,7 @@ class Gang:
         )
 
     def _micro_batches(self, rows: list[int]) -> list[float]:
-        """Return how long each micro-batch of a replica takes (s)."""
+        """Return the duration of each micro-batch of one replica (s)."""
         world = self._world
         training, times = self._training.settings, world.scenario.times
         size, prompt = world.scenario.schedule.n_samples_per_prompt, times.prompt_tokens
@@ -550,15 +555,14 @@ def _rows(items: Sequence[Item]) -> list[int]:
     return [row for item in items for row in item.rows]
 
 
-# A simulated generating instance: what `workers.rollout.loop` does, in simulated time. Pure.
-
+# Generating instances: `workers.rollout.loop` in simulated time.
 _RETRY_S = 0.05
-"""As `workers.rollout.loop`: after a refused turn."""
+"""Wait after a refused turn to swap (s), as in `workers.rollout.loop`."""
 
 
 @dataclass
 class _Lease:
-    """Rows that came together; their responses are put so many at a time."""
+    """Rows fetched together. Their responses are put `rows_per_put` at a time; `left` are not yet put."""
 
     partition: int
     left: int
@@ -569,11 +573,6 @@ class Instance:
     """A simulated rollout instance."""
 
     def __init__(self, world: World, task: str, number: int) -> None:
-        """Args:
-        world: it is in.
-        task: that it fetches.
-        number: of the instance.
-        """
         self.name = f"rollout-{number}-0"
         self._world = world
         self._task = task
@@ -583,14 +582,14 @@ class Instance:
         self._waiting: deque[tuple[_Lease, int]] = deque()
         self._running: dict[int, _Lease] = {}
         self._turns: dict[int, list[tuple[float, float]]] = {}
-        """Row -> its turns to come, the last one first: tokens of the prompt, and how long drawing takes alone (s)."""
+        """Row -> its remaining turns, last one first: (prompt tokens, seconds of decoding when alone)."""
         self._calls: list[int] = []
-        """Rows whose next turn waits for a place, a heap: what began earlier goes first."""
+        """Rows whose next turn waits for a slot, as a heap: rows that began earlier go first."""
         self._replied: deque[int] = deque()
-        """Rows whose replies the session service has still to pass on."""
+        """Rows whose replies the session service has yet to pass on."""
         self._num_drawing = 0
         self._entered_until = 0.0
-        """End of the engine's step that the last prompts entered (s of work)."""
+        """End of the engine step that the last prompts entered (on the clock `worked`)."""
         self._ready = self._version = -1
         self._needed = -1
         self._step = 0
@@ -600,12 +599,11 @@ class Instance:
         self._computing = False
 
     def weights_arrived(self, version: int) -> None:
-        """A version is ready to be loaded."""
         self._ready = max(self._ready, version)
         self.look()
 
     def look(self) -> None:
-        """Go on: responses that ended, newer weights, free places."""
+        """Advance: collect finished turns, swap weights if due, fill free slots."""
         world = self._world
         if self._swapping:
             return
@@ -621,24 +619,25 @@ class Instance:
         if self._computing != bool(self._num_drawing):
             self._computing = bool(self._num_drawing)
             world.computing(1 if self._computing else -1)
+        # Each look schedules the next one, so only the newest scheduled look counts.
         self._looks += 1
         end, number = self._decoding.next_end, self._looks
         if end is not None:
             world.at_work(end, lambda: self._look_again(number))
 
     def _look_again(self, number: int) -> None:
-        if number == self._looks:  # else the end is another one by now
+        if number == self._looks:  # otherwise the next end has changed since
             self.look()
 
     def note_idle(self) -> None:
-        """Nothing runs: the span of the timeline ends."""
+        """End the timeline's current `generate` span, if there is one."""
         if self._busy_since is not None:
             if self._world.now > self._busy_since:
                 self._world.span(self.name, "generate", self._busy_since, self._world.now, step=self._step)
             self._busy_since = None
 
     def _drawn(self, row: int) -> None:
-        """A turn ended; behind it come the session service, tools, then the next one."""
+        """A turn ended; the session service and tools follow, then the next turn."""
         self._num_drawing -= 1
         if not self._world.scenario.most_live:
             self._end(row)
@@ -648,7 +647,7 @@ class Instance:
             self._serve()
 
     def _serve(self) -> None:
-        """The service passes a reply on, then the next."""
+        """Pass on the first reply, then the next: the session service handles one at a time."""
         world, turns = self._world, self._world.scenario.turns
 
         def served() -> None:
@@ -660,7 +659,6 @@ class Instance:
         world.compute(turns.cpu_s / turns.replies, served)
 
     def _go_on(self, row: int) -> None:
-        """Resume a rollout after its tool call."""
         if self._turns[row]:
             heapq.heappush(self._calls, row)
         else:
@@ -688,7 +686,9 @@ class Instance:
         newest = self._waiting[-1][0].partition if self._waiting else 0
         boundary = newest > self._step or self._needed > self._version
         mode, running = scenario.schedule.mode, self._num_drawing
+        # As in a run, a boundary is the first row of a later step, or rows that need newer weights.
         due = mode.may_swap(interruptible=scenario.interruptible, num_running=running, boundary=boundary)
+        # Draining: a swap would be due if the engine could be interrupted, so start nothing until it has run empty.
         self._draining = not due and mode.may_swap(interruptible=True, num_running=running, boundary=boundary)
         if not due:
             return
@@ -717,6 +717,7 @@ class Instance:
                 self._step = lease.partition
             tokens, number = scenario.tokens(row), turns.of(row)
             world.tokens[row] = tokens + turns.read_tokens
+            # The response's tokens are spread evenly over its turns.
             share_s = self._alone_s * tokens / number
             self._turns[row] = [(times.later_tokens, share_s)] * (number - 1) + [(times.first_tokens, share_s)]
             heapq.heappush(self._calls, row)
@@ -731,8 +732,7 @@ class Instance:
             world.fetch(self._task, want, self._version, self._granted, self._outdated)
 
     def _enter(self) -> None:
-        """Begin turns that wait, in free places. Their prompts cost a call, or join the engine's step that others
-        entered, which have paid for it."""
+        """Begin waiting turns in free slots."""
         scenario, now = self._world.scenario, self._world.worked
         begun: list[tuple[int, float, float]] = []
         while self._calls and self._num_drawing < scenario.slots and not self._draining:
@@ -743,6 +743,7 @@ class Instance:
             return
         prefill = scenario.times.prefill
         seconds = prefill.seconds(sum(tokens for _, tokens, _ in begun), rows=len(begun))
+        # Prompts that join an engine step which others entered pay for their tokens only: the call is paid for.
         if now < self._entered_until:
             seconds -= prefill.call_s
             self._entered_until += seconds
@@ -754,6 +755,7 @@ class Instance:
 
     def _room(self) -> int:
         scenario, live = self._world.scenario, len(self._running)
+        # A deterministic run generates batches of fixed size, so nothing joins while one is at work.
         if live and (scenario.deterministic or self._draining):
             return 0
         if not (most := scenario.most_live):
@@ -777,24 +779,15 @@ class Instance:
         self._world.after(0.0, self.look)
 
 
-# A run in simulated time: the real schedule, with computing replaced by times. Pure: no clock, thread or process.
-#
-#     admission --prompts--> instances --responses--> reference ... --columns--> actor --version--> admission, instances
-#
-# What decides is the run's own code: admission (`AdmissionState`), policies, the choice of rounds, micro-batches and
-# mini-batches, when an instance swaps (`ScheduleMode.may_swap`) and whose turn it is (`SwapTurns`), and how responses
-# slow each other down (`Decoding`). What is simulated here are processes that wait for each other.
-
-
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulated run showed.
+    """Results of a simulated run.
 
     Attributes:
         step_ends: when each version was published, from version 0 (s).
-        tokens: response tokens of each step that was trained.
+        tokens: response tokens that each step trained.
         timeline: spans of all processes, as a real run records them.
-        workers: of each role.
+        workers: role -> number of workers.
     """
 
     step_ends: Sequence[float]
@@ -803,15 +796,15 @@ class Simulated:
     workers: Mapping[str, int]
 
     def step_s(self, skip: int) -> float:
-        """Return the mean time of a step after the first ones (s)."""
+        """Return the mean step time after the first `skip` steps (s)."""
         return (self.step_ends[-1] - self.step_ends[skip]) / (len(self.step_ends) - 1 - skip)
 
     def tokens_per_s(self, skip: int) -> float:
-        """Return the response tokens that are trained per second after the first steps."""
+        """Return the response tokens trained per second after the first `skip` steps."""
         return sum(self.tokens[skip:]) / (self.step_ends[-1] - self.step_ends[skip])
 
     def idle(self, skip: int) -> dict[str, float]:
-        """Return, per role, the share of that time in which its workers do not compute."""
+        """Return, per role, the share of the time after the first `skip` steps in which its workers do not compute."""
         start, end = self.step_ends[skip], self.step_ends[-1]
         busy: dict[str, list[float]] = defaultdict(list)
         for process, spans in self.timeline.spans.items():
@@ -821,15 +814,13 @@ class Simulated:
 
 
 def simulate(scenario: Scenario, *, steps: int, further: int = 0) -> Simulated:
-    """Run so many steps.
+    """Simulate a run of `steps` trained steps.
 
     Args:
-        scenario: what is run.
-        steps: that are trained.
-        further: steps that are admitted beyond them, as in a run that goes on.
+        further: steps admitted beyond those, as in a run that continues.
 
     Raises:
-        AssertionError: everybody waits for each other.
+        AssertionError: a deadlock: every process waits for another.
     """
     world = World(scenario, steps, further)
     by_role = {task.role: task for task in scenario.tasks}

@@ -1,6 +1,6 @@
-"""The process that measures: `python -m launcher.profile.child PARENT DEVICE`, order on stdin, lines on stdout.
+"""The measuring process: `python -m launcher.profile.child PARENT DEVICE`, order on stdin, JSON lines on stdout.
 
-Models have weights of their own, made so that no response ends early. Started by `launcher.profile.command` alone.
+Models get random weights with which no response ends early. Only `launcher.profile.command` starts this process.
 """
 
 import json
@@ -42,23 +42,22 @@ from workers.rows.rows import Sequences
 from workers.settings.run import RunConfig
 
 _DECODED = 5
-"""Tokens of a response whose decoding is measured, beside the first one."""
+"""Number of tokens of a response whose decoding is measured, after the first one."""
 _LEAST, _MOST = 3, 25
-"""Rounds of a block, after one that does not count; fewer where they last longer than `_LONG_S`."""
+"""Fewest and most rounds per block, after one that does not count; fewer if they last longer than `_LONG_S`."""
 _ENOUGH_S, _LONG_S = 0.5, 5.0
-"""Of all rounds of a block (s)."""
+"""A block has enough rounds after `_ENOUGH_S` in all; `_LONG_S` ends one that has fewer than `_LEAST` (s)."""
 
 
 class Bench:
-    """Measures blocks on one device; has one engine at a time."""
+    """Measures blocks on one device, with one engine at a time.
+
+    Args:
+        place: existing directory for models.
+        longest: longest prompt of all blocks (tokens).
+    """
 
     def __init__(self, config: RunConfig, device: torch.device, place: Path, *, longest: int) -> None:
-        """Args:
-        config: of the run.
-        device: that measures.
-        place: for models; exists.
-        longest: prompt of all blocks (tokens).
-        """
         positions = longest + config.rollout.max_response_tokens + _DECODED + 1
         self._positions = positions
         rollout = config.rollout.model_copy(
@@ -70,7 +69,7 @@ class Bench:
         actor = config.actor.model_copy(update={"megatron": megatron})
         self._config = config.model_copy(update={"rollout": rollout, "data": data, "actor": actor})
         self._device = device
-        # The time of one thread on the CPU is its own, so what else runs on the machine does not count.
+        # The CPU time of a single thread is measured exactly, whatever else runs on the machine.
         alone = device.type == "cpu" and config.launcher.threads_per_worker == 1
         self._clock = time.process_time if alone else time.monotonic
         self._place = place
@@ -88,14 +87,13 @@ class Bench:
                  PREFILL: self._prefill, LATER_TURN: self._prefill,
                  COPY_OUT: self._copy, COPY_IN: self._copy}  # fmt: skip
         once = kinds[block.name]
-        once(block)  # what is allocated or compiled once
+        once(block)  # warm-up: allocates and compiles
         took: list[float] = []
         while len(took) < _MOST and (sum(took) < _ENOUGH_S or (len(took) < _LEAST and sum(took) < _LONG_S)):
             took.append(once(block))
         return statistics.median(took)
 
     def close(self) -> None:
-        """Drop the engine."""
         kind, _, engine = self._made
         if kind == DECODE:
             engine.close()
@@ -125,6 +123,7 @@ class Bench:
         return seconds
 
     def _decode(self, block: Block) -> float:
+        # The mean context over the measured tokens is the block's prompt.
         engine = self._engine(DECODE, block.layers)
         _begin(engine, self._prompts(replace(block, prompt=max(1, block.prompt - _DECODED // 2))))
 
@@ -142,7 +141,7 @@ class Bench:
         return self._timed(lambda: target.copy_(source))
 
     def _collective(self, block: Block) -> float:
-        """Measure all collectives of all sizes with the first one."""
+        """Measure all collectives in all sizes at once, when the first one is asked for."""
         if not self._exchanged:
             self.close()
             names = rank_devices(self._device.type)[: block.ranks]
@@ -150,7 +149,7 @@ class Bench:
                 said = finish()
             for each in said:
                 if isinstance(each, str):
-                    raise RuntimeError(f"a rank said nothing: {each}")
+                    raise RuntimeError(f"a rank did not answer: {each}")
                 for name, took in each.items():
                     if isinstance(took, str):
                         raise RuntimeError(f"{name}: {took}")
@@ -158,7 +157,7 @@ class Bench:
         return self._exchanged[f"{block.name} {block.size}"]
 
     def _engine(self, kind: str, layers: int) -> Any:
-        """Return the run's engine for a model of so many layers."""
+        """Return the run's engine for a model of `layers` layers, and keep it for the next block."""
         if self._made[:2] != (kind, layers):
             self.close()
             path = self._model(layers)
@@ -176,7 +175,7 @@ class Bench:
         return self._made[2]
 
     def _model(self, layers: int) -> Path:
-        """Return the directory of a model of so many layers; it is made once."""
+        """Return the directory of a model of `layers` layers, which is made once."""
         path = self._place / f"{layers}-layers"
         if path.is_dir():
             return path
@@ -199,7 +198,7 @@ class Bench:
         return path
 
     def _prompts(self, block: Block) -> list[Tensor]:
-        """Return a prompt for each row, groups of which have the same one."""
+        """Return a prompt for each row; the rows of a group share theirs."""
         size = 1 if block.name == LATER_TURN else self._config.schedule.n_samples_per_prompt
         tokens = [token for token in range(min(2**15, self._num_tokens())) if token not in self._eos]
         number = -(-block.rows // size)
@@ -253,8 +252,9 @@ def _weights(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _never_end(model: Any, eos: tuple[int, ...]) -> None:
-    """Give a model weights with which it never draws an end token: hidden states point along the ones, and the rows of
-    these tokens the other way. They are random otherwise: products of zeros would draw less power, and be faster."""
+    """Set weights with which a model never generates an end token."""
+    # Hidden states point along the ones, and the output rows of end tokens the other way. The rest is random: products
+    # of zeros would draw less power and run faster.
     for parameter in model.parameters():
         if parameter.ndim < 2:
             parameter.fill_(1.0)
@@ -265,7 +265,7 @@ def _never_end(model: Any, eos: tuple[int, ...]) -> None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return what tells devices apart."""
+    """Return the facts that tell devices apart."""
     cores = len(os.sched_getaffinity(0))
     found = {"kind": device.type, "cores": cores, "torch": torch.__version__}
     if device.type == "cpu":
@@ -283,10 +283,10 @@ def _processor() -> str:
 
 
 def main() -> None:
-    """Say what the device is, then measure what is asked for."""
+    """Describe the device, then measure the blocks of the order on stdin."""
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print
+    os.dup2(2, 1)  # libraries print to stdout, where answers go
     kind = sys.argv[2]
     device = open_device(kind if kind == "cpu" else f"{kind}:0")
     answers.write(json.dumps({"device": describe(device), "ranks": len(rank_devices(kind))}) + "\n")

@@ -1,4 +1,4 @@
-"""`asyncflow profile` beside the process that measures: what is measured already, the file, progress. Torch-free."""
+"""`asyncflow profile` around the measuring process: what is left to measure, the file, progress. Torch-free."""
 
 import contextlib
 import json
@@ -22,15 +22,14 @@ _LEAVE_S = 5.0
 
 
 def profile_run(config: RunConfig, out: Path, *, say: Callable[[str], None]) -> Profile:
-    """Measure what `out` lacks, and write it there after each block.
+    """Measure what `out` lacks, and write the file after each block.
 
     Args:
-        config: of the run.
-        out: JSON file; one that exists is gone on with.
-        say: is told each block's time.
+        out: JSON file; an existing one is continued.
+        say: called with a line of progress per block.
 
     Raises:
-        ConfigError: the engines have no model, the file is of another model or device, or cannot be written.
+        ConfigError: the engines have no model, or the file is of another model or device, or cannot be written.
         AsyncFlowError: a block could not be measured.
     """
     if "sim" in (config.rollout.engine, config.actor.engine, config.ref.engine):
@@ -60,7 +59,7 @@ def profile_run(config: RunConfig, out: Path, *, say: Callable[[str], None]) -> 
             answer = json.loads(process.stdout.readline() or "{}")
             if "seconds" not in answer:
                 what = answer.get("error") or _end_of(process, errors)
-                raise AsyncFlowError(f"asyncflow profile: {block}: {what}; the same command goes on from there")
+                raise AsyncFlowError(f"asyncflow profile: {block}: {what}; the same command continues from there")
             profile = replace(profile, seconds={**profile.seconds, block: answer["seconds"]})
             profile.write(out)
             say(f"{number + 1:>3}/{len(todo)} {answer['seconds'] * 1e3:>10.3f} ms  {block}")
@@ -88,5 +87,5 @@ def _end_of(process: "subprocess.Popen[str]", errors: IO[str]) -> str:
     code = process.wait(_LEAVE_S)
     errors.seek(0)
     lines = errors.read().split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "it says nothing")
-    return f"the process that measures ended with code {code}: {last}"
+    last = next((line for line in reversed(lines) if line.strip()), "no output")
+    return f"the measuring process ended with code {code}: {last}"

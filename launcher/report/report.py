@@ -1,4 +1,4 @@
-"""`report.html` of a run: curves, where the time went, samples and settings on one page that needs nothing else."""
+"""A run for people to look at: curves, samples as text, and `report.html`, one page that needs no other files."""
 
 import heapq
 import json
@@ -16,17 +16,17 @@ from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, METRICS_FILE, REPO
 from launcher.loggers.feed import figures
 from launcher.timeline.run_timeline import RunTimeline, account_text
 
-# The curves of runs: read from their files, and drawn into one picture by matplotlib (extra `plot`). Torch-free.
+# Curves of runs, read from their files, and drawn by matplotlib (extra `plot`). Torch-free.
 
 Curves = Mapping[str, Mapping[int, float]]
 """Name of a figure -> step -> value."""
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """Read every figure of a run, which may be live; those of evaluations are `evaluation/...`.
+    """Read every figure of a run, which may be live. Those of evaluations are named `evaluation/...`.
 
     Raises:
-        ConfigError: it has no finished step, or a line is not JSON.
+        ConfigError: the run has no finished step, or a line is not JSON.
     """
     curves: dict[str, dict[int, float]] = {}
     try:
@@ -43,7 +43,7 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def plot(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) -> None:
-    """Draw a panel for each metric, with a curve for each run, into a PNG, SVG or PDF file.
+    """Draw a panel per metric, with a curve per run, into a PNG, SVG or PDF file.
 
     Raises:
         ConfigError: matplotlib is not installed, a run has no such figure, or the file cannot be written.
@@ -73,22 +73,20 @@ def plot(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) -> None
         raise ConfigError(f"-o: {output} cannot be written ({error}); name a .png, .svg or .pdf file") from error
 
 
-# `asyncflow samples`: what the policy said in a step, as a person reads it.
+# `asyncflow samples`: what the policy said in a step, as text for a person.
 
 _RULE = "=" * 100
 
 
 def samples_text(run_dir: Path, *, step: int | None, worst: int, best: int, number: int) -> str:
-    """Return the rollouts of a step.
+    """Return the rollouts of a step of a run, which may be live.
 
     Args:
-        run_dir: of a run, which may be live.
-        step: None: the newest.
-        worst, best: so many with the lowest, the highest reward; 0 both: the first ones.
-        number: of the first ones.
+        step: None: the newest one.
+        worst, best: numbers of rollouts with the lowest and highest reward; both 0: the first `number` ones.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the run or the step has no samples.
     """
     lines = list(_lines(run_dir))
     if not lines:
@@ -109,13 +107,12 @@ def samples_text(run_dir: Path, *, step: int | None, worst: int, best: int, numb
 
 
 def _lines(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield what whole lines hold; a live run may be writing the last one."""
     for path in sorted((run_dir / SAMPLES).glob("rollout-*.jsonl")):
         yield from readable_lines(path)
 
 
 def _text(line: dict[str, Any]) -> str:
-    """Return a rollout: its conversations, and their tokens, those that are trained in angle quotation marks."""
+    """Return a rollout: its conversations and their tokens, with those that are trained in guillemets."""
     reward = "no reward" if line["reward"] is None else f"reward {line['reward']:g}"
     versions = ", ".join(f"{count} by version {version}" for version, count in line["versions"])
     cut = ", truncated" if line["truncated"] else ""
@@ -144,7 +141,7 @@ def _message_text(message: dict[str, Any]) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text without what would command a terminal; lines stay."""
+    """Return a text without control characters, which could command a terminal; line breaks stay."""
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
@@ -179,14 +176,14 @@ def write_report(run_dir: Path) -> Path:
 
 
 def polyline(curve: Mapping[int, float]) -> str:
-    """Return the points of a curve that has two values, scaled to 300 x 110 pixels."""
+    """Return the points of a curve, which must have two different values, scaled to 300 x 110 pixels."""
     low, high, first = min(curve.values()), max(curve.values()), min(curve)
     across, up = 300 / (max(curve) - first), 110 / (high - low)
     return " ".join(f"{across * (step - first):.1f},{up * (high - value):.1f}" for step, value in curve.items())
 
 
 def _or_why_not(text: Callable[[], str]) -> str:
-    """Return a part of the page, or, of a run that does not have it, the line that says so."""
+    """Return a part of the page, or the message that says why the run lacks it."""
     try:
         return text()
     except ConfigError as error:

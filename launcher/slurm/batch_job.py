@@ -1,9 +1,9 @@
-"""The batch job of one `asyncflow sbatch` command: all that can be checked before it runs is, then its script is made.
+"""The batch job of one `asyncflow sbatch` command: everything that can be checked before it runs, then its script.
 
     BatchRequest --accept()--> BatchJob --script_text--> #SBATCH lines, settings of this run, `relaunch.sh`
 
-`launcher.slurm.command` prints the script or submits it. `relaunch.sh` is the part that all batch scripts share, the
-templates in `configs/slurm` too: it launches, passes Slurm's signals on, and puts the job back into the queue.
+`launcher.slurm.command` prints or submits the script. `relaunch.sh` is the part that all batch scripts share, including
+the templates in `configs/slurm`: it launches, passes Slurm's signals on, and requeues the job.
 """
 
 import math
@@ -22,9 +22,9 @@ from workers.settings.run import LauncherConfig
 
 COMMAND = "asyncflow-launch"
 _EARLY_S = 60
-"""Slurm may send the signal so much earlier than it was asked to (man sbatch, --signal)."""
+"""Slurm may send the signal this much earlier than asked (man sbatch, --signal; s)."""
 _LEAVE_S = 10
-"""For what a launcher does after its processes are gone: its last lines, the step's end (s)."""
+"""Time for what a launcher does after its processes are gone: its last lines, the step's end (s)."""
 UNLIMITED = ("infinite", "unlimited")
 _TIME_LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 _WORD = re.compile(r"[^\s\"'\\#]+")
@@ -32,16 +32,14 @@ _WORD = re.compile(r"[^\s\"'\\#]+")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What is asked of Slurm.
+    """Options for Slurm.
 
     Attributes:
-        nodes: how many; each gets one launcher.
-        time_limit: as sbatch takes it, e.g. `24:00:00`.
+        nodes: each gets one launcher.
         partition, account, gres: "" leaves the choice to the cluster.
-        cpus_per_task: cores of each launcher and its workers; 0: nodes as a whole, with all their cores and memory.
+        cpus_per_task: cores of each launcher and its workers; 0: whole nodes, with all cores and memory.
         signal_s: how long before the time limit the run is stopped (s).
-        max_requeues: how often the script puts its job back into the queue.
-        sbatch_args: further options of sbatch; they win over those above.
+        sbatch_args: further options of sbatch; they override those above.
     """
 
     nodes: int
@@ -57,14 +55,13 @@ class SlurmOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob(SlurmOptions):
-    """What a batch script asks of Slurm and starts on every node.
+    """A checked batch job.
 
     Attributes:
-        name: of the job in Slurm's lists.
         gather_s: how long the other launchers may take after the first one has gone (s).
         workdir: absolute; relative paths in `launch` start here.
-        run_dir: absolute; the same for all restarts, and where Slurm's log goes.
-        launch: the launcher's command without `--run-dir`, in lines as the script shows them.
+        run_dir: absolute; the same for all restarts, and the place of Slurm's log.
+        launch: the launcher's command without `--run-dir`, split into the script's lines.
         setup: bash lines to run before the launch, e.g. `module load ...`.
     """
 
@@ -84,10 +81,10 @@ class BatchRequest(SlurmOptions):
     setup: str | None = None
 
     def accept(self) -> BatchJob:
-        """Check the run as `asyncflow-launch` will, but for devices, which are the nodes' own; write nothing.
+        """Check the run as `asyncflow-launch` will, except for devices, which only the nodes know. Writes nothing.
 
         Raises:
-            ConfigError: the first thing that does not hold.
+            ConfigError: the first thing that is wrong.
         """
         for option in ("partition", "account", "gres"):
             _check_word(f"--{option}", getattr(self, option))
@@ -95,6 +92,7 @@ class BatchRequest(SlurmOptions):
             _check_argument(argument)
         setup = _read(self.setup) if self.setup is not None else ""
         request = self.request
+        # The submitting machine may have other devices than the nodes, so devices are not checked here.
         accepted = replace(request, overrides=(*request.overrides, "launcher.device=cpu")).accept()
         config = accepted.checked.config
         stop_s = _longest_stop_s(config.launcher)
@@ -134,9 +132,10 @@ def time_limit_s(text: str) -> float:
 
     Args:
         text: `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`, `days-hours:minutes`,
-            `days-hours:minutes:seconds`, or `UNLIMITED`.
+            `days-hours:minutes:seconds`, or one of `UNLIMITED`.
+
     Raises:
-        ConfigError: it is none of them, or nothing at all.
+        ConfigError: the text has another form, or means zero.
     """
     if text.lower() in UNLIMITED:
         return float("inf")
@@ -154,12 +153,14 @@ def time_limit_s(text: str) -> float:
 
 
 def _longest_stop_s(launcher: LauncherConfig) -> int:
-    """Return how long a launcher may take from the signal to its end (s): saving, leaving, and its own last lines."""
+    """Return how long a launcher may take from the signal to its end (s)."""
+    # Saving and leaving may take `stop_timeout_s` each.
     return math.ceil(2 * launcher.stop_timeout_s) + _LEAVE_S
 
 
 def _launch(request: Request, accepted: Accepted) -> tuple[tuple[str, ...], ...]:
-    """Return the launcher's command, one line per option, with paths that do not depend on the environment."""
+    """Return the launcher's command, one line per option."""
+    # Absolute paths, since the batch shell may have another environment than this one.
     beside_python = Path(sys.executable).with_name(COMMAND)
     command = str(beside_python) if beside_python.is_file() else shutil.which(COMMAND) or COMMAND
     is_run_s_own = accepted.source == accepted.run_dir / CONFIG_FILE
@@ -205,12 +206,11 @@ EARLY_TRAP = """\
 stopping=
 trap 'stopping=yes' USR1 TERM
 """
-"""The first lines after Slurm's options; `relaunch.sh` needs them."""
+"""First lines after Slurm's options; `relaunch.sh` needs them."""
 _PLAIN = re.compile(r"[\w./:@%+=,-]+", re.ASCII)
 
 
 def script_text(job: BatchJob) -> str:
-    """Return the script, with a final newline."""
     parts = (_title(job), _resources(job), _restarts(job), _setup(job), _settings(job), RELAUNCH.read_text())
     return "\n".join(parts)
 
@@ -221,8 +221,8 @@ def _title(job: BatchJob) -> str:
 #!/bin/bash
 # AsyncFlow run {job.name!r} on {nodes}. Written by `asyncflow sbatch`; change it as you like.
 #
-#   sbatch SCRIPT                    starts it; stopped ahead of its time limit or preempted, it goes on later by itself
-#   sbatch SCRIPT --resume latest    goes on with it after it gave up, failed or was cancelled
+#   sbatch SCRIPT                    starts it; after its time limit or a preemption, it continues by itself
+#   sbatch SCRIPT --resume latest    continues it after it gave up, failed or was cancelled
 #   scancel JOB                      ends it for good
 """
 
@@ -246,7 +246,8 @@ def _resources(job: BatchJob) -> str:
 
 
 def _restarts(job: BatchJob) -> str:
-    """Return the options that make the job stop in time and start again in its own directory and log."""
+    """Return the options that stop the job in time, and restart it with the same directory and log."""
+    # `%` begins a pattern in a name of Slurm's log.
     output = str(job.run_dir).replace("%", "%%") + "/slurm-%j.out"
     lines = [
         f"# {job.signal_s} s before the time limit Slurm sends USR1, to this script alone (B:), which does the rest.",
@@ -296,7 +297,7 @@ def _sbatch(option: str, value: str | int) -> str:
 
 
 def _word(text: str) -> str:
-    """Quote for bash; also commas, which in an array look like a mistake."""
+    """Quote for bash. Commas are quoted, too: in an array they look like a mistake."""
     if _PLAIN.fullmatch(text):
         return f"'{text}'" if "," in text else text
     return shlex.quote(text)

@@ -1,4 +1,4 @@
-"""`asyncflow sbatch`: prints the batch script of a run, or submits it. Most imports are made when the command runs."""
+"""`asyncflow sbatch`: prints the batch script of a run, or submits it. Most imports happen when the command runs."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from asyncflow.errors import ConfigError
 from launcher.request.exits import OneLineCommand, errors_as_exits
 
 SCRIPT_FILE = "run.sbatch"
-"""In the run directory: what was submitted."""
+"""Name in the run directory of the script that was submitted."""
 
 
 @click.command("sbatch", cls=OneLineCommand)
@@ -96,7 +96,7 @@ def sbatch_command(
 
 
 def make_run_dir(run_dir: Path) -> bool:
-    """Make the run directory, since Slurm's log goes there; return whether it was missing.
+    """Create the run directory, where Slurm's log goes; return whether it was missing.
 
     Raises:
         ConfigError: the file system refuses.
@@ -111,10 +111,10 @@ def make_run_dir(run_dir: Path) -> bool:
 
 
 def submit_script(script: str, run_dir: Path) -> str:
-    """Write the script into the run directory, which is made, and submit it; return the job's id.
+    """Write the script into the run directory, which is created if missing, and submit it. Return the job's id.
 
     Raises:
-        ConfigError: there is no sbatch here, or it refused; its own words.
+        ConfigError: sbatch is missing here, or refused the script; then the message quotes it.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError(

@@ -1,8 +1,9 @@
-"""A Gantt chart of a run: what it shows and where (rows, bars, colours, step numbers), and the HTML page that draws it.
-Pure. Times are seconds from the window's start, heights are in rows.
+"""A Gantt chart of a run: rows, bars, colours and step numbers, and the HTML page that draws them. Pure.
 
-rollout-0  | generate 3 |load| generate 4 ...      one row per process, one colour per task, grey while it waits,
-actor      | fb | fb | opt | publish | fb ...      thin bars for background threads, a line where a step's weights exist
+    rollout-0  | generate 3 |load| generate 4 ...   one row per process, one colour per task, grey while it waits;
+    actor      | fb | fb | opt | publish | fb ...   thin bars for background threads; a line when a step's weights exist
+
+Times are seconds from the start of the window; heights are in rows.
 """
 
 import html
@@ -27,7 +28,7 @@ _COLOURS = {
 _OTHERS = ("#8c9fc7", "#bab0ac", "#79706e", "#d67195")
 _SWAP = "load weights"
 _SWAP_SHARE, _SWAP_SHARE_OF_STEP = 1 / 800, 1 / 10
-"""A swap of the weights is drawn at least so long, in the window, but never longer in a step."""
+"""Shortest drawn length of a weight swap, as shares of the window and (upper limit) of a mean step."""
 _ROLE_GAP = 0.45
 CAPTION = (
     "Lines: the weights of a step exist. Numbers in bars: the step that responses are generated for. Thin bars: "
@@ -36,18 +37,11 @@ CAPTION = (
 
 _ROW_HIGH, _BAR_HIGH, _THIN, _LEFT, _TOP, _GAP_FROM = 22, 15, 3, 120, 26, 6
 _TICK, _NUMBER, _BETWEEN_LINES = 150, 40, 12
-"""Room (pixels) for a time, for a step's number, between two steps' lines."""
+"""Pixels that a time, a step's number, and two neighbouring lines of steps need."""
 
 
 class Bar(NamedTuple):
-    """What a process did.
-
-    Attributes:
-        start, end: when (s).
-        colour: of the task, or grey.
-        told: what it was, in words.
-        number: of the step, if the bar should show it where there is room; else "".
-    """
+    """What a process did in an interval (s): `told` in words, with the step's number to show if there is room."""
 
     start: float
     end: float
@@ -58,15 +52,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A process.
-
-    Attributes:
-        label: its name.
-        role: its role.
-        top: its place in the chart (rows).
-        bars: in the order in which they are drawn.
-        beside: those of background threads.
-    """
+    """A process. `top` is its place in the chart (rows), and `beside` has the bars of background threads."""
 
     label: str
     role: str
@@ -80,13 +66,10 @@ class GanttChart:
     """The chart.
 
     Attributes:
-        title: of the run.
-        duration_s: of the window.
-        rows: from top to bottom.
         height: of all rows and gaps (rows).
-        legend: tasks that are shown, with their colours.
-        step_ends: when the weights of each step existed (s).
-        account: per role, the share of its time in each category.
+        legend: (task, colour) of what is shown.
+        step_ends: step -> when its weights existed (s).
+        account: role -> category -> share of its time.
     """
 
     title: str
@@ -99,13 +82,7 @@ class GanttChart:
 
     @staticmethod
     def of(timeline: RunTimeline, account: Mapping[str, Mapping[str, float]], *, title: str) -> "GanttChart":
-        """Lay out a run.
-
-        Args:
-            timeline: of the run.
-            account: `timeline.account()`.
-            title: heading.
-        """
+        """Lay out a run; `account` is `timeline.account()`."""
         start, end = timeline.window
         shown = {
             process: [
@@ -123,6 +100,7 @@ class GanttChart:
             role = role_of(process)
             if rows:
                 top += 1 if role == rows[-1].role else 1 + _ROLE_GAP
+            # Swaps are drawn on top: they lie inside other spans, and are lengthened to be visible.
             bars = [_bar(span, start, end, least_swap_s) for span in _swaps_last(spans) if span.name not in BESIDE]
             beside = [_bar(span, start, end, 0.0) for span in spans if span.name in BESIDE]
             rows.append(Row(_label(process, shown), role, top, bars, beside))
@@ -138,15 +116,10 @@ class GanttChart:
 
     @property
     def summary(self) -> str:
-        """Say how long the window is."""
         return f"{max(0, len(self.step_ends) - 1)} steps in {self.duration_s:.1f} s"
 
     def numbers(self, *, at_most: float) -> list[tuple[int, float]]:
-        """Return the steps whose numbers have room above the chart, each with the middle of its time (s).
-
-        Args:
-            at_most: so many have room beside each other.
-        """
+        """Return (step, middle of its time in s) for step numbers to show; `at_most` fit next to each other."""
         ends = list(self.step_ends.items())
         every = _round_up(max(1.0, 2 * len(ends) / at_most))
         placed: list[tuple[int, float]] = []
@@ -157,23 +130,18 @@ class GanttChart:
         return placed
 
     def lines(self, *, at_most: float) -> list[float]:
-        """Return the ends of steps (s) to draw: all, or, of too many, those of round steps."""
+        """Return the ends of steps to draw (s): all, or those of round step numbers if there are too many."""
         every = _round_up(max(1.0, len(self.step_ends) / at_most))
         return [moment for step, moment in self.step_ends.items() if step % every == 0]
 
     def ticks(self, *, at_most: float) -> list[float]:
-        """Return the times (s) to write below the chart."""
+        """Return the times to write below the chart (s)."""
         every = _round_up(self.duration_s / at_most)
         return [number * every for number in range(1 + math.floor(self.duration_s / every + 1e-9))]
 
 
 def gantt_html(chart: GanttChart, *, width: int) -> str:
-    """Return a chart as an HTML document, which is well-formed XML, too.
-
-    Args:
-        chart: of the run.
-        width: of the whole run (pixels).
-    """
+    """Return a chart as an HTML document, which is also well-formed XML. `width` is that of the window (pixels)."""
     scale = width / chart.duration_s
     bottom = _TOP + round(chart.height * _ROW_HIGH)
     parts = [
@@ -202,7 +170,7 @@ def gantt_html(chart: GanttChart, *, width: int) -> str:
 
 
 def _label(process: str, processes: Iterable[str]) -> str:
-    """Return the gang's name where it has one process only, else the process's."""
+    """Return the gang's name if it has only one process, else the process's."""
     gang = process.rpartition("-")[0]
     ranks = [each for each in processes if each.rpartition("-")[0] == gang]
     return gang if len(ranks) == 1 else process
@@ -233,7 +201,7 @@ def _colour(name: str) -> str:
 
 
 def _round_up(value: float) -> float:
-    """Return the least of ..., 0.5, 1, 2, 5, 10, ... that is not below."""
+    """Return the smallest of ..., 0.5, 1, 2, 5, 10, ... that is not less than `value`."""
     scale = 10.0 ** math.floor(math.log10(value))
     return next(factor * scale for factor in (1, 2, 5, 10) if factor * scale >= value * (1 - 1e-9))
 

@@ -1,9 +1,9 @@
-"""What every process of a run did, from its `timeline/`: read, accounted for, and written as text or as a Chrome trace,
-which ui.perfetto.dev shows. Pure but for the reading.
+"""What every process of a run did: spans read from its `timeline/`, accounted for, and written as text or Chrome trace.
 
-Spans of one process may lie inside each other (a swap of the weights inside a generation); the innermost one counts.
-Spans of background threads (`BESIDE`) are shown and not accounted for: the process does something else meanwhile. So
-are rollouts of users' functions and their turns: in the trace, those at the same time have lanes of their own.
+Chrome traces can be viewed at ui.perfetto.dev. Spans of one process may be nested (a weight swap inside a generation);
+the innermost one counts. Spans of background threads (`BESIDE`) are shown but not accounted for, since the process does
+something else meanwhile. The same holds for rollouts of users' functions and their turns; in the trace, concurrent ones
+have lanes of their own.
 """
 
 import itertools
@@ -19,10 +19,10 @@ from asyncflow.json_lines import readable_lines
 from asyncflow.run_files import TIMELINE
 
 ROLLOUTS = frozenset({"rollout", "turn"})
-"""Of users' functions and agents, many at a time: spans with the same `id` are of one rollout."""
+"""Spans of users' functions and agents, many at a time; those with the same `id` belong to one rollout."""
 BESIDE = ROLLOUTS | {"copy weights", "seal weights", "check weights", "receive weights", "write checkpoint"}
 STEP_ENDS = "publish weights"
-"""Of the actor's rank 0: ends when the weights of its `step` exist."""
+"""Span of the actor's rank 0 that ends when the weights of its `step` exist."""
 _WAITS = {
     "wait for prompts": "waiting for admission",
     "wait for weights": "waiting for weights",
@@ -31,20 +31,15 @@ _WAITS = {
     "wait for checkpoint": "waiting for disk",
 }
 CATEGORIES = ("busy", *_WAITS.values(), "other")
-"""Of an account; `other`: no span covers it."""
+"""Categories of an account; `other`: no span covers the time."""
 
 _ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
-"""Rows from top to bottom; users' roles follow."""
+"""Order of rows from top to bottom; users' roles follow."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a process did, from when to when (unix time, s).
-
-    Attributes:
-        name, start, end: what and when.
-        attributes: step, rows, version and the like.
-    """
+    """What a process did between `start` and `end` (unix time, s); attributes are step, rows, version and the like."""
 
     name: str
     start: float
@@ -53,7 +48,7 @@ class Span:
 
     @property
     def category(self) -> str:
-        """Return one of `CATEGORIES`."""
+        """One of `CATEGORIES`."""
         for prefix, category in _WAITS.items():
             if self.name.startswith(prefix):
                 return category
@@ -62,10 +57,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Recorded:
-    """How much a process recorded, over all its starts that it ended itself.
+    """How much a process recorded, over all its starts that ended regularly.
 
     Attributes:
-        num_spans: that many.
+        num_spans: number of recorded spans.
         cpu_s: CPU time of the whole process (s).
     """
 
@@ -78,9 +73,9 @@ class RunTimeline:
     """All spans of a run.
 
     Attributes:
-        spans: by process, e.g. `rollout-1-0`, in order of their start, outer ones first.
-        step_ends: when the weights of each step existed (unix time, s), since the last start of the run.
-        recorded: by process; one that was killed is missing.
+        spans: process, e.g. `rollout-1-0` -> its spans by start, outer ones first.
+        step_ends: step -> when its weights existed (unix time, s), since the run's last start.
+        recorded: process -> how much it recorded; processes that were killed are missing.
     """
 
     spans: Mapping[str, Sequence[Span]]
@@ -89,10 +84,10 @@ class RunTimeline:
 
     @staticmethod
     def read(run_dir: Path) -> "RunTimeline":
-        """Read a run's timeline; a line that a killed process left unfinished is skipped.
+        """Read a run's timeline leniently: lines that a killed process left unfinished are skipped.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: the run has no timeline.
         """
         spans: dict[str, list[Span]] = {}
         recorded: dict[str, Recorded] = {}
@@ -109,28 +104,27 @@ class RunTimeline:
             step = span.attributes.get("step")
             if span.name == STEP_ENDS and isinstance(step, int):
                 if any(step <= earlier for earlier in ends):
-                    ends = {}  # the run was resumed: what counts is its last start
+                    ends = {}  # the run was resumed: only its last start counts
                 ends[step] = span.end
         return RunTimeline(spans, ends, recorded)
 
     def overhead(self, span_cost_s: float) -> float:
-        """Return the largest share of a process's CPU time that recording took; NaN when every process was killed.
+        """Return the largest share of a process's CPU time that recording took; NaN if every process was killed.
 
-        Args:
-            span_cost_s: CPU time of a span (s), see `asyncflow.timeline.measure_span_cost`.
+        `span_cost_s` is the CPU time per span (s), see `asyncflow.timeline.measure_span_cost`.
         """
         return max((each.num_spans * span_cost_s / each.cpu_s for each in self.recorded.values()), default=math.nan)
 
     @property
     def window(self) -> tuple[float, float]:
-        """Return from when to when (unix time, s) the run was at work since its last start, from its first weights."""
+        """From when to when (unix time, s) the run worked: since its last start, beginning with its first weights."""
         if len(self.step_ends) > 1:
             return min(self.step_ends.values()), max(self.step_ends.values())
         every = [span for own in self.spans.values() for span in own]
         return min(span.start for span in every), max(span.end for span in every)
 
     def account(self) -> dict[str, dict[str, float]]:
-        """Return, per role, the share of the window that its processes spent in each category; shares add up to 1."""
+        """Return role -> category -> share of the window that its processes spent in it; shares add up to 1."""
         start, end = self.window
         by_role: dict[str, list[dict[str, float]]] = {}
         for process, own in self.spans.items():
@@ -143,13 +137,14 @@ class RunTimeline:
 
 
 def account(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:
-    """Return the share of a window, by category, of one process's spans; of several open ones the last begun counts."""
+    """Return category -> share of a window for one process; of nested spans the one that began last counts."""
     inside = [span for span in spans if span.name not in BESIDE and span.end > start and span.start < end]
     edges = sorted({start, end, *(max(start, span.start) for span in inside), *(min(end, span.end) for span in inside)})
     begins = sorted(inside, key=_order)
     shares = dict.fromkeys(CATEGORIES, 0.0)
     open_spans: list[Span] = []
     number = 0
+    # A sweep over all edges: between two of them nothing begins or ends.
     for left, right in itertools.pairwise(edges):
         while number < len(begins) and begins[number].start <= left:
             open_spans.append(begins[number])
@@ -161,7 +156,7 @@ def account(spans: Iterable[Span], start: float, end: float) -> dict[str, float]
 
 
 def chrome_trace(timeline: RunTimeline) -> str:
-    """Return the spans in Chrome's trace format, JSON: a process each, background threads beside it."""
+    """Return the spans in Chrome's trace format (JSON), each process with its background threads in a second lane."""
     start, _ = timeline.window
     events: list[dict[str, object]] = []
     for pid, process in enumerate(in_order(timeline.spans), start=1):
@@ -176,7 +171,7 @@ def chrome_trace(timeline: RunTimeline) -> str:
 
 
 def _lanes(spans: Iterable[Span]) -> dict[object, int]:
-    """Return a lane for each rollout, from 2; one is free again when its rollout has ended."""
+    """Return rollout -> lane, from 2 up; a lane is free again when its rollout has ended."""
     times: dict[object, tuple[float, float]] = {}
     for span in spans:
         if (rollout := _rollout_of(span)) is not None:
@@ -185,6 +180,7 @@ def _lanes(spans: Iterable[Span]) -> dict[object, int]:
     ends: list[float] = []
     lanes = {}
     for rollout, (start, end) in sorted(times.items(), key=lambda item: item[1]):
+        # The first lane that is free, else a new one. Lanes 0 and 1 are the process and its background threads.
         lane = next((number for number, until in enumerate(ends) if until <= start), len(ends))
         ends[lane : lane + 1] = [end]
         lanes[rollout] = 2 + lane
@@ -196,7 +192,7 @@ def _rollout_of(span: Span) -> object:
 
 
 def account_text(account: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the account as a table for a terminal, in per cent."""
+    """Return the account as a table for a terminal, in percent."""
     lines = ["".join([f"{'% of time':12}", *(f"{category:>24}" for category in CATEGORIES), f"{'sum':>8}"])]
     for role in in_order(account):
         shares = [100 * account[role][category] for category in CATEGORIES]
@@ -205,15 +201,15 @@ def account_text(account: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def recording_text(timeline: RunTimeline, span_cost_s: float) -> str:
-    """Say what recording cost, in one line."""
+    """Return one line about the cost of recording."""
     share = timeline.overhead(span_cost_s)
     if math.isnan(share):
-        return "recording: no process has said yet how many spans it recorded"
+        return "recording: no process has reported yet how many spans it recorded"
     return f"recording: {100 * share:.2f} % of a process's CPU time at most ({1e6 * span_cost_s:.1f} us a span)"
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return processes (or roles) from the top row to the bottom, `rollout-2` before `rollout-10`."""
+    """Return processes or roles in the order of rows, with `rollout-2` before `rollout-10`."""
 
     def place(name: str) -> tuple[int, list[str | int]]:
         role = role_of(name)
@@ -224,21 +220,19 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def role_of(process: str) -> str:
-    """Return the role of a process, from its name: of `rollout-1-0`, `rollout`."""
+    """Return the role in a process's name, e.g. `rollout` of `rollout-1-0`."""
     return process.partition("-")[0]
 
 
 def _span(values: Mapping[str, object]) -> Span | None:
-    """Return what a line says, if it is a span."""
     match values:
         case {"name": str(name), "start": int() | float() as start, "end": int() | float() as end, **attributes}:
-            if math.isfinite(start) and start <= end < math.inf:
+            if math.isfinite(start) and start <= end < math.inf:  # a damaged line may hold any number
                 return Span(name, start, end, attributes)
     return None
 
 
 def _recorded(values: Mapping[str, object]) -> Recorded | None:
-    """Return what a process's last line says, if it is that line."""
     match values:
         case {"process": str(), "spans": int(num_spans), "cpu_s": int() | float() as cpu_s} if cpu_s > 0:
             return Recorded(num_spans, cpu_s)
@@ -246,4 +240,4 @@ def _recorded(values: Mapping[str, object]) -> Recorded | None:
 
 
 def _order(span: Span) -> tuple[float, float]:
-    return span.start, -span.end
+    return span.start, -span.end  # of spans that begin together, the outer one first

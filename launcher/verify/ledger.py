@@ -1,9 +1,8 @@
-"""What the ledger must be: each line by itself, against all others, and against admission. Pure; part of `asyncflow
-verify`.
+"""Checks of the ledger for `asyncflow verify`: each line by itself, against all others, and against admission. Pure.
 
-Admission is a pure function of what was trained or filtered out before a start and of the groups that were replaced
-since, so it is played again for each start (lineage) whose steps survive, and says which step every id belongs to:
-ids are contiguous, and none is left out.
+Admission is a pure function of the groups that were trained or filtered out before a start, and of those replaced
+since. So it is replayed for each start (lineage) whose steps survive, and then says to which step every id belongs. Ids
+are contiguous, and none is left out.
 """
 
 import re
@@ -26,14 +25,9 @@ _NO_END = 2**62
 
 @dataclass(frozen=True)
 class Start:
-    """The surviving steps of one lineage.
+    """The surviving steps of one lineage, with admission as replayed for it.
 
-    Attributes:
-        lineage: of them.
-        first, last: step.
-        trained, replaced: their ledger lines.
-        before: groups that were in the weights that it began with, or filtered out before.
-        state: admission, as it was in this lineage.
+    `before` has the groups in the weights that it started from, and those filtered out before.
     """
 
     lineage: int
@@ -46,7 +40,7 @@ class Start:
 
 
 def check_files(records: RunRecords) -> Check:
-    """Every line is one that a run writes; a last line that is cut is what a crash leaves."""
+    """Every line is one that a run writes. A cut last line is legal: a crash leaves one."""
     files: tuple[Lines[msgspec.Struct], ...] = (records.ledger.file, records.metrics, records.updates)
     problems = [f"{file.where(number)}: {what}" for file in files for number, what in file.wrong]
     if any(file.lines for file in files):
@@ -58,7 +52,7 @@ def check_files(records: RunRecords) -> Check:
 
 
 def check_once(steps: CompleteSteps) -> Check:
-    """No group was trained twice, nor by the lineage that gave it up, nor, once filtered out, by a later one."""
+    """No group is trained twice, nor by the lineage that gave it up, nor by a later one once it is filtered out."""
     first: dict[int, int] = {}
     problems = []
     trained_by = {(line.lineage, line.group): number for number, line in steps.trained}
@@ -89,7 +83,7 @@ def check_once(steps: CompleteSteps) -> Check:
 
 
 def check_rows(steps: CompleteSteps) -> Check:
-    """A group's rows are the ones that its id says."""
+    """A group's rows are those that its id implies."""
     size = steps.records.config.schedule.n_samples_per_prompt
     problems = []
     for number, line in steps.trained:
@@ -103,7 +97,7 @@ def check_rows(steps: CompleteSteps) -> Check:
 
 
 def check_admission(steps: CompleteSteps) -> Check:
-    """Every id below the newest one was trained, was replaced by another, or belongs to a step that is not over."""
+    """Every id below the newest is trained, replaced by another, or part of an unfinished step."""
     problems: list[str] = []
     start = None
     for start in _starts(steps):
@@ -114,6 +108,7 @@ def check_admission(steps: CompleteSteps) -> Check:
         return Check("admission", "no group was trained")
     ids = {line.group for _, line in steps.trained}
     given_up = ({line.group for _, line in start.replaced} | {line.group for _, line in steps.filtered}) - ids
+    # A damaged ledger may name an id so large that the ids before it cannot be listed.
     to_come = set(range(max(ids))) - ids - given_up if max(ids) < 2 * len(ids) + 2**20 else set()
     says = [f"ids 0 to {max(ids)}, in the steps that admission gives them"]
     says += [f"{len(to_come)} still to come ({named(to_come)})"] if to_come else []
@@ -121,11 +116,11 @@ def check_admission(steps: CompleteSteps) -> Check:
 
 
 def check_dead_letters(steps: CompleteSteps) -> Check:
-    """Name the groups that some task failed on too often, and what became of them."""
+    """Name the groups on which some task failed too often, and what became of them."""
     trained = {line.group: line for _, line in steps.trained}
     notes = []
     for _, line in steps.dead_letters:
-        cause = f"after {line.deliveries} deliveries to {line.task}" if line.task else "nobody knows why any more"
+        cause = f"after {line.deliveries} deliveries to {line.task}" if line.task else "the cause is no longer known"
         later = trained.get(line.group)
         again = f"; trained in step {later.step} after a resume" if later is not None else ""
         notes.append(
@@ -135,14 +130,15 @@ def check_dead_letters(steps: CompleteSteps) -> Check:
 
 
 def check_filtered(steps: CompleteSteps) -> Check:
-    """Count the groups that were filtered out, each of which another one replaced; not every algorithm may do that."""
+    """Count the groups that were filtered out and replaced; they are a problem where the algorithm filters none."""
     number = len({line.group for _, line in steps.filtered})
     generated = number + len(steps.trained)
     share = f", {number / generated:.0%} of those that were generated" if number else ""
     config = steps.records.config
     algorithm = config.algorithm
     problems: tuple[str, ...] = ()
-    if number and not algorithm.filters_groups and not config.rollout.is_own:  # those may skip a task
+    # A user's own rollouts may skip a task, which filters its group out.
+    if number and not algorithm.filters_groups and not config.rollout.is_own:
         first = steps.where(steps.filtered[0][0])
         problems = (f"{first}: groups were filtered out, but algorithm {algorithm.name} filters none",)
     return Check("filtered", f"{number or 'no'} group{'s' if number != 1 else ''}{share}", problems)
@@ -170,10 +166,10 @@ def check_staleness(steps: CompleteSteps) -> Check:
 
 
 def check_prompts(steps: CompleteSteps) -> Check:
-    """Group g has the prompt that the seed gives it."""
+    """Every group has the prompt that the seed assigns it."""
     prompts = steps.records.prompts
     if prompts.unknown:
-        return Check("prompts", "not checked", notes=(f"nobody can say which prompts they are: {prompts.unknown}",))
+        return Check("prompts", "not checked", notes=(f"the expected prompts are unknown: {prompts.unknown}",))
     problems = []
     for number, line in steps.trained:
         where = f"{steps.where(number)}: group {line.group}"
@@ -194,7 +190,7 @@ def check_prompts(steps: CompleteSteps) -> Check:
 
 
 def check_tokens(steps: CompleteSteps) -> Check:
-    """Token hashes are well formed; a group that a checkpoint's queue held is compared with what was trained later."""
+    """Token hashes are well-formed. Groups in a checkpoint's queue are compared with what was trained later."""
     problems = []
     for number, line in steps.trained:
         wrong = [digest for digest in (line.prompt_hash, line.token_hash) if not _HASH.fullmatch(digest)]
@@ -218,6 +214,7 @@ def _starts(steps: CompleteSteps) -> Iterator[Start]:
         filtered = frozenset(line.group for _, line in steps.filtered if line.step < first)
         replaced = [one for one in steps.replaced if one[1].lineage == lineage]
         refills = [Refill(line.replaced_by, line.admitted_step, line.group) for _, line in replaced]
+        # A replacement's id shifts the ids behind it, so those of the lineage decide which step later ids belong to.
         mark = AdmissionMark(first - 1, last + 1, sorted(refills, key=lambda refill: refill.group))
         state = AdmissionState(schedule, version=first - 1, last_step=_NO_END, trained=before, filtered=filtered)
         trained = [one for one in steps.trained if one[1].lineage == lineage]
@@ -228,35 +225,37 @@ def _misplaced(one: tuple[int, TrainedLine], start: Start, steps: CompleteSteps)
     number, line = one
     schedule = steps.records.config.schedule
     if line.group < 0 or line.group in start.before or line.group in start.state.replaced:
-        return  # trained twice, or by the lineage that gave it up: said elsewhere
+        return  # trained twice, or by the lineage that gave it up: reported by `check_once`
     where = f"{steps.where(number)}: group {line.group} of step {line.step}"
     belongs = start.state.step_of(line.group)
     if belongs != line.admitted_step:
-        yield f"{where} was admitted for step {line.admitted_step}, it says; its id belongs to step {belongs}"
+        yield f"{where} claims admission for step {line.admitted_step}, but its id belongs to step {belongs}"
     metrics = steps.metrics.get(line.step)
     bound = schedule.staleness_bound if metrics is None else metrics.staleness_bound
+    # With lateness, ready rounds of later steps are trained early, within what is left of the staleness bound.
     ahead = bound - schedule.lateness if schedule.lateness else 0
     if not line.step - schedule.lateness <= line.admitted_step <= line.step + ahead:
-        yield f"{where} was admitted for step {line.admitted_step}, which is not within its reach"
+        yield f"{where} was admitted for step {line.admitted_step}, which is out of the step's reach"
 
 
 def _misnamed(one: tuple[int, ReplacedLine], start: Start, steps: CompleteSteps) -> Iterator[str]:
     number, line = one
     where = f"{steps.where(number)}: group {line.group}, which was replaced,"
     if steps.lineages.get(line.step) != line.lineage:
-        yield f"{where} is of lineage {line.lineage}, its step of {steps.lineages.get(line.step)}"
+        yield f"{where} is of lineage {line.lineage}, but its step of {steps.lineages.get(line.step)}"
     if line.group in start.before or line.group < 0:
         yield f"{where} was trained or filtered out before this lineage began"
     elif start.state.step_of(line.group) != line.admitted_step:
         belongs = start.state.step_of(line.group)
-        yield f"{where} was admitted for step {line.admitted_step}, it says; its id belongs to step {belongs}"
+        yield f"{where} claims admission for step {line.admitted_step}, but its id belongs to step {belongs}"
     if line.replaced_by <= line.group or line.replaced_by in start.before:
         yield f"{where} names group {line.replaced_by} as its replacement, but that group already existed"
 
 
 def _left_out(start: Start, steps: CompleteSteps) -> Iterator[str]:
-    """Yield the groups of steps that are over which were not trained."""
+    """Yield a problem per finished step that lacks groups which admission gave it."""
     trained = {line.group for _, line in start.trained}
+    # A group may be trained up to `lateness` steps late, so the last steps need not be whole yet.
     lateness = steps.records.config.schedule.lateness
     for step in steps.lineages:
         if start.first <= step <= start.last - lateness:
@@ -266,7 +265,7 @@ def _left_out(start: Start, steps: CompleteSteps) -> Iterator[str]:
 
 
 def _saved(steps: CompleteSteps) -> list[str]:
-    """Say what became of responses that were saved before they were trained; one may be generated again."""
+    """Say what became of responses that were saved before they were trained; a group may be generated again."""
     trained = {line.group: line for _, line in steps.trained}
     same: set[int] = set()
     other: set[int] = set()

@@ -1,6 +1,6 @@
-"""What `asyncflow verify` looks at: a run's lines and checkpoints, parsed, in one consistent look. Only reads.
+"""What `asyncflow verify` reads: a run's lines and checkpoints, parsed in one consistent look.
 
-Saved counts, saved responses and the data set need torch and the tokenizer: `Readers`.
+Saved counts, saved responses and the data set need torch and the tokenizer; they are behind `Readers`.
 """
 
 import warnings
@@ -46,13 +46,13 @@ from workers.settings.dataflow import SAMPLE_COLUMNS
 from workers.settings.run import RunConfig
 
 _LOOKS = 5
-"""How often a run that is just cut back is looked at again."""
+"""Number of attempts to read a run whose files are being cut back by a resume."""
 _NO_GROUP = 2**40
-"""A damaged ledger may name any number; no run admits so many groups."""
+"""A damaged ledger may name any number, but no run admits this many groups."""
 
 
 class StepLine(msgspec.Struct, frozen=True):
-    """What is needed of a line of `metrics.jsonl`."""
+    """The fields of `metrics.jsonl` that the checks need."""
 
     step: int
     lineage: int
@@ -65,13 +65,7 @@ class StepLine(msgspec.Struct, frozen=True):
 
 
 class UpdateLine(msgspec.Struct, frozen=True):
-    """A line of `updates.jsonl`.
-
-    Attributes:
-        lineage, step: that made it.
-        update: its number in the step, from 1.
-        optimizer_updates: that were in the engine's state after it.
-    """
+    """A line of `updates.jsonl`: `update` counts from 1 in each step, `optimizer_updates` over the engine's life."""
 
     lineage: int
     step: int
@@ -84,12 +78,11 @@ class SavedCheckpoint:
     """A directory in `checkpoints/`.
 
     Attributes:
-        path: of it.
-        problem: why it is not complete; "": it is.
-        step, lineage: of its `meta.json`.
-        updates: number of optimizer updates in its state.
-        critic_updates: the same of a critic; None: it has none.
-        queue: group -> token hash, of the groups whose responses all were saved with it; as in the ledger.
+        problem: why it is incomplete; "": it is complete.
+        step, lineage: from `meta.json`.
+        updates: optimizer updates in its state.
+        critic_updates: the same of a critic; None: no critic.
+        queue: group -> token hash as in the ledger, for groups whose responses were all saved with it.
     """
 
     path: Path
@@ -103,11 +96,11 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Which prompt a group has, as data, seed and tokenizer say.
+    """The prompts that groups must have by data, seed and tokenizer.
 
     Attributes:
         expected: group -> (epoch, prompt hash).
-        unknown: why it cannot be told; "": `expected` has all groups of the ledger.
+        unknown: why they cannot be determined; "": `expected` has all groups of the ledger.
     """
 
     expected: Mapping[int, tuple[int, str]]
@@ -116,15 +109,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """One look at a run.
-
-    Attributes:
-        run_dir, config: of the run.
-        live: a launcher runs it now; then lines of steps that were unfinished at the look are left out.
-        ledger, metrics, updates: their lines.
-        checkpoints: by step.
-        prompts: of the groups in the ledger.
-    """
+    """One consistent look at a run. If it is `live`, lines of unfinished steps are left out."""
 
     run_dir: Path
     config: RunConfig
@@ -138,13 +123,7 @@ class RunRecords:
 
 @dataclass(frozen=True)
 class Readers:
-    """Those parts of the look that need torch or the tokenizer.
-
-    Attributes:
-        saved_updates: number of optimizer updates in a checkpoint's state; raises CheckpointError.
-        saved_groups: group -> token hash of a checkpoint's queue; raises CheckpointError.
-        prompts: of groups.
-    """
+    """Functions that need torch or the tokenizer, see those of the same names; tests replace them."""
 
     saved_updates: Callable[[Path], int]
     saved_groups: Callable[[Path], Mapping[int, str]]
@@ -152,35 +131,36 @@ class Readers:
 
 
 def readers() -> Readers:
-    """Return what `read_records` needs."""
+    """Return the readers that use torch and the run's tokenizer."""
     return Readers(saved_updates=saved_updates, saved_groups=saved_groups, prompts=prompts_of)
 
 
 def read_records(run_dir: Path, readers: Readers) -> RunRecords:
-    """Look at a run.
+    """Read a run.
 
     Raises:
-        ConfigError: it is not a run, or a file of it cannot be read.
+        ConfigError: the directory is not a run, or one of its files cannot be read.
     """
     config = _config(run_dir)
     for _ in range(_LOOKS):
+        # A resume replaces the files that it cuts back, which shows in their identities: then look again.
         before = _identities(run_dir)
         records = _look(run_dir, config, readers)
         if _identities(run_dir) == before:
             return records
-    raise ConfigError(f"run directory: {run_dir} is cut back again and again; look when it runs steadily")
+    raise ConfigError(f"run directory: {run_dir} is cut back again and again; try again when it runs steadily")
 
 
 def saved_updates(directory: Path) -> int:
-    """Return how many optimizer updates are in the state that a checkpoint's `dcp/` holds.
+    """Return the number of optimizer updates in the state under a checkpoint's `dcp/`.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the state cannot be read.
     """
     state = {"optimizer_updates": torch.tensor(0)}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it is one process is no news
+            warnings.simplefilter("ignore", UserWarning)  # it warns that a single process loads: intended here
             dcp.load(state, checkpoint_id=directory, no_dist=True)
     except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
         reason = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
@@ -189,10 +169,10 @@ def saved_updates(directory: Path) -> int:
 
 
 def saved_groups(directory: Path) -> Mapping[int, str]:
-    """Return the token hash of each group whose responses all are in a queue's snapshot; nothing without one.
+    """Return the token hash of each group whose responses are all in a queue's snapshot; empty without a snapshot.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the snapshot cannot be read.
     """
     if not (directory / MANIFEST).exists():
         return {}
@@ -210,7 +190,7 @@ def saved_groups(directory: Path) -> Mapping[int, str]:
 
 
 def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
-    """Return the prompts of all groups that the ledger names as trained."""
+    """Return the expected prompts of all groups that the ledger names as trained."""
     run_dir = ledger.file.path.parent
     try:
         search_beside(config.code_directory)
@@ -239,7 +219,7 @@ def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
 
 
 def _tokenizer_files(run_dir: Path) -> Mapping[str, str]:
-    """Return the tokenizer's files when the run began, as its newest readable checkpoint says; none: unknown."""
+    """Return the tokenizer's files at the start of the run, from its newest readable checkpoint; empty: unknown."""
     for path in reversed(list_checkpoints(run_dir).values()):
         with suppress(CheckpointError):
             return CheckpointMeta.read(path).tokenizer_files
@@ -252,14 +232,15 @@ def _batch(chunk: SnapshotChunk) -> PackedBatch:
 
 
 def _look(run_dir: Path, config: RunConfig, readers: Readers) -> RunRecords:
-    """Read in the order opposite to that of writing, so that what a line builds on is there."""
+    # In the opposite order of writing, so that whatever a line builds on has been written by the time it is read.
     live = running_launcher(run_dir) is not None
     found = [_checkpoint(path, readers) for path in list_checkpoints(run_dir).values()]
-    checkpoints = [one for one in found if one.path.is_dir()]  # else it was removed meanwhile
+    checkpoints = [one for one in found if one.path.is_dir()]  # others were removed meanwhile
     metrics = read_lines(run_dir / METRICS_FILE, lambda _: StepLine)
     ledger = read_ledger(run_dir)
     updates = read_lines(run_dir / UPDATES_FILE, lambda _: UpdateLine)
     if live:
+        # Lines of a step that the run is still training are no errors.
         last = max((line.step for _, line in metrics.lines), default=0)
         ledger = Ledger(ledger.file.only(lambda line: line.step <= last))
         updates = updates.only(lambda line: line.step <= last)
@@ -288,7 +269,7 @@ def _config(run_dir: Path) -> RunConfig:
 
 
 def _identities(run_dir: Path) -> list[tuple[int, int] | None]:
-    """Return what changes when a file is replaced, as those are that a resume cuts."""
+    """Return the identities (device, inode) of the files that a resume replaces when it cuts them."""
     found: list[tuple[int, int] | None] = []
     for name in (METRICS_FILE, LEDGER_FILE, UPDATES_FILE):
         try:
@@ -300,7 +281,7 @@ def _identities(run_dir: Path) -> list[tuple[int, int] | None]:
 
 
 def _checkpoint(path: Path, readers: Readers) -> SavedCheckpoint:
-    """Read one, all of its files; `problem` says why it cannot be."""
+    """Read a checkpoint with all of its files; `problem` says why it cannot be read."""
     try:
         meta = CheckpointMeta.read(path)
     except CheckpointError as error:

@@ -1,8 +1,8 @@
 """`asyncflow verify`: prove from a run's directory that every group was trained once and every update made once.
 
-    read_records (looks, once) -> CompleteSteps -> one check after another (all pure) -> Report
+    read_records (reads, once) -> CompleteSteps -> one check after another (all pure) -> Report
 
-It never writes anything, and works on a live run, too: for everything up to the last complete step.
+It never writes anything. It also works on a live run, for everything up to the last complete step.
 """
 
 import json
@@ -49,14 +49,7 @@ _CHECKS: tuple[Callable[[CompleteSteps], Check], ...] = (
 
 @dataclass(frozen=True)
 class Report:
-    """What was found.
-
-    Attributes:
-        run_dir: of the run.
-        live: whether it runs.
-        last_step: everything was looked at up to this step.
-        checks: in order.
-    """
+    """Outcomes of all checks, in order; they cover everything up to `last_step`."""
 
     run_dir: Path
     live: bool
@@ -65,7 +58,6 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
         return all(check.ok for check in self.checks)
 
     @property
@@ -74,13 +66,11 @@ class Report:
         return 0 if self.ok else 1
 
     def as_json(self) -> str:
-        """Return everything as one JSON object."""
         checks = [{**asdict(check), "says": check.outcome, "ok": check.ok} for check in self.checks]
         fields = {"run_dir": str(self.run_dir), "live": self.live, "last_step": self.last_step, "ok": self.ok}
         return json.dumps({**fields, "checks": checks}, indent=2)
 
     def as_text(self) -> str:
-        """Return lines for a person."""
         lines = [line for check in self.checks for line in check.as_lines()]
         return "\n".join([f"{self.run_dir}{' (running)' if self.live else ''}", *lines, self._summary()])
 
@@ -94,16 +84,16 @@ class Report:
 
 
 def verify_run(run_dir: Path) -> Report:
-    """Look at a run and judge it.
+    """Read a run and check it.
 
     Raises:
-        ConfigError: it is not a run, or a file of it cannot be read.
+        ConfigError: the directory is not a run, or one of its files cannot be read.
     """
     return verify_records(read_records(run_dir, readers()))
 
 
 def verify_records(records: RunRecords) -> Report:
-    """Judge what was read."""
+    """Check what was read."""
     steps = CompleteSteps.of(records)
     checks = (check_files(records), *(check(steps) for check in _CHECKS))
     return Report(records.run_dir, records.live, steps.last, checks)

@@ -1,9 +1,10 @@
-"""What the checks of `asyncflow verify` build on: the outcome of one, and which steps are complete, by which lineage.
-Then the checks of steps: are all there, and did the weights see what the ledger says (metrics, optimizer updates,
-checkpoints). Pure.
+"""Foundations and checks of steps for `asyncflow verify`. Pure.
 
-Updates are written while a step is trained, then its ledger lines at once, then its metrics. So a crash leaves at most
-one step in part, and nothing that was saved: `--resume` cuts it.
+First the outcome of a check, and which steps are complete, by which lineage. Then the checks of steps: are all there,
+and did the weights see what the ledger says (metrics, optimizer updates, checkpoints)?
+
+A run writes a step's updates while it trains, then its ledger lines at once, then its metrics. So a crash leaves at
+most one step in part, which no checkpoint has: `--resume` cuts it.
 """
 
 from collections import Counter, defaultdict
@@ -23,9 +24,8 @@ class Check:
     """The outcome of one check.
 
     Attributes:
-        name: of the check.
         says: what was found, in words, if there are no problems.
-        problems: what is wrong: file:line, step, group.
+        problems: what is wrong, with file:line, step or group.
         notes: what was not checked, or is worth knowing.
     """
 
@@ -36,17 +36,16 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.problems
 
     @property
     def outcome(self) -> str:
-        """What was found; of a check that failed only how much is wrong, since `says` tells what should hold."""
+        """What was found; for a failed check only the number of problems, since `says` tells what should hold."""
         number = len(self.problems)
         return self.says if self.ok else f"{number} problem{'s' if number > 1 else ''}"
 
     def as_lines(self) -> list[str]:
-        """Return it for a person; many problems are cut short."""
+        """Return lines for a person; only the first problems are shown."""
         hidden = len(self.problems) - _SHOWN
         rest = [f"      ... and {hidden} more"] if hidden > 0 else []
         return [
@@ -58,7 +57,7 @@ class Check:
 
 
 def named(numbers: Iterable[int]) -> str:
-    """Return numbers as text, neighbours as a range: `1-3, 7`."""
+    """Return numbers as text with ranges for neighbours: `1-3, 7`."""
     parts: list[str] = []
     ordered = sorted(set(numbers))
     for number in ordered:
@@ -72,13 +71,7 @@ def named(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class CompleteSteps:
-    """The lines of steps 1 .. `last`.
-
-    Attributes:
-        records: of the run.
-        last: the last complete step.
-        partial: a step after it of which something is there; 0: none.
-    """
+    """The lines of steps 1 to `last`, the last complete step. `partial` is a step after it with some lines; 0: none."""
 
     records: RunRecords
     last: int
@@ -86,7 +79,7 @@ class CompleteSteps:
 
     @staticmethod
     def of(records: RunRecords) -> "CompleteSteps":
-        """Find them: the last step may be there in part, unless a checkpoint covers it."""
+        """Find the complete steps. The last one may be partial, unless a checkpoint covers it."""
         steps = CompleteSteps(records, max(_steps(records), default=0))
         saved = max((one.step for one in records.checkpoints if not one.problem), default=0)
         if steps.last > saved and not steps._complete(steps.last):
@@ -95,17 +88,15 @@ class CompleteSteps:
 
     @cached_property
     def trained(self) -> list[tuple[int, TrainedLine]]:
-        """Ledger lines of trained groups."""
+        """Ledger lines of trained groups, numbered."""
         return [one for one in self.records.ledger.trained if one[1].step <= self.last]
 
     @cached_property
     def dead_letters(self) -> list[tuple[int, DeadLetterLine]]:
-        """Ledger lines of dead-letter groups."""
         return [one for one in self.records.ledger.dead_letters if one[1].step <= self.last]
 
     @cached_property
     def filtered(self) -> list[tuple[int, FilteredLine]]:
-        """Ledger lines of groups that were filtered out."""
         return [one for one in self.records.ledger.filtered if one[1].step <= self.last]
 
     @cached_property
@@ -115,17 +106,17 @@ class CompleteSteps:
 
     @cached_property
     def updates(self) -> list[tuple[int, UpdateLine]]:
-        """Lines of optimizer updates."""
         return [one for one in self.records.updates.lines if one[1].step <= self.last]
 
     @cached_property
     def metrics(self) -> Mapping[int, StepLine]:
-        """Step -> its line in the metrics; of several the first."""
+        """Step -> its line in the metrics, the first one if there are several."""
+        # Reversed, so that the first of several lines wins; `check_metrics` reports the others.
         return {line.step: line for _, line in reversed(self.records.metrics.lines) if line.step <= self.last}
 
     @cached_property
     def by_step(self) -> Mapping[int, Sequence[tuple[int, TrainedLine]]]:
-        """Step -> its ledger lines of trained groups."""
+        """Step -> its ledger lines of trained groups, numbered."""
         found: dict[int, list[tuple[int, TrainedLine]]] = defaultdict(list)
         for number, line in self.trained:
             found[line.step].append((number, line))
@@ -133,14 +124,14 @@ class CompleteSteps:
 
     @cached_property
     def lineages(self) -> Mapping[int, int]:
-        """Step -> the lineage that trained it; where lines differ, most of them."""
+        """Step -> the lineage that trained it, by majority of its lines."""
         counts: dict[int, Counter[int]] = defaultdict(Counter)
         for _, line in self.trained:
             counts[line.step][line.lineage] += 1
         return {step: count.most_common(1)[0][0] for step, count in sorted(counts.items())}
 
     def num_updates(self, step: int) -> int:
-        """Return how many updates the metrics say that steps 1 .. `step` made."""
+        """Return the number of updates of steps 1 to `step` according to the metrics."""
         return sum(line.num_updates for line in self.metrics.values() if line.step <= step)
 
     def where(self, number: int) -> str:
@@ -159,7 +150,7 @@ class CompleteSteps:
 
 
 def check_steps(steps: CompleteSteps) -> Check:
-    """Every step is there, with as many groups as a step has, all of one lineage; later steps are of no older one."""
+    """Every step exists, with a whole batch of groups, all of one lineage, and lineages never go back."""
     batch = steps.records.config.schedule.rollout_batch_size
     problems = []
     expected = 1
@@ -176,7 +167,7 @@ def check_steps(steps: CompleteSteps) -> Check:
     problems += _out_of_order(steps)
     notes = []
     if steps.partial:
-        why = "the run is at it" if steps.records.live else "the run ended in it; a resume trains it again"
+        why = "the run is working on it" if steps.records.live else "the run ended in it; a resume trains it again"
         notes.append(f"step {steps.partial} is not recorded in full: {why}")
     num_lineages = len(set(steps.lineages.values()))
     says = f"{steps.last} steps of {batch} groups, by {num_lineages} start{'s' if num_lineages != 1 else ''}"
@@ -204,17 +195,17 @@ def check_metrics(steps: CompleteSteps) -> Check:
             problems.append(f"{file.where(number)}: {line.samples} samples, not {schedule.step_rows}")
         if line.lineage != steps.lineages.get(line.step, line.lineage):
             problems.append(
-                f"{file.where(number)}: step {line.step} is of lineage {line.lineage}, in the ledger of "
+                f"{file.where(number)}: step {line.step} is of lineage {line.lineage}, but the ledger says "
                 f"{steps.lineages[line.step]}"
             )
         oldest = max((trained.staleness for _, trained in steps.by_step.get(line.step, ())), default=None)
         if oldest is not None and oldest != line.staleness_max:
-            problems.append(f"{file.where(number)}: staleness up to {line.staleness_max}, in the ledger up to {oldest}")
+            problems.append(f"{file.where(number)}: staleness up to {line.staleness_max}, but the ledger says {oldest}")
     return Check("metrics", f"one line for each of {len(steps.metrics)} steps", tuple(problems))
 
 
 def check_updates(steps: CompleteSteps) -> Check:
-    """Every update of every step was made once, and the engine counted no other."""
+    """Every update of every step was made once, and the engine counted no others."""
     file = steps.records.updates
     problems = []
     made = Counter((line.step, line.update) for _, line in steps.updates)
@@ -225,11 +216,12 @@ def check_updates(steps: CompleteSteps) -> Check:
         missing = [update for update in range(1, line.num_updates + 1) if (step, update) not in made]
         if missing:
             problems.append(f"step {step}: update {named(missing)} of {line.num_updates} was not made")
+    # The engine's counter is saved in checkpoints, so it shows updates that were made but not recorded, or lost.
     for total, (number, update_line) in enumerate(steps.updates, start=1):
         where = f"{file.where(number)}: update {update_line.update} of step {update_line.step}"
         metrics = steps.metrics.get(update_line.step)
         if metrics is not None and not 1 <= update_line.update <= metrics.num_updates:
-            problems.append(f"{where}: the metrics know {metrics.num_updates} of that step")
+            problems.append(f"{where}: the metrics record {metrics.num_updates} for that step")
         if update_line.lineage != steps.lineages.get(update_line.step, update_line.lineage):
             problems.append(f"{where}: lineage {update_line.lineage}, not that of its step in the ledger")
         if update_line.optimizer_updates != total:
@@ -240,7 +232,7 @@ def check_updates(steps: CompleteSteps) -> Check:
 
 
 def check_checkpoints(steps: CompleteSteps) -> Check:
-    """Every checkpoint is of a step that the ledger has, and holds as many updates as those steps made."""
+    """Every checkpoint is of a step in the ledger, and holds as many updates as the steps up to it made."""
     checkpoints = steps.records.checkpoints
     problems = [problem for one in checkpoints for problem in _problems(one, steps)]
     held = [one.step for one in checkpoints if not one.problem]
@@ -255,7 +247,7 @@ def _out_of_order(steps: CompleteSteps) -> list[str]:
         if steps.lineages[line.step] != line.lineage:
             problems.append(
                 f"{steps.where(number)}: group {line.group} of step {line.step} is of lineage {line.lineage}, "
-                f"its step of {steps.lineages[line.step]}"
+                f"but its step of {steps.lineages[line.step]}"
             )
         if before is not None and line.step < before:
             problems.append(f"{steps.where(number)}: step {line.step} comes after step {before}")
@@ -288,7 +280,7 @@ def _problems(one: SavedCheckpoint, steps: CompleteSteps) -> Iterator[str]:
         yield f"{one.path}: is of step {one.step}, but the ledger ends with step {steps.last}"
         return
     if one.lineage != steps.lineages.get(one.step, one.lineage):
-        yield f"{one.path}: is of lineage {one.lineage}, step {one.step} in the ledger of {steps.lineages[one.step]}"
+        yield f"{one.path}: is of lineage {one.lineage}, but step {one.step} is of {steps.lineages[one.step]}"
     expected = {
         "the metrics": steps.num_updates(one.step),
         "updates.jsonl": sum(line.step <= one.step for _, line in steps.updates),

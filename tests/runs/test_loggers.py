@@ -31,7 +31,7 @@ def test_a_failing_logger_costs_a_warning_and_a_resumed_run_goes_on_with_it(tmp_
         *("--run-dir", "run", "--steps", "3", "--set", "loggers=['my_logger:Notes']"), *small, cwd=tmp_path
     )
     assert first.returncode == 0, first.stderr
-    assert "warning: logger my_logger:Notes: ConnectionError: no route; the run goes on" in first.stdout
+    assert "warning: logger my_logger:Notes: ConnectionError: no route; the run continues" in first.stdout
     second = command.run("--resume", "run", "--steps", "5", cwd=tmp_path)
     assert second.returncode == 0, second.stderr
     assert "warning" not in second.stdout

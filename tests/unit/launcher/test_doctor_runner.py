@@ -80,13 +80,13 @@ def test_the_process_ends_with_whoever_stops_listening(place: Path) -> None:
 
 def test_a_crash_names_the_signal_and_the_others_go_on() -> None:
     crashed, after = run(CRASH, FINE)
-    assert crashed == Finding.error("crash", "the process that looks was ended by SIGSEGV", "another driver")
+    assert crashed == Finding.error("crash", "the checking process was ended by SIGSEGV", "another driver")
     assert after.level is Level.OK
 
 
 def test_a_library_that_ends_the_process_is_named_by_its_check() -> None:
     (left,) = run(LEAVE)
-    assert left == Finding.error("leave", "the process that looks ended with code 7", "another library")
+    assert left == Finding.error("leave", "the checking process ended with code 7", "another library")
 
 
 def test_what_a_check_raises_is_a_warning_in_one_line() -> None:
@@ -127,7 +127,7 @@ def test_a_process_that_cannot_start_is_a_finding_not_a_wait(monkeypatch: pytest
     monkeypatch.setattr(sys, "executable", "/bin/false")
     first, second = examine(FAKES, [FINE])
     assert first.check == second.check == RESOLVE
-    assert first.text == "the process that looks ended with code 1"
+    assert first.text == "the checking process ended with code 1"
     assert "-m launcher.doctor.child" in first.remedy
 
 

@@ -52,7 +52,7 @@ def installed(**versions: str | None) -> PackageFacts:
         (installed(torch="2.4.1"), ANY, Level.ERROR, "torch 2.4.1 is installed, AsyncFlow needs >=2.10", "torch>=2.10"),
         (installed(torch="2.14.0.dev20260101"), ANY, Level.OK, "", ""),
         (installed(click=None), ANY, Level.ERROR, "click is not installed", "pip install 'click>=8.1'"),
-        (replace(GOOD, requirements=None), ANY, Level.WARNING, "its needs are not known", "pip install -e ."),
+        (replace(GOOD, requirements=None), ANY, Level.WARNING, "its requirements are unknown", "pip install -e ."),
         (
             replace(GOOD, foreign={"configs": "/site/configs"}),
             ANY,
@@ -196,7 +196,7 @@ TOOLS = ("sbatch", "srun", "scontrol")
     ("facts", "expected", "text"),
     [
         (SlurmFacts("", ()), Level.OK, "not inside a job"),
-        (SlurmFacts("", TOOLS), Level.OK, "sbatch srun scontrol are there"),
+        (SlurmFacts("", TOOLS), Level.OK, "found sbatch srun scontrol"),
         (SlurmFacts("7", ("srun",)), Level.WARNING, "scontrol is not on PATH"),
         (SlurmFacts("7", TOOLS, "JobId=7 Requeue=1 Restarts=0"), Level.OK, "job 7 can be requeued"),
         (SlurmFacts("7", TOOLS, "JobId=7 Requeue=0 Restarts=0"), Level.WARNING, "without --requeue"),

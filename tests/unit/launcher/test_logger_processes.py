@@ -89,7 +89,7 @@ def test_a_logger_that_raises_costs_one_warning(tmp_path: Path, said: list[str])
         look(time.monotonic() + RETRY_S)
         wait_until(lambda: len(notes(run_dir, "pid")) == 2, "it starts again")
     assert said == [
-        f"warning: logger my_logger:Notes: ValueError: no such project; the run goes on, see "
+        f"warning: logger my_logger:Notes: ValueError: no such project; the run continues, see "
         f"{run_dir}/logs/logger-my_logger.Notes.log"
     ]
 
@@ -101,7 +101,7 @@ def test_a_logger_whose_log_was_removed_costs_one_warning_when_it_fails(tmp_path
         add_steps(run_dir, 1, 1)
         wait_until(lambda: len(notes(run_dir, "pid")) == 1 and not alive(run_dir), "it fails")
         look(time.monotonic())
-    assert len(said) == 1 and "ended with code 1; the run goes on" in said[0]
+    assert len(said) == 1 and "ended with code 1; the run continues" in said[0]
 
 
 def test_a_logger_that_was_killed_starts_again_and_misses_nothing(tmp_path: Path, said: list[str]) -> None:
@@ -119,7 +119,7 @@ def test_a_logger_that_was_killed_starts_again_and_misses_nothing(tmp_path: Path
         look(now + RETRY_S)
         wait_until(lambda: len(notes(run_dir, "pid")) == 2, "the logger starts again")
     assert notes(run_dir, "step") == [1, 2, 3]
-    assert len(said) == 1 and "ended with SIGKILL; the run goes on" in said[0]
+    assert len(said) == 1 and "ended with SIGKILL; the run continues" in said[0]
 
 
 def test_a_logger_that_does_not_end_is_killed(tmp_path: Path, said: list[str]) -> None:
@@ -128,14 +128,14 @@ def test_a_logger_that_does_not_end_is_killed(tmp_path: Path, said: list[str]) -
         add_steps(run_dir, 1, 1)
         wait_until(lambda: notes(run_dir, "step") == [1], "the step is logged")
     assert not alive(run_dir)
-    assert len(said) == 1 and "does not end" in said[0]
+    assert len(said) == 1 and "did not end" in said[0]
 
 
 def test_a_logger_that_cannot_be_made_costs_one_warning(tmp_path: Path, said: list[str]) -> None:
     run_dir, config = made_run(tmp_path, "{fails: made}")
     with feeding(config.loggers, run_dir, said.append):
         add_steps(run_dir, 1, 1)
-    assert len(said) == 1 and "no such server; the run goes on" in said[0]
+    assert len(said) == 1 and "no such server; the run continues" in said[0]
 
 
 def test_a_disk_without_room_for_loggers_costs_one_warning(tmp_path: Path, said: list[str]) -> None:

@@ -215,7 +215,7 @@ def test_a_file_comes_back_and_is_gone_on_with(config: RunConfig, tmp_path: Path
     assert read == some
     blank = Profile.of(config, model_sizes(config)[0], CPU, ranks=1)
     assert blank.joined(read, "--out some.json").seconds == some.seconds
-    with pytest.raises(ConfigError, match=r"--profile .*some.json: \d+ of \d+ blocks are not measured; .* goes on"):
+    with pytest.raises(ConfigError, match=r"--profile .*some.json: \d+ of \d+ blocks are not measured; .* continues"):
         open_planner(config, devices=4, device="cpu", profile=tmp_path / "some.json")
 
 

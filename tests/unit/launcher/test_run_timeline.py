@@ -150,7 +150,7 @@ def test_recording_of_killed_processes_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "timeline" / "actor-0.jsonl").write_text('{"name": "train", "start": 1, "end": 2}\n')
     timeline = RunTimeline.read(tmp_path)
     assert math.isnan(timeline.overhead(2e-6))
-    assert "no process has said" in recording_text(timeline, 2e-6)
+    assert "no process has reported" in recording_text(timeline, 2e-6)
 
 
 def test_command_writes_a_trace_and_a_page_and_prints_the_account(run_dir: Path) -> None:

@@ -181,7 +181,7 @@ def test_restarts_are_bounded_and_the_end_is_said(tmp_path: Path) -> None:
     job = Job(tmp_path, code=75, restarts=3)
     code, out = job.run()
     assert code == 1
-    assert out.startswith("asyncflow: stopped; not queued again after 3 restarts (max_requeues=3). To go on, submit ")
+    assert out.startswith("asyncflow: stopped; not queued again after 3 restarts (max_requeues=3). To continue, ")
     assert len(job.noted()) == 1
 
 
