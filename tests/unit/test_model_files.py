@@ -85,7 +85,7 @@ def test_shapes_are_those_of_all_tensors() -> None:
         (lambda path: edit_config(path, architectures=[3]), "names no architectures"),
         (
             lambda path: edit_config(path, architectures=["BertModel"]),
-            "is of a BertModel, which is not a causal language model",
+            "describes a BertModel, which is not a causal language model",
         ),
         (lambda path: edit_config(path, model_type=None), "names no model_type"),
         (lambda path: edit_generation(path, eos_token_id=None), "names no eos_token_id"),
@@ -399,10 +399,10 @@ def test_mixture_of_experts_is_refused(model_dir: Path, settings: dict[str, obje
 def test_model_with_images_or_sound_is_refused(model_dir: Path, settings: dict[str, object]) -> None:
     edit_config(model_dir, architectures=["SomeOmniForCausalLM"], **settings)
     with pytest.raises(
-        ConfigError, match=r"^model.path: .* is of a SomeOmniForCausalLM, which .* \(\w+ in config.json"
+        ConfigError, match=r"^model.path: .* holds a SomeOmniForCausalLM, which .* \(\w+ in config.json"
     ):
         check_trainable(model_dir)
-    with pytest.raises(ConfigError, match=r"^critic.path: .* is of a SomeOmniForCausalLM, which"):
+    with pytest.raises(ConfigError, match=r"^critic.path: .* holds a SomeOmniForCausalLM, which"):
         check_other_model_dir(model_dir, BACKBONE, key="critic.path")
 
 
@@ -410,10 +410,10 @@ def test_model_with_images_or_sound_is_refused(model_dir: Path, settings: dict[s
 def test_model_that_is_no_causal_language_model_is_refused_by_name(model_dir: Path, architecture: str) -> None:
     edit_config(model_dir, architectures=[architecture])
     with pytest.raises(
-        ConfigError, match=f"is of a {architecture}, which is not a causal language model of text alone"
+        ConfigError, match=f"describes a {architecture}, which is not a causal language model of text alone"
     ):
         check_model_dir(model_dir)
-    with pytest.raises(ConfigError, match=rf"^critic.path: .* is of a {architecture}, which"):
+    with pytest.raises(ConfigError, match=rf"^critic.path: .* describes a {architecture}, which"):
         check_other_model_dir(model_dir, BACKBONE, key="critic.path")
 
 
