@@ -1,4 +1,4 @@
-"""What the processes of one instance's rollouts say to each other: msgpack behind four bytes of length. Torch-free.
+"""Messages between the processes of one instance's rollouts: msgpack after a four-byte length. Torch-free.
 
 engine process                session service                       user worker
 Begin 7       ------------->  chooses a worker   ---- Start 1 ---->  calls the function
@@ -6,7 +6,7 @@ Begin 7       ------------->  chooses a worker   ---- Start 1 ---->  calls the f
 Drawn 31      ------------->  parses             ---- Told 2 ----->  the reply
               <- Finished 7 -  checks            <---- Done 1 -----  returned samples
 
-A ticket names a rollout, a run one attempt at it; numbers of calls are the asking side's own.
+A ticket identifies a rollout, a run one attempt at it; the asking side numbers its calls.
 """
 
 import asyncio
@@ -23,24 +23,21 @@ from workers.settings.data import TemplateSettings
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """The service's first message.
+    """The first message to the service, and to each worker.
 
     Attributes:
-        model_dir: with the tokenizer.
         renderer: `model.renderer`.
-        function, agent, command, tools: as the configuration's section `rollout` names them; one of the first three.
+        function, agent, command, tools: settings of `rollout`; one of the first three is set.
         timeout_s: of a rollout.
-        max_turns, max_tokens, max_context: budgets of a rollout: calls, drawn tokens, tokens of one call; 0: none.
+        max_turns, max_tokens, max_context: budgets of a rollout: calls, drawn tokens, tokens of one call; 0: unlimited.
         max_response_tokens: of one call.
-        max_attempts: of a rollout whose function fails.
-        num_workers: processes that run users' code.
-        path: where modules are sought; as the file system spells it.
-        scratch: directory for the rollouts' own files.
+        num_workers: processes that run user code.
+        path: `sys.path`, in file-system encoding.
+        scratch: parent of the rollouts' own directories.
         models: `rollout.models`.
-        max_memory_bytes, max_file_bytes: limits of each process that runs users' code; 0: none.
-        stall_timeout_s: how long one step of a rollout may hold the event loop of its process.
-        seal, port: of the gateway of a service before this one; see `workers.agents.gateway`.
-        templates: what chat templates are told besides the messages.
+        max_memory_bytes, max_file_bytes: limits of each process that runs user code; 0: none.
+        stall_timeout_s: how long one step of a rollout may block its process's event loop.
+        seal, port: of the gateway of a previous service; see `workers.agents.gateway`.
     """
 
     model_dir: str
@@ -71,9 +68,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """Run a rollout.
 
     Attributes:
-        ticket: names it.
         task: the data row, JSON.
-        index, group, member: of the row; `seed`: of its random numbers.
+        index, group, member, seed: see `workers.agents.api.Task`.
     """
 
     ticket: int
@@ -92,11 +88,10 @@ class Drawn(msgspec.Struct, frozen=True, tag=True):
     """The engine's response to a `Draw`.
 
     Attributes:
-        call: of the `Draw`.
-        token_ids, log_probs, versions: one per token that was drawn, up to the end.
+        token_ids, log_probs, versions: per drawn token, including the one that ended it.
         truncated: cut at `max_tokens`.
-        stop: the string that ended it; "": something else did.
-        shown: where a string ended it: tokens of what stands before the string, for the agent; see `Stopped`.
+        stop: the stop string that ended it, or "".
+        shown: if a stop string ended it: tokens of the text before that string, for the agent; see `Stopped`.
     """
 
     call: int
@@ -109,38 +104,38 @@ class Drawn(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotDrawn(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot take this prompt; says why."""
+    """The engine refuses this prompt; says why."""
 
     call: int
     text: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The service takes rollouts; the gateway's port, 0 if it has none."""
+    """The service accepts rollouts; `port` of the gateway, 0 without one."""
 
     port: int
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """The user's function cannot be used; says why."""
+    """The user's function is unusable; says why."""
 
     text: str
 
 
 class NotStarted(msgspec.Struct, frozen=True, tag=True):
-    """The service cannot start now, which may be otherwise later; says why."""
+    """The service cannot start at the moment; says why."""
 
     text: str
 
 
 class Warned(msgspec.Struct, frozen=True, tag=True):
-    """What the user must know of, though the rollouts go on."""
+    """Something that the user should know, though rollouts continue."""
 
     text: str
 
 
 class Draw(msgspec.Struct, frozen=True, tag=True):
-    """Ask the engine to continue these tokens until it draws one of `stop_ids`, or the text has one of `stop`."""
+    """Ask the engine to continue these tokens until it draws one of `stop_ids`, or the text contains one of `stop`."""
 
     call: int
     ticket: int
@@ -152,7 +147,7 @@ class Draw(msgspec.Struct, frozen=True, tag=True):
 
 
 class Undraw(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for this call any more."""
+    """Nobody waits for this call any longer."""
 
     call: int
 
@@ -160,7 +155,7 @@ class Undraw(msgspec.Struct, frozen=True, tag=True):
 class SampleTokens(msgspec.Struct, frozen=True):
     """One token sequence of a rollout; `response_mask` is 1 where the policy drew.
 
-    Log-probabilities and versions have a number per drawn token.
+    `log_probs` and `versions` have one entry per drawn token.
     """
 
     token_ids: list[int]
@@ -170,19 +165,19 @@ class SampleTokens(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """A rollout came to its end.
+    """A rollout finished.
 
     Attributes:
-        ticket: which.
         samples: at least one with drawn tokens.
-        reward: None: `reward.function` scores `response`, the last reply's text.
-        response: see there.
-        truncated: a budget ended it, or its last reply was cut.
-        metrics: of the function's own.
+        reward: None: `reward.function` scores `response`.
+        response: text of the last reply.
+        truncated: a budget ended it, or its last reply was cut off.
+        metrics: reported by the function.
         conversations: messages of each sample, for people.
-        turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
-        bridge_failures: turns that began a new sample though they went on from a reply.
-        cpu_s: processor time of the service, and of the function's process, since their last rollout ended (s).
+        turns: calls of the policy.
+        tool_s: time since the first call during which no call was in flight (s).
+        bridge_failures: turns that began a new sample although they follow a reply.
+        cpu_s: processor time of the service and the function's process since their previous rollout ended (s).
     """
 
     ticket: int
@@ -199,14 +194,14 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Retried(msgspec.Struct, frozen=True, tag=True):
-    """An attempt at a rollout failed, and it begins again; says why."""
+    """An attempt at a rollout failed and a new one begins; says why."""
 
     ticket: int
     text: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A rollout failed `max_attempts` times, or its function skips the task (then `skipped`); the last reason."""
+    """A rollout failed `max_attempts` times, or its function skips the task (`skipped`); gives the last reason."""
 
     ticket: int
     text: str
@@ -217,11 +212,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Call the user's function.
 
     Attributes:
-        run: names this attempt at a rollout.
-        rollout: which.
+        run: identifies this attempt at the rollout.
         attempt: from 0.
         base_url, key: of the session, for an agent.
-        timeout_s: until the rollout is cancelled.
+        timeout_s: after which the rollout is cancelled.
         scratch: a directory of its own.
     """
 
@@ -235,19 +229,19 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """A rollout's function is called: its time begins."""
+    """The function of a rollout was called: its time begins."""
 
     run: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Cancel a rollout: its time is up or it was abandoned."""
+    """Cancel a rollout: its time is up, or it was abandoned."""
 
     run: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Say that the loop runs."""
+    """Request a `Pong`, which proves that the event loop runs."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
@@ -259,13 +253,10 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Have the policy reply to a conversation, or go on behind tokens.
+    """Have the policy reply to a conversation (`messages`, `tools`), or continue tokens (`prompt`).
 
     Attributes:
         number: of the call.
-        run: the rollout that asks.
-        messages, tools: the conversation; or
-        prompt: the tokens.
         max_tokens: None: `rollout.max_response_tokens`.
         stop: texts that end the reply.
     """
@@ -283,10 +274,8 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     """The reply to an `Ask`.
 
     Attributes:
-        number: of the call.
-        node: names what was drawn; `Done` refers to it.
-        message, finish_reason: as OpenAI's API has them.
-        token_ids: that were drawn.
+        node: identifies what was drawn; `Done` refers to it.
+        message, finish_reason: OpenAI format.
     """
 
     number: int
@@ -297,7 +286,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotTold(msgspec.Struct, frozen=True, tag=True):
-    """There is no reply; `budget`: since the rollout has spent what it may."""
+    """There is no reply; `budget`: because the rollout has spent a budget."""
 
     number: int
     text: str
@@ -308,9 +297,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """The function returned.
 
     Attributes:
-        run: which attempt.
-        nodes: drawn pieces; each that no other goes on from ends a sample. Empty: all that were drawn.
-        reward, metrics: of the rollout.
+        nodes: drawn pieces; each that no other continues ends a sample. Empty: all pieces.
         cpu_s: processor time of its process since another rollout returned (s).
     """
 
@@ -322,7 +309,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
-    """The function raised; `skipped`, `spent`: by `context.skip`, by a budget that it let through."""
+    """The function raised; `skipped`: by `context.skip`; `spent`: it let `BudgetSpent` through."""
 
     run: int
     text: str
@@ -336,20 +323,18 @@ ToWorker = Setup | Start | Stop | Ping | Told | NotTold
 FromWorker = Loaded | Broken | Pong | Begun | Ask | Done | Raised
 
 
-# Messages over a stream socket in an event loop: msgpack behind four bytes of length. Torch-free.
+# Messages over a stream socket in an event loop.
 
 S = TypeVar("S", bound=msgspec.Struct)
 R = TypeVar("R")
 
 
 class ProcessorTime:
-    """Counts the processor time of this process."""
-
     def __init__(self) -> None:
         self._counted_s = time.process_time()
 
     def since_last(self) -> float:
-        """Return what it took since this was asked for the last time (s)."""
+        """Return the processor time of this process since the previous call (s)."""
         before, self._counted_s = self._counted_s, time.process_time()
         return self._counted_s - before
 
@@ -358,34 +343,27 @@ class Channel(Generic[S, R]):
     """Sends messages of type S and receives those of type R."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: Any) -> None:
-        """See `open`."""
         self._reader = reader
         self._writer = writer
         self._decoder = msgpack_decoder(received)
 
     @classmethod
     async def open(cls, connection: socket.socket, received: Any) -> "Channel[Any, Any]":
-        """Take a connected socket over.
-
-        Args:
-            connection: closed by `close`.
-            received: the union of the types that come.
-        """
+        """Take over a connected socket (`close` closes it); `received` is the union of types to expect."""
         reader, writer = await asyncio.open_connection(sock=connection)
         return cls(reader, writer, received)
 
     def send(self, message: S) -> None:
-        """Send a message; returns at once. To a peer that is gone it goes nowhere.
+        """Send a message without waiting; drop it if the peer is gone.
 
-        Raises:
-            TypeError, ValueError: it cannot travel.
+        Raises TypeError or ValueError if it cannot be encoded.
         """
         data = frame(message)
         if not self._writer.is_closing():
             self._writer.write(data)
 
     async def receive(self) -> R | None:
-        """Return the next message; None: the peer is gone, or sent what is not a message."""
+        """Return the next message, or None if the peer is gone or sent something that is not a message."""
         try:
             message: R = self._decoder.decode(await read_frame(self._reader))
         except (EOFError, ConnectionError, msgspec.DecodeError):
@@ -393,9 +371,7 @@ class Channel(Generic[S, R]):
         return message
 
     async def drain(self) -> None:
-        """Wait until the peer's side took what was sent."""
         await self._writer.drain()
 
     def close(self) -> None:
-        """Close the socket; idempotent."""
         self._writer.close()
