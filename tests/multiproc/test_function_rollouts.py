@@ -613,7 +613,7 @@ def test_a_program_gets_a_row_of_any_length(tmp_path: Path, length: int, fits: b
         ("os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 2**34)", "at most 1048576 bytes"),
         ("os.mkdir(path)", "at most 1048576 bytes"),
         ("open(path, 'w').write('[1]')", "an object of numbers"),
-        ("open(path, 'w').write('{')", "is no JSON"),
+        ("open(path, 'w').write('{')", "is not JSON"),
         ("""open(path, 'w').write('{"rewrad": 1}')""", "no `reward`"),
         ("""open(path, 'w').write('{"reward": "great"}')""", "the reward is 'great'"),
     ],

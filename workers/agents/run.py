@@ -180,7 +180,7 @@ class Run:
             for one in self._session.samples(ends)
         ]
         if not any(sample.log_probs for sample in samples):
-            raise BadAgentRequest("rollout", "the policy was asked for nothing")
+            raise BadAgentRequest("rollout", "the policy was never asked for a reply")
         now = time.monotonic()
         tool_s = now - (self._began or now) - self._model_s - (now - self._drawing_since if self._num_drawing else 0.0)
         return Finished(
@@ -210,7 +210,7 @@ class Run:
         """Return how many tokens a call may draw."""
         setup = self._setup
         if setup.max_turns and self._turns >= setup.max_turns:
-            raise BudgetIsSpent(f"rollout.max_turns: this rollout has had its {setup.max_turns} turns")
+            raise BudgetIsSpent(f"rollout.max_turns: this rollout has used its {setup.max_turns} turns")
         room = min(max_tokens or setup.max_response_tokens, setup.max_response_tokens)
         if setup.max_tokens:
             room = min(room, setup.max_tokens - self._num_drawn - self._num_reserved)

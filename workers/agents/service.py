@@ -257,7 +257,7 @@ class Service:
             return
         self._workers.remove(worker)
         held = [run for run, its in self._in.items() if its is worker]
-        text = f"a process of rollout functions {printable(death.how)}; its {len(held)} rollouts start again"
+        text = f"a process of rollout functions {printable(death.how)}; its {len(held)} rollouts begin again"
         logger.warning("%s", text)
         self._num_deaths += 1
         if self._num_deaths > 1 and self._num_deaths.bit_count() == 1:  # the 2nd, 4th, 8th ... time
