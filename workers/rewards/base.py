@@ -119,6 +119,7 @@ def _given(value: object) -> tuple[float, bool, Mapping[str, float]]:
 def _parts(given: Mapping[Any, Any]) -> Mapping[str, float]:
     """Return the parts that are finite numbers with a name."""
     parts = {}
+    # verl's rewards return texts next to numbers: skip these.
     for name, value in given.items():
         try:
             number = as_number(value)

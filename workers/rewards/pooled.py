@@ -156,7 +156,7 @@ class _ByName:
         try:
             parameters = inspect.signature(users).parameters.values()
         except (TypeError, ValueError) as error:  # C functions may not tell
-            raise ConfigError(f"{what} does not say what it takes; wrap it in a def; {advice}") from error
+            raise ConfigError(f"{what} has no readable signature; wrap it in a def; {advice}") from error
         self._named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         self._takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters)
         names = {each.name for each in self._named}
@@ -166,7 +166,7 @@ class _ByName:
         if unknown:
             raise ConfigError(f"{what} has a parameter {unknown[0]!r}; {advice}")
         if not names and not (self._takes_rest and len(parameters) == 1):  # a decorator without `functools.wraps`
-            raise ConfigError(f"{what} takes {inspect.signature(users)}, which names nothing; {advice}")
+            raise ConfigError(f"{what} takes {inspect.signature(users)}, whose parameters have no names; {advice}")
         if not names & _RESPONSES and not self._takes_rest:
             raise ConfigError(f"{what} does not take the response; {advice}")
         ours, verls = known[:-4], set(known[-4:]) - {"ground_truth"}
@@ -176,7 +176,7 @@ class _ByName:
         self.needs_row = self.in_lists or bool(_OF_ROWS.intersection(names, known) or _OF_ROWS.intersection(self._rest))
 
     def function(self, values: Callable[[Sequence[Any]], Mapping[str, Any]]) -> Callable[..., Any]:
-        """Return what is called with what was sent; async if the user's is."""
+        """Return a wrapper that is called with what was sent; async if the user's function is."""
 
         def call(*sent: Any) -> Any:
             positional, keywords = self._bound(values(sent))
@@ -477,7 +477,7 @@ class RemoteReward:
                 if error.code not in _PASSING:
                     raise failure from None
             except (OSError, http.client.HTTPException) as error:
-                failure = UserCodeFailed(f"{self._what} does not answer ({error}); look whether it runs")
+                failure = UserCodeFailed(f"{self._what} does not answer ({error}); check that it is running")
             if attempt < self._config.retries:
                 self._pause.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -495,9 +495,9 @@ class RemoteReward:
         try:
             scores = json.loads(data)["scores"]
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise _BatchRefused(f"{self._what} did not answer with an object that has scores") from None
+            raise _BatchRefused(f"{self._what} did not answer with an object with `scores`") from None
         if not isinstance(scores, list) or len(scores) != len(samples):
-            raise _BatchRefused(f"{self._what} answered {len(samples)} samples with other than {len(samples)} scores")
+            raise _BatchRefused(f"{self._what} did not answer {len(samples)} samples with {len(samples)} scores")
         return scores
 
 
@@ -531,4 +531,4 @@ def check_url(name: str) -> None:
         )
     usable = usable and " " not in name
     if not usable:
-        raise ConfigError(f"reward.function: {name!r} is no URL of a scorer; write http://HOST:PORT/PATH")
+        raise ConfigError(f"reward.function: {name!r} is not a scorer's URL; write http://HOST:PORT/PATH")

@@ -192,7 +192,7 @@ class FunctionRollouts:
         """Calls in the engine: call -> (ticket, start (s, monotonic), stop strings)."""
         self._tokenizer = StopTokenizer(lambda: load_tokenizer(Path(setup.model_dir)))
         self._in_engine_s, self._counted_s = 0.0, time.process_time()
-        """Processor time of this process inside of the engine, and beside it as far as rollouts have it (s)."""
+        """Processor time of this process (s): inside the engine; outside of it, as far as assigned to rollouts."""
         self._deaths: Counter[int] = Counter()
         """Of the service, by ticket of each rollout that was running."""
         self._service = open_service(setup, wake)

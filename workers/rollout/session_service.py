@@ -104,14 +104,14 @@ class SessionService:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     how = how or ended_how(self._process.wait(_DYING_S))
                 self.kill()
-                raise _NotStarted(how or "said its last, and did not end")
+                raise _NotStarted(how or "closed its connection, and did not exit")
 
     def send(self, message: ToService) -> None:
         """Send a message; it is lost if the service is gone."""
         try:
             self._socket.sendall(frame(message))
         except BlockingIOError:
-            self._give_up("took nothing")
+            self._give_up("read nothing")
         except OSError:
             self._wake.set()
 
@@ -138,7 +138,7 @@ class SessionService:
         # At most one second per call, since this process may have been stalled itself.
         self._silent_s += _PING_S
         if self._silent_s > STALL_S:
-            self._give_up("said nothing")
+            self._give_up("sent nothing")
         else:
             self.send(Ping())
 
