@@ -57,10 +57,8 @@ class Tool:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> "Tool":
-        """Describe a function by its name, the first paragraph of its docstring, and the types of its arguments.
-
-        Raises ConfigError if an argument has no type, or one without a JSON equivalent.
-        """
+        """Describe a function by its name, the first paragraph of its docstring, and the types of its arguments. Raises
+        ConfigError if an argument has no type, or one without a JSON equivalent."""
         name, hints = function.__name__, get_type_hints(function)
         properties, required = {}, []
         for argument in inspect.signature(function).parameters.values():
@@ -79,10 +77,8 @@ class Tool:
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:
-    """Import tools given as `module:function`; runs in a process for user code.
-
-    Raises ConfigError if one cannot be found or described, or two have the same name.
-    """
+    """Import tools given as `module:function`; runs in a process for user code. Raises ConfigError if one cannot be
+    found or described, or two have the same name."""
     tools: list[Tool] = []
     for name in names:
         tool = Tool.of(load_function(name, field="rollout.tools", arguments=None))
@@ -93,10 +89,8 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
 
 
 async def call_tool(tools: Sequence[Tool], tool_call: Message, *, run: Callable[..., Awaitable[Any]]) -> Message:
-    """Call the tool that a reply named and return the result, or the error, as a message.
-
-    `run` awaits a blocking function. `TaskSkipped`, `BudgetSpent` and `MemoryError` propagate, and end the rollout.
-    """
+    """Call the tool that a reply named and return the result, or the error, as a message. `run` awaits a blocking
+    function. `TaskSkipped`, `BudgetSpent` and `MemoryError` propagate, and end the rollout."""
     named, number = tool_call["function"], tool_call.get("id", "")
     try:
         tool = next((tool for tool in tools if tool.name == named["name"]), None)
@@ -117,7 +111,6 @@ async def call_tool(tools: Sequence[Tool], tool_call: Message, *, run: Callable[
 
 
 def _schema(kind: Any, where: str) -> dict[str, Any]:
-    """Return the JSON schema of a type."""
     if kind in _SIMPLE:
         return {"type": _SIMPLE[kind]}
     origin, inner = get_origin(kind), get_args(kind)
@@ -145,8 +138,8 @@ _ARGUMENTS: Mapping[str, Any] = {
     "max_tokens": Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None,
     "stop": list[str],
 }
+# For `Context.run`, shared by all rollouts of a process; threads start on demand
 _THREADS = ThreadPoolExecutor(256, thread_name_prefix="rollout")
-"""For `Context.run`, shared by all rollouts of a process; threads start on demand."""
 
 
 class Task(Mapping[str, Any]):
@@ -221,8 +214,6 @@ Raises:
 
 
 class Model:
-    """The policy in training."""
-
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
@@ -235,10 +226,7 @@ class Model:
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop: str | Sequence[str] = ()
     ) -> Reply:
         """Continue the tokens of a whole prompt (at least 1). An earlier prompt with its reply is continued, not begun
-        anew.
-
-        `max_tokens`, `stop` and exceptions: see `Chat.reply`.
-        """
+        anew. `max_tokens`, `stop` and exceptions: see `Chat.reply`."""
         stop = [stop] if isinstance(stop, str) else stop
         _check(token_ids=token_ids, max_tokens=max_tokens, stop=stop)
         return await self._policy(ChatRequest([], max_tokens=max_tokens, stop=tuple(stop)), token_ids)
@@ -250,11 +238,7 @@ class Model:
 
 
 class Chat:
-    """A conversation.
-
-    Attributes:
-        messages: the whole history; replies are appended.
-    """
+    """A conversation. `messages`: the whole history; replies are appended."""
 
     def __init__(self, policy: Policy, messages: list[Message], tools: list[Message]) -> None:
         self.messages = messages
@@ -294,10 +278,7 @@ class Chat:
 
     def sample(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Sample:
         """Return the sample that ends with the last reply. Earlier replies whose tokens it does not continue become
-        separate samples.
-
-        Raises UserCodeFailed if there is no reply yet.
-        """
+        separate samples. Raises UserCodeFailed if there is no reply yet."""
         if not self._replies:
             raise UserCodeFailed("chat.sample: the policy has not replied yet; call chat.reply() first")
         *earlier, last = self._replies
@@ -330,10 +311,8 @@ class Context:
         return self.directory
 
     def log(self, name: str, value: float) -> None:
-        """Report a number for this rollout; the last value of a name counts.
-
-        Raises UserCodeFailed if it is not a finite number, or the name is unusable.
-        """
+        """Report a number for this rollout; the last value of a name counts. Raises UserCodeFailed if it is not a
+        finite number, or the name is unusable."""
         self.metrics |= metrics_of({name: value})
 
     def skip(self, reason: str) -> None:
@@ -342,8 +321,7 @@ class Context:
 
     async def call(self, tool_call: Message) -> Message:
         """Call the tool that the policy named; return its result as a message. Exceptions become results as well,
-        except for `skip`, a spent budget, and running out of memory.
-        """
+        except for `skip`, a spent budget, and running out of memory."""
         return await call_tool(self.tools, tool_call, run=self.run)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
@@ -388,10 +366,8 @@ def _check(**arguments: Any) -> None:
 
 
 async def call_tools(task: Task, model: Model, context: Context) -> Sample:
-    """`rollout.function: tools`: reply and call tools until a reply calls none.
-
-    The task has `messages` or a `prompt`; `reward.function` scores the text of the last reply.
-    """
+    """`rollout.function: tools`: reply and call tools until a reply calls none. The task has `messages` or a `prompt`;
+    `reward.function` scores the text of the last reply."""
     messages = task.get("messages") or [{"role": "user", "content": task["prompt"]}]
     chat = model.chat(messages, tools=context.tools)
     while (reply := await chat.reply()).tool_calls:
@@ -464,7 +440,6 @@ class Environment:
 
     @classmethod
     async def rollout(cls, task: Task, model: Model, context: Context) -> Sample:
-        """Play one rollout; see `workers.agents.api`."""
         environment = await context.run(cls)
         own = [replace(each, function=getattr(environment, each.name)) for each in cls.tools]
         environment.context = context = replace(context, tools=[*own, *context.tools])

@@ -41,8 +41,7 @@ class Episodes:
             env: environment id; `module:ID` imports the module that registers it.
             instruction: system message, or "" for none.
 
-        Raises:
-            ConfigError: the environment cannot be made.
+        Raises ConfigError if the environment cannot be made.
         """
         self._task = {"env": env, "instruction": instruction, "options": options}
         try:
@@ -57,10 +56,7 @@ class Episodes:
 
 class TextEnvironment(Environment):
     """The environment of a row `{"env": ID, "seed": 3, "options": {...}, "instruction": "..."}`; only `env` is
-    required.
-
-    A subclass may override `action` to pick the action out of a reply.
-    """
+    required. A subclass may override `action` to pick the action out of a reply."""
 
     def reset(self, task: Task) -> list[Message]:
         """Make the environment; its first observation becomes the user's first message."""

@@ -64,14 +64,8 @@ class Utterance:
 
 
 class OtherModel:
-    """One of `context.models`; used in one event loop.
-
-    Args:
-        settings: a `ServedModelConfig`, as sent by another process.
-
-    Raises:
-        ConfigError: the variable with the key is not set, or the HTTP client is not installed.
-    """
+    """One of `context.models`; used in one event loop. `settings`: a `ServedModelConfig`, as sent by another process.
+    Raises ConfigError if the variable with the key is not set, or the HTTP client is not installed."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self._what = f"rollout.models.{name}"
@@ -87,11 +81,8 @@ class OtherModel:
     async def chat(self, messages: Sequence[Message], **fields: Any) -> Utterance:
         """Have the model reply to a conversation; nothing is appended.
 
-        Args:
-            fields: more fields of the request, e.g. `temperature=0`; they override the configured `options`.
-
-        Raises:
-            UserCodeFailed: no reply, or an error, after all retries.
+        `fields`: more fields of the request, e.g. `temperature=0`; they override the configured `options`. Raises
+        UserCodeFailed if there is no reply, or an error, after all retries.
         """
         body = {"model": self._config.model, **self._config.options, **fields, "messages": list(messages)}
         for attempt in range(self._config.retries + 1):
@@ -111,7 +102,6 @@ class OtherModel:
             raise self._failed(f"answered with something that is not a chat completion: {said}") from error
 
     async def close(self) -> None:
-        """Close its connections; idempotent."""
         if self._session is not None:
             await self._session.close()
 
@@ -153,20 +143,16 @@ _RESULT = "result.json"
 _MOST_OUTPUT_BYTES = 2**13
 _MOST_SHOWN = 300
 _CHUNK_BYTES = 2**16
-_MOST_PIPE_BYTES = 2**20
-"""Most bytes that a pipe can hold (Linux, `pipe-max-size`)."""
+_MOST_PIPE_BYTES = 2**20  # most bytes that a pipe can hold (Linux, `pipe-max-size`)
 _warnings = RepeatedWarnings(logger)
 _outputs = RepeatedWarnings(logger, logging.INFO)
 _MOST_RESULT_BYTES = 2**20
-_MOST_VARIABLE_BYTES = 2**17 - 1
-"""Linux's longest environment string (`MAX_ARG_STRLEN`): name, equals sign and value."""
+_MOST_VARIABLE_BYTES = 2**17 - 1  # Linux's longest environment string (`MAX_ARG_STRLEN`): name, equals sign and value
 
 
 async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[str, float]]:
-    """Run the program and return (reward, metrics); on cancellation, kill it and everything that it started.
-
-    Raises UserCodeFailed if it cannot start, fails, or writes an unusable result.
-    """
+    """Run the program and return (reward, metrics); on cancellation, kill it and everything that it started. Raises
+    UserCodeFailed if it cannot start, fails, or writes an unusable result."""
     command, scratch = setup.command, Path(start.scratch)
     task, task_file = start.rollout.task, scratch / "task.json"
     scratch.mkdir(parents=True, exist_ok=True)
@@ -207,7 +193,6 @@ async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[st
 async def _follow(
     process: asyncio.subprocess.Process, output: "_Output", scratch: Path
 ) -> tuple[float | None, dict[str, float]]:
-    """Wait for the program's end; see `run_command`."""
     try:
         code = await process.wait()
         said = output.end()
@@ -227,7 +212,6 @@ async def _follow(
 
 
 def ended_how(code: int) -> str:
-    """Return how a process ended, from its exit code."""
     return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
@@ -266,7 +250,6 @@ class _Output:
 
 
 def _result(path: Path) -> tuple[float | None, dict[str, float]]:
-    """Read the program's result."""
     if not path.exists():
         return None, {}
     try:

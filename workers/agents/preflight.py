@@ -35,8 +35,7 @@ from workers.calls.user_function import Callee
 from workers.data.tokenizer import load_tokenizer
 from workers.settings.data import TemplateSettings
 
-_END_S = 5.0
-"""Time that a trial's processes have to end (s); after that they die with this process."""
+_END_S = 5.0  # time that a trial's processes have to end (s); after that they die with this process
 
 
 def usable(

@@ -41,8 +41,7 @@ class Puzzles:
             datasets: name -> options of `reasoning_gym.create_dataset`.
             instruction: the prompt; `{question}` stands for the puzzle.
 
-        Raises:
-            ConfigError: there is no data set, or one cannot be made.
+        Raises ConfigError if there is no data set, or one cannot be made.
         """
         if not datasets:
             raise ConfigError("datasets: is empty; name one of reasoning-gym's, e.g. {basic_arithmetic: {}}")

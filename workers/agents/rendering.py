@@ -47,12 +47,9 @@ def normalized(
 ) -> list[Message]:
     """Return messages whose content is a single text, without empty fields.
 
-    Args:
-        arguments: form of tool-call arguments: JSON text, as agents see them, or the parsed object, as chat templates
-            want it. Text that is not a JSON object is kept.
-
-    Raises:
-        BadAgentRequest: a message has no role, or content other than text.
+    `arguments`: form of tool-call arguments: JSON text, as agents see them, or the parsed object, as chat templates
+    want it. Text that is not a JSON object is kept. Raises BadAgentRequest if a message has no role, or content other
+    than text.
     """
     return [_normalized(message, arguments) for message in messages]
 
@@ -123,13 +120,10 @@ MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<thin
 
 _OPEN, _CLOSE = MARKS[:2]
 _LIST = re.compile(r"\[TOOL_CALLS\]\s*(?=\[)")
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character, which JSON can escape but no message may contain."""
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON can escape but no message may contain
 
 
 class CallForm(StrEnum):
-    """How a model writes tool calls."""
-
     HERMES = "hermes"
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times."""
     MISTRAL = "mistral"
@@ -148,10 +142,8 @@ class CallForm(StrEnum):
 
 
 def read_reply(text: str, form: CallForm, *, thinks: bool = False) -> Message:
-    """Return the assistant's message for a drawn text (without end marks); its calls have no ids yet.
-
-    `thinks`: the prompt has already opened the reasoning.
-    """
+    """Return the assistant's message for a drawn text (without end marks); its calls have no ids yet. `thinks`: the
+    prompt has already opened the reasoning."""
     reasoning, content = _split_reasoning(text, thinks)
     content, calls = _READERS[form](content)
     message: Message = {"role": "assistant", "content": content.strip()}
@@ -231,11 +223,8 @@ class Renderer(Protocol):
         """Tokens that end an assistant's message; the template's own comes first."""
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Return the prompt: the conversation up to where the assistant's next message begins.
-
-        Raises:
-            BadAgentRequest: the template refuses the messages.
-        """
+        """Return the prompt: the conversation up to where the assistant's next message begins. Raises BadAgentRequest
+        if the template refuses the messages."""
 
     def parse(self, token_ids: Sequence[int]) -> Message:
         """Return the assistant's message (content, tool_calls, reasoning_content) for drawn tokens."""
@@ -273,8 +262,7 @@ class TemplateRenderer:
         tokenizer: from transformers, for this renderer alone: fast tokenizers are not thread-safe.
         stop_ids: tokens that end a response in addition to the tokenizer's end of sequence.
 
-    Raises:
-        ConfigError: there is no chat template, or it cannot render a single user message.
+    Raises ConfigError if there is no chat template, or it cannot render a single user message.
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int] = ()) -> None:
@@ -434,12 +422,8 @@ def load_renderer(
 ) -> Renderer:
     """Return the renderer of a model directory.
 
-    Args:
-        name: `model.renderer`: a renderer of the package `renderers`; or `module:Class`, called with the tokenizer;
-            None: the chat template.
-
-    Raises:
-        ConfigError: there is no such renderer, or the tokenizer or its template is unusable.
+    `name`: `model.renderer`: a renderer of the package `renderers`; or `module:Class`, called with the tokenizer; None:
+    the chat template. Raises ConfigError if there is no such renderer, or the tokenizer or its template is unusable.
     """
     tokenizer = load_tokenizer(model_path, TemplateSettings() if name and ":" not in name else templates)
     if name is None:
@@ -456,9 +440,8 @@ def prove(renderer: Renderer, tokenizer: Any, tools: Tools) -> list[str]:
     Returns:
         What the renderer cannot do, in words, for a warning. Where it cannot bridge, each turn begins a new sample.
 
-    Raises:
-        ConfigError: the template ignores `tools`, no response could begin or end, or a bridge differs from a full
-            render.
+    Raises ConfigError if the template ignores `tools`, no response could begin or end, or a bridge differs from a full
+    render.
     """
     asked, missing = [_user("What is 6*7?")], []
     prompt = renderer.render(asked, tools)
@@ -511,7 +494,6 @@ def _token_text(tokenizer: Any, token: int) -> str:
 
 
 def _reads_calls(renderer: Renderer, asked: Sequence[Message], tools: Tools) -> bool:
-    """Return whether a call that the template writes is parsed as one."""
     result = dummy_messages(["tool"])
     try:
         whole = renderer.render([*asked, _reply(result, "42."), *result], tools)
@@ -561,11 +543,8 @@ _HELLO = {"role": "user", "content": "Hello"}
 
 
 class PackageRenderer:
-    """A renderer of the package `renderers` (extra `agents`), by its name there.
-
-    Raises:
-        ConfigError: the package is missing, has no such renderer, or does not support the tokenizer.
-    """
+    """A renderer of the package `renderers` (extra `agents`), by its name there. Raises ConfigError if the package is
+    missing, has no such renderer, or does not support the tokenizer."""
 
     def __init__(self, tokenizer: Any, name: str, templates: TemplateSettings = TemplateSettings()) -> None:  # noqa: B008
         if importlib.util.find_spec("renderers") is None:

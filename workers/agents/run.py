@@ -20,40 +20,27 @@ Tool = dict[str, Any]
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One turn to draw.
+    """One turn to draw."""
 
-    Attributes:
-        messages: the whole history; its last message is not the assistant's.
-        max_tokens: None: the run's limit.
-        stop: strings that end the response: the token that completes one is its last, and the message ends before the
-            string.
-    """
-
-    messages: list[Message]
+    messages: list[Message]  # the whole history; its last message is not the assistant's
     tools: list[Tool] | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # None: the run's limit
+    # Strings that end the response: the token that completes one is its last, and the message ends before the string
     stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One drawn turn.
+    """One drawn turn."""
 
-    Attributes:
-        message: the assistant's, to be repeated in the next history.
-        finish_reason: `length`: a limit cut it off.
-        prompt_tokens, completion_tokens: counts.
-        log_probs: of each drawn token, at the time it was drawn.
-        stop: the string that ended it, or "".
-    """
-
-    message: Message
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    message: Message  # the assistant's, to be repeated in the next history
+    finish_reason: Literal["stop", "length", "tool_calls"]  # `length`: a limit cut it off
+    # prompt_tokens, completion_tokens: counts
     prompt_tokens: int
     completion_tokens: int
     token_ids: list[int]
-    log_probs: list[float]
-    stop: str = ""
+    log_probs: list[float]  # of each drawn token, at the time it was drawn
+    stop: str = ""  # the string that ended it, or ""
 
 
 class Sessions(Protocol):
@@ -101,14 +88,13 @@ class Run:
         self._setup = setup
         self._renderer = renderer
         self._session = Session(renderer, seed=begin.seed + attempt)
+        # By node, since a sample may end at any. Common messages are shared, not copied.
         self._conversations: dict[int, list[Message]] = {}
-        """By node, since a sample may end at any. Common messages are shared, not copied."""
         self._began: float | None = None
         self._turns = 0
         self._num_drawn = 0
         self._num_reserved = 0
-        self._settled = asyncio.Event()
-        """A call that had reserved tokens has ended."""
+        self._settled = asyncio.Event()  # a call that had reserved tokens has ended
         self._num_drawing = 0
         self._model_s = 0.0
         self._drawing_since = 0.0
@@ -170,10 +156,8 @@ class Run:
         )
 
     def result(self, done: Done, *, spent: bool) -> Finished:
-        """Return the outcome; `spent`: a budget ended the rollout.
-
-        Raises BadAgentRequest if nothing was drawn, or `done` names pieces that were not.
-        """
+        """Return the outcome; `spent`: a budget ended the rollout. Raises BadAgentRequest if nothing was drawn, or
+        `done` names pieces that were not."""
         ends = self._session.ends(done.nodes or None)
         samples = [
             SampleTokens(one.token_ids, one.response_mask, one.log_probs, one.versions)
@@ -207,7 +191,6 @@ class Run:
                 raise SessionGone("this rollout has ended")
 
     def _room(self, num_prompt: int, max_tokens: int | None) -> int:
-        """Return how many tokens a call may draw."""
         setup = self._setup
         if setup.max_turns and self._turns >= setup.max_turns:
             raise BudgetIsSpent(f"rollout.max_turns: this rollout has used its {setup.max_turns} turns")

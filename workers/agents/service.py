@@ -68,18 +68,15 @@ logger = logging.getLogger(__name__)
 
 CANCEL_S = 2.0
 """Time that a cancelled rollout has to end before its process is killed (s)."""
+# Deaths of its worker, with no rollout's code running, that a rollout survives before each further one costs an
+# attempt
 _MOST_DEATHS = 3
-"""Deaths of its worker, with no rollout's code running, that a rollout survives before each further one costs an
-attempt."""
-_RETRY_S = (1.0, 5.0, 20.0, 0.0)
-"""Pauses after failed starts of a worker (s)."""
+_RETRY_S = (1.0, 5.0, 20.0, 0.0)  # pauses after failed starts of a worker (s)
 
 
 class Service:
-    """All sessions of one instance; runs in one event loop.
-
-    The constructor raises ConfigError if the tokenizer or its template is unusable.
-    """
+    """All sessions of one instance; runs in one event loop. The constructor raises ConfigError if the tokenizer or its
+    template is unusable."""
 
     def __init__(self, engine: Channel[FromService, ToService], setup: Setup) -> None:
         self._engine = engine
@@ -91,8 +88,7 @@ class Service:
         self._runs: dict[int, Run] = {}
         self._keys: dict[str, Run] = {}
         self._in: dict[Run, UserWorker] = {}
-        self._work: dict[Run, set[asyncio.Task[None]]] = {}
-        """Tasks of a run in this process: its calls, or its program."""
+        self._work: dict[Run, set[asyncio.Task[None]]] = {}  # tasks of a run in this process: its calls, or its program
         self._deadlines: dict[Run, asyncio.TimerHandle] = {}
         self._num_runs = 0
         self._drawing: dict[int, asyncio.Future[Drawn]] = {}
@@ -149,10 +145,8 @@ class Service:
     # Requests from the gateway.
 
     async def complete(self, key: str, request: ChatRequest) -> Completion:
-        """Have the policy reply in the session of `key`; see `Run.complete`.
-
-        Raises SessionGone if the session has ended, also because a budget is spent.
-        """
+        """Have the policy reply in the session of `key`; see `Run.complete`. Raises SessionGone if the session has
+        ended, also because a budget is spent."""
         run = self._run_of(key)
         try:
             with _refusing_tools():
@@ -210,7 +204,6 @@ class Service:
     # Messages from user workers.
 
     def asked(self, worker: UserWorker, ask: Ask) -> None:
-        """A rollout function wants a reply."""
         run = self._runs.get(ask.run)
         if run is None:
             worker.send(NotTold(ask.number, "this rollout has ended", budget=True))
@@ -353,7 +346,6 @@ class Service:
             self._engine.send(Failed(run.begin.ticket, text))
 
     def _again(self, run: Run, *, pays: bool = False) -> None:
-        """Begin another attempt from scratch."""
         self._end(run)
         self._start(run.begin, attempt=run.attempt + pays, num_deaths=run.num_deaths)
 

@@ -23,27 +23,18 @@ from workers.agents.rendering import Message, Renderer, Tools, call_id, canonica
 
 @dataclass(frozen=True)
 class PromptOf:
-    """A call that may be sent to the engine.
+    """A call that may be sent to the engine."""
 
-    Attributes:
-        ids: the whole prompt.
-        parent: the node that it extends (`ids` begin with all ids of that node); None: a new sample begins.
-        seed: for the engine's random numbers.
-        history: key of the conversation before the reply; None: a call by token ids.
-    """
-
-    ids: list[int]
-    parent: int | None
-    seed: int
-    history: bytes | None = None
+    ids: list[int]  # the whole prompt
+    parent: int | None  # the node that it extends (`ids` begin with all ids of that node); None: a new sample begins
+    seed: int  # for the engine's random numbers
+    history: bytes | None = None  # key of the conversation before the reply; None: a call by token ids
 
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """What the engine drew, end mark included: one number per token in each list.
-
-    `versions`: step of the weights that drew each token.
-    """
+    """What the engine drew, end mark included: one number per token in each list. `versions`: step of the weights that
+    drew each token."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -52,29 +43,19 @@ class DrawnTokens:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A call with its reply.
+    """A call with its reply."""
 
-    Attributes:
-        node: its place in the tree.
-        message: the assistant's, for the agent; None: a call by token ids.
-    """
-
-    node: int
-    message: Message | None
+    node: int  # its place in the tree
+    message: Message | None  # the assistant's, for the agent; None: a call by token ids
 
 
 @dataclass(frozen=True)
 class TokenSample:
-    """One sequence to train on.
+    """One sequence to train on."""
 
-    Attributes:
-        token_ids: [T].
-        response_mask: [T], 1 where the policy drew the token and it is trained on in this sample.
-        log_probs, versions: one per 1, in order.
-    """
-
-    token_ids: list[int]
-    response_mask: list[int]
+    token_ids: list[int]  # [T]
+    response_mask: list[int]  # [T], 1 where the policy drew the token and it is trained on in this sample
+    # log_probs, versions: one per 1, in order
     log_probs: list[float]
     versions: list[int]
 
@@ -110,10 +91,8 @@ class Session:
         """Return the prompt of a conversation.
 
         It extends the longest recorded history that these messages begin with. A new conversation, or one where a
-        bridge is impossible, is rendered from scratch.
-
-        Raises:
-            BadAgentRequest: a message is unusable, the last is the assistant's, or the template refuses them.
+        bridge is impossible, is rendered from scratch. Raises BadAgentRequest if a message is unusable, the last is the
+        assistant's, or the template refuses them.
         """
         messages = normalized(messages)
         if messages and messages[-1]["role"] == "assistant":
@@ -143,10 +122,8 @@ class Session:
         return PromptOf(ids, self._extended_by(ids), self._next_seed(ids))
 
     def record(self, prompt: PromptOf, drawn: DrawnTokens, *, shown: Sequence[int] | None = None) -> Recorded:
-        """Add what was drawn for a prompt.
-
-        `shown`: tokens to read the message from instead: those before a stop string.
-        """
+        """Add what was drawn for a prompt. `shown`: tokens to read the message from instead: those before a stop
+        string."""
         assert len(drawn.token_ids) == len(drawn.log_probs) == len(drawn.versions), "one number per token each"
         node = len(self._nodes)
         known = 0
@@ -170,19 +147,14 @@ class Session:
         return [token for each in self._path(node) for token in (*each.prompt_ids, *each.drawn.token_ids)]
 
     def samples(self, nodes: Sequence[int] | None = None) -> list[TokenSample]:
-        """Return a sample per path from a root to one of `ends(nodes)`.
-
-        Take all samples of a rollout from one call: a drawn token is trained on in the first that has it.
-        """
+        """Return a sample per path from a root to one of `ends(nodes)`. Take all samples of a rollout from one call: a
+        drawn token is trained on in the first that has it."""
         trained: set[int] = set()
         return [self._sample(end, trained) for end in self.ends(nodes)]
 
     def ends(self, nodes: Sequence[int] | None = None) -> list[int]:
         """Return those of `nodes` (None: all leaves) at which a sample ends, without duplicates and inner nodes of
-        other paths.
-
-        Raises BadAgentRequest if there is no such node.
-        """
+        other paths. Raises BadAgentRequest if there is no such node."""
         if nodes is None:
             nodes = [number for number, node in enumerate(self._nodes) if not node.children]
         if not all(0 <= node < len(self._nodes) for node in nodes):
@@ -231,10 +203,8 @@ class Session:
 
 
 def call_seed(rollout_seed: int, prompt_ids: Sequence[int], repetition: int) -> int:
-    """Mix (rollout's seed, prompt, how often this prompt was asked before) into 64 bits.
-
-    Concurrent calls draw the same tokens in whatever order they arrive.
-    """
+    """Mix (rollout's seed, prompt, how often this prompt was asked before) into 64 bits. Concurrent calls draw the same
+    tokens in whatever order they arrive."""
     head = struct.pack("<QQ", rollout_seed % 2**64, repetition)
     return int.from_bytes(hashlib.blake2b(head + _digest(prompt_ids), digest_size=8).digest())
 

@@ -41,11 +41,9 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """Time that a worker has to import what it needs (s)."""
-_GOODBYE_S = 10.0
-"""Time that a worker has to exit after closing its connection (s)."""
+_GOODBYE_S = 10.0  # time that a worker has to exit after closing its connection (s)
 _PING_S = 1.0
-_STACK_S = 2.0
-"""Time that a process has to write its stack (s)."""
+_STACK_S = 2.0  # time that a process has to write its stack (s)
 _LOOK_S = 0.05
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _LONGEST_STACK = 2**16
@@ -79,11 +77,7 @@ class Owner(Protocol):
 
 
 class UserWorker:
-    """One worker process; used in the service's event loop.
-
-    Attributes:
-        alive: it accepts rollouts.
-    """
+    """One worker process; used in the service's event loop. `alive`: it accepts rollouts."""
 
     def __init__(
         self,
@@ -100,12 +94,10 @@ class UserWorker:
         self._mark = mmap.mmap(page, MARK.size)
         self._owner = owner
         self._stall_timeout_s = stall_timeout_s
-        self._rollouts: dict[int, str] = {}
-        """Run -> its scratch directory."""
+        self._rollouts: dict[int, str] = {}  # run -> its scratch directory
         self._ending: dict[int, asyncio.TimerHandle] = {}
         self._last_pong = 0.0
-        self._last_turn = 0.0
-        """When its loop was last known to run: it answered, or a rollout took a step."""
+        self._last_turn = 0.0  # when its loop was last known to run: it answered, or a rollout took a step
         self._steps = 0
         self._how = ""
         self._culprit: int | None = None

@@ -23,57 +23,42 @@ from workers.settings.data import TemplateSettings
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """The first message to the service, and to each worker.
-
-    Attributes:
-        renderer: `model.renderer`.
-        function, agent, command, tools: settings of `rollout`; one of the first three is set.
-        timeout_s: of a rollout.
-        max_turns, max_tokens, max_context: budgets of a rollout: calls, drawn tokens, tokens of one call; 0: unlimited.
-        max_response_tokens: of one call.
-        num_workers: processes that run user code.
-        path: `sys.path`, in file-system encoding.
-        scratch: parent of the rollouts' own directories.
-        models: `rollout.models`.
-        max_memory_bytes, max_file_bytes: limits of each process that runs user code; 0: none.
-        stall_timeout_s: how long one step of a rollout may block its process's event loop.
-        seal, port: of the gateway of a previous service; see `workers.agents.gateway`.
-    """
+    """The first message to the service, and to each worker."""
 
     model_dir: str
-    renderer: str | None
+    renderer: str | None  # `model.renderer`
+    # function, agent, command, tools: settings of `rollout`; one of the first three is set
     function: str | None
     agent: str | None
     command: list[str]
     tools: list[str]
-    timeout_s: float
+    timeout_s: float  # of a rollout
+    # max_turns, max_tokens, max_context: budgets of a rollout: calls, drawn tokens, tokens of one call; 0: unlimited
     max_turns: int
     max_tokens: int
     max_context: int
-    max_response_tokens: int
+    max_response_tokens: int  # of one call
     max_attempts: int
-    num_workers: int
-    path: list[bytes]
-    scratch: str
-    models: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    num_workers: int  # processes that run user code
+    path: list[bytes]  # `sys.path`, in file-system encoding
+    scratch: str  # parent of the rollouts' own directories
+    models: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # `rollout.models`
+    # max_memory_bytes, max_file_bytes: limits of each process that runs user code; 0: none
     max_memory_bytes: int = 0
     max_file_bytes: int = 0
+    # seal, port: of the gateway of a previous service; see `workers.agents.gateway`
     seal: bytes = b""
     port: int = 0
     templates: TemplateSettings = TemplateSettings()
-    stall_timeout_s: float = 10.0
+    stall_timeout_s: float = 10.0  # how long one step of a rollout may block its process's event loop
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Run a rollout.
-
-    Attributes:
-        task: the data row, JSON.
-        index, group, member, seed: see `workers.agents.api.Task`.
-    """
+    """Run a rollout."""
 
     ticket: int
-    task: str
+    task: str  # the data row, JSON
+    # index, group, member, seed: see `workers.agents.api.Task`
     index: int
     group: int
     member: int
@@ -85,21 +70,16 @@ class Abandon(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drawn(msgspec.Struct, frozen=True, tag=True):
-    """The engine's response to a `Draw`.
-
-    Attributes:
-        token_ids, log_probs, versions: per drawn token, including the one that ended it.
-        truncated: cut at `max_tokens`.
-        stop: the stop string that ended it, or "".
-        shown: if a stop string ended it: tokens of the text before that string, for the agent; see `Stopped`.
-    """
+    """The engine's response to a `Draw`."""
 
     call: int
+    # token_ids, log_probs, versions: per drawn token, including the one that ended it
     token_ids: list[int]
     log_probs: list[float]
     versions: list[int]
-    truncated: bool
-    stop: str = ""
+    truncated: bool  # cut at `max_tokens`
+    stop: str = ""  # the stop string that ended it, or ""
+    # If a stop string ended it: tokens of the text before that string, for the agent; see `Stopped`
     shown: list[int] | None = None
 
 
@@ -153,10 +133,8 @@ class Undraw(msgspec.Struct, frozen=True, tag=True):
 
 
 class SampleTokens(msgspec.Struct, frozen=True):
-    """One token sequence of a rollout; `response_mask` is 1 where the policy drew.
-
-    `log_probs` and `versions` have one entry per drawn token.
-    """
+    """One token sequence of a rollout; `response_mask` is 1 where the policy drew. `log_probs` and `versions` have one
+    entry per drawn token."""
 
     token_ids: list[int]
     response_mask: list[int]
@@ -165,31 +143,19 @@ class SampleTokens(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """A rollout finished.
-
-    Attributes:
-        samples: at least one with drawn tokens.
-        reward: None: `reward.function` scores `response`.
-        response: text of the last reply.
-        truncated: a budget ended it, or its last reply was cut off.
-        metrics: reported by the function.
-        conversations: messages of each sample, for people.
-        turns: calls of the policy.
-        tool_s: time since the first call during which no call was in flight (s).
-        bridge_failures: turns that began a new sample although they follow a reply.
-        cpu_s: processor time of the service and the function's process since their previous rollout ended (s).
-    """
+    """A rollout finished."""
 
     ticket: int
-    samples: list[SampleTokens]
-    reward: float | None
-    response: str
-    truncated: bool
-    metrics: dict[str, float]
-    conversations: list[list[Message]]
-    turns: int
-    tool_s: float
-    bridge_failures: int
+    samples: list[SampleTokens]  # at least one with drawn tokens
+    reward: float | None  # None: `reward.function` scores `response`
+    response: str  # text of the last reply
+    truncated: bool  # a budget ended it, or its last reply was cut off
+    metrics: dict[str, float]  # reported by the function
+    conversations: list[list[Message]]  # messages of each sample, for people
+    turns: int  # calls of the policy
+    tool_s: float  # time since the first call during which no call was in flight (s)
+    bridge_failures: int  # turns that began a new sample although they follow a reply
+    # Processor time of the service and the function's process since their previous rollout ended (s)
     cpu_s: float = 0.0
 
 
@@ -209,23 +175,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Call the user's function.
+    """Call the user's function."""
 
-    Attributes:
-        run: identifies this attempt at the rollout.
-        attempt: from 0.
-        base_url, key: of the session, for an agent.
-        timeout_s: after which the rollout is cancelled.
-        scratch: a directory of its own.
-    """
-
-    run: int
+    run: int  # identifies this attempt at the rollout
     rollout: Begin
-    attempt: int
+    attempt: int  # from 0
+    # base_url, key: of the session, for an agent
     base_url: str
     key: str
-    timeout_s: float
-    scratch: str
+    timeout_s: float  # after which the rollout is cancelled
+    scratch: str  # a directory of its own
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
@@ -253,33 +212,23 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Have the policy reply to a conversation (`messages`, `tools`), or continue tokens (`prompt`).
+    """Have the policy reply to a conversation (`messages`, `tools`), or continue tokens (`prompt`)."""
 
-    Attributes:
-        number: of the call.
-        max_tokens: None: `rollout.max_response_tokens`.
-        stop: texts that end the reply.
-    """
-
-    number: int
+    number: int  # of the call
     run: int
     messages: list[Message]
     tools: list[Message] | None
     prompt: list[int] | None
-    max_tokens: int | None
-    stop: list[str]
+    max_tokens: int | None  # None: `rollout.max_response_tokens`
+    stop: list[str]  # texts that end the reply
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """The reply to an `Ask`.
-
-    Attributes:
-        node: identifies what was drawn; `Done` refers to it.
-        message, finish_reason: OpenAI format.
-    """
+    """The reply to an `Ask`."""
 
     number: int
-    node: int
+    node: int  # identifies what was drawn; `Done` refers to it
+    # message, finish_reason: OpenAI format
     message: Message
     finish_reason: str
     token_ids: list[int]
@@ -294,18 +243,13 @@ class NotTold(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The function returned.
-
-    Attributes:
-        nodes: drawn pieces; each that no other continues ends a sample. Empty: all pieces.
-        cpu_s: processor time of its process since another rollout returned (s).
-    """
+    """The function returned."""
 
     run: int
-    nodes: list[int]
+    nodes: list[int]  # drawn pieces; each that no other continues ends a sample. Empty: all pieces.
     reward: float | None
     metrics: dict[str, float]
-    cpu_s: float = 0.0
+    cpu_s: float = 0.0  # processor time of its process since another rollout returned (s)
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
@@ -354,10 +298,8 @@ class Channel(Generic[S, R]):
         return cls(reader, writer, received)
 
     def send(self, message: S) -> None:
-        """Send a message without waiting; drop it if the peer is gone.
-
-        Raises TypeError or ValueError if it cannot be encoded.
-        """
+        """Send a message without waiting; drop it if the peer is gone. Raises TypeError or ValueError if it cannot be
+        encoded."""
         data = frame(message)
         if not self._writer.is_closing():
             self._writer.write(data)

@@ -69,12 +69,11 @@ MARK = struct.Struct("qq")
 STACK_SIGNAL = signal.SIGUSR2
 OUT_OF_MEMORY = 77
 """Exit code."""
-_MOST_LAG_S = 0.1
-"""A turn of the loop longer than this makes fewer rollouts begin in the next one (s)."""
+_MOST_LAG_S = 0.1  # a turn of the loop longer than this makes fewer rollouts begin in the next one (s)
 _MOST_STARTS = 64
 
+# Path prefixes of AsyncFlow's own workers and of Python's library
 _NOT_USERS = (str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parents[1]))
-"""Path prefixes of AsyncFlow's own workers and of Python's library."""
 _run: contextvars.ContextVar[int] = contextvars.ContextVar("run", default=NOBODY)
 _steps = itertools.count(1)
 
@@ -130,10 +129,8 @@ async def _serve(connection: socket.socket, mark: mmap.mmap) -> None:
 
 
 class Worker:
-    """The rollouts of one process.
-
-    The constructor raises ConfigError if the function, a tool or another model is unusable.
-    """
+    """The rollouts of one process. The constructor raises ConfigError if the function, a tool or another model is
+    unusable."""
 
     def __init__(self, channel: Channel[FromWorker, ToWorker], setup: Setup) -> None:
         self._channel = channel

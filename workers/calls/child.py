@@ -135,6 +135,8 @@ class Server:
 def outlive_stop_signals() -> None:
     """Survive stop signals: the pool decides when this process ends."""
     for number in STOP_SIGNALS:
+        # A handler, since programs started by the user's code would inherit ignored signals. Forks get the default
+        # handling.
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=_obey_stop_signals)
 

@@ -24,19 +24,12 @@ MOST_BYTES = 2**28
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Import the entry, and the function that it names.
+    """Import the entry, and the function that it names."""
 
-    Attributes:
-        entry: our own `module:function`, which returns the `Callee`.
-        settings: its arguments.
-        path: `sys.path` of the parent in file-system encoding, which need not be UTF-8.
-        memory_bytes: limit of the address space; None: unlimited.
-    """
-
-    entry: str
-    settings: Mapping[str, Any]
-    path: list[bytes]
-    memory_bytes: int | None
+    entry: str  # our own `module:function`, which returns the `Callee`
+    settings: Mapping[str, Any]  # its arguments
+    path: list[bytes]  # `sys.path` of the parent in file-system encoding, which need not be UTF-8
+    memory_bytes: int | None  # limit of the address space; None: unlimited
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -104,10 +97,8 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def length_of(header: bytes) -> int:
-    """Return the length in a frame's header.
-
-    Raises EOFError if it is too large, since then the user's code wrote into the socket.
-    """
+    """Return the length in a frame's header. Raises EOFError if it is too large, since then the user's code wrote into
+    the socket."""
     length = int.from_bytes(header, "little")
     if length > MOST_BYTES:
         raise EOFError(f"a frame of {length} bytes")

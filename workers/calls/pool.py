@@ -218,10 +218,8 @@ class ChildProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _end(self, number: int) -> None:
-        """End an overdue call: cancel it if other calls can continue, else kill the child.
-
-        Raises ChildDied if other calls were in flight, one of which may have delayed this one.
-        """
+        """End an overdue call: cancel it if other calls can continue, else kill the child. Raises ChildDied if other
+        calls were in flight, one of which may have delayed this one."""
         if self.is_async and self.alive:
             assert self._writer is not None
             heard = self._replies[number] = asyncio.get_running_loop().create_future()
@@ -244,7 +242,7 @@ class ChildProcess:
 
 
 def _death_of(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the process ends, or None before Linux 5.3."""
+    """Return a descriptor that becomes readable when the process ends."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -264,34 +262,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Entry:
-    """What children call.
+    """What children call."""
 
-    Attributes:
-        function: our own torch-free `module:function`, which returns a `workers.calls.user_function.Callee` in the
-            child.
-        settings: its arguments, JSON.
-        memory_bytes: limit of a child's address space; None: unlimited.
-    """
-
+    # Our own torch-free `module:function`, which returns a `workers.calls.user_function.Callee` in the child
     function: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    memory_bytes: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # its arguments, JSON
+    memory_bytes: int | None = None  # limit of a child's address space; None: unlimited
 
 
 @dataclass(eq=False)
 class _Call:
-    """One call.
+    """One call."""
 
-    Attributes:
-        arguments: JSON.
-        on: the arguments in words.
-        alone: it was in flight in a child that died with several calls, and now gets a child for itself.
-    """
-
-    arguments: Sequence[Any]
-    on: str
+    arguments: Sequence[Any]  # JSON
+    on: str  # the arguments in words
     outcome: "Future[Any]"
-    alone: bool = False
+    alone: bool = False  # it was in flight in a child that died with several calls, and now gets a child for itself
 
 
 class CallPool:
@@ -337,10 +323,8 @@ class CallPool:
         self._ready.result()
 
     def submit(self, *arguments: Any, on: str) -> "Future[Any]":
-        """Call the function with JSON arguments; `on` describes them in messages, e.g. `response '7'`.
-
-        The future raises `UserCodeFailed`, naming function and arguments, and is cancelled when the pool closes.
-        """
+        """Call the function with JSON arguments; `on` describes them in messages, e.g. `response '7'`. The future
+        raises `UserCodeFailed`, naming function and arguments, and is cancelled when the pool closes."""
         call = _Call(arguments, on, Future())
         with self._lock:
             if self._closed:

@@ -19,10 +19,8 @@ from typing import Any
 from asyncflow.errors import ConfigError, one_line
 
 _ABSENT = object()
-_RECIPES = "configs"
-"""Our package whose modules recipes name. Users may have a folder of that name, found first."""
-_VARIABLE = "ASYNCFLOW_CODE_DIRECTORY"
-"""Tells children where the configuration is."""
+_RECIPES = "configs"  # our package whose modules recipes name. Users may have a folder of that name, found first.
+_VARIABLE = "ASYNCFLOW_CODE_DIRECTORY"  # tells children where the configuration is
 
 
 def _as_they_are(arguments: Sequence[Any]) -> Sequence[Any]:
@@ -36,17 +34,12 @@ def _as_it_is(value: Any, arguments: Sequence[Any]) -> Any:
 @dataclass(frozen=True)
 class Callee:
     """What a child calls: a user's function with its conversions. Returned, in the child, by a
-    `workers.calls.pool.Entry`.
+    `workers.calls.pool.Entry`."""
 
-    Attributes:
-        function: the user's; `def` or `async def`.
-        takes: what the pool sent -> the function's arguments.
-        gives: (result, what the pool sent) -> a JSON value; raises `UserCodeFailed`, with the whole message, if the
-            result is unusable.
-    """
-
-    function: Callable[..., Any]
-    takes: Callable[[Sequence[Any]], Sequence[Any]] = _as_they_are
+    function: Callable[..., Any]  # the user's; `def` or `async def`
+    takes: Callable[[Sequence[Any]], Sequence[Any]] = _as_they_are  # what the pool sent -> the function's arguments
+    # (result, what the pool sent) -> a JSON value; raises `UserCodeFailed`, with the whole message, if the result is
+    # unusable
     gives: Callable[[Any, Sequence[Any]], Any] = _as_it_is
 
 
@@ -57,8 +50,7 @@ def load_function(name: str, *, field: str, arguments: Sequence[str] | None) -> 
         field: the setting that names it.
         arguments: what it is called with, in words; None: the caller checks its parameters.
 
-    Raises:
-        ConfigError: no such module or function, importing it fails, or it does not take these arguments.
+    Raises ConfigError if there is no such module or function, importing it fails, or it does not take these arguments.
     """
     check_function(name, field=field)
     module_name, _, attribute = name.partition(":")

@@ -55,10 +55,8 @@ class UserObject:
             raise
 
     def call(self, method: str, *arguments: Any, on: str) -> Any:
-        """Call a method and wait; `on` describes the arguments in words.
-
-        Raises UserCodeFailed if it raised, hung, or returned something that JSON cannot represent.
-        """
+        """Call a method and wait; `on` describes the arguments in words. Raises UserCodeFailed if it raised, hung, or
+        returned something that JSON cannot represent."""
         return self._pool.call(method, arguments, on=on)
 
     def size(self) -> int | None:

@@ -36,37 +36,27 @@ class Fed:
 
 
 class FeedLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of the file.
-
-    Attributes:
-        sequence: the row's number among the feeder's, from 1; on a line without a row, that of its last one.
-        row: a JSON object; empty on end and owner lines.
-        end: no rows follow, from any feeder.
-        owner: the process that feeds under this name from here on.
-    """
+    """A line of the file."""
 
     feeder: str
-    sequence: int
-    row: msgspec.Raw = msgspec.Raw()
-    end: bool = False
-    owner: str = ""
+    sequence: int  # the row's number among the feeder's, from 1; on a line without a row, that of its last one
+    row: msgspec.Raw = msgspec.Raw()  # a JSON object; empty on end and owner lines
+    end: bool = False  # no rows follow, from any feeder
+    owner: str = ""  # the process that feeds under this name from here on
 
 
 class FeedFile:
     """Rows by number. Thread-safe; only one process at a time may append.
 
-    Args:
-        appends: create the file if needed, cut off an incomplete last line, and enable `put`, `take` and `end`. These
-            raise QueueFull, and store nothing, if the file system refuses.
+    `appends`: create the file if needed, cut off an incomplete last line, and enable `put`, `take` and `end`. These
+    raise QueueFull, and store nothing, if the file system refuses.
     """
 
     def __init__(self, path: Path, *, appends: bool = False) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._offsets = array("q")
-        """Byte offset at which each row's line begins."""
-        self._rows: dict[str, array[int]] = {}
-        """Row numbers per feeder."""
+        self._offsets = array("q")  # byte offset at which each row's line begins
+        self._rows: dict[str, array[int]] = {}  # row numbers per feeder
         self._owners: dict[str, str] = {}
         self._ended = False
         self._listener: Callable[[Fed], None] = lambda fed: None
@@ -103,10 +93,8 @@ class FeedFile:
         return fields
 
     def num_known(self, feeder: str, first: int, rows: Sequence[dict[str, Any]]) -> int:
-        """Return how many rows at the front of a put are already stored.
-
-        Raises ConfigError if numbers were skipped, a row differs from the stored one, or the feed has ended.
-        """
+        """Return how many rows at the front of a put are already stored. Raises ConfigError if numbers were skipped, a
+        row differs from the stored one, or the feed has ended."""
         last = self.last_sequence(feeder)
         if not 1 <= first <= last + 1:
             raise ConfigError(f"feeder {feeder}: row {first} does not follow row {last}; continue with row {last + 1}")

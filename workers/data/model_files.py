@@ -36,22 +36,22 @@ BACKBONE = ModelKind((*GENERATES.endings, *SCORES.endings), "is not a language m
 """What a critic may be initialized from."""
 SCORE_HEAD = "score"
 """transformers' name of the scoring head on a language model's backbone."""
+# Prefixes of config.json sections for images or sound
 _SENSES = ("vision", "visual", "audio", "speech", "image", "img")
-"""Prefixes of config.json sections for images or sound."""
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# Files that a user may take for the model
 _WEIGHT_LIKE = (
     "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin", "consolidated*", "*.gguf",
 )  # fmt: skip
-"""Files that a user may take for the model."""
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Element types whose tensors are usable as stored (not quantized)."""
+# Masks and counters, of any element type, that older files keep among the weights
 _NOT_WEIGHTS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|causal_mask|position_ids|num_batches_tracked)$")
-"""Masks and counters, of any element type, that older files keep among the weights."""
+# Tensors that accompany quantized weights, which are raw numbers without them
 _OF_QUANTIZED = re.compile(
     r"(weight_scale(_inv|_2)?|input_scale|activation_scale|\.(qweight|qzeros|scales|g_idx|SCB|absmax))$"
 )
-"""Tensors that accompany quantized weights, which are raw numbers without them."""
 _INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 HEAD_TENSORS = (*OUTPUT_HEADS, "lm_head.bias", "embed_out.bias")
@@ -84,10 +84,8 @@ class BadModelDir(ConfigError):
 
 
 def check_model_dir(path: Path) -> None:
-    """Check the policy's directory (config, tokenizer, complete weight files), reading headers only.
-
-    Raises ConfigError for the first thing that is missing or broken.
-    """
+    """Check the policy's directory (config, tokenizer, complete weight files), reading headers only. Raises ConfigError
+    for the first thing that is missing or broken."""
     _check_parts(path, GENERATES)
     _check_tied(path)
     _check_layers(path)
@@ -154,10 +152,8 @@ def max_positions(path: Path) -> int | None:
 
 
 def eos_token_ids(path: Path) -> tuple[int, ...]:
-    """Return the tokens that end a response, from generation_config.json or else config.json.
-
-    Raises ConfigError if neither file names one, or one is outside of the vocabulary.
-    """
+    """Return the tokens that end a response, from generation_config.json or else config.json. Raises ConfigError if
+    neither file names one, or one is outside of the vocabulary."""
     config = read_model_config(path)
     generation = path / "generation_config.json"
     settings = read_object(generation, "the settings of generation") if generation.is_file() else {}
@@ -225,11 +221,8 @@ def read_object(file: Path, what: str) -> dict[str, Any]:
 
 
 def model_fingerprint(path: Path) -> str:
-    """Return the SHA-256 (hex) of what config.json says about names and shapes of weights.
-
-    Directories with equal fingerprints can load each other's weights, whatever their element type and transformers
-    version.
-    """
+    """Return the SHA-256 (hex) of what config.json says about names and shapes of weights. Directories with equal
+    fingerprints can load each other's weights, whatever their element type and transformers version."""
     config = read_model_config(path)
     parts: list[Mapping[str, Any]] = [config]
     if isinstance(config.get("text_config"), dict):

@@ -45,30 +45,20 @@ from workers.settings.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
-_COMPARED = 256
-"""Rows whose tokens are compared with those that were checked before the start."""
-_STREAM = 2**32
-"""Larger than any seed: gives the orders of a mixture and of its sources their own keys."""
+_COMPARED = 256  # rows whose tokens are compared with those that were checked before the start
+_STREAM = 2**32  # larger than any seed: gives the orders of a mixture and of its sources their own keys
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of one group.
+    """The prompt of one group."""
 
-    Attributes:
-        tokens: int64 [P].
-        epoch: number of earlier passes over the data (mixture: over the prompt's source).
-        position: index among the prompts that were kept, or of the source's task.
-        text: what was tokenized, with templates applied.
-        task: the whole row as JSON text; may be "" if no user rollout or reward receives it.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # int64 [P]
     ground_truth: str
-    epoch: int
-    position: int
-    text: str
-    task: str = ""
+    epoch: int  # number of earlier passes over the data (mixture: over the prompt's source)
+    position: int  # index among the prompts that were kept, or of the source's task
+    text: str  # what was tokenized, with templates applied
+    task: str = ""  # the whole row as JSON text; may be "" if no user rollout or reward receives it
     source: str = ""
 
 
@@ -91,10 +81,8 @@ class Prompts(Protocol):
 
 
 def open_prompts(config: RunConfig, run_dir: Path, tokenizer: Any = None) -> Prompts:
-    """Return the prompts that a run trains on; those of a feed are a read-only view of the rows put so far.
-
-    Raises ConfigError if the data cannot be used, UserCodeFailed if the source failed.
-    """
+    """Return the prompts that a run trains on; those of a feed are a read-only view of the rows put so far. Raises
+    ConfigError if the data cannot be used, UserCodeFailed if the source failed."""
     data, model_dir, own = config.data, Path(config.model.path), config.rollout.is_own
     if data.source is None:
         rows = read_data(data, own_rollout=own)
@@ -129,7 +117,6 @@ class PromptTokens:
             raise missing_chat_template(model_dir)
 
     def of(self, rows: Sequence[PromptRow]) -> tuple[list[str], list[list[int]]]:
-        """Return texts and tokens."""
         texts = [self._render(row) for row in rows]
         tokens = self._tokenizer(texts, add_special_tokens=not self._chat)["input_ids"]
         self._compare(texts[:_COMPARED], tokens)
@@ -157,7 +144,6 @@ class PromptTokens:
                 )
 
     def fits(self, row: PromptRow, num_tokens: int) -> bool:
-        """Return whether a prompt is used; see `check_fit`."""
         return self.own_rollout or check_fit(row, num_tokens, self.config)
 
     def check_end(self, row: PromptRow, tokens: Sequence[int]) -> None:
@@ -185,11 +171,8 @@ class PromptDataset:
         own_rollout: a user's rollout function takes the rows.
         with_tasks: keep whole rows (`Prompt.task`).
 
-    Attributes:
-        num_skipped: prompts left out because they are longer than `max_prompt_tokens`.
-
-    Raises:
-        ConfigError: a prompt has no tokens, is too long and `overlong` is `reject`, or all are too long.
+    `num_skipped`: prompts left out because they are longer than `max_prompt_tokens`. Raises ConfigError if a prompt has
+    no tokens, is too long and `overlong` is `reject`, or all are too long.
     """
 
     def __init__(
@@ -251,11 +234,8 @@ class PromptDataset:
 
 
 class SourcePrompts:
-    """The tasks of a source, tokenized on demand. For one thread; closes the source.
-
-    Attributes:
-        size: tasks per epoch; None: endless, so that group g has task g and `shuffle` does not apply.
-    """
+    """The tasks of a source, tokenized on demand. For one thread; closes the source. `size`: tasks per epoch; None:
+    endless, so that group g has task g and `shuffle` does not apply."""
 
     def __init__(self, source: TaskSource, tokens: PromptTokens, *, seed: int, shuffle: bool) -> None:
         self._source, self._tokens = source, tokens
@@ -289,8 +269,7 @@ class FedPrompts:
 
     After the feed's end, a group that replaces another may need one more row: then rows repeat from the first.
 
-    Attributes:
-        size: None, even after the end.
+    `size`: None, even after the end.
     """
 
     def __init__(self, rows: FeedFile, tokens: PromptTokens) -> None:

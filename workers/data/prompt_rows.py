@@ -39,22 +39,14 @@ _ABSENT: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One row of a file, or one task of a source.
+    """One row of a file, or one task of a source."""
 
-    Attributes:
-        prompt: text or messages, before any template.
-        ground_truth: the field's text as it is (GSM8K: the whole solution), a number as Python prints it, or "" if the
-            data have none.
-        line: 1-based line of a JSONL file, otherwise the 1-based row number, or the index of the task.
-        fields: all fields, in file order.
-        part: index of the source within the mixture.
-    """
-
-    prompt: str | list[Message]
+    prompt: str | list[Message]  # text or messages, before any template
+    # The field's text as it is (GSM8K: the whole solution), a number as Python prints it, or "" if the data have none
     ground_truth: str
-    line: int
-    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    part: int = 0
+    line: int  # 1-based line of a JSONL file, otherwise the 1-based row number, or the index of the task
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all fields, in file order
+    part: int = 0  # index of the source within the mixture
 
     def where(self, config: DataConfig) -> str:
         """Return the row's location, for messages."""
@@ -85,9 +77,8 @@ def read_prompt_rows(
         own_rollout: a user's rollout function gets the rows, so any JSON object is valid.
         part: index of the source within the mixture.
 
-    Raises:
-        ConfigError: the file is unreadable (Parquet: as a whole) or has no rows; a row is malformed or lacks a field
-            (with file:line); or the `data` section contradicts itself.
+    Raises ConfigError if the file is unreadable (Parquet: as a whole) or has no rows; a row is malformed or lacks a
+    field (with file:line); or the `data` section contradicts itself.
     """
     check_templates(config)
     if path.exists() and not path.is_file():
@@ -179,8 +170,7 @@ def _values(column: Any, where: str, *, named: bool) -> list[Any]:
     raise ConfigError(f"{where} cannot be read: {reason}; save the column as text") from failed
 
 
-_OUT_OF_RANGE = "<value out of range"
-"""Arrow writes this in place of a time before the year -32767 or after 32767."""
+_OUT_OF_RANGE = "<value out of range"  # Arrow writes this in place of a time before the year -32767 or after 32767
 
 
 def _without_decimals(value: Any) -> Any:
@@ -278,10 +268,8 @@ def conversation(prompt: str | list[Message], config: DataConfig) -> list[Messag
 
 
 def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
-    """Return whether a prompt of `num_tokens` is used.
-
-    Raises ConfigError if it has no tokens, or is too long and `overlong` is `reject` or a source made it.
-    """
+    """Return whether a prompt of `num_tokens` is used. Raises ConfigError if it has no tokens, or is too long and
+    `overlong` is `reject` or a source made it."""
     if num_tokens == 0:
         raise ConfigError(
             f"{row.where(config)}: the prompt gives no tokens (the tokenizer knows none of it); remove the row"
@@ -327,8 +315,7 @@ def as_row(
         where: location that errors begin with.
         part: index of the source within the mixture.
 
-    Raises:
-        ConfigError: the prompt or the ground truth is missing or of the wrong type.
+    Raises ConfigError if the prompt or the ground truth is missing or of the wrong type.
     """
     if own_rollout:
         prompt, ground_truth = (
@@ -460,18 +447,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ShownPrompt:
-    """The first prompt of a file as the model gets it.
+    """The first prompt of a file as the model gets it."""
 
-    Attributes:
-        text: with templates applied.
-        num_tokens: of `text`; None: the user's rollout function makes its own prompt.
-        num_kept: how many prompts of the file are short enough; None: not all were checked.
-    """
-
-    text: str
+    text: str  # with templates applied
     ground_truth: str
-    num_tokens: int | None
-    num_kept: int | None = None
+    num_tokens: int | None  # of `text`; None: the user's rollout function makes its own prompt
+    num_kept: int | None = None  # how many prompts of the file are short enough; None: not all were checked
 
 
 @dataclass(frozen=True)
@@ -489,13 +470,10 @@ def check_prompts(
     All prompts are checked for `overlong: reject`, and for a sampler, which needs to know how many remain. Otherwise
     the check stops at the first chunk after which every source has a prompt that fits.
 
-    Args:
-        tokenizer: one that is already open, since starting its child process takes a second.
-
-    Raises:
-        ConfigError: the template is missing or renders at random; a prompt is too long under `overlong: reject`, or all
-            are; a prompt has no tokens or ones that the model lacks, loses characters or spaces, ends with a token that
-            ends responses, or begins with BOS twice; or no response could end.
+    `tokenizer`: one that is already open, since starting its child process takes a second. Raises ConfigError if the
+    template is missing or renders at random; a prompt is too long under `overlong: reject`, or all are; a prompt has no
+    tokens or ones that the model lacks, loses characters or spaces, ends with a token that ends responses, or begins
+    with BOS twice; or no response could end.
     """
     check_templates(config)
     if tokenizer is None:

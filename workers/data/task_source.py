@@ -22,8 +22,7 @@ from workers.settings.run import RunConfig
 
 HELD_OUT_SEEDS = 2**31
 """Added to the run's seed for held-out tasks: above all training seeds."""
-_TRIED = 32
-"""Tasks checked before a run starts."""
+_TRIED = 32  # tasks checked before a run starts
 
 
 class TaskSource:
@@ -33,8 +32,7 @@ class TaskSource:
         own_rollout: a user's rollout function gets the rows, so they need no prompt.
         key: the settings section that names the class.
 
-    Attributes:
-        size: tasks per epoch; None: they never end.
+    `size`: tasks per epoch; None: they never end.
     """
 
     def __init__(self, config: DataConfig, *, seed: int, own_rollout: bool, key: str = "data") -> None:
@@ -63,11 +61,8 @@ class TaskSource:
         self.close()
 
     def row(self, index: int) -> PromptRow:
-        """Return a task.
-
-        Raises UserCodeFailed if the class raised, hung, or returned something that is not a JSON object; ConfigError if
-        the row lacks its prompt or ground truth.
-        """
+        """Return a task. Raises UserCodeFailed if the class raised, hung, or returned something that is not a JSON
+        object; ConfigError if the row lacks its prompt or ground truth."""
         on = f"task {index} of seed {self._seed}"
         fields = self._source.call("task", self._seed, index, on=on)
         if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
@@ -132,8 +127,7 @@ def changed_data(config: DataConfig) -> str:
 
 def data_identity(config: DataConfig) -> str:
     """Return 16 hex digits that identify the data: the file's content; a mixture's contents, weights and fields; or the
-    source and its options.
-    """
+    source and its options."""
     if config.path is not None:
         return data_hash(config.file)
     import xxhash

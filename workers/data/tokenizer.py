@@ -34,15 +34,14 @@ FILES = (
 )  # fmt: skip
 """Files of a model directory that decide how a prompt is tokenized."""
 _TEMPLATES = "additional_chat_templates"
+# Settings that make transformers deviate from tokenizer.json. (It obeys `add_bos_token` and `add_eos_token` only
+# without tokenizer.json.)
 _CHANGE_TOKENS = ("split_special_tokens", "fix_mistral_regex")
-"""Settings that make transformers deviate from tokenizer.json. (It obeys `add_bos_token` and `add_eos_token` only
-without tokenizer.json.)
-"""
+# Settings whose tokens transformers adds if tokenizer.json lacks them
 _NAMED_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
     "additional_special_tokens", "extra_special_tokens", "added_tokens_decoder",
 )  # fmt: skip
-"""Settings whose tokens transformers adds if tokenizer.json lacks them."""
 PROBES = (
     "What is the sum of 12 and 30?  Two  spaces,\ttabs\n\n  and lines.",
     'a1 2b 333 4444 1234567 0.5 -7 12+30=42 x^2 {"k": [1, 2]}',
@@ -52,10 +51,8 @@ PROBES = (
 
 
 def load_tokenizer(model_dir: Path, templates: TemplateSettings = TemplateSettings()) -> Any:  # noqa: B008
-    """Return the transformers tokenizer in `model_dir`; never uses the network.
-
-    Raises ConfigError if there is none, transformers cannot read it, or its chat template ignores one of the options.
-    """
+    """Return the transformers tokenizer in `model_dir`; never uses the network. Raises ConfigError if there is none,
+    transformers cannot read it, or its chat template ignores one of the options."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if (model_dir / TOKENIZER_SETTINGS).is_file():
@@ -99,10 +96,8 @@ def _names_of(template: str) -> set[str] | None:
 
 
 class _StoppedClock:
-    """Renders a tokenizer's chat template as if at a fixed local time.
-
-    Raises ConfigError if this version of transformers takes the time from elsewhere.
-    """
+    """Renders a tokenizer's chat template as if at a fixed local time. Raises ConfigError if this version of
+    transformers takes the time from elsewhere."""
 
     _lock = threading.Lock()
 
@@ -246,7 +241,7 @@ class TextDecoder:
         self._prompt = lru_cache(maxsize=4096)(self._decode)
 
     def prompt(self, tokens: Sequence[int]) -> str:
-        """Return a prompt's text; cached, since all responses of a group share a prompt."""
+        # Cached: all responses of a group share a prompt.
         return self._prompt(tuple(tokens))
 
     def response(self, tokens: Sequence[int]) -> str:
@@ -257,8 +252,7 @@ class TextDecoder:
 
 
 Conversation = list[dict[str, str]]
-_DEADLINE_S = 60.0
-"""For one call, i.e. about a chunk of prompts."""
+_DEADLINE_S = 60.0  # for one call, i.e. about a chunk of prompts.
 
 
 class ModelTokenizer:
@@ -296,11 +290,8 @@ class ModelTokenizer:
             self._pool.close()
 
     def render(self, conversations: Sequence[Conversation]) -> list[str]:
-        """Return each conversation's text up to where the model's response begins.
-
-        Raises ConfigError if there is no template, or it is broken, refuses the messages (many refuse a system
-        message), or takes too long.
-        """
+        """Return each conversation's text up to where the model's response begins. Raises ConfigError if there is no
+        template, or it is broken, refuses the messages (many refuse a system message), or takes too long."""
         return list(self._ask("render", conversations))
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
@@ -323,8 +314,7 @@ class ModelTokenizer:
 
     def marks(self) -> dict[str, Any]:
         """Return the token ids `bos`, `eos` and `end` (which the template writes after an assistant's message), each
-        None if absent, and `special`, the texts of all special tokens.
-        """
+        None if absent, and `special`, the texts of all special tokens."""
         if self._pool is not None:
             return dict(self._ask("marks"))
         assert self._raw is not None

@@ -53,8 +53,8 @@ class PromptFeed:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._closed = False
+        # None: the outcome of the last put is unknown
         self._last: int | None = self._call(OpenFeed(name, self._process))
-        """None: the outcome of the last put is unknown."""
 
     @property
     def last_sequence(self) -> int:

@@ -50,8 +50,7 @@ from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, prompt_columns
 from workers.trainer.trainer import policy_learner
 
-_FUSED = {"ref_log_probs", "actor_log_probs", "compute_advantages_and_returns"}
-"""Tasks that `update` performs itself."""
+_FUSED = {"ref_log_probs", "actor_log_probs", "compute_advantages_and_returns"}  # tasks that `update` performs itself
 
 
 class LocalEngines:
@@ -80,8 +79,7 @@ class LocalEngines:
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
         self._draws = np.random.Generator(np.random.PCG64(config.seed))
         self._reference: FrozenEngine | None = None
-        self._trained: set[int] = set()
-        """Tokens of leases."""
+        self._trained: set[int] = set()  # tokens of leases
         self._own = ExitStack()
         try:
             choose_interface(LOOPBACK)
@@ -115,10 +113,8 @@ class LocalEngines:
         self._own.close()
 
     def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Put data rows, each as a group of `schedule.n_samples_per_prompt` rows, for task `actor_rollout`.
-
-        Raises ConfigError if there are no rows, or one lacks its prompt or ground truth, or has too long a prompt.
-        """
+        """Put data rows, each as a group of `schedule.n_samples_per_prompt` rows, for task `actor_rollout`. Raises
+        ConfigError if there are no rows, or one lacks its prompt or ground truth, or has too long a prompt."""
         data, size = self.config.data, self.config.schedule.n_samples_per_prompt
         if isinstance(rows, str | Mapping) or not rows or not all(isinstance(row, Mapping) for row in rows):
             raise ConfigError(f"rows: {reprlib.repr(rows)} is not a list of rows; give one dict or more, in a list")
@@ -172,8 +168,7 @@ class LocalEngines:
     def put_experience_data(self, lease: Lease, columns: Mapping[str, Any] | None = None) -> None:
         """Write a task's outputs, one value per row of the lease, which completes its rows.
 
-        Args:
-            columns: all outputs of the task, numbers or tensors; None: it has none.
+        `columns`: all outputs of the task, numbers or tensors; None: it has none.
 
         Raises:
             ConfigError: a column is missing, is not an output, or does not fit; nothing was put.
@@ -187,7 +182,6 @@ class LocalEngines:
             )
 
     def responses(self, lease: Lease) -> list[str]:
-        """Return the text of each row's response."""
         drawn = responses_of(lease.read(["tokens", "response_mask"]))
         return [str(text) for text in self.tokenizer.batch_decode(drawn, skip_special_tokens=True)]
 
@@ -211,10 +205,7 @@ class LocalEngines:
 
     def update(self, lease: Lease) -> dict[str, float]:
         """Train on whole groups: one optimizer update. Returns `step`, `loss`, `grad_norm`, `lr`, `reward_mean` and
-        `accuracy`.
-
-        Raises ConfigError if the lease is of another task, or was trained on before.
-        """
+        `accuracy`. Raises ConfigError if the lease is of another task, or was trained on before."""
         if lease.grant.task != ACTOR_TRAIN or lease.grant.token in self._trained:
             what = "was trained on already" if lease.grant.task == ACTOR_TRAIN else f"is of task {lease.grant.task}"
             raise ConfigError(f"update: the lease {what}; get another one, get_experience_data({ACTOR_TRAIN!r})")

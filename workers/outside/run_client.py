@@ -52,6 +52,7 @@ from workers.settings.dataflow import DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMN
 from workers.settings.run import RunConfig
 from workers.tasks.graph import launched_tasks, task_specs
 
+# Element types; all other columns are float32
 _DTYPES = {
     **dict.fromkeys(DRAWN_COLUMNS, torch.float32),
     "tokens": torch.int64,
@@ -61,28 +62,21 @@ _DTYPES = {
     "correct": torch.bool,
     "truncated": torch.bool,
 }
-"""Element types; all other columns are float32."""
 
 
 @dataclass(frozen=True)
 class OutsideTask:
-    """A task of the queue, as an outside process sees it.
+    """A task of the queue, as an outside process sees it."""
 
-    Attributes:
-        inputs, outputs: columns that it reads, and that a put must contain.
-        needs_version: consumers must say which weights they hold.
-    """
-
+    # inputs, outputs: columns that it reads, and that a put must contain
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    needs_version: bool
+    needs_version: bool  # consumers must say which weights they hold
 
 
 class OutsideLease(Lease):
-    """A lease whose puts are checked, so that a mistake costs an error here and not the run.
-
-    `held`: weights that the rows were requested with; `bound`: of staleness.
-    """
+    """A lease whose puts are checked, so that a mistake costs an error here and not the run. `held`: weights that the
+    rows were requested with; `bound`: of staleness."""
 
     def __init__(self, calls: LeaseCalls, lease: Lease, task: OutsideTask, held: Version, *, bound: int) -> None:
         super().__init__(calls, lease.grant, lease.batch.columns)
@@ -98,12 +92,9 @@ class OutsideLease(Lease):
     def put(self, columns: Mapping[str, Any], rows: Sequence[int] | None = None) -> bool:
         """Write all output columns for some rows (None: all open ones); see `Lease.put`.
 
-        Args:
-            columns: name -> a number per row; for per-token columns a tensor or list per row; for `reward_parts` a dict
-                of names to finite numbers per row.
-
-        Raises:
-            ConfigError: a column is missing, is not an output, or does not fit; nothing was put.
+        `columns`: name -> a number per row; for per-token columns a tensor or list per row; for `reward_parts` a dict
+        of names to finite numbers per row. Raises ConfigError if a column is missing, is not an output, or does not
+        fit; nothing was put.
         """
         name, outputs = self.grant.task, self._task.outputs
         given = list(columns.keys())  # also works for a TensorDict
@@ -185,33 +176,22 @@ def _reward_parts(row: Any) -> dict[str, float]:
 
 _KEY = "outside/run"
 _NAME = re.compile(r"[\w.-]+")
-_LOOK_S = 0.5
-"""How often a client checks whether the run is over (s)."""
-_END_S = 10.0
-"""How long the launcher may outlive the run's services (s)."""
+_LOOK_S = 0.5  # how often a client checks whether the run is over (s)
+_END_S = 10.0  # how long the launcher may outlive the run's services (s)
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What an outside process must know about a run; the lead controller puts it into the job store.
+    """What an outside process must know about a run; the lead controller puts it into the job store."""
 
-    Attributes:
-        tasks: by name, except those that train.
-        queue: settings of its clients.
-        staleness_bound: of the schedule.
-        agents: weight agent -> its node's address; "" in a single-node run.
-        takes_prompts: prompts are fed.
-    """
-
-    tasks: dict[str, OutsideTask]
-    queue: dict[str, Any]
-    staleness_bound: int
-    agents: dict[str, str]
-    takes_prompts: bool
+    tasks: dict[str, OutsideTask]  # by name, except those that train
+    queue: dict[str, Any]  # settings of its clients
+    staleness_bound: int  # of the schedule
+    agents: dict[str, str]  # weight agent -> its node's address; "" in a single-node run
+    takes_prompts: bool  # prompts are fed
 
     @staticmethod
     def of(config: RunConfig, job: Job) -> "Announcement":
-        """Return a run's announcement."""
         # No secrets in here: everybody who reaches the store can read it.
         placed = [task for task in launched_tasks(config, job) if task.role not in TRAINERS]
         gated = {spec.name for spec in task_specs(placed, config) if spec.max_staleness is not None}
@@ -321,8 +301,7 @@ class RunClient:
             columns: to read ahead; default: all inputs.
             prefetch: leases fetched ahead.
 
-        Raises:
-            ConfigError: no such task, or `version` is missing.
+        Raises ConfigError if there is no such task, or `version` is missing.
         """
         if task not in self.tasks:
             raise ConfigError(f"task {task!r}: none that is leased here; the run has {' '.join(self.tasks)}")
@@ -343,10 +322,8 @@ class RunClient:
         )
 
     def weights(self) -> WeightFeed:
-        """Return a feed that announces and loads new weights; only on a host of the run, as the same user.
-
-        Raises ConfigError if no node of the run is on this host.
-        """
+        """Return a feed that announces and loads new weights; only on a host of the run, as the same user. Raises
+        ConfigError if no node of the run is on this host."""
         for agent, address in self._announced.agents.items():
             if not address or address_towards(address) == address:
                 feed = WeightFeed(self._credentials, agent, self.name, over=self._over.is_set)
@@ -360,8 +337,7 @@ class RunClient:
     def feed(self, name: str) -> PromptFeed:
         """Return a feed of prompts for a run with `data.source: feed`.
 
-        Args:
-            name: of the feeder: the run counts its rows, so it may be killed, and come back under this name.
+        `name`: of the feeder: the run counts its rows, so it may be killed, and come back under this name.
 
         Raises:
             ConfigError: the run has its own source, or the name is invalid.
@@ -374,10 +350,8 @@ class RunClient:
         return feed
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Report numbers: the next line of `metrics.jsonl` has the newest as `outside/NAME/METRIC`.
-
-        Raises ConfigError if a value is not a finite number, TransportError if the run is over.
-        """
+        """Report numbers: the next line of `metrics.jsonl` has the newest as `outside/NAME/METRIC`. Raises ConfigError
+        if a value is not a finite number, TransportError if the run is over."""
         self._num_reports += 1
         stamp = f"{self.queue.owner}/{self._num_reports}"
         with self._credentials.borrowed_store() as store:
@@ -419,7 +393,6 @@ def _checked(name: str) -> str:
 
 
 def _endpoint(run: Path | str, key: str | None) -> tuple[str, int, bytes]:
-    """Return (host, port, secret) of a run."""
     host, _, port = str(run).rpartition(":")
     if key is None:
         if host and port.isdigit() and not Path(run).exists():
@@ -435,8 +408,8 @@ def _endpoint(run: Path | str, key: str | None) -> tuple[str, int, bytes]:
 
 
 def _answers(host: str, port: int, timeout_s: float) -> bool:
-    """Return whether a server listens there."""
     try:
+        # A plain socket: a client of the store would retry for long, and print tracebacks.
         socket.create_connection((host, port), timeout_s).close()
     except (OSError, OverflowError):  # a port above 65535
         return False

@@ -53,9 +53,7 @@ NOTHING_DRAWN = DrawnResponse()
 
 class FailedShare:
     """Whether more than the share `most` (0 to 1) failed lately: of the last 1,000, or of one step if that has more.
-
-    With fewer than a hundred, as many may fail as of a hundred: one bad prompt is a quarter of a step with four.
-    """
+    With fewer than a hundred, as many may fail as of a hundred: one bad prompt is a quarter of a step with four."""
 
     def __init__(self, most: float) -> None:
         self._most = most
@@ -119,7 +117,7 @@ def _given(value: object) -> tuple[float, bool, Mapping[str, float]]:
 def _parts(given: Mapping[Any, Any]) -> Mapping[str, float]:
     """Return the parts that are finite numbers with a name."""
     parts = {}
-    # verl's rewards return texts next to numbers: skip these.
+    # Verl's rewards return texts next to numbers: skip these.
     for name, value in given.items():
         try:
             number = as_number(value)
@@ -138,10 +136,8 @@ def as_number(value: object) -> float:
 
 
 def finite(name: str, value: object) -> float:
-    """Return a rollout's reward or metric as a float.
-
-    Raises UserCodeFailed unless it is a number between -`LARGEST_REWARD` and `LARGEST_REWARD`.
-    """
+    """Return a rollout's reward or metric as a float. Raises UserCodeFailed unless it is a number between
+    -`LARGEST_REWARD` and `LARGEST_REWARD`."""
     try:
         number = as_number(value)
     except Exception:  # noqa: BLE001  the boundary to a user's objects
@@ -152,10 +148,8 @@ def finite(name: str, value: object) -> float:
 
 
 def metrics_of(numbers: Mapping[Any, object]) -> dict[str, float]:
-    """Return a rollout's metrics, checked.
-
-    Raises UserCodeFailed if a value is not a finite number, or a name is the run's own or not printable.
-    """
+    """Return a rollout's metrics, checked. Raises UserCodeFailed if a value is not a finite number, or a name is the
+    run's own or not printable."""
     for name in map(str, numbers):
         if name in RUNS_OWN_METRICS or not (name and name.isprintable()):
             raise UserCodeFailed(f"metric {name!r}: the name is the run's own or not printable; choose another one")

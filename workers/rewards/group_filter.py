@@ -25,11 +25,8 @@ _TIMEOUT_S = 30.0
 
 
 class GroupFilter:
-    """Judges whole groups, in the process that scores: a rollout's outbox, or the role `reward`.
-
-    The constructor raises ConfigError if a user's function does not exist, UserCodeNotStarted if its process fails
-    twice.
-    """
+    """Judges whole groups, in the process that scores: a rollout's outbox, or the role `reward`. The constructor raises
+    ConfigError if a user's function does not exist, UserCodeNotStarted if its process fails twice."""
 
     def __init__(self, name: str, *, group_size: int) -> None:
         self._what = f"{FIELD}: {name}"
@@ -56,9 +53,7 @@ class GroupFilter:
         `groups` and `rewards` have an entry per response. Responses whose reward failed (NaN) are ignored. A group
         without any reward (`zero_variance`: with fewer than two) cannot be judged, and is kept: its advantages are
         zero, and the trainer counts the failures. So is a partial group, which only a crash in the middle of a put
-        leaves behind.
-
-        Raises UserCodeFailed if the user's function raised, hung, or did not return a bool.
+        leaves behind. Raises UserCodeFailed if the user's function raised, hung, or did not return a bool.
         """
         members: dict[int, list[float]] = {}
         for group, reward in zip(groups, rewards, strict=True):

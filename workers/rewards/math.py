@@ -17,10 +17,10 @@ MAX_DIGITS = 1000
 """A longer run of digits is not an answer, and Python refuses to convert it."""
 
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)"
+# A minus after a letter, digit or bracket subtracts; elsewhere it is a sign
 _NUMBER = re.compile(rf"(?:(?<![\w)\]])[-+])?{_UNSIGNED}(?:/{_UNSIGNED})?")
-"""A minus after a letter, digit or bracket subtracts; elsewhere it is a sign."""
+# Must not begin with optional space: searching a text of only spaces would take quadratic time
 _FRACTION = re.compile(r"(?:([-+])\s*)?\\[dt]?frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}")
-"""Must not begin with optional space: searching a text of only spaces would take quadratic time."""
 _FORMULA = re.compile(r"[\\^_(\[{]")
 _NOISE = re.compile(r"\\(?:left|right|text|mathrm|!|,|;|%|\$)|[\s$%{}]")
 
@@ -37,10 +37,8 @@ def math_reward(prompt: str, response: str, ground_truth: str) -> Score:
 
 
 def final_answer(text: str, *, is_reference: bool = False) -> Fraction | str:
-    r"""Return the number or formula that a text ends in; formulas without spaces and dollar signs.
-
-    `is_reference`: the text is a ground truth, which may be a formula as a whole even without a mark.
-    """
+    r"""Return the number or formula that a text ends in; formulas without spaces and dollar signs. `is_reference`: the
+    text is a ground truth, which may be a formula as a whole even without a mark."""
     marked = _marked(text)
     part = text if marked is None else marked
     number = last_number(part)

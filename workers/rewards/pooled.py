@@ -43,15 +43,13 @@ _TRLS = ("prompts", "completions", "completion_ids")
 _GROUPS = ("task", "members")
 _VERLS_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _OF_ROWS = {"task", "data_source", "extra_info"}
+# A function with none of these parameters does not see what it judges
 _RESPONSES = {"response", "solution_str", "completions", "members", "solution_strs"}
-"""A function with none of these parameters does not see what it judges."""
 
 
 class LastMatch:
-    """Whether a regular expression's last match in a response (its first group, if any) is the ground truth.
-
-    reward: {function: regex, pattern: '<answer>(.*?)</answer>'}
-    """
+    """Whether a regular expression's last match in a response (its first group, if any) is the ground truth, e.g.
+    `reward: {function: regex, pattern: '<answer>(.*?)</answer>'}`."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = compile_pattern(pattern)
@@ -79,11 +77,8 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str]:
 
 
 def user_reward(name: str) -> Callee:
-    """Import a user's reward function.
-
-    It is sent (prompt, response, ground truth, data row, number of tokens, truncated, tokens). Raises ConfigError if it
-    cannot be imported, or has an unknown parameter.
-    """
+    """Import a user's reward function. It is sent (prompt, response, ground truth, data row, number of tokens,
+    truncated, tokens). Raises ConfigError if it cannot be imported, or has an unknown parameter."""
     what = f"{FIELD}: {name}"
     called = _ByName(load_function(name, field=FIELD, arguments=None), what, (*_OURS, *_VERLS))
 
@@ -105,10 +100,8 @@ def user_reward(name: str) -> Callee:
 
 
 def group_reward(name: str) -> Callee:
-    """Import a user's group function; raises as `user_reward` does.
-
-    It is sent (prompt, ground truth, data row, members, tokens of each).
-    """
+    """Import a user's group function; raises as `user_reward` does. It is sent (prompt, ground truth, data row,
+    members, tokens of each)."""
     what = f"{GROUP_FIELD}: {name}"
     called = _ByName(load_function(name, field=GROUP_FIELD, arguments=None), what, (*_GROUPS, *_VERLS_BATCH))
 
@@ -215,10 +208,8 @@ def _trl_values(
     rows: list[Mapping[str, Any]],
     token_ids: list[bytes],
 ) -> dict[str, Any]:
-    """Return what TRL's trainers pass to a reward: texts, or messages if the prompt is messages.
-
-    Source: huggingface.co/docs/trl, "Using a custom reward function" of GRPOTrainer.
-    """
+    """Return what TRL's trainers pass to a reward: texts, or messages if the prompt is messages. Source:
+    huggingface.co/docs/trl, "Using a custom reward function" of GRPOTrainer."""
     talks = [next((row[name] for name in ("prompt", "messages") if _is_talk(row.get(name))), None) for row in rows]
     pairs = list(zip(talks, prompts, responses, strict=True))
     columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
@@ -251,8 +242,7 @@ def _listed(value: Any, number: int, what: str) -> list[Any]:
 CONCURRENCY = 4
 """Concurrent calls unless the configuration says otherwise."""
 _ENTRIES = "workers.rewards.pooled"
-_MEMORY_BYTES = 4 * 2**30
-"""A power tower in a response could otherwise take the machine's whole memory."""
+_MEMORY_BYTES = 4 * 2**30  # a power tower in a response could otherwise take the machine's whole memory
 
 
 class _RewardPool:
@@ -317,10 +307,8 @@ class PooledReward(_RewardPool):
         drawn: DrawnResponse = NOTHING_DRAWN,
         /,
     ) -> Score:
-        """Score one response and wait.
-
-        Raises UserCodeFailed if the function raised, hung, or returned no score that float32 can hold.
-        """
+        """Score one response and wait. Raises UserCodeFailed if the function raised, hung, or returned no score that
+        float32 can hold."""
         return self.submit(prompt, response, ground_truth, task, drawn).result()
 
 
@@ -340,10 +328,8 @@ class GroupPool(_RewardPool):
         members: Sequence[Mapping[str, Any]],
         token_ids: Sequence[bytes],
     ) -> "Future[list[float]]":
-        """Reward the members of a group (docs/rewards.md); the future raises `UserCodeFailed` if that fails.
-
-        `task` is the data row, JSON; `token_ids` are per member, see `DrawnResponse`.
-        """
+        """Reward the members of a group (docs/rewards.md); the future raises `UserCodeFailed` if that fails. `task` is
+        the data row, JSON; `token_ids` are per member, see `DrawnResponse`."""
         on = f"{len(members)} responses to {excerpt(prompt)}"
         return self._pool.submit(prompt, ground_truth, task, list(members), list(token_ids), on=on)
 

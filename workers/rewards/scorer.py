@@ -41,22 +41,15 @@ _MANY = 64
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """One response with its texts.
-
-    Attributes:
-        reward: NaN: scoring failed, and the response has no weight.
-        correct: exactly right.
-        parts: of the reward, by name.
-        failure: why there is no reward, or "".
-    """
+    """One response with its texts."""
 
     prompt: str
     response: str
     ground_truth: str
-    reward: float
-    correct: bool
-    parts: Mapping[str, float] = field(default_factory=dict)
-    failure: str = ""
+    reward: float  # NaN: scoring failed, and the response has no weight
+    correct: bool  # exactly right
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, by name
+    failure: str = ""  # why there is no reward, or ""
 
 
 @dataclass(frozen=True)
@@ -66,10 +59,8 @@ class _Work:
     ground_truth: str
     task: str
     truncated: bool
-    text: str | None
-    """Scored instead of the decoded response."""
-    parts: Mapping[str, float]
-    """Numbers that are added to the reward's own parts."""
+    text: str | None  # scored instead of the decoded response
+    parts: Mapping[str, float]  # numbers that are added to the reward's own parts
     scored: "Future[ScoredResponse]" = field(default_factory=Future)
 
 
@@ -107,11 +98,8 @@ class Scorer:
             threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 
     def score(self, rollout: FinishedRollout, ground_truth: str, task: str = NO_FIELDS) -> "Future[ScoredResponse]":
-        """Score a rollout, unless its function did.
-
-        Without a reward of its own, it fails if the row has no ground truth to compare with. `task` is the data row,
-        JSON.
-        """
+        """Score a rollout, unless its function did. Without a reward of its own, it fails if the row has no ground
+        truth to compare with. `task` is the data row, JSON."""
         parts = dict(rollout.metrics)
         if rollout.conversations:
             parts |= {"turns": float(rollout.turns), "tool_s": rollout.tool_s, "cpu_s": rollout.cpu_s}
@@ -264,10 +252,8 @@ _CUT = "the others of its group were put before this process started again"
 
 
 class GroupReward:
-    """A group function behind a pool of children; the constructor raises as `PooledReward.until_ready` does.
-
-    `failed` is called with one line for each group without rewards.
-    """
+    """A group function behind a pool of children; the constructor raises as `PooledReward.until_ready` does. `failed`
+    is called with one line for each group without rewards."""
 
     def __init__(self, config: RewardConfig, *, group_size: int, failed: Callable[[str], None]) -> None:
         self._group_size = group_size

@@ -40,12 +40,9 @@ from workers.rows.finished import FinishedRollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
 
-_Z_95 = 1.959964
-"""Standard normal quantile of 0.975."""
-_LOOK_S = 0.5
-"""How often waits check whether the run stops (s)."""
-_STREAM = 1
-"""Separates the random numbers of evaluations from those of rollouts."""
+_Z_95 = 1.959964  # standard normal quantile of 0.975
+_LOOK_S = 0.5  # how often waits check whether the run stops (s)
+_STREAM = 1  # separates the random numbers of evaluations from those of rollouts
 
 _Scored = tuple[FinishedRollout, "Future[ScoredResponse]"]
 
@@ -119,10 +116,8 @@ class Evaluator:
         return self._version
 
     def evaluate(self, version: Version) -> None:
-        """Answer all prompts with the loaded weights and write the results; write nothing if the run stops.
-
-        Raises UserCodeFailed if nothing could be scored, or too much failed.
-        """
+        """Answer all prompts with the loaded weights and write the results; write nothing if the run stops. Raises
+        UserCodeFailed if nothing could be scored, or too much failed."""
         began = time.monotonic()
         with self._context.timeline.span("evaluate", step=version.step, rows=len(self._requests)):
             scored = self._generate(version)

@@ -57,8 +57,7 @@ from workers.settings.rollout import SamplingConfig, of_rollout
 # rollout   |------------- id 7, row 112, 2 turns, tool_s 0.8 ---------------|
 # turn           |-- 31 tokens --|                    |--- 12 tokens ---|
 
-_FIRST_CALL_S = 1.0
-"""How long a rollout without a call yet is expected to make its first one any moment (s)."""
+_FIRST_CALL_S = 1.0  # how long a rollout without a call yet is expected to make its first one any moment (s)
 
 
 @dataclass
@@ -68,16 +67,13 @@ class _Live:
 
 
 class LiveRollouts:
-    """Is told by `FunctionRollouts` of all events of its rollouts; for one thread.
-
-    `spans` receives every rollout and every turn.
-    """
+    """Is told by `FunctionRollouts` of all events of its rollouts; for one thread. `spans` receives every rollout and
+    every turn."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
         self._live: dict[int, _Live] = {}
-        self._coming: dict[int, float] = {}
-        """Rollouts without a call yet: ticket -> when they began, in order."""
+        self._coming: dict[int, float] = {}  # rollouts without a call yet: ticket -> when they began, in order
         self._num_begun = 0
         self._totals = dict.fromkeys(("turns", "drawing_s", "waiting_s", "in_tools_s"), 0.0)
         self._counted_until = time.monotonic()
@@ -132,10 +128,9 @@ class LiveRollouts:
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 0.5
-"""How often a step without anything to draw returns (s)."""
+_IDLE_S = 0.5  # how often a step without anything to draw returns (s)
+# Deaths of the service during one rollout, or without a finished rollout in between, that end the run
 _MOST_RESTARTS = 10
-"""Deaths of the service during one rollout, or without a finished rollout in between, that end the run."""
 _IN_A_ROW = -1
 
 
@@ -151,8 +146,7 @@ class FunctionRollouts:
         failed: called with one line for every failed attempt.
         warn: called with one line that the user should see.
 
-    Raises:
-        ConfigError: the user's function is unusable.
+    Raises ConfigError if the user's function is unusable.
     """
 
     def __init__(
@@ -178,23 +172,19 @@ class FunctionRollouts:
         self._what = what
         self._max_failures = max_failures
         self._failed = failed
-        self._failures = 0
-        """Failed attempts since a rollout last finished."""
-        self._most_running = 0
-        """Most concurrent rollouts since then."""
+        self._failures = 0  # failed attempts since a rollout last finished
+        self._most_running = 0  # most concurrent rollouts since then
         self._warnings = RepeatedWarnings(logger)
         self._warn = warn
         self._running: dict[int, RolloutRequest] = {}
         self._waiting: list[tuple[int, int, Draw]] = []
-        self._wanted: set[int] = set()
-        """Calls in `_waiting` that have not been withdrawn."""
+        self._wanted: set[int] = set()  # calls in `_waiting` that have not been withdrawn
+        # Calls in the engine: call -> (ticket, start (s, monotonic), stop strings)
         self._drawing: dict[int, tuple[int, float, StopStrings | None]] = {}
-        """Calls in the engine: call -> (ticket, start (s, monotonic), stop strings)."""
         self._tokenizer = StopTokenizer(lambda: load_tokenizer(Path(setup.model_dir)))
+        # Processor time of this process (s): inside the engine; outside of it, as far as assigned to rollouts
         self._in_engine_s, self._counted_s = 0.0, time.process_time()
-        """Processor time of this process (s): inside the engine; outside of it, as far as assigned to rollouts."""
-        self._deaths: Counter[int] = Counter()
-        """Of the service, by ticket of each rollout that was running."""
+        self._deaths: Counter[int] = Counter()  # of the service, by ticket of each rollout that was running
         self._service = open_service(setup, wake)
 
     @property
@@ -400,10 +390,8 @@ def _begin(one: RolloutRequest) -> Begin:
 def open_rollouts(
     context: WorkerContext, engine: GenerateEngine, sampling: SamplingConfig, *, wake: threading.Event
 ) -> Rollouts:
-    """Return what turns prompts into responses: single turns, or the user's function.
-
-    `wake` is set when `step` has something to do. Raises ConfigError if the user's function is unusable.
-    """
+    """Return what turns prompts into responses: single turns, or the user's function. `wake` is set when `step` has
+    something to do. Raises ConfigError if the user's function is unusable."""
     config, own = context.config, context.config.rollout
     if not own.is_own:
         return SingleTurn(engine, StopTokenizer(lambda: load_tokenizer(Path(config.model.path))).strings(own.stop))

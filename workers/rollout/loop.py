@@ -76,10 +76,8 @@ class Feeder:
             return self._needed if self._needed is not None and self._needed > self._version else None
 
     def want(self, num_rows: int, *, version: Version) -> None:
-        """Lease up to `num_rows` rows for weights of `version`, once, counting those that were not taken yet.
-
-        Re-raises the exception of a failed lease.
-        """
+        """Lease up to `num_rows` rows for weights of `version`, once, counting those that were not taken yet. Re-raises
+        the exception of a failed lease."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -137,10 +135,8 @@ class Feeder:
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.05
-"""Pause before asking again for a turn to swap weights that was refused (s)."""
-_LOOK_S = 0.5
-"""How often an idle instance checks whether the run stops (s)."""
+_RETRY_S = 0.05  # pause before asking again for a turn to swap weights that was refused (s)
+_LOOK_S = 0.5  # how often an idle instance checks whether the run stops (s)
 
 
 def run_rollout(context: WorkerContext) -> None:

@@ -100,8 +100,8 @@ class Outbox:
         self._done: queue.SimpleQueue[_Finished | _Rewarded | None] = queue.SimpleQueue()
         self._finished: dict[_Lot, list[_Finished]] = {}
         self._left: dict[_Lot, int] = {}
+        # Groups that left the queue while others of their rows were running here
         self._groups_left: dict[RolloutLease, set[int]] = {}
-        """Groups that left the queue while others of their rows were running here."""
         self._closing = threading.Event()
         self._dropped = threading.Event()
         self._failure: Exception | None = None

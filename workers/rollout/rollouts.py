@@ -45,10 +45,8 @@ class Rollouts(Protocol):
         """Begin rollouts, at most `free_slots`; raises BadRequest as `GenerateEngine.submit` does."""
 
     def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
-        """Continue until rollouts finish, a token was drawn, or `wake` is set; return the finished ones.
-
-        `hold`: start no new responses, so that the engine becomes idle for new weights.
-        """
+        """Continue until rollouts finish, a token was drawn, or `wake` is set; return the finished ones. `hold`: start
+        no new responses, so that the engine becomes idle for new weights."""
 
     def abort(self) -> None:
         """Drop all rollouts."""

@@ -1,7 +1,7 @@
 """How many rollouts of a user's function may begin. Pure; the planner simulates with the same rule."""
 
+# Share of the engine's places for which calls may queue, so that a place that becomes free is filled at once
 _KEPT_SHARE = 0.25
-"""Share of the engine's places for which calls may queue, so that a place that becomes free is filled at once."""
 
 
 def room(*, places: int, drawing: int, calls: int, live: int, most: int) -> int:

@@ -30,8 +30,7 @@ STALL_S = 30.0
 """Silence of the service after which it is killed (s)."""
 _PING_S = 1.0
 _MOST_STARTS = 3
-_DYING_S = 5.0
-"""Time that a service has to exit after closing its connection (s)."""
+_DYING_S = 5.0  # time that a service has to exit after closing its connection (s)
 
 
 class _NotStarted(Exception):
@@ -41,8 +40,7 @@ class _NotStarted(Exception):
 def open_service(setup: Setup, wake: threading.Event, *, worked: bool = False) -> "SessionService":
     """Start the service, up to three times: memory may be short for a moment.
 
-    Args:
-        worked: an earlier service did; otherwise give up once the same failure repeats.
+    `worked`: an earlier service did; otherwise give up once the same failure repeats.
 
     Raises:
         ConfigError: the user's function is unusable.

@@ -14,18 +14,12 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished turn.
+    """A finished turn."""
 
-    Attributes:
-        id: random; a retry gets the same.
-        created: unix time (s).
-        body: the client's, with checked fields.
-        request, completion: translated.
-    """
-
-    id: str
-    created: int
-    body: Body
+    id: str  # random; a retry gets the same
+    created: int  # unix time (s)
+    body: Body  # the client's, with checked fields
+    # request, completion: translated
     request: ChatRequest
     completion: Completion
 
@@ -38,14 +32,10 @@ class Answer:
 
 @dataclass
 class Memory:
-    """What later requests of a session may refer to.
+    """What later requests of a session may refer to."""
 
-    Attributes:
-        answers: finished turns by id, for APIs whose requests name them.
-        arguments: of each tool call by its id, verbatim as the model drew them.
-    """
-
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)  # finished turns by id, for APIs whose requests name them
+    # Of each tool call by its id, verbatim as the model drew them
     arguments: dict[str, str] = field(default_factory=dict)
 
     def add(self, answer: Answer, *, named: bool) -> None:
@@ -86,5 +76,4 @@ def event(value: Body) -> bytes:
 
 
 def pieces(text: str, num_characters: int = 200) -> Iterator[str]:
-    """Cut a text into pieces for a stream."""
     return (text[start : start + num_characters] for start in range(0, len(text), num_characters))

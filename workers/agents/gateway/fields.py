@@ -60,7 +60,6 @@ class Fields:
         return value if isinstance(value, kind) else None
 
     def need(self, field: str, kind: type[T]) -> T:
-        """Take a required field."""
         value = self.take(field, kind)
         if value is None:
             raise BadAgentRequest(self.name(field), f"is missing; it must be {_KINDS[kind]}")
@@ -84,7 +83,6 @@ class Fields:
         return tuple(values)
 
     def limit(self, field: str) -> int | None:
-        """Take a number of tokens."""
         value = self.take(field, int)
         if value is not None and value < 1:
             raise BadAgentRequest(self.name(field), "must be at least 1")
@@ -97,7 +95,6 @@ class Fields:
         return "".join(block.block_text(*kinds) for block in self.each(field))
 
     def block_text(self, *kinds: str) -> str:
-        """Take the text of this block of a content."""
         kind = self.need("type", str)
         if kind not in kinds:
             raise BadAgentRequest(self.name("type"), f"{kind!r} is not served; contents are {' or '.join(kinds)}")
@@ -142,7 +139,6 @@ def function_tool(function: Fields, parameters: str) -> Message:
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> Mapping[str, Any]:
-    """Return a call in OpenAI's chat format."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -39,26 +39,16 @@ from workers.agents.run import ChatRequest, Sessions
 
 _IDEMPOTENCY = "Idempotency-Key"
 _RETRY = "x-stainless-retry-count"
-_KEPT = 32
-"""Answers per session that are kept for retries, which come within seconds. (Each holds its whole history.)"""
+_KEPT = 32  # answers per session that are kept for retries, which come within seconds. (Each holds its whole history.)
 
 
 @dataclass(eq=False)
 class Turn:
-    """A turn that is being drawn, or was.
-
-    Attributes:
-        name: the client's idempotency key, or the digest.
-        digest: of path and body.
-        streamed: the client wants a stream.
-        num_waiting: requests that wait for it.
-    """
-
-    name: str
-    digest: str
+    name: str  # the client's idempotency key, or the digest
+    digest: str  # of path and body
     task: "asyncio.Task[Answer]"
-    streamed: bool
-    num_waiting: int = 0
+    streamed: bool  # the client wants a stream
+    num_waiting: int = 0  # requests that wait for it
 
 
 class SessionTurns:
@@ -73,10 +63,8 @@ class SessionTurns:
         self._turns: dict[str, Turn] = {}
 
     def turn(self, dialect: Dialect, path: str, raw: bytes, headers: Mapping[str, str]) -> Turn:
-        """Return the turn that a request asks for, an earlier one or a new one.
-
-        Raises BadAgentRequest for an unsupported field.
-        """
+        """Return the turn that a request asks for, an earlier one or a new one. Raises BadAgentRequest for an
+        unsupported field."""
         digest = blake2b(raw, key=path.encode(), digest_size=16).hexdigest()
         idempotency_key = headers.get(_IDEMPOTENCY)
         name = idempotency_key or digest
@@ -116,7 +104,6 @@ class SessionTurns:
                 asyncio.get_running_loop().call_later(self._retry_wait_s, _cancel_if_left, turn)
 
     def close(self) -> None:
-        """Cancel the turns in flight."""
         for turn in list(self._turns.values()):
             turn.task.cancel()
 
@@ -219,13 +206,11 @@ class Gateway:
         self.base_url = f"http://{host}:{self.port}"
 
     async def stop(self) -> None:
-        """Close all sessions, then the server."""
         for key in list(self._turns):
             self.close(key)
         await self._runner.cleanup()
 
     def open(self) -> str:
-        """Return the key of a new session."""
         name = secrets.token_urlsafe(32)
         key = f"sk-{name}{self._mark(name)}"
         self._turns[key] = SessionTurns(key, self._sessions, model=self._model, retry_wait_s=self._retry_wait_s)
