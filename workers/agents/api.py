@@ -341,6 +341,7 @@ class Context:
         work = _THREADS.submit(call)
         ended = asyncio.wrap_future(work)
         try:
+            # A running function cannot be cancelled, only awaited.
             return await asyncio.shield(ended)
         except asyncio.CancelledError:
             if not work.cancel():  # already running

@@ -166,6 +166,7 @@ class Run:
         if not any(sample.log_probs for sample in samples):
             raise BadAgentRequest("rollout", "the policy was never asked for a reply")
         now = time.monotonic()
+        # Time since the first call minus the time with calls in flight.
         tool_s = now - (self._began or now) - self._model_s - (now - self._drawing_since if self._num_drawing else 0.0)
         return Finished(
             ticket=self.begin.ticket,

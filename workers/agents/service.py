@@ -187,6 +187,7 @@ class Service:
         try:
             return await drawn
         except asyncio.CancelledError:
+            # Nobody wants these tokens any longer: free the engine's place.
             self._engine.send(Undraw(call))
             raise
         finally:
@@ -258,6 +259,7 @@ class Service:
         _keep(self._replacing, self._replace())
         for run in held:
             del self._in[run]
+            # Nobody's code ran, so any of these rollouts may be the cause.
             run.num_deaths += death.run == NOBODY
             if run.number == death.run or (death.run == NOBODY and run.num_deaths > _MOST_DEATHS):
                 self._fail(run, f"its process {death.how}")
@@ -359,6 +361,7 @@ class Service:
         if (deadline := self._deadlines.pop(run, None)) is not None:
             deadline.cancel()
         for task in self._work.pop(run):
+            # The caller may be one of these tasks.
             if task is not asyncio.current_task():
                 task.cancel()
         if (worker := self._in.pop(run, None)) is not None:
@@ -390,6 +393,7 @@ async def serve(connection: socket.socket) -> None:
     engine: Channel[FromService, ToService] = await Channel.open(connection, ToService)
     setup = await engine.receive()
     assert isinstance(setup, Setup)
+    # User modules resolve as in the engine process (`-P` left out the working directory).
     sys.path[:] = map(os.fsdecode, setup.path)
     service = None
     try:

@@ -124,6 +124,7 @@ class UserWorker:
                 *map(str, (os.getpid(), theirs.fileno(), page)),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), page],
+                # A group of its own: `kill` also reaches processes that it started.
                 process_group=0,
             )
         channel: Channel[ToWorker, FromWorker] = await Channel.open(ours, FromWorker)

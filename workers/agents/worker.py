@@ -97,6 +97,7 @@ def main() -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     os.set_inheritable(page, False)
+    # faulthandler writes at the file's offset: after the mark.
     os.lseek(page, MARK.size, os.SEEK_SET)
     faulthandler.register(STACK_SIGNAL, file=page, all_threads=False)
     with mmap.mmap(page, MARK.size) as mark, asyncio.Runner() as runner:
@@ -182,6 +183,7 @@ class Worker:
 
     def _begin(self, start: Start) -> None:
         self._channel.send(Begun(start.run))
+        # The task copies the current context, and with it the run; see `_marked`.
         token = _run.set(start.run)
         self._running[start.run] = asyncio.create_task(self._run(start))
         _run.reset(token)

@@ -174,6 +174,7 @@ class ChildProcess:
         if not self.alive:
             return
         self.alive = False
+        # Counted before the replies fail: `result` removes each.
         self.crowded = len(self._replies) > 1
         self._watch_no_more()
         self._kill_group()

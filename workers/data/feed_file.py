@@ -173,6 +173,7 @@ class FeedFile:
         offset, decoder = 0, json_decoder(FeedLine)
         with self._path.open("rb") as file:
             for number, text in enumerate(file, start=1):
+                # Torn by a crash; the appending process cuts it off.
                 if not text.endswith(b"\n"):
                     break
                 try:

@@ -405,6 +405,7 @@ def _check_layers(path: Path) -> None:
     counts = {key: part[key] for key in _LAYER_COUNTS if type(part.get(key)) is int and part[key] > 0}
     if len(layers) == 1 and counts:
         (numbers,) = layers.values()
+        # The weights may have further layers for multi-token prediction.
         more = part.get("num_nextn_predict_layers")
         most = more if type(more) is int else 0
         if not any({*range(count)} <= numbers <= {*range(count + most)} for count in counts.values()):

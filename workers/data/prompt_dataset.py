@@ -330,6 +330,7 @@ class Mixture:
 
     def __init__(self, block: Sequence[int], sizes: Sequence[int], *, seed: int, shuffle: bool) -> None:
         self._block, self._sizes, self._seed, self._shuffle = block, sizes, seed, shuffle
+        # Place the k-th turn of a source at (k + 0.5) / its number of turns, and sort: an even spread.
         turns = np.concatenate([(np.arange(number) + 0.5) / number for number in block])
         self._turns = np.repeat(np.arange(len(block)), block)[np.argsort(turns, kind="stable")]
 

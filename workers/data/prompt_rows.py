@@ -101,6 +101,7 @@ def read_prompt_rows(
 
 def _all_fields(path: Path, content: bytes, key: str, config: DataConfig) -> Iterator[tuple[int, Any]]:
     """Yield (line number, or row number if rows are not lines; row)."""
+    # The content takes precedence over the file's name: JSON Lines may be called .csv.
     content = content.removeprefix(BYTE_ORDER_MARK)
     start = content[:64].lstrip()
     if start.startswith(b"PAR1"):

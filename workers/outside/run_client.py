@@ -371,6 +371,7 @@ class RunClient:
         try:
             answer = self.queue.fetch(task, lineage=held.lineage, **how)
         except TransportError:
+            # At a run's end its queue goes first, and the store that `_watch` asks some seconds later.
             if self._over.wait(_END_S):
                 return NoRows(NoRowsReason.STOP, held.step)
             raise

@@ -94,6 +94,7 @@ class Scorer:
         self._num_threads = _THREADS
         if not isinstance(self._function, PooledReward):
             self._num_threads = config.concurrency or (_MANY if is_url(config.function) else _THREADS)
+        # Not an executor: at exit Python waits for an executor's threads, and a remote scorer may take long.
         for number in range(self._num_threads):
             threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 

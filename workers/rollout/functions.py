@@ -420,6 +420,7 @@ def open_rollouts(
         seal=secrets.token_bytes(32),
         stall_timeout_s=own.stall_timeout_s,
     )
+    # All rows that admission can have open at once.
     admitted = schedule.rollout_batch_size * schedule.n_samples_per_prompt * (schedule.staleness_bound + 1)
     return FunctionRollouts(
         engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake, spans=context.timeline,

@@ -93,6 +93,7 @@ class Outbox:
         self._filter = group_filter
         self._group_reward = group_reward
         self._by_group = group_filter is not None or group_reward is not None
+        # Responses of an epoch before the last `abandon` count as put, but are dropped.
         self._epoch = 0
         self._dropped_epochs = 0
         self._num_added = 0

@@ -84,6 +84,7 @@ class SessionService:
         self.send(setup)
         self._thread = threading.Thread(target=self._read, name="sessions", daemon=True)
         self._thread.start()
+        # The service starts its workers one after the other.
         timeout_s, first, how = START_TIMEOUT_S * (1 + setup.num_workers), None, ""
         try:
             first = self._heard.get(timeout=timeout_s)

@@ -69,6 +69,7 @@ class SessionTurns:
         idempotency_key = headers.get(_IDEMPOTENCY)
         name = idempotency_key or digest
         known = self._turns.get(name)
+        # A turn that is being cancelled cannot be joined.
         if known is not None and known.task.cancelling():
             known = None
         if known is not None and known.digest != digest:
@@ -191,6 +192,7 @@ class Gateway:
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_refusals])
         app.add_routes([web.post(path, self._draw) for path in _DIALECTS])
         app.add_routes([web.post(_COUNT, self._count), web.get("/v1/models", self._models)])
+        # `handler_cancellation`: a request whose client disconnects stops waiting for its turn.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_GOODBYE_S)
         self.port = port
         self.base_url = ""
