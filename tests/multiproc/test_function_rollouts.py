@@ -387,9 +387,9 @@ def test_a_kill_that_repeats_is_told_to_the_user_with_what_held_the_loop(start: 
     rollouts, _ = start(function="my_rollouts:blocks", max_attempts=2, stall_timeout_s=0.5, warned=warned)
     rollouts.begin([request(0)])
     (one,) = finished(rollouts, lambda done: len(done) == 1)
-    assert one.leaves and "event loop up for 0.5 s" in one.failure
+    assert one.leaves and "event loop for 0.5 s" in one.failure
     (text,) = warned  # of two kills: once may be chance
-    assert "event loop up for 0.5 s (rollout.stall_timeout_s) in blocks (my_rollouts.py:" in text
+    assert "event loop for 0.5 s (rollout.stall_timeout_s) in blocks (my_rollouts.py:" in text
     assert "begin again (time 2)" in text
 
 
