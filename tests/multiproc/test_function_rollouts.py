@@ -417,7 +417,7 @@ def test_a_service_that_stands_still_while_it_starts_has_not_started(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.rollout.session_service.START_TIMEOUT_S", 1.0)
-    with pytest.raises(UserCodeNotStarted, match=r"did not start, 2 times: it did not serve within \d+ s; see"):
+    with pytest.raises(UserCodeNotStarted, match=r"did not start in 2 attempts: it did not serve within \d+ s; see"):
         start(renderer="my_rollouts:Endless")
 
 

@@ -261,7 +261,7 @@ def test_messages_are_the_conversation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "settings", "words"),
     [
-        (CHAT, {"chat_template": False}, "'prompt' is a list, of messages; set data.chat_template to true"),
+        (CHAT, {"chat_template": False}, "'prompt' is a list (of messages); set data.chat_template to true"),
         ([], {}, "'prompt' must be text, or messages with a role and a content that is text"),
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "'prompt' must be text, or messages"),
         (["1+1?"], {}, "'prompt' must be text, or messages"),

@@ -193,7 +193,7 @@ def test_another_file_that_config_json_names_is_refused(model_dir: Path) -> None
     edit_config(model_dir, transformers_weights="model.safetensors")
     stored_tensors(model_dir)
     edit_config(model_dir, transformers_weights="other.safetensors")
-    with pytest.raises(ConfigError, match=r"has transformers read 'other.safetensors' \(transformers_weights\)"):
+    with pytest.raises(ConfigError, match=r"makes transformers read 'other.safetensors' \(transformers_weights\)"):
         stored_tensors(model_dir)
 
 
@@ -430,5 +430,5 @@ def test_dense_model_of_text_is_none(model_dir: Path, settings: dict[str, object
 def test_gguf_file_is_to_be_imported(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match=rf"`asyncflow import-gguf {file} DIRECTORY` makes of it$"):
+    with pytest.raises(ConfigError, match=rf"`asyncflow import-gguf {file} DIRECTORY` makes from it$"):
         check_model_dir(file)

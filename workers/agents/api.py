@@ -64,7 +64,7 @@ class Tool:
         for argument in inspect.signature(function).parameters.values():
             where = f"rollout.tools: argument {argument.name!r} of {name}"
             if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD, argument.POSITIONAL_ONLY):
-                raise ConfigError(f"{where}: give it a name that can be passed")
+                raise ConfigError(f"{where} cannot be passed by name; make it a named parameter")
             if argument.name not in hints:
                 raise ConfigError(f"{where} has no type; annotate it")
             properties[argument.name] = _schema(hints[argument.name], where)
@@ -83,7 +83,7 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
     for name in names:
         tool = Tool.of(load_function(name, field="rollout.tools", arguments=None))
         if any(other.name == tool.name for other in tools):
-            raise ConfigError(f"rollout.tools: two are called {tool.name!r}; rename one")
+            raise ConfigError(f"rollout.tools: two tools are called {tool.name!r}; rename one")
         tools.append(tool)
     return tools
 

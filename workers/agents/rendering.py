@@ -74,7 +74,7 @@ def call_id(token_ids: Sequence[int], index: int) -> str:
 
 def _normalized(message: Mapping[str, Any], arguments: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise BadAgentRequest("messages", "each is an object with a role")
+        raise BadAgentRequest("messages", "each must be an object with a role")
     kept = {key: value for key, value in message.items() if value is not None and value != []}
     kept["content"] = _text(message.get("content"))
     if "tool_calls" in kept:
@@ -88,16 +88,14 @@ def _text(content: object) -> str:
     parts = content if isinstance(content, Sequence) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise BadAgentRequest(
-            "messages", "content is text, or a list of {type: text, text: ...}; nothing else is known"
-        )
+        raise BadAgentRequest("messages", "content must be text or a list of {type: text, text: ...}")
     return "".join(map(str, texts))
 
 
 def _call(call: object, arguments: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadAgentRequest("messages", "a tool call has a function with a name and arguments")
+        raise BadAgentRequest("messages", "a tool call must have a function with a name and arguments")
     given: Any = function.get("arguments", "")
     if isinstance(given, str) and arguments == "object":
         try:
@@ -389,7 +387,7 @@ class TemplateRenderer:
         if not self._takes_tools:
             raise ConfigError(
                 f"model.path: the chat template of {self._tokenizer.name_or_path} ignores tools, so the model would "
-                f"not hear of them; describe them in a system message, or give the model a template that writes them"
+                f"not learn about them; describe them in a system message, or give the model a template that has them"
             )
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> str:

@@ -96,7 +96,9 @@ class Session:
         """
         messages = normalized(messages)
         if messages and messages[-1]["role"] == "assistant":
-            raise BadAgentRequest("messages", "the last one is the assistant's; end with what the policy replies to")
+            raise BadAgentRequest(
+                "messages", "the last one is the assistant's; end with a message that the policy should answer"
+            )
         histories, goes_on = _histories(messages, tools), False
         for end in range(len(messages) - 1, 0, -1):
             nodes = self._replies.get(histories[end])

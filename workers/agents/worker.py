@@ -335,7 +335,7 @@ def _done(run: int, returned: Any, logged: Mapping[str, float]) -> Done:
     samples = returned if isinstance(returned, list) else [returned]
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
         kinds = type(returned).__name__ if not isinstance(returned, list) else [type(one).__name__ for one in returned]
-        raise UserCodeFailed(f"the rollout function returned {kinds}; return chat.sample(...), or a list of such")
+        raise UserCodeFailed(f"the rollout function returned {kinds}; return chat.sample(...), or a list of samples")
     if any(sample.run != run for sample in samples):
         raise UserCodeFailed("the rollout function returned a sample of another rollout; return one of its own chats")
     nodes = [sample.node for sample in samples]

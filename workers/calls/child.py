@@ -151,7 +151,7 @@ def _framed(outcome: Outcome) -> bytes:
     try:
         return frame(outcome)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return frame(Raised(outcome.number, f"what cannot be passed on: {one_line(error)}"))
+        return frame(Raised(outcome.number, f"something that cannot be passed on: {one_line(error)}"))
 
 
 if __name__ == "__main__":

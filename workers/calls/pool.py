@@ -489,7 +489,7 @@ async def _started(entry: Entry) -> ChildProcess:
     try:
         return await _started_once(load)
     except (ChildDied, TimeoutError, OSError) as error:
-        logger.warning("a process for users' code did not start (%s); starting it again", one_line(error))
+        logger.warning("a process for user code did not start (%s); starting it again", one_line(error))
         return await _started_once(load)
 
 

@@ -314,7 +314,7 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
 def _check_parts(path: Path, kind: ModelKind) -> None:
     if not path.is_dir():
         state = "is not a directory" if path.exists() else "does not exist"
-        make = f", which `asyncflow import-gguf {path} DIRECTORY` makes of it" if path.suffix == ".gguf" else ""
+        make = f", which `asyncflow import-gguf {path} DIRECTORY` makes from it" if path.suffix == ".gguf" else ""
         raise BadModelDir(f"{path} {state}; name a Hugging Face model directory{make}")
     _check_architecture(path, kind)
     _check_tokenizer(path)
@@ -493,8 +493,8 @@ def _check_named_weights(path: Path, chosen: str, *, key: str) -> None:
     named = read_object(path / "config.json", "the model's configuration").get("transformers_weights")
     if named not in (None, chosen):
         raise BadModelDir(
-            f"{path / 'config.json'} has transformers read {named!r} (transformers_weights), AsyncFlow reads {chosen}; "
-            f"name the weights {WEIGHTS_FILE}, and remove that key",
+            f"{path / 'config.json'} makes transformers read {named!r} (transformers_weights), AsyncFlow reads "
+            f"{chosen}; name the weights {WEIGHTS_FILE}, and remove that key",
             key=key,
         )
 

@@ -135,7 +135,9 @@ def _parquet(path: Path, content: bytes, key: str, config: DataConfig) -> list[A
             raise ConfigError(f"{path}: two columns are called {twice!r}; rename one")
         table = parquet.read_table(pyarrow.BufferReader(content))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {path} is not a whole Parquet file: {one_line(error)}; get it again") from error
+        raise ConfigError(
+            f"{key}: {path} is not a complete Parquet file: {one_line(error)}; download it again"
+        ) from error
     given = {name for name in (config.prompt_field, config.ground_truth_field) if name is not None}
     given |= {name.partition(".")[0] for name in given}
     columns: dict[str, list[Any]] = {
@@ -377,7 +379,7 @@ def _messages(messages: list[Any], config: DataConfig, where: str) -> list[Messa
     """Check messages and join contents that consist of parts (`{type: text, text: ...}`)."""
     what = f"{where}: {config.prompt_field!r}"
     if not config.chat_template:
-        raise ConfigError(f"{what} is a list, of messages; set data.chat_template to true, or name a text")
+        raise ConfigError(f"{what} is a list (of messages); set data.chat_template to true, or name a text")
     joined = [{**one, "content": _content(one.get("content"))} if isinstance(one, dict) else one for one in messages]
     texts = (isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
              for one in joined)  # fmt: skip
@@ -387,7 +389,7 @@ def _messages(messages: list[Any], config: DataConfig, where: str) -> list[Messa
             f"text; correct the row"
         )
     if joined[-1]["role"] == "assistant":
-        raise ConfigError(f"{what} ends with the assistant's message; end with what it answers")
+        raise ConfigError(f"{what} ends with the assistant's message; end with a message for it to answer")
     if not joined[-1]["content"].strip():
         raise ConfigError(f"{what} ends with an empty message; remove the row or write a prompt")
     return joined
@@ -604,8 +606,8 @@ class _Borders:
         if meant is not None and meant not in self._ends:
             who = "the chat template ends an answer with" if self._tokenizer.chat else "the tokenizer's eos_token is"
             logger.warning(
-                "model.path: %s %s, which ends no response here: eos_token_id of %s is %s (%s); unless that is what "
-                "the model says at an end, add %d in generation_config.json",
+                "model.path: %s %s, which ends no response here: eos_token_id of %s is %s (%s); unless the "
+                "model ends its responses with one of these, add %d in generation_config.json",
                 who, self._named(meant), model_dir, ", ".join(map(str, self._ends)), ", ".join(self._ends.values()),
                 meant,
             )  # fmt: skip
@@ -661,7 +663,7 @@ class _Borders:
             sample, mark = found[0]
             logger.warning(
                 "data: the messages of %d of the first %d prompts hold special tokens in their text, %s of %s first; "
-                "the model takes them for marks of the template",
+                "the model takes them for the template's own",
                 len(found), len(samples), mark, sample.row.where(self._config),
             )  # fmt: skip
 

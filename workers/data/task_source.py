@@ -67,7 +67,9 @@ class TaskSource:
         fields = self._source.call("task", self._seed, index, on=on)
         if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
             what = "an object whose names are not text" if isinstance(fields, dict) else kind_of(fields)
-            raise UserCodeFailed(f"{self._source.what} returned {what} for {on}; return a dict, as of a line of JSON")
+            raise UserCodeFailed(
+                f"{self._source.what} returned {what} for {on}; return a dict, like a line of JSON data"
+            )
         where = f"{self._source.what}: task {index}"
         return as_row(fields, index, self._config, own_rollout=self._own_rollout, where=where)
 
@@ -104,7 +106,7 @@ def held_out_rows(config: RunConfig) -> list[PromptRow]:
                 raise
             # For example a recipe's own held-out file next to the user's training data.
             raise ConfigError(
-                f"evaluate.path: {error}; held-out rows have the fields of data: name some that do (--set "
+                f"evaluate.path: {error}; held-out rows need the fields of data: name a file that has them (--set "
                 f"evaluate.path=FILE), or leave the role evaluate out"
             ) from error
     seed = config.seed + HELD_OUT_SEEDS

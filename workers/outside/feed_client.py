@@ -80,7 +80,7 @@ class PromptFeed:
             _check_plain(given)
             encoded = msgspec.json.encode(given)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"feed {self.name}: a row is not an object of JSON: {error}; give dicts") from error
+            raise ConfigError(f"feed {self.name}: a row is not a JSON object: {error}; give dicts") from error
         if len(encoded) > _MOST_BYTES:
             raise ConfigError(f"feed {self.name}: a put of {len(encoded)} bytes; put {_MOST_BYTES} or fewer at once")
         with self._lock:
@@ -115,7 +115,7 @@ class PromptFeed:
         deadline = time.monotonic() + timeout_s
         while True:
             if self._closed:
-                raise TransportError(f"feed {self.name}: it is closed; get another one from a run that is not")
+                raise TransportError(f"feed {self.name}: it is closed; get a new feed from an open client")
             try:
                 if self._connection is None:
                     self._connection = Connection(
@@ -148,4 +148,4 @@ def _check_plain(value: object) -> None:
         for each in value:
             _check_plain(each)
     elif not (value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))):
-        raise TypeError(f"{reprlib.repr(value)} is none of its values")
+        raise TypeError(f"{reprlib.repr(value)} is not a JSON value")

@@ -264,4 +264,6 @@ def _check(config: RunConfig, fused: Sequence[str]) -> None:
         ("reward.model: a reward model", config.reward.model is not None),
     ):
         if there:
-            raise ConfigError(f"{what} cannot be in a loop of your own (init_engines); leave it out, or use fit()")
+            raise ConfigError(
+                f"{what} is not supported in a loop of your own (init_engines); leave it out, or use fit()"
+            )

@@ -225,7 +225,7 @@ def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_
     """
     name = _checked(name or f"{socket.gethostname()}-{os.getpid()}")
     if not 0 < timeout_s <= threading.TIMEOUT_MAX:
-        raise ConfigError(f"timeout_s: {timeout_s} is no time to wait for; give seconds, more than 0")
+        raise ConfigError(f"timeout_s: {timeout_s} is not a timeout; give a positive number of seconds")
     host, port, secret = _endpoint(run, key)
     try:
         host = resolve(host)
@@ -243,7 +243,7 @@ def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_
             f"key: the run at {endpoint(host, port)} has another one; take `secret` of its job.json"
         ) from error
     except (DistError, TransportError) as error:
-        raise TransportError(f"run {run}: it let nobody in within {timeout_s:g} s; has it started?") from error
+        raise TransportError(f"run {run}: it accepted no connection within {timeout_s:g} s; has it started?") from error
     alive = partial(_answers, host, port, timeout_s)
     return RunClient(credentials, name, msgpack_decoder(Announcement).decode(announced), alive=alive)
 
@@ -304,7 +304,7 @@ class RunClient:
         Raises ConfigError if there is no such task, or `version` is missing.
         """
         if task not in self.tasks:
-            raise ConfigError(f"task {task!r}: none that is leased here; the run has {' '.join(self.tasks)}")
+            raise ConfigError(f"task {task!r}: cannot be leased here; the run has {' '.join(self.tasks)}")
         spec = self.tasks[task]
         if spec.needs_version and version is None:
             raise ConfigError(f"task {task}: say with version=... which weights this process holds")
@@ -330,8 +330,8 @@ class RunClient:
                 self._feeds.append(feed)
                 return feed
         raise ConfigError(
-            f"weights: this host is none of the run's ({' '.join(self._announced.agents.values())}), and weights are "
-            f"read from shared memory; start the process there, or have the run export them (weightsync.export)"
+            f"weights: this host is not one of the run's ({' '.join(self._announced.agents.values())}), and weights "
+            f"are read from shared memory; start the process there, or have the run export them (weightsync.export)"
         )
 
     def feed(self, name: str) -> PromptFeed:
@@ -389,7 +389,7 @@ class RunClient:
 
 def _checked(name: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"name: {name!r} is not a text of letters, digits, '.', '_' and '-' alone")
+        raise ConfigError(f"name: {name!r} must consist of letters, digits, '.', '_' and '-' only")
     return name
 
 
@@ -401,11 +401,11 @@ def _endpoint(run: Path | str, key: str | None) -> tuple[str, int, bytes]:
         job = Job.load(Path(run))
         return job.store_host, job.store_port, bytes.fromhex(job.secret)
     if not host or not port.isdigit():
-        raise ConfigError(f"run: {run!s} with a key is no HOST:PORT; give the job store's address, or no key")
+        raise ConfigError(f"run: {run!s} is not HOST:PORT; give the job store's address, or leave the key out")
     try:
         return host.removeprefix("[").removesuffix("]"), int(port), bytes.fromhex(key)
     except ValueError:
-        raise ConfigError("key: that is not a row of hex digits; take `secret` of the run's job.json") from None
+        raise ConfigError("key: it must consist of hex digits; take `secret` of the run's job.json") from None
 
 
 def _answers(host: str, port: int, timeout_s: float) -> bool:

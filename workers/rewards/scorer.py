@@ -249,7 +249,7 @@ def no_rewards(where: str, why: str) -> UserCodeFailed:
 # Called by a rollout's outbox once all members of a group are there. The function runs in child processes,
 # `reward.concurrency` groups at a time.
 
-_CUT = "the others of its group were put before this process started again"
+_CUT = "the others of its group were put before this process was restarted"
 
 
 class GroupReward:

@@ -351,8 +351,8 @@ class FunctionRollouts:
         most = max(self._max_failures, 2 * self._setup.max_attempts * self._most_running)
         if self._max_failures and self._failures >= most:
             raise UserCodeFailed(
-                f"{self._failures} attempts at rollouts failed in a row (rollout.max_failures_in_a_row), and none came "
-                f"to its end meanwhile; the last one: {why}; correct that and resume"
+                f"{self._failures} attempts at rollouts failed in a row (rollout.max_failures_in_a_row), and none "
+                f"finished in between; the last one: {why}; correct that and resume"
             )
 
     def _beside_engine_s(self) -> float:
@@ -365,7 +365,7 @@ class FunctionRollouts:
         self._deaths.update([_IN_A_ROW, *self._running])
         ticket, number = max(self._deaths.items(), key=lambda each: each[1])
         if number > _MOST_RESTARTS:
-            what = "in a row" if ticket == _IN_A_ROW else f"under the rollout of row {self._running[ticket].index}"
+            what = "in a row" if ticket == _IN_A_ROW else f"during the rollout of row {self._running[ticket].index}"
             raise UserCodeFailed(f"the session service died {number} times {what}; see this log")
         logger.warning("the session service died; its %d rollouts begin again", len(self._running))
         for call in self._drawing:

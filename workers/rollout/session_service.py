@@ -55,7 +55,7 @@ def open_service(setup: Setup, wake: threading.Event, *, worked: bool = False) -
             logger.warning("the session service %s while it started", error)
             if not worked and how.count(how[-1]) > 1:
                 break
-    raise UserCodeNotStarted(f"the session service did not start, {len(how)} times: it {how[-1]}; see this log")
+    raise UserCodeNotStarted(f"the session service did not start in {len(how)} attempts: it {how[-1]}; see this log")
 
 
 class SessionService:

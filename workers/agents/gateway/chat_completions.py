@@ -21,7 +21,7 @@ def read(body: Body, memory: Memory) -> ChatRequest:
     fields = Fields(body)
     messages = [_message(message) for message in fields.each("messages")]
     if not messages:
-        raise BadAgentRequest("messages", "must hold a message")
+        raise BadAgentRequest("messages", "must contain a message")
     tools = [_tool(tool) for tool in fields.each("tools")]
     max_tokens, old_name = fields.limit("max_completion_tokens"), fields.limit("max_tokens")
     if None not in (max_tokens, old_name) and max_tokens != old_name:

@@ -108,7 +108,7 @@ class Fields:
             if field in neutral and value != neutral[field]:
                 raise BadAgentRequest(self.name(field), f"must be {neutral[field]!r} here; leave it out")
             if field not in neutral and field not in ignored:
-                raise BadAgentRequest(self.name(field), "is not served by training; leave it out")
+                raise BadAgentRequest(self.name(field), "is not supported in training; leave it out")
 
     def end_of_body(self, **neutral: object) -> None:
         """`end` for a whole request."""

@@ -92,7 +92,7 @@ def _conversation(fields: Fields, memory: Memory) -> ChatRequest:
         messages.append({"role": "system", "content": system})
     turns = fields.each("messages")
     if not turns:
-        raise BadAgentRequest("messages", "must hold a message")
+        raise BadAgentRequest("messages", "must contain a message")
     for turn in turns:
         messages += _messages(turn, memory)
     tools = []
