@@ -312,6 +312,7 @@ class TemplateRenderer:
     def _suffix(self, new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
         """Return the ids from a dummy reply's end mark on when `new_messages` follow it, if the template allows it."""
         mark = _MARK
+        # The mark must not occur in the messages themselves.
         while mark in str(new_messages):
             mark += "z"
         dummies = [_user("x"), _reply(new_messages, mark)]
@@ -357,6 +358,7 @@ class TemplateRenderer:
         except BadAgentRequest:
             return False
         first, suffix = self._behind(whole, _MARK)
+        # Earlier messages must render the same whether or not new ones follow.
         if suffix is None or suffix != self._suffix(new, tools) or not whole.startswith(histories):
             return False
         says_all = all(message["content"] in whole[len(first) :] for message in new)

@@ -100,6 +100,7 @@ class Session:
                 "messages", "the last one is the assistant's; end with a message that the policy should answer"
             )
         histories, goes_on = _histories(messages, tools), False
+        # The longest known history first; shorter ones are not tried.
         for end in range(len(messages) - 1, 0, -1):
             nodes = self._replies.get(histories[end])
             if nodes is None:

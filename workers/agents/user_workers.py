@@ -114,6 +114,7 @@ class UserWorker:
                 short, which is not the function's fault.
             OSError: no process can be started at the moment.
         """
+        # Shared with the worker: the mark, followed by the worker's stack when requested.
         page = os.memfd_create("rollout", os.MFD_CLOEXEC)
         os.ftruncate(page, MARK.size)
         os.pwrite(page, MARK.pack(NOBODY, 0), 0)
@@ -285,6 +286,7 @@ class UserWorker:
         while asyncio.get_running_loop().time() < end:
             await asyncio.sleep(_LOOK_S)
             before, stack = stack, os.pread(self._page, _LONGEST_STACK, MARK.size)
+            # Complete once it no longer grows.
             if stack and stack == before:
                 break
         text = stack.decode(errors="replace")
@@ -304,5 +306,6 @@ def held_by(stack: str) -> str:
     (ssl.py:717)`."""
     frames = [(file, f"{name} ({Path(file).name}:{line})") for file, line, name in _FRAME.findall(stack)]
     ours = next((at for at, (file, _) in enumerate(frames) if file == worker_module.__file__), len(frames))
+    # faulthandler prints the innermost call first.
     calls = [call for _, call in frames[:ours]][::-1]
     return " > ".join(calls if len(calls) <= 4 else [*calls[:2], "...", *calls[-2:]])

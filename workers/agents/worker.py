@@ -95,6 +95,7 @@ def main() -> None:
     die_with_parent(parent_pid)
     outlive_stop_signals()
     connection = socket.socket(fileno=descriptor)
+    # Programs started by the user's code must not hold these open.
     connection.set_inheritable(False)
     os.set_inheritable(page, False)
     # faulthandler writes at the file's offset: after the mark.

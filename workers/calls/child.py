@@ -47,6 +47,7 @@ def main() -> None:
     die_with_parent(parent_pid)
     outlive_stop_signals()
     connection = socket.socket(fileno=descriptor)
+    # Programs started by the user's code must not hold it open.
     connection.set_inheritable(False)
     load = receive(connection)
     assert isinstance(load, Load)

@@ -327,6 +327,7 @@ class CallPool:
         """Call the function with JSON arguments; `on` describes them in messages, e.g. `response '7'`. The future
         raises `UserCodeFailed`, naming function and arguments, and is cancelled when the pool closes."""
         call = _Call(arguments, on, Future())
+        # Under the lock: `close` must not end the loop between the check and the scheduling.
         with self._lock:
             if self._closed:
                 call.outcome.cancel()
@@ -354,6 +355,7 @@ class CallPool:
         finally:
             with self._lock:
                 self._closed = True
+            # However the loop ended, no caller may wait forever.
             self._ready.cancel()
             for call in list(self._calls):
                 if not call.outcome.cancel() and not call.outcome.done():  # already running
@@ -450,6 +452,7 @@ class CallPool:
                 f"limit",
             )
         except ChildDied:
+            # Any of the child's calls may be guilty: repeat this one alone.
             if child.crowded:
                 call.alone = True
                 self._waiting.appendleft(call)

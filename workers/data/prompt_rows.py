@@ -504,6 +504,7 @@ def _check(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer)
         for sample in kept:
             borders.check(sample)
         num_kept, left = num_kept + len(kept), left | {sample.row.part for sample in kept}
+        # Each source has a prompt that fits.
         if len(left) == len(config.parts()) and not all_count:
             break
     borders.check_texts(rows)

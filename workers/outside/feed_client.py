@@ -85,6 +85,7 @@ class PromptFeed:
             raise ConfigError(f"feed {self.name}: a put of {len(encoded)} bytes; put {_MOST_BYTES} or fewer at once")
         with self._lock:
             first = self._known_last() + 1
+            # Unknown until the reply; see `_known_last`.
             self._last = None
             self._last = self._call(PutFeed(self.name, self._process, first, encoded))
             return self._last

@@ -210,7 +210,7 @@ class Announcement:
 
 
 def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_s: float = 120.0) -> "RunClient":
-    """Join a running run.
+    """Join a run in progress.
 
     Args:
         run: its directory, or `HOST:PORT` of its job store (`store_host`, `store_port` of `job.json`); IPv6 as

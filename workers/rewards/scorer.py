@@ -111,6 +111,7 @@ class Scorer:
                 truncated=rollout.truncated, text=rollout.response, parts=parts,
             )  # fmt: skip
         reward = math.nan if rollout.failure or rollout.reward is None else rollout.reward
+        # A rollout function may report `correct`.
         correct = bool(rollout.metrics.get("correct", reward >= 1.0))
         prompt, response = self._decoder.prompt(tuple(rollout.prompt.tolist())), rollout.response or ""
         scored: Future[ScoredResponse] = Future()

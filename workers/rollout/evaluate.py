@@ -214,6 +214,7 @@ class Evaluator:
         stopping, waiting = self._context.stopping, deque(self._requests)
         scored: list[_Scored] = []
         while (waiting or self._rollouts.num_running) and not stopping.is_set():
+            # Before looking at anything, so that no event is missed.
             self._wake.clear()
             number = min(self._rollouts.free_slots, len(waiting))
             if number:

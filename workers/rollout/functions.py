@@ -276,6 +276,7 @@ class FunctionRollouts:
         """Fill the engine with calls, those of the oldest rollouts first."""
         while self._waiting and self._engine.free_slots:
             _, _, draw = heapq.heappop(self._waiting)
+            # Its rollout was abandoned, or the call withdrawn.
             if draw.ticket not in self._running or draw.call not in self._wanted:
                 self._wanted.discard(draw.call)
                 continue
@@ -305,6 +306,7 @@ class FunctionRollouts:
             self._engine.cancel(call)
 
     def _drawn(self, generation: Generation) -> None:
+        # The call was withdrawn meanwhile.
         if generation.ticket not in self._drawing:
             return
         ticket, since, stop = self._drawing.pop(generation.ticket)

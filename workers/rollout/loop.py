@@ -197,6 +197,7 @@ class Rollout:
     def generate_until_stopped(self) -> None:
         self._weights.wait_for(Version(self._context.job.lineage, self._context.start_step))
         while not self._context.stopping.is_set():
+            # Before looking at anything, so that no event is missed.
             self._wake.clear()
             self._outbox.check()
             self._take_leases()
@@ -232,6 +233,7 @@ class Rollout:
             return
         if self._weights.abandoned:
             self._abandon()
+        # The next rows belong to a later step, or need newer weights.
         boundary = any(lease.partition > self._step for lease, _ in self._waiting)
         may = partial(
             self._config.schedule.mode.may_swap,
@@ -259,6 +261,7 @@ class Rollout:
         self._note_idle()
 
     def _loaded(self, version: Version) -> None:
+        # The run was restored: what is running belongs to the discarded lineage.
         if self._running and version.lineage > self._lineage:
             self._abandon()
         self._lineage = version.lineage

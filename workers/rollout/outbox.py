@@ -149,6 +149,7 @@ class Outbox:
 
     def _run(self) -> None:
         try:
+            # Dropped responses count as put, so that this ends.
             while not (self._closing.is_set() and self._num_put == self._num_added):
                 one = self._done.get()
                 if self._dropped.is_set():
@@ -179,6 +180,7 @@ class Outbox:
         together = self._finished.setdefault(lot, [])
         together.append(one)
         left = self._left.setdefault(lot, lot.num_rows)
+        # The rest of a lot is put even if it is less than the usual number.
         if len(together) >= min(self._rows_per_put if lot.group is None else left, left):
             self._reward_and_put(one.lease, self._finished.pop(lot), one.epoch)
             self._left[lot] = left - len(together)
@@ -209,6 +211,7 @@ class Outbox:
     ) -> None:
         """Put rows; `rewarded` replaces their own scores, in which case none of them leaves."""
         leaving = [one.rollout for one in finished if one.rollout.leaves]
+        # A member that leaves takes its group along: rows of it that finish later leave as well.
         left = self._groups_left.get(lease, set()) | {lease.group_of(one.index) for one in leaving}
         if left:
             self._groups_left[lease] = left

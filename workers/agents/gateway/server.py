@@ -74,6 +74,7 @@ class SessionTurns:
             known = None
         if known is not None and known.digest != digest:
             raise BadAgentRequest(_IDEMPOTENCY, "was already used with another body")
+        # Anything else with the same body is a fork; see the table above.
         if known is not None and (idempotency_key or headers.get(_RETRY, "0") != "0" or not known.task.done()):
             return known
         body = parsed(raw)
@@ -225,6 +226,7 @@ class Gateway:
             turns.close()
 
     def _session(self, http: web.Request) -> tuple[str, SessionTurns]:
+        # OpenAI's clients send the first header, Anthropic's the second.
         bearer = http.headers.get("Authorization", "").removeprefix("Bearer ")
         key = http.headers.get("x-api-key", bearer)
         turns = self._turns.get(key)
@@ -237,6 +239,7 @@ class Gateway:
     def _is_ours(self, key: str) -> bool:
         """Return whether a gateway with this seal issued the key, so that ended ones need not be stored."""
         name, mark = key[3:-_MARK_LETTERS], key[-_MARK_LETTERS:]
+        # `compare_digest` accepts only ASCII text.
         return key.isascii() and secrets.compare_digest(mark, self._mark(name))
 
     def _mark(self, name: str) -> str:
