@@ -214,6 +214,8 @@ Raises:
 
 
 class Model:
+    """The policy in training."""
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
