@@ -387,9 +387,9 @@ def test_a_kill_that_repeats_is_told_to_the_user_with_what_held_the_loop(start: 
     rollouts, _ = start(function="my_rollouts:blocks", max_attempts=2, stall_timeout_s=0.5, warned=warned)
     rollouts.begin([request(0)])
     (one,) = finished(rollouts, lambda done: len(done) == 1)
-    assert one.leaves and "event loop up for 0.5 s" in one.failure
+    assert one.leaves and "event loop for 0.5 s" in one.failure
     (text,) = warned  # of two kills: once may be chance
-    assert "event loop up for 0.5 s (rollout.stall_timeout_s) in blocks (my_rollouts.py:" in text
+    assert "event loop for 0.5 s (rollout.stall_timeout_s) in blocks (my_rollouts.py:" in text
     assert "begin again (time 2)" in text
 
 
@@ -417,7 +417,7 @@ def test_a_service_that_stands_still_while_it_starts_has_not_started(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.rollout.session_service.START_TIMEOUT_S", 1.0)
-    with pytest.raises(UserCodeNotStarted, match=r"did not start, 2 times: it did not serve within \d+ s; see"):
+    with pytest.raises(UserCodeNotStarted, match=r"did not start in 2 attempts: it did not serve within \d+ s; see"):
         start(renderer="my_rollouts:Endless")
 
 
@@ -613,7 +613,7 @@ def test_a_program_gets_a_row_of_any_length(tmp_path: Path, length: int, fits: b
         ("os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 2**34)", "at most 1048576 bytes"),
         ("os.mkdir(path)", "at most 1048576 bytes"),
         ("open(path, 'w').write('[1]')", "an object of numbers"),
-        ("open(path, 'w').write('{')", "is no JSON"),
+        ("open(path, 'w').write('{')", "is not JSON"),
         ("""open(path, 'w').write('{"rewrad": 1}')""", "no `reward`"),
         ("""open(path, 'w').write('{"reward": "great"}')""", "the reward is 'great'"),
     ],

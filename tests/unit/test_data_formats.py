@@ -223,16 +223,16 @@ def test_jsonl_named_otherwise_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("rows.csv", b"prompt,answer\na,1\nb\n", ":2: the row has not as many fields as the header"),
-        ("rows.csv", b"prompt,answer\na,1,2\n", ":1: the row has not as many fields as the header"),
+        ("rows.csv", b"prompt,answer\na,1\nb\n", ":2: the row and the header differ in their numbers of fields"),
+        ("rows.csv", b"prompt,answer\na,1,2\n", ":1: the row and the header differ in their numbers of fields"),
         ("rows.csv", b"prompt,answer\n\xff,1\n", ": is not a table of text: 'utf-8' codec"),
-        ("rows.csv", b"prompt,answer\n", " holds no rows; put some into it"),
+        ("rows.csv", b"prompt,answer\n", " holds no rows; add some"),
         (
             "rows.csv",
             b"prompt,answer,answer\na,1,2\n",
             ": the header has a name twice: prompt, answer, answer; rename one",
         ),
-        ("rows.json", b"[]", " holds no rows; put some into it"),
+        ("rows.json", b"[]", " holds no rows; add some"),
         ("rows.csv", b"question,answer\na,1\n", ":1: no field 'prompt'; found: answer, question"),
         ("rows.json", b'[{"prompt": "a", "answer": "1"}', ": malformed JSON: "),
         ("rows.json", b'[{"prompt": "a", "answer": "1"}, 3]', ":2: the row is a number, not a JSON object"),
@@ -261,7 +261,7 @@ def test_messages_are_the_conversation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "settings", "words"),
     [
-        (CHAT, {"chat_template": False}, "'prompt' is a list, of messages; set data.chat_template to true"),
+        (CHAT, {"chat_template": False}, "'prompt' is a list (of messages); set data.chat_template to true"),
         ([], {}, "'prompt' must be text, or messages with a role and a content that is text"),
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "'prompt' must be text, or messages"),
         (["1+1?"], {}, "'prompt' must be text, or messages"),

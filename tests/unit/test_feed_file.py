@@ -39,7 +39,7 @@ def test_line_that_a_crash_cut_is_gone_and_its_row_is_not_known(tmp_path: Path) 
 def test_numbers_that_were_left_out_and_rows_after_the_end_are_refused(tmp_path: Path) -> None:
     file = FeedFile(tmp_path / "feed.jsonl", appends=True)
     file.put("math", ROWS[:2])
-    with pytest.raises(ConfigError, match="feeder math: row 4 follows row 2; go on with row 3"):
+    with pytest.raises(ConfigError, match="feeder math: row 4 does not follow row 2; continue with row 3"):
         file.num_known("math", 4, ROWS[:1])
     file.end("code")
     assert file.num_known("math", 1, ROWS[:2]) == 2, "a repeated put whose answer was lost"
@@ -56,7 +56,9 @@ def test_put_that_repeats_a_number_with_another_row_is_refused(tmp_path: Path) -
     file.put("math", ROWS[1:3])
     for one in (file, FeedFile(path)):
         assert [one.num_known("math", 2, ROWS[1:]), one.num_known("code", 1, ROWS[3:])] == [2, 2]
-        with pytest.raises(ConfigError, match="feeder math: row 2 is another one already; go on with row 4"):
+        with pytest.raises(
+            ConfigError, match="feeder math: row 2 was already put with other content; continue with row 4"
+        ):
             one.num_known("math", 1, [ROWS[0], ROWS[3], ROWS[2]])
         one.close()
 
@@ -99,7 +101,7 @@ def _no_space(descriptor: int) -> None:
 def test_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "feed.jsonl"
     path.write_text('{"feeder":"a","sequence":1,"row":{}}\nmud\n')
-    with pytest.raises(ConfigError, match=r"feed\.jsonl:2: no line of a feed .*; restore it"):
+    with pytest.raises(ConfigError, match=r"feed\.jsonl:2: not a line of a feed .*; restore it"):
         FeedFile(path)
 
 

@@ -141,11 +141,11 @@ def test_feeder_that_does_not_know_what_became_of_a_put_asks(feed: Feed, monkeyp
             [{"prompt": "11111111+1=", "answer": "2"}],
             "row 1 of the put: the prompt has .*max_prompt_tokens = 8; raise",
         ),
-        ([{"prompt": "1+1=", "answer": object()}], "feed sums: a row is not an object of JSON"),
-        ([["1+1=", "2"]], "feed sums: a row is not an object of JSON"),
-        ([{**ROWS[0], "image": b"\x00"}], r"feed sums: a row is not an object of JSON: b'\\x00' is none of its values"),
-        ([{**ROWS[0], "scores": [1.0, float("inf")]}], "a row is not an object of JSON: inf is none of its values"),
-        ([{**ROWS[0], "levels": {5: "hard"}}], "a row is not an object of JSON: key 5 is not a text"),
+        ([{"prompt": "1+1=", "answer": object()}], "feed sums: a row is not a JSON object"),
+        ([["1+1=", "2"]], "feed sums: a row is not a JSON object"),
+        ([{**ROWS[0], "image": b"\x00"}], r"feed sums: a row is not a JSON object: b'\\x00' is not a JSON value"),
+        ([{**ROWS[0], "scores": [1.0, float("inf")]}], "a row is not a JSON object: inf is not a JSON value"),
+        ([{**ROWS[0], "levels": {5: "hard"}}], "a row is not a JSON object: key 5 is not a text"),
     ],
 )
 def test_put_with_a_bad_row_is_refused_by_one_line_and_nothing_of_it_is_stored(

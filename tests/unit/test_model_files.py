@@ -85,7 +85,7 @@ def test_shapes_are_those_of_all_tensors() -> None:
         (lambda path: edit_config(path, architectures=[3]), "names no architectures"),
         (
             lambda path: edit_config(path, architectures=["BertModel"]),
-            "is of a BertModel, which is not a causal language model",
+            "describes a BertModel, which is not a causal language model",
         ),
         (lambda path: edit_config(path, model_type=None), "names no model_type"),
         (lambda path: edit_generation(path, eos_token_id=None), "names no eos_token_id"),
@@ -193,7 +193,7 @@ def test_another_file_that_config_json_names_is_refused(model_dir: Path) -> None
     edit_config(model_dir, transformers_weights="model.safetensors")
     stored_tensors(model_dir)
     edit_config(model_dir, transformers_weights="other.safetensors")
-    with pytest.raises(ConfigError, match=r"has transformers read 'other.safetensors' \(transformers_weights\)"):
+    with pytest.raises(ConfigError, match=r"makes transformers read 'other.safetensors' \(transformers_weights\)"):
         stored_tensors(model_dir)
 
 
@@ -399,10 +399,10 @@ def test_mixture_of_experts_is_refused(model_dir: Path, settings: dict[str, obje
 def test_model_with_images_or_sound_is_refused(model_dir: Path, settings: dict[str, object]) -> None:
     edit_config(model_dir, architectures=["SomeOmniForCausalLM"], **settings)
     with pytest.raises(
-        ConfigError, match=r"^model.path: .* is of a SomeOmniForCausalLM, which .* \(\w+ in config.json"
+        ConfigError, match=r"^model.path: .* holds a SomeOmniForCausalLM, which .* \(\w+ in config.json"
     ):
         check_trainable(model_dir)
-    with pytest.raises(ConfigError, match=r"^critic.path: .* is of a SomeOmniForCausalLM, which"):
+    with pytest.raises(ConfigError, match=r"^critic.path: .* holds a SomeOmniForCausalLM, which"):
         check_other_model_dir(model_dir, BACKBONE, key="critic.path")
 
 
@@ -410,10 +410,10 @@ def test_model_with_images_or_sound_is_refused(model_dir: Path, settings: dict[s
 def test_model_that_is_no_causal_language_model_is_refused_by_name(model_dir: Path, architecture: str) -> None:
     edit_config(model_dir, architectures=[architecture])
     with pytest.raises(
-        ConfigError, match=f"is of a {architecture}, which is not a causal language model of text alone"
+        ConfigError, match=f"describes a {architecture}, which is not a causal language model of text alone"
     ):
         check_model_dir(model_dir)
-    with pytest.raises(ConfigError, match=rf"^critic.path: .* is of a {architecture}, which"):
+    with pytest.raises(ConfigError, match=rf"^critic.path: .* describes a {architecture}, which"):
         check_other_model_dir(model_dir, BACKBONE, key="critic.path")
 
 
@@ -430,5 +430,5 @@ def test_dense_model_of_text_is_none(model_dir: Path, settings: dict[str, object
 def test_gguf_file_is_to_be_imported(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match=rf"`asyncflow import-gguf {file} DIRECTORY` makes of it$"):
+    with pytest.raises(ConfigError, match=rf"`asyncflow import-gguf {file} DIRECTORY` makes from it$"):
         check_model_dir(file)

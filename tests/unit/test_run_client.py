@@ -209,8 +209,8 @@ def test_process_outside_says_which_reference_it_holds_where_that_follows_the_po
     ("run", "key", "message"),
     [
         ("10.0.0.1:80", None, "is an address; give its key"),
-        ("nowhere", SECRET, "no HOST:PORT"),
-        ("10.0.0.1:80", "not hex, though hush", "not a row of hex digits"),
+        ("nowhere", SECRET, "is not HOST:PORT"),
+        ("10.0.0.1:80", "not hex, though hush", "must consist of hex digits"),
         ("nothing-there", None, "nothing runs there"),
     ],
 )
@@ -223,9 +223,9 @@ def test_where_there_is_no_run_the_key_is_not_shown(run: str, key: str | None, m
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"timeout_s": 0}, "timeout_s: 0 is no time to wait for; give seconds, more than 0"),
+        ({"timeout_s": 0}, "timeout_s: 0 is not a timeout; give a positive number of seconds"),
         ({"timeout_s": float("nan")}, "timeout_s: nan"),
-        ({"name": 5}, "name: 5 is not a text of letters"),
+        ({"name": 5}, "name: 5 must consist of letters"),
         ({"run": "no-such-host.invalid:80"}, "run: host 'no-such-host.invalid' cannot be resolved .*; give its addres"),
         ({"run": "a..b:80"}, "run: host 'a..b' cannot be resolved"),
     ],
@@ -245,7 +245,7 @@ def test_host_may_be_a_name(server: tuple[SealedStore, int]) -> None:
 def test_peer_that_accepts_and_says_nothing_is_left_in_time() -> None:
     with socket.create_server((LOOPBACK, 0)) as mute:
         begin = time.monotonic()
-        with pytest.raises(TransportError, match=r"it let nobody in within 0\.5 s") as caught:
+        with pytest.raises(TransportError, match=r"it accepted no connection within 0\.5 s") as caught:
             connect(f"{LOOPBACK}:{mute.getsockname()[1]}", SECRET, timeout_s=0.5)
     assert "\n" not in str(caught.value)
     assert time.monotonic() - begin < 10

@@ -219,7 +219,7 @@ def test_sampler_that_can_be_used_is_accepted() -> None:
     [
         ("Outside", {}, r"returned 5 on next\(\); return a task's index, 0 to 4"),
         ("Deaf", {}, r"raised RuntimeError: what\? on told\(index=\d, rewards=\[0.0, 1.0\]\)"),
-        ("Stateless", {}, "raised what cannot be passed on: TypeError"),
+        ("Stateless", {}, "raised something that cannot be passed on: TypeError"),
     ],
 )
 def test_sampler_that_cannot_be_used_is_named(name: str, options: dict[str, int], message: str) -> None:

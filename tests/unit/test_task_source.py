@@ -167,7 +167,7 @@ def test_start_without_prompts_of_its_own_says_who_puts_them(tmp_path: Path) -> 
         (("data.source=own_tasks:Text",), "^data.source: own_tasks:Text returned text for task 0 of seed 0; return a"),
         (("data.source=own_tasks:Broken",), "Broken raised LookupError: nothing here on task 0 of seed 0"),
         (("data.source=own_tasks:Hanging", "data.timeout_s=0.5"), "took longer than data.timeout_s = 0.5 s on task 0"),
-        (("data.source=own_tasks:Unsteady",), r"task\(seed=0, index=0\) returned .*, then .*; draw with a generator"),
+        (("data.source=own_tasks:Unsteady",), r"task\(seed=0, index=0\) returned .*, then .*; draw from a generator"),
         (("data.source=own_tasks:Long",), "^task 0 of own_tasks:Long: the prompt has 82 tokens, more than data.max_p"),
         (
             ("data.source=own_tasks:Sums", "data.prompt_field=question"),

@@ -1,4 +1,4 @@
-"""Rollouts of several turns, with tools or any agent; what users' functions are written against."""
+"""Multi-turn rollouts with tools or any agent: what user functions are written against."""
 
 from workers.agents.api import Chat, Context, Environment, Model, Reply, Sample, Task, Tool, tool
 from workers.agents.errors import BudgetSpent

@@ -1,4 +1,4 @@
-"""What a rollout function is written against: the task, the policy to talk to, and what surrounds them. Torch-free.
+"""What a rollout function is written against: the task, the policy, and their context. Torch-free.
 
     from workers.agents import Chat, Context, Model, Sample, Task
 
@@ -9,7 +9,7 @@
                 chat.add(await context.call(call))
         return chat.sample(reward=float(task["answer"] in reply.text))
 
-Every call goes on behind exactly the tokens that were drawn before; what the policy drew is never tokenized again.
+Every call continues exactly the tokens that were drawn before; what the policy drew is never tokenized again.
 """
 
 import asyncio
@@ -44,11 +44,10 @@ _SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool.
+    """A function that the policy may call.
 
     Attributes:
-        name: of the function.
-        description: as OpenAI's API has it: {"type": "function", "function": {name, description, parameters}}.
+        description: OpenAI format: {"type": "function", "function": {name, description, parameters}}.
         function: `def` or `async def`.
     """
 
@@ -58,17 +57,14 @@ class Tool:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> "Tool":
-        """Describe a function: its name, the first paragraph of its docstring, the types of its arguments.
-
-        Raises:
-            ConfigError: an argument has no type, or one that JSON has no word for.
-        """
+        """Describe a function by its name, the first paragraph of its docstring, and the types of its arguments. Raises
+        ConfigError if an argument has no type, or one without a JSON equivalent."""
         name, hints = function.__name__, get_type_hints(function)
         properties, required = {}, []
         for argument in inspect.signature(function).parameters.values():
             where = f"rollout.tools: argument {argument.name!r} of {name}"
             if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD, argument.POSITIONAL_ONLY):
-                raise ConfigError(f"{where}: give it a name that can be passed")
+                raise ConfigError(f"{where} cannot be passed by name; make it a named parameter")
             if argument.name not in hints:
                 raise ConfigError(f"{where} has no type; annotate it")
             properties[argument.name] = _schema(hints[argument.name], where)
@@ -81,31 +77,20 @@ class Tool:
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:
-    """Import `module:function`s, in a process of the users' code.
-
-    Raises:
-        ConfigError: one cannot be found or described, or two have one name.
-    """
+    """Import tools given as `module:function`; runs in a process for user code. Raises ConfigError if one cannot be
+    found or described, or two have the same name."""
     tools: list[Tool] = []
     for name in names:
         tool = Tool.of(load_function(name, field="rollout.tools", arguments=None))
         if any(other.name == tool.name for other in tools):
-            raise ConfigError(f"rollout.tools: two are called {tool.name!r}; rename one")
+            raise ConfigError(f"rollout.tools: two tools are called {tool.name!r}; rename one")
         tools.append(tool)
     return tools
 
 
 async def call_tool(tools: Sequence[Tool], tool_call: Message, *, run: Callable[..., Awaitable[Any]]) -> Message:
-    """Call the tool that a reply named and return the result as a message; an error is a result, too.
-
-    Args:
-        tools: there are.
-        tool_call: as OpenAI's API has it.
-        run: awaits a function that blocks.
-
-    Raises:
-        TaskSkipped, BudgetSpent, MemoryError: the tool did, which ends the rollout.
-    """
+    """Call the tool that a reply named and return the result, or the error, as a message. `run` awaits a blocking
+    function. `TaskSkipped`, `BudgetSpent` and `MemoryError` propagate, and end the rollout."""
     named, number = tool_call["function"], tool_call.get("id", "")
     try:
         tool = next((tool for tool in tools if tool.name == named["name"]), None)
@@ -120,17 +105,12 @@ async def call_tool(tools: Sequence[Tool], tool_call: Message, *, run: Callable[
         content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except (TaskSkipped, BudgetSpent, MemoryError):
         raise
-    except Exception as error:  # noqa: BLE001  the policy is told, and may do better
+    except Exception as error:  # noqa: BLE001  the policy reads it, and may do better
         content = f"error: {one_line(error)}"
     return {"role": "tool", "tool_call_id": number, "name": named["name"], "content": content}
 
 
 def _schema(kind: Any, where: str) -> dict[str, Any]:
-    """Return the JSON schema of a type.
-
-    Raises:
-        ConfigError: it has none.
-    """
     if kind in _SIMPLE:
         return {"type": _SIMPLE[kind]}
     origin, inner = get_origin(kind), get_args(kind)
@@ -158,17 +138,17 @@ _ARGUMENTS: Mapping[str, Any] = {
     "max_tokens": Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None,
     "stop": list[str],
 }
+# For `Context.run`, shared by all rollouts of a process; threads start on demand
 _THREADS = ThreadPoolExecutor(256, thread_name_prefix="rollout")
-"""Of `Context.run`, for all rollouts of a process; a thread starts when it is needed."""
 
 
 class Task(Mapping[str, Any]):
     """One row of the data: `task["question"]`.
 
     Attributes:
-        index: global index of the row.
-        group: of the rows that have this task; `member`: which of them this is, from 0.
-        seed: of this rollout's random numbers, 64 bits.
+        index: global index of the rollout's row.
+        group: id of the rows that share this task; `member`: this rollout's number within it, from 0.
+        seed: for this rollout's random numbers, 64 bits.
     """
 
     def __init__(self, row: Mapping[str, Any], *, index: int, group: int, member: int, seed: int) -> None:
@@ -196,8 +176,8 @@ class Reply(Utterance):
     """What the policy said.
 
     Attributes:
-        token_ids: that were drawn.
-        node: names them, in its rollout's attempt `run`.
+        token_ids: as drawn.
+        node, run: identify them: piece `node` of the rollout's attempt `run`.
     """
 
     token_ids: list[int]
@@ -207,13 +187,14 @@ class Reply(Utterance):
 
 @dataclass(frozen=True)
 class Sample:
-    """What is trained: the token sequence that ends with one drawn piece.
+    """What is trained on: the token sequence that ends with one drawn piece.
 
     Attributes:
-        node: that piece, drawn in the rollout's attempt `run`.
+        node, run: that piece, drawn in the rollout's attempt `run`.
         reward: of the whole rollout; None: `reward.function` scores the last reply.
         metrics: numbers by name.
-        earlier: pieces of the same conversation: what the last one does not go on from in tokens is trained beside it.
+        earlier: earlier pieces of the conversation; those whose tokens the last one does not continue are trained on as
+            separate samples.
     """
 
     node: int
@@ -224,11 +205,11 @@ class Sample:
 
 
 Policy = Callable[[ChatRequest, Sequence[int] | None], Awaitable[Reply]]
-"""(request, token ids) -> the policy's reply to the conversation, or what it draws behind the token ids, if given.
+"""(request, token ids) -> the policy's reply to the conversation or, if given, its continuation of the token ids.
 
 Raises:
     BudgetSpent: see there.
-    UserCodeFailed: the request cannot be taken.
+    UserCodeFailed: the request is unusable.
 """
 
 
@@ -239,23 +220,15 @@ class Model:
         self._policy = policy
 
     def chat(self, messages: Sequence[Message], tools: "Sequence[Tool | Message] | None" = None) -> "Chat":
-        """Begin a conversation; tools as of `context.tools`, or as OpenAI's API has them."""
+        """Begin a conversation; `tools` from `context.tools`, or in OpenAI format."""
         described = [tool.description if isinstance(tool, Tool) else tool for tool in tools or ()]
         return Chat(self._policy, [dict(message) for message in messages], described)
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop: str | Sequence[str] = ()
     ) -> Reply:
-        """Go on behind tokens; those of an earlier reply and its prompt are continued, not begun anew.
-
-        Args:
-            token_ids: of the whole prompt, at least 1.
-            max_tokens, stop: see `Chat.reply`.
-
-        Raises:
-            BudgetSpent: see there.
-            UserCodeFailed: an argument cannot be used.
-        """
+        """Continue the tokens of a whole prompt (at least 1). An earlier prompt with its reply is continued, not begun
+        anew. `max_tokens`, `stop` and exceptions: see `Chat.reply`."""
         stop = [stop] if isinstance(stop, str) else stop
         _check(token_ids=token_ids, max_tokens=max_tokens, stop=stop)
         return await self._policy(ChatRequest([], max_tokens=max_tokens, stop=tuple(stop)), token_ids)
@@ -263,16 +236,11 @@ class Model:
     def sample(
         self, reply: Reply, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
     ) -> Sample:
-        """Return the sample that ends with this reply."""
         return Sample(reply.node, reward, metrics or {}, run=reply.run)
 
 
 class Chat:
-    """A conversation.
-
-    Attributes:
-        messages: all of it; replies are appended.
-    """
+    """A conversation. `messages`: the whole history; replies are appended."""
 
     def __init__(self, policy: Policy, messages: list[Message], tools: list[Message]) -> None:
         self.messages = messages
@@ -288,13 +256,13 @@ class Chat:
         """Have the policy reply, and append what it said.
 
         Args:
-            max_tokens: at most so many; None: `rollout.max_response_tokens`.
-            stop: a text, or several: the reply ends with the token that completes the first of them, which is trained;
-                its text is what stands before. Special tokens count as their text.
+            max_tokens: None: `rollout.max_response_tokens`.
+            stop: one or several texts. The reply ends with the token that completes the first match; that token is
+                trained on, while the reply's text ends before the match. Special tokens count as their text.
 
         Raises:
             BudgetSpent: see there.
-            UserCodeFailed: an argument cannot be used, or the conversation not be rendered.
+            UserCodeFailed: an argument is unusable, or the conversation cannot be rendered.
         """
         stop = [stop] if isinstance(stop, str) else stop
         _check(messages=self.messages, tools=self._tools, max_tokens=max_tokens, stop=stop)
@@ -305,18 +273,14 @@ class Chat:
         return reply
 
     def fork(self) -> "Chat":
-        """Return a conversation that goes on from here by itself."""
+        """Return an independent conversation that continues from here."""
         other = Chat(self._policy, [dict(message) for message in self.messages], self._tools)
         other._replies = list(self._replies)
         return other
 
     def sample(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Sample:
-        """Return the sample that ends with the last reply; earlier replies that it could not go on from in tokens are
-        samples beside it.
-
-        Raises:
-            UserCodeFailed: there was none.
-        """
+        """Return the sample that ends with the last reply. Earlier replies whose tokens it does not continue become
+        separate samples. Raises UserCodeFailed if there is no reply yet."""
         if not self._replies:
             raise UserCodeFailed("chat.sample: the policy has not replied yet; call chat.reply() first")
         *earlier, last = self._replies
@@ -328,11 +292,11 @@ class Context:
     """What surrounds one rollout.
 
     Attributes:
-        deadline: of the rollout, by `time.monotonic()` (s).
-        directory: becomes `scratch`.
-        tools: of `rollout.tools`.
-        attempt: from 0; more where earlier ones failed.
-        models: of `rollout.models`: `await context.models["judge"].chat(messages)`. They are not trained.
+        deadline: of the rollout, on the clock of `time.monotonic()` (s).
+        directory: where `scratch` is created.
+        tools: from `rollout.tools`.
+        attempt: from 0; higher after failed attempts.
+        models: from `rollout.models`: `await context.models["judge"].chat(messages)`. They are not trained.
     """
 
     deadline: float
@@ -344,62 +308,56 @@ class Context:
 
     @cached_property
     def scratch(self) -> Path:
-        """A directory of this rollout's own, removed at its end."""
+        """A directory for this rollout alone, removed at its end."""
         self.directory.mkdir(parents=True, exist_ok=True)
         return self.directory
 
     def log(self, name: str, value: float) -> None:
-        """Report a number of this rollout; the last one of a name counts.
-
-        Raises:
-            UserCodeFailed: it is not a finite number, or the name cannot be used.
-        """
+        """Report a number for this rollout; the last value of a name counts. Raises UserCodeFailed if it is not a
+        finite number, or the name is unusable."""
         self.metrics |= metrics_of({name: value})
 
     def skip(self, reason: str) -> None:
-        """Give this task up: its group leaves the run, and the next prompt takes its place."""
+        """Give up on this task: its group leaves the run, and the next prompt takes its place."""
         raise TaskSkipped(reason)
 
     async def call(self, tool_call: Message) -> Message:
-        """Call the tool that the policy named; return its result as a message. What it raises is the result, too, but
-        for `skip`, a spent budget, and memory that ran out."""
+        """Call the tool that the policy named; return its result as a message. Exceptions become results as well,
+        except for `skip`, a spent budget, and running out of memory."""
         return await call_tool(self.tools, tool_call, run=self.run)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function that blocks in a thread, so that other rollouts of this process go on.
+        """Run a blocking function in a thread, so that other rollouts of this process continue.
 
-        256 calls of a process run at a time; others wait in line. A rollout that is cancelled meanwhile ends when the
-        function does, at once if it has not begun; one that hangs costs the process.
+        At most 256 calls per process run at once; others queue. If the rollout is cancelled, it ends as soon as the
+        function does (at once if the function has not started); a function that hangs costs the whole process.
         """
         surroundings = contextvars.copy_context()
 
         def call() -> T:
             try:
                 return surroundings.run(function, *args)
-            except StopIteration as error:  # no future takes it: the wait would never end
+            except StopIteration as error:  # futures do not accept it: the wait would never end
                 raise RuntimeError("StopIteration: what was iterated over has ended") from error
 
         work = _THREADS.submit(call)
         ended = asyncio.wrap_future(work)
         try:
+            # A running function cannot be cancelled, only awaited.
             return await asyncio.shield(ended)
         except asyncio.CancelledError:
-            if not work.cancel():  # it has begun
+            if not work.cancel():  # already running
                 await asyncio.wait({ended})
             raise
 
 
 def task_of(begin: Begin) -> Task:
-    """Return the task of a row that was sent."""
     return Task(json.loads(begin.task), index=begin.index, group=begin.group, member=begin.member, seed=begin.seed)
 
 
 def _check(**arguments: Any) -> None:
-    """Refuse what the session service could not read: there it would cost the process, with all its rollouts.
-
-    Raises:
-        UserCodeFailed: names the argument.
-    """
+    """Raise UserCodeFailed for arguments that the session service could not decode."""
+    # There, a bad message would cost the whole process with all its rollouts.
     for name, value in arguments.items():
         try:
             msgspec.convert(value, _ARGUMENTS[name])
@@ -411,10 +369,8 @@ def _check(**arguments: Any) -> None:
 
 
 async def call_tools(task: Task, model: Model, context: Context) -> Sample:
-    """`rollout.function: tools`: reply and call tools until a reply calls none.
-
-    The task has `messages`, or a `prompt`; `reward.function` scores the last reply's text.
-    """
+    """`rollout.function: tools`: reply and call tools until a reply calls none. The task has `messages` or a `prompt`;
+    `reward.function` scores the text of the last reply."""
     messages = task.get("messages") or [{"role": "user", "content": task["prompt"]}]
     chat = model.chat(messages, tools=context.tools)
     while (reply := await chat.reply()).tool_calls:
@@ -443,26 +399,26 @@ async def call_tools(task: Task, model: Model, context: Context) -> Sample:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Observation = str | Sequence[Message]
-"""What the policy reads next: the text of a user's message, or messages."""
+"""What the policy reads next: the text of a user message, or messages."""
 Step = tuple[Observation, float | None, bool]
-"""(observation, reward, done): rewards add up, None is none; with `done` the observation is not read."""
+"""(observation, reward, done). Rewards add up, and None counts as no reward; with `done` the observation is ignored."""
 
 
 def tool(method: Function) -> Function:
-    """Let the policy call a method of an environment; it is described as a function of `rollout.tools` is."""
+    """Let the policy call a method of an environment; it is described like a function of `rollout.tools`."""
     method.__dict__["_is_tool"] = True
     return method
 
 
 class Environment:
-    """One rollout's environment: made anew for each, without arguments.
+    """The environment of one rollout, created for it without arguments.
 
-    Methods may be `def`, which run in a thread, or `async def`. What they raise is a failure of the rollout, but the
-    policy reads what a tool raises. When turns, tokens or context are spent the rewards so far count; when its time
-    is, `reward.function` scores the last reply.
+    Methods may be `async def`, or `def`, which run in a thread. If one raises, the rollout fails, except that the
+    policy reads what a tool raises. When turns, tokens or context are spent, the rewards so far count; when the time is
+    up, `reward.function` scores the last reply.
 
     Attributes:
-        tools: of the class, described.
+        tools: of the class.
         context: of the rollout.
     """
 
@@ -470,11 +426,6 @@ class Environment:
     context: Context
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Describe the tools.
-
-        Raises:
-            ConfigError: an argument of one has no type, or one that JSON has no word for.
-        """
         super().__init_subclass__(**arguments)
         methods = (getattr(cls, name) for name in dir(cls))
         cls.tools = [Tool.of(types.MethodType(method, cls)) for method in methods if hasattr(method, "_is_tool")]
@@ -484,15 +435,14 @@ class Environment:
         raise NotImplementedError
 
     def step(self, reply: Reply) -> Step | Awaitable[Step]:
-        """Take a reply that calls no tool; the default ends the rollout, for `reward.function` to score."""
+        """Handle a reply without tool calls; the default ends the rollout, for `reward.function` to score."""
         return "", None, True
 
     def close(self) -> Awaitable[None] | None:
-        """Release what it holds; called once, however the rollout ends."""
+        """Release resources; called once, however the rollout ends."""
 
     @classmethod
     async def rollout(cls, task: Task, model: Model, context: Context) -> Sample:
-        """Play one rollout; see `workers.agents.api`."""
         environment = await context.run(cls)
         own = [replace(each, function=getattr(environment, each.name)) for each in cls.tools]
         environment.context = context = replace(context, tools=[*own, *context.tools])
@@ -504,7 +454,7 @@ class Environment:
 
 
 async def _play(environment: Environment, chat: Chat, context: Context) -> float | None:
-    """Return the sum of the rewards; None: there was none."""
+    """Return the sum of the rewards, or None if there were none."""
     total, num_replies, done = None, 0, False
     while not done:
         try:

@@ -1,5 +1,4 @@
-"""What ends a rollout, and what a session answers to an agent's bad request: the gateway turns that into an HTTP
-status."""
+"""What ends a rollout, and a session's errors for an agent's request, which the gateway turns into HTTP statuses."""
 
 from typing import ClassVar
 
@@ -7,7 +6,8 @@ from asyncflow.errors import AsyncFlowError
 
 
 class BudgetSpent(Exception):
-    """The rollout has had its turns, tokens, context or time; let through, it ends a finished, truncated rollout."""
+    """The rollout has used up its turns, tokens, context or time. Uncaught, it ends the rollout as finished but
+    truncated."""
 
 
 class TaskSkipped(Exception):
@@ -15,11 +15,11 @@ class TaskSkipped(Exception):
 
 
 class AgentError(AsyncFlowError):
-    """Base of errors that go back to the agent; the run goes on.
+    """Base of errors that are returned to the agent while the run continues.
 
     Attributes:
-        status: of HTTP.
-        code: in the body of the HTTP answer, if it has one.
+        status: HTTP status.
+        code: for the body of the HTTP response, or None.
     """
 
     status: ClassVar[int] = 400
@@ -40,16 +40,8 @@ class ContextLengthExceeded(AgentError):
 
 
 class BadAgentRequest(AgentError):
-    """A field of the request cannot be used.
-
-    Attributes:
-        field: its name.
-    """
+    """A field of the request is unusable; says why and what to do."""
 
     def __init__(self, field: str, why: str) -> None:
-        """Args:
-        field: name of the field.
-        why: what is wrong with it, and what to do.
-        """
         super().__init__(f"{field}: {why}")
         self.field = field

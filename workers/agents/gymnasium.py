@@ -1,4 +1,4 @@
-"""Gymnasium's environments whose observations and actions are text, as rollouts (extra `gymnasium`). Torch-free.
+"""Gymnasium environments with text observations and actions, as rollouts (extra `gymnasium`). Torch-free.
 
     data:
       source: workers.agents.gymnasium:Episodes
@@ -23,14 +23,14 @@ from workers.agents.rendering import Message
 try:
     import gymnasium
 except ModuleNotFoundError as error:
-    raise ConfigError(f"there is no package {error.name}; {pip_line('gymnasium')}") from error
+    raise ConfigError(f"the package {error.name} is not installed; {pip_line('gymnasium')}") from error
 
 
 class Episodes:
-    """Tasks without an end: one environment, another seed for each (`data.source`)."""
+    """Endless tasks for `data.source`: one environment, a different seed for each."""
 
     class Config(Settings):
-        """Its options; other ones are those of `gymnasium.make`."""
+        """Its options; any others go to `gymnasium.make`."""
 
         model_config = ConfigDict(extra="allow")
         env: str
@@ -38,52 +38,51 @@ class Episodes:
 
     def __init__(self, env: str, instruction: str = "", **options: Any) -> None:
         """Args:
-            env: id of the environment; `module:ID` imports the module that registers it.
-            instruction: system message; "" for none.
-            options: of `gymnasium.make`.
+            env: environment id; `module:ID` imports the module that registers it.
+            instruction: system message, or "" for none.
 
-        Raises:
-            ConfigError: it cannot be made.
+        Raises ConfigError if the environment cannot be made.
         """
         self._task = {"env": env, "instruction": instruction, "options": options}
         try:
             gymnasium.make(env, disable_env_checker=True, **options).close()
-        except Exception as error:  # the environment is a stranger's
+        except Exception as error:  # the environment may raise anything
             raise ConfigError(f"env: {env!r} cannot be made with {options}: {one_line(error)}") from error
 
     def task(self, seed: int, index: int) -> dict[str, Any]:
-        """Return a row: `env`, `instruction`, `options`, and the seed of `reset`."""
+        """Return a row: `env`, `instruction`, `options`, and the seed for `reset`."""
         return {**self._task, "seed": random.Random(f"{seed} {index}").getrandbits(31)}
 
 
 class TextEnvironment(Environment):
-    """The environment of a row `{"env": ID, "seed": 3, "options": {...}, "instruction": "..."}`; all but `env` may be
-    missing. A subclass may say in `action` what of a reply is the action."""
+    """The environment of a row `{"env": ID, "seed": 3, "options": {...}, "instruction": "..."}`; only `env` is
+    required. A subclass may override `action` to pick the action out of a reply."""
 
     def reset(self, task: Task) -> list[Message]:
-        """Make the environment; its first observation is the user's first message."""
-        # The checker wants of text that it be letters and digits.
+        """Make the environment; its first observation becomes the user's first message."""
+        # The checker accepts only letters and digits as text.
         self._env = gymnasium.make(task["env"], disable_env_checker=True, **task.get("options", {}))
         observation, _ = self._env.reset(seed=task.get("seed"))
         rules = [{"role": "system", "content": task["instruction"]}] if task.get("instruction") else []
         return [*rules, {"role": "user", "content": self._text(observation)}]
 
     def step(self, reply: Reply) -> Step:
-        """Act; the observation is the user's next message."""
+        """Act; the observation becomes the user's next message."""
         observation, reward, terminated, truncated, _ = self._env.step(self.action(reply))
         return self._text(observation), float(reward), bool(terminated or truncated)
 
     def action(self, reply: Reply) -> str:
-        """Return what the environment gets: all that the policy said."""
+        """Return the environment's action: by default the whole reply."""
         return reply.text.strip()
 
     def close(self) -> None:
-        """Close the environment."""
         if hasattr(self, "_env"):
             self._env.close()
 
     def _text(self, observation: Any) -> str:
         if not isinstance(observation, str):
             kind, name = type(observation).__name__, self._env.spec.id if self._env.spec else "the environment"
-            raise UserCodeFailed(f"{name}: an observation is {kind}, not text; wrap it so that it says what is seen")
+            raise UserCodeFailed(
+                f"{name}: an observation is {kind}, not text; wrap the environment so that observations are text"
+            )
         return observation

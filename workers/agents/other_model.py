@@ -1,7 +1,7 @@
-"""A model that rollouts ask and that is not trained: a judge, an opponent (`rollout.models`). Torch-free.
+"""Models that rollouts query but do not train: a judge, an opponent (`rollout.models`). Torch-free.
 
-Any server with OpenAI's chat completions, of the user's or of a provider. The rollout's process asks it; a rollout
-whose time is up takes its requests with it.
+Any server with OpenAI's chat completions will do. The rollout's process sends the requests, so they end with a rollout
+whose time is up.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Utterance:
     """What a model said.
 
     Attributes:
-        message: as OpenAI's API has it.
+        message: OpenAI format.
         finish_reason: `stop`, `length` or `tool_calls`; other servers have more.
     """
 
@@ -54,28 +54,20 @@ class Utterance:
 
     @property
     def text(self) -> str:
-        """The content, "" for none."""
+        """The content, or ""."""
         return self.message.get("content") or ""
 
     @property
     def tool_calls(self) -> list[Message]:
-        """The calls of tools, as OpenAI's API has them."""
+        """Tool calls in OpenAI format."""
         return list(self.message.get("tool_calls") or ())
 
 
 class OtherModel:
-    """One of `context.models`; used in one event loop."""
+    """One of `context.models`; used in one event loop. `settings`: a `ServedModelConfig`, as sent by another process.
+    Raises ConfigError if the variable with the key is not set, or the HTTP client is not installed."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Read its key; nothing is asked yet.
-
-        Args:
-            name: among `rollout.models`.
-            settings: a `ServedModelConfig`, as another process sends it.
-
-        Raises:
-            ConfigError: the key's variable is not set, or the HTTP client is not installed.
-        """
         self._what = f"rollout.models.{name}"
         self._config = config = ServedModelConfig.model_validate(settings)
         field, variable = f"{self._what}.api_key_variable", config.api_key_variable
@@ -87,14 +79,10 @@ class OtherModel:
         self._session: aiohttp.ClientSession | None = None
 
     async def chat(self, messages: Sequence[Message], **fields: Any) -> Utterance:
-        """Have it reply to a conversation; nothing is appended.
+        """Have the model reply to a conversation; nothing is appended.
 
-        Args:
-            messages: of the conversation.
-            fields: more of the request, e.g. `temperature=0`; they go before the configuration's `options`.
-
-        Raises:
-            UserCodeFailed: it does not answer, or with an error, after as many retries as it is allowed.
+        `fields`: more fields of the request, e.g. `temperature=0`; they override the configured `options`. Raises
+        UserCodeFailed if there is no reply, or an error, after all retries.
         """
         body = {"model": self._config.model, **self._config.options, **fields, "messages": list(messages)}
         for attempt in range(self._config.retries + 1):
@@ -111,15 +99,14 @@ class OtherModel:
             message = {name: value for name, value in choice["message"].items() if value is not None}
             return Utterance({"content": "", **message}, str(choice.get("finish_reason")))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise self._failed(f"answered what is not a chat completion: {said}") from error
+            raise self._failed(f"answered with something that is not a chat completion: {said}") from error
 
     async def close(self) -> None:
-        """Close its connections; idempotent."""
         if self._session is not None:
             await self._session.close()
 
     async def _ask(self, body: Mapping[str, Any]) -> tuple[int, str]:
-        """Return status and body; or `_NO_ANSWER`, and why."""
+        """Return (status, body), or (`_NO_ANSWER`, reason)."""
         import aiohttp
 
         if self._session is None:
@@ -136,20 +123,19 @@ class OtherModel:
             return _NO_ANSWER, one_line(error)
 
     def _failed(self, how: str) -> UserCodeFailed:
-        """Return the error; a server may repeat the key that it refuses."""
+        # A server may repeat the key that it refuses.
         shown = " ".join((how.replace(self._key, "***") if self._key else how).split())
         shown = shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
         return UserCodeFailed(f"{self._what} ({self._config.base_url}): {shown}")
 
 
-# An agent that is any program: `rollout.agent_command`. Torch-free.
+# An agent that is any program: `rollout.agent_command`.
 #
-# It finds the policy by `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its task (the data row, JSON) in the file
-# `ASYNCFLOW_TASK_FILE`, in `ASYNCFLOW_TASK` too if that can hold it, and a directory of its own, removed at its end,
-# in `ASYNCFLOW_SCRATCH`. It ends with code 0 and writes `{"reward": 1.0}`, maybe with more numbers, into the file
-# `ASYNCFLOW_RESULT`; without one, or with null for the reward, `reward.function` scores the last reply. The end of
-# what it prints goes into the log: at the 1st, 10th, 100th ... failure of a kind, and of those that did well the 1st,
-# 10th, 100th ...
+# It reaches the policy through `OPENAI_BASE_URL` and `OPENAI_API_KEY`, finds its task (the data row, JSON) in the file
+# `ASYNCFLOW_TASK_FILE` (and in `ASYNCFLOW_TASK` if short enough), and has a directory of its own, removed at its end,
+# in `ASYNCFLOW_SCRATCH`. It should exit with code 0 and write `{"reward": 1.0}`, optionally with more numbers, to the
+# file `ASYNCFLOW_RESULT`; without that file, or with a null reward, `reward.function` scores the last reply. The end
+# of its output is logged at the 1st, 10th, 100th ... failure of a kind, and likewise for successful programs.
 
 logger = logging.getLogger(__name__)
 
@@ -157,24 +143,16 @@ _RESULT = "result.json"
 _MOST_OUTPUT_BYTES = 2**13
 _MOST_SHOWN = 300
 _CHUNK_BYTES = 2**16
-_MOST_PIPE_BYTES = 2**20
-"""What a pipe may hold (Linux, `pipe-max-size`)."""
+_MOST_PIPE_BYTES = 2**20  # most bytes that a pipe can hold (Linux, `pipe-max-size`)
 _warnings = RepeatedWarnings(logger)
 _outputs = RepeatedWarnings(logger, logging.INFO)
 _MOST_RESULT_BYTES = 2**20
-_MOST_VARIABLE_BYTES = 2**17 - 1
-"""Linux takes no longer string of the environment (`MAX_ARG_STRLEN`): name, equals sign and value."""
+_MOST_VARIABLE_BYTES = 2**17 - 1  # Linux's longest environment string (`MAX_ARG_STRLEN`): name, equals sign and value
 
 
 async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[str, float]]:
-    """Run the program; cancelled, it is killed with all that it started.
-
-    Returns:
-        Reward and metrics.
-
-    Raises:
-        UserCodeFailed: it cannot be started, fails, or writes no result that can be used.
-    """
+    """Run the program and return (reward, metrics); on cancellation, kill it and everything that it started. Raises
+    UserCodeFailed if it cannot start, fails, or writes an unusable result."""
     command, scratch = setup.command, Path(start.scratch)
     task, task_file = start.rollout.task, scratch / "task.json"
     scratch.mkdir(parents=True, exist_ok=True)
@@ -215,7 +193,6 @@ async def run_command(setup: Setup, start: Start) -> tuple[float | None, dict[st
 async def _follow(
     process: asyncio.subprocess.Process, output: "_Output", scratch: Path
 ) -> tuple[float | None, dict[str, float]]:
-    """Wait for the program's end; see `run_command`."""
     try:
         code = await process.wait()
         said = output.end()
@@ -230,17 +207,16 @@ async def _follow(
         return await asyncio.to_thread(_result, scratch / _RESULT)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what it left behind
+            os.killpg(process.pid, signal.SIGKILL)  # and child processes that it left behind
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
 
 def ended_how(code: int) -> str:
-    """Return how a process ended, from its exit code."""
     return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
 class _Output:
-    """A pipe for what a program prints, of which the end is kept: a program may print without an end."""
+    """A pipe that keeps only the end of a program's output, which may be endless."""
 
     def __enter__(self) -> Self:
         self._said = b""
@@ -256,7 +232,7 @@ class _Output:
         os.close(self.pipe)
 
     def _read(self) -> bool:
-        """Take what is there, at most what the pipe holds; return whether there was anything."""
+        """Read one chunk; return whether there was anything."""
         try:
             chunk = os.read(self._from, _CHUNK_BYTES)
         except BlockingIOError:
@@ -265,8 +241,8 @@ class _Output:
         return bool(chunk)
 
     def end(self) -> str:
-        """Return the last that a program printed which has ended: all of that is in the pipe. What it left behind may
-        hold the pipe open and print on, so no end is waited for."""
+        """Return the end of the output of a program that has exited."""
+        # Its output is in the pipe by now. Do not wait for end of file: children left behind may hold the pipe open.
         for _ in range(_MOST_PIPE_BYTES // _CHUNK_BYTES):
             if not self._read():
                 break
@@ -274,10 +250,10 @@ class _Output:
 
 
 def _result(path: Path) -> tuple[float | None, dict[str, float]]:
-    """Return what the program wrote, which may be anything: a pipe without a writer, say, or a disk's content."""
     if not path.exists():
         return None, {}
     try:
+        # The path may be anything, such as a pipe without a writer or an endless device.
         with path.open("rb") if path.is_file() else io.BytesIO() as file:
             text = file.read(_MOST_RESULT_BYTES + 1)
         result = json.loads(text) if 0 < len(text) <= _MOST_RESULT_BYTES else None
@@ -288,4 +264,4 @@ def _result(path: Path) -> tuple[float | None, dict[str, float]]:
     except UserCodeFailed as error:
         raise UserCodeFailed(f"rollout.agent_command: its result cannot be used: {error}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise UserCodeFailed(f"rollout.agent_command: its result is no JSON: {one_line(error)}") from error
+        raise UserCodeFailed(f"rollout.agent_command: its result is not JSON: {one_line(error)}") from error

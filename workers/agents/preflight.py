@@ -1,4 +1,4 @@
-"""Whether a run's rollouts can be made, found out in a child before anything starts: entries of `workers.calls`."""
+"""Checks in a child process, before anything starts, that a run's rollouts can work: entries of `workers.calls`."""
 
 import asyncio
 import os
@@ -35,8 +35,7 @@ from workers.calls.user_function import Callee
 from workers.data.tokenizer import load_tokenizer
 from workers.settings.data import TemplateSettings
 
-_END_S = 5.0
-"""How long what a trial started may take to end; then it dies with this process (s)."""
+_END_S = 5.0  # time that a trial's processes have to end (s); after that they die with this process
 
 
 def usable(
@@ -49,12 +48,10 @@ def usable(
     tools: Sequence[str],
     models: Mapping[str, Mapping[str, Any]],
 ) -> Callee:
-    """Import the user's function, tools and renderer, and look for the keys of other models.
+    """Import the user's function, tools and renderer, and check that the keys of other models are set.
 
-    Returns what says, in words, what the renderer cannot do.
-
-    Raises:
-        ConfigError: one of them cannot be used, or the model's template ignores tools.
+    The returned callee lists, in words, what the renderer cannot do. Raises ConfigError if anything is unusable, or the
+    model's template ignores tools.
     """
     given = load_tools(tools)
     if function is not None or agent is not None:
@@ -65,18 +62,17 @@ def usable(
     described = [tool.description for tool in given]
     rendering = load_renderer(Path(model_dir), renderer, msgspec.convert(templates, TemplateSettings))
     missing: list[str] = []
-    if renderer is None or ":" not in renderer:  # a class of the user's may know few words
+    if renderer is None or ":" not in renderer:  # a user's class may know only a few words
         missing = prove(rendering, load_tokenizer(Path(model_dir)), described or None)
     return Callee(lambda: missing)
 
 
 def trial(setup: Mapping[str, Any]) -> Callee:
-    """Return what makes one rollout: (data row as JSON, ground truth) -> why it failed, whether it has a reward.
+    """Return a callee that makes one rollout: (data row as JSON, ground truth) -> why it failed, and whether it has a
+    reward.
 
-    Session service, workers, gateway and programs are those of a run; the engine replies with the ground truth.
-
-    Args:
-        setup: fields of `workers.agents.wire.Setup`, but for paths and secrets.
+    Session service, workers, gateway and programs are those of a run; in place of the policy, the ground truth replies.
+    `setup` has the fields of `workers.agents.wire.Setup`, except for paths and secrets.
     """
     tokenizer = load_tokenizer(Path(setup["model_dir"]))
 
@@ -112,5 +108,5 @@ async def _one_rollout(setup: Setup, task: str, words: Sequence[int]) -> dict[st
                     raise ConfigError(text)
         raise UserCodeFailed("its session service ended; see above")
     finally:
-        engine.close()  # which ends the service, and all that it started
+        engine.close()  # ends the service and everything that it started
         await asyncio.wait({serving}, timeout=_END_S)

@@ -1,14 +1,14 @@
-"""Turns conversations into token ids and drawn ids into messages. Torch-free; reads the tokenizer and nothing else.
+"""Turns conversations into token ids, and drawn ids into messages. Torch-free; needs only the tokenizer.
 
-What the model drew is never tokenized again: the next turn's prompt is the earlier ids, token by token, and the
-template's text of the new messages alone behind them (the bridge):
+What the model drew is never tokenized again. The next turn's prompt is the earlier ids, token by token, followed by the
+template's text of only the new messages (the bridge):
 
     render    <|im_start|>user 6*7?<|im_end|> <|im_start|>assistant
     drawn                                                           42<|im_end|>
     bridge    earlier prompt + drawn                                             <|im_start|>user Sure?<|im_end|> ...
 
-So what a template would strip from the history, as most do with reasoning, stays in the model's sight.
-`workers.agents.session` calls a renderer, from any thread.
+So the model keeps seeing what a template would strip from the history (usually reasoning). Renderers are called by
+`workers.agents.session`, from any thread.
 """
 
 import hashlib
@@ -30,12 +30,14 @@ from workers.data.model_files import eos_token_ids
 from workers.data.tokenizer import load_tokenizer
 from workers.settings.data import TemplateSettings
 
-# Chat messages as dictionaries of the OpenAI format: made plain, and compared.
+# Chat messages as dictionaries in OpenAI format: normalizing and comparing them.
 
 Message = dict[str, Any]
-"""role, content, and by role: tool_calls [{id, type, function: {name, arguments}}], reasoning_content, tool_call_id."""
+"""role, content, and depending on the role: tool_calls [{id, type, function: {name, arguments}}], reasoning_content,
+tool_call_id.
+"""
 Tools = Sequence[Mapping[str, Any]] | None
-"""Of the OpenAI format: {type: function, function: {name, description, parameters}}."""
+"""OpenAI format: {type: function, function: {name, description, parameters}}."""
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -43,42 +45,36 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 def normalized(
     messages: Sequence[Mapping[str, Any]], *, arguments: Literal["text", "object"] = "text"
 ) -> list[Message]:
-    """Return messages with their content as one text and without empty fields.
+    """Return messages whose content is a single text, without empty fields.
 
-    Args:
-        arguments: of tool calls: JSON text, as agents see them, or what it says, as chat templates want them; text
-            that is no JSON object stays.
-
-    Raises:
-        BadAgentRequest: one has no role, or something else than text.
+    `arguments`: form of tool-call arguments: JSON text, as agents see them, or the parsed object, as chat templates
+    want it. Text that is not a JSON object is kept. Raises BadAgentRequest if a message has no role, or content other
+    than text.
     """
     return [_normalized(message, arguments) for message in messages]
 
 
 def canonical(message: Mapping[str, Any]) -> str:
-    """Return what two messages share when they are the same to the model.
-
-    Reasoning is left out, since clients drop it, and so is space around the content; arguments of calls are compared
-    by value.
-    """
+    """Return a key that is equal for messages that are the same to the model."""
     plain = _normalized(message, "object")
     calls = [
         (call.get("id"), call["function"]["name"], call["function"]["arguments"])
         for call in plain.get("tool_calls", [])
     ]
+    # No reasoning: clients drop it. Call arguments are compared by value.
     parts = plain["role"], plain["content"].strip(), calls, plain.get("name"), plain.get("tool_call_id")
     return json.dumps(parts, sort_keys=True)
 
 
 def call_id(token_ids: Sequence[int], index: int) -> str:
-    """Return the id of a call in drawn tokens: nine letters and digits, which is all that Mistral's templates allow."""
+    """Return the id of a call in drawn tokens: nine letters and digits, all that Mistral's templates allow."""
     number = int.from_bytes(hashlib.blake2b(json.dumps([*token_ids, index]).encode(), digest_size=8).digest())
     return "".join(_DIGITS[number // 36**place % 36] for place in range(9))
 
 
 def _normalized(message: Mapping[str, Any], arguments: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise BadAgentRequest("messages", "each is an object with a role")
+        raise BadAgentRequest("messages", "each must be an object with a role")
     kept = {key: value for key, value in message.items() if value is not None and value != []}
     kept["content"] = _text(message.get("content"))
     if "tool_calls" in kept:
@@ -92,16 +88,14 @@ def _text(content: object) -> str:
     parts = content if isinstance(content, Sequence) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise BadAgentRequest(
-            "messages", "content is text, or a list of {type: text, text: ...}; nothing else is known"
-        )
+        raise BadAgentRequest("messages", "content must be text or a list of {type: text, text: ...}")
     return "".join(map(str, texts))
 
 
 def _call(call: object, arguments: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadAgentRequest("messages", "a tool call has a function with a name and arguments")
+        raise BadAgentRequest("messages", "a tool call must have a function with a name and arguments")
     given: Any = function.get("arguments", "")
     if isinstance(given, str) and arguments == "object":
         try:
@@ -114,33 +108,30 @@ def _call(call: object, arguments: str) -> dict[str, Any]:
     return {"type": "function", **call, "function": {**function, "arguments": given}}
 
 
-# Reads a reply's text: reasoning, tool calls, content. Pure.
+# Parses a reply's text into reasoning, tool calls and content. Pure.
 #
-# What is not a call after all stays content, so the agent can tell the model. A policy may draw anything, and the
-# session service reads it in its event loop: the time must grow no faster than the text.
+# A malformed call stays content, so that the agent can tell the model. A policy may draw anything, and the session
+# service parses it in its event loop: the time must be linear in the length of the text.
 
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>")
-"""Texts that are read here; tokenizers may have special tokens for them."""
+"""Texts that the parser needs; tokenizers may have special tokens for them."""
 
 _OPEN, _CLOSE = MARKS[:2]
 _LIST = re.compile(r"\[TOOL_CALLS\]\s*(?=\[)")
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character, as JSON can escape it: no message may have one."""
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON can escape but no message may contain
 
 
 class CallForm(StrEnum):
-    """How a model writes tool calls."""
-
     HERMES = "hermes"
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times."""
     MISTRAL = "mistral"
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, at the end."""
     LLAMA = "llama"
-    """`{"name": ..., "parameters": {...}}`, which is the whole reply."""
+    """`{"name": ..., "parameters": {...}}` as the whole reply."""
 
     @staticmethod
     def of_template(template: str) -> "CallForm":
-        """Return the form that a chat template writes; Hermes' where it knows no tools."""
+        """Guess the form from a chat template; Hermes if it knows no tools."""
         if "<tool_call>" in template:
             return CallForm.HERMES
         if "[TOOL_CALLS]" in template:
@@ -149,13 +140,8 @@ class CallForm(StrEnum):
 
 
 def read_reply(text: str, form: CallForm, *, thinks: bool = False) -> Message:
-    """Return the assistant's message that a text is; calls have no ids yet.
-
-    Args:
-        text: drawn, without end marks.
-        form: of the model's calls.
-        thinks: the prompt has opened the reasoning.
-    """
+    """Return the assistant's message for a drawn text (without end marks); its calls have no ids yet. `thinks`: the
+    prompt has already opened the reasoning."""
     reasoning, content = _split_reasoning(text, thinks)
     content, calls = _READERS[form](content)
     message: Message = {"role": "assistant", "content": content.strip()}
@@ -173,7 +159,6 @@ def _split_reasoning(text: str, thinks: bool) -> tuple[str, str]:
 
 
 def _read_hermes(text: str) -> tuple[str, list[Message]]:
-    """Return the content and the calls."""
     *closed, last = text.split(_CLOSE)
     kept: list[str] = []
     calls: list[Message] = []
@@ -209,7 +194,7 @@ _READERS: Mapping[CallForm, Callable[[str], tuple[str, list[Message]]]] = {
 
 
 def _calls(text: str) -> list[Message]:
-    """Return the calls that a JSON text holds: all of them, or none."""
+    """Return the calls in a JSON text: all of them or, if any is malformed, none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -233,23 +218,20 @@ class Renderer(Protocol):
 
     @property
     def stop_ids(self) -> Sequence[int]:
-        """Tokens that end an assistant's message; the template's own first."""
+        """Tokens that end an assistant's message; the template's own comes first."""
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Return the prompt of a conversation: up to where the assistant's next message begins.
-
-        Raises:
-            BadAgentRequest: the template refuses the messages.
-        """
+        """Return the prompt: the conversation up to where the assistant's next message begins. Raises BadAgentRequest
+        if the template refuses the messages."""
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """Return the assistant's message that drawn tokens are: content, tool_calls, reasoning_content."""
+        """Return the assistant's message (content, tool_calls, reasoning_content) for drawn tokens."""
 
     def bridge(self, previous_ids: Sequence[int], new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
-        """Return the next turn's prompt, which begins with exactly `previous_ids`; None: that cannot be done.
+        """Return the next turn's prompt, which begins with exactly `previous_ids`, or None if that is impossible.
 
         Args:
-            previous_ids: the earlier prompt and what was drawn, perhaps cut before its end mark.
+            previous_ids: the earlier prompt and what was drawn, possibly cut off before its end mark.
             new_messages: what followed; none is the assistant's.
         """
 
@@ -263,26 +245,25 @@ TOOL: dict[str, Any] = {
     },
 }
 SHAPES = (("user",), ("tool",), ("tool", "tool"), ("tool", "user"))
-"""Roles of new messages that a proof tries."""
+"""Roles of new messages that `prove` tries."""
 _MARK = "qzReplyEndsHereqz"
 
 
 class TemplateRenderer:
-    """Renders with the tokenizer's chat template, whichever it is.
+    """Renders with the tokenizer's own chat template.
 
-    The bridge is what the template writes behind the assistant's end mark when the new messages follow a dummy
-    conversation. For each sequence of roles it is first proven on another dummy conversation: there, the same text
-    must follow the end mark, be tokenized the same on its own, and leave what came before as it was.
+    A bridge is what the template writes after the assistant's end mark when the new messages follow a dummy
+    conversation. Each sequence of roles is first proven on another dummy conversation: there, the same text must follow
+    the end mark, tokenize identically on its own, and leave the earlier part unchanged.
+
+    Args:
+        tokenizer: from transformers, for this renderer alone: fast tokenizers are not thread-safe.
+        stop_ids: tokens that end a response in addition to the tokenizer's end of sequence.
+
+    Raises ConfigError if there is no chat template, or it cannot render a single user message.
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int] = ()) -> None:
-        """Args:
-            tokenizer: of transformers; it is this renderer's alone, since fast tokenizers are not safe across threads.
-            stop_ids: tokens that end a response besides the tokenizer's end of sequence.
-
-        Raises:
-            ConfigError: there is no chat template, or it cannot render one user's message.
-        """
         self._tokenizer = tokenizer
         self._lock = threading.RLock()
         self._proven: dict[tuple[tuple[str, ...], bool], bool] = {}
@@ -299,43 +280,39 @@ class TemplateRenderer:
         names = {mark: tokenizer.decode([mark], skip_special_tokens=False) for mark in self._stop_ids}
         self._stop_texts = [text for text in names.values() if text]
         marks = {tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
+        # Special tokens are not shown, except for those that the parser needs.
         self._hidden = (_special_ids(tokenizer) | set(self._stop_ids)) - marks
 
     @property
     def stop_ids(self) -> Sequence[int]:
-        """The template's end mark first."""
         return self._stop_ids
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """See `Renderer`.
-
-        Raises:
-            ConfigError: there are tools, but the template ignores them.
-        """
+        """See `Renderer`; raises ConfigError if there are tools but the template ignores them."""
         if tools:
             self._check_tools()
         return self._encode(self._text(messages, tools, prompt=True))
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """See `Renderer`."""
         shown = [token for token in token_ids if token not in self._hidden]
         with self._lock:
             text = str(self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         return read_reply(text, self._call_form, thinks=self._thinks)
 
     def bridge(self, previous_ids: Sequence[int], new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
-        """See `Renderer`. A reply that was cut gets the template's end mark, which is not trained."""
         roles = tuple(str(message["role"]) for message in new_messages)
         if not roles or "assistant" in roles or not previous_ids or not self._is_proven(roles, bool(tools)):
             return None
         suffix = self._suffix(new_messages, tools)
         if suffix is None:
             return None
+        # A reply that was cut off gets the template's end mark, which is not trained on.
         return [*previous_ids, *(suffix[1:] if previous_ids[-1] in self._stop_ids else suffix)]
 
     def _suffix(self, new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
-        """Return the ids from the end mark of a dummy reply on, if new messages follow it."""
+        """Return the ids from a dummy reply's end mark on when `new_messages` follow it, if the template allows it."""
         mark = _MARK
+        # The mark must not occur in the messages themselves.
         while mark in str(new_messages):
             mark += "z"
         dummies = [_user("x"), _reply(new_messages, mark)]
@@ -345,8 +322,8 @@ class TemplateRenderer:
             return None
 
     def _behind(self, text: str, mark: str) -> tuple[str, list[int] | None]:
-        """Cut a rendered conversation at the end mark of the reply that holds `mark`; return the first part and the
-        ids of the second, None: there is no end mark."""
+        """Split a rendered conversation at the end mark of the reply with `mark`: (text before, ids after or None
+        without one)."""
         before, found, behind = text.rpartition(mark)
         cuts = [cut for cut in map(behind.find, self._stop_texts) if cut >= 0]
         if not found or not cuts:
@@ -355,6 +332,7 @@ class TemplateRenderer:
         return before + mark + behind[: min(cuts)], ids if ids[0] in self._stop_ids else None
 
     def _is_proven(self, roles: tuple[str, ...], with_tools: bool) -> bool:
+        # Runs of one role count like two in a row, so that there are few shapes to prove.
         shape = tuple(role for at, role in enumerate(roles) if at < 2 or roles[at - 2 : at] != (role, role))
         key = shape, with_tools
         with self._lock:
@@ -380,13 +358,14 @@ class TemplateRenderer:
         except BadAgentRequest:
             return False
         first, suffix = self._behind(whole, _MARK)
+        # Earlier messages must render the same whether or not new ones follow.
         if suffix is None or suffix != self._suffix(new, tools) or not whole.startswith(histories):
             return False
         says_all = all(message["content"] in whole[len(first) :] for message in new)
         return says_all and self._encode(whole) == [*self._encode(first), *suffix]
 
     def _find_stop_ids(self, given: Sequence[int]) -> tuple[int, ...]:
-        """Return the end mark of a dummy reply, and the other tokens that end a response."""
+        """Return the end mark of a dummy reply, then the other tokens that end a response."""
         tokenizer = self._tokenizer
         ends = dict.fromkeys([*given, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
         try:
@@ -410,7 +389,7 @@ class TemplateRenderer:
         if not self._takes_tools:
             raise ConfigError(
                 f"model.path: the chat template of {self._tokenizer.name_or_path} ignores tools, so the model would "
-                f"not hear of them; describe them in a system message, or give the model a template that writes them"
+                f"not learn about them; describe them in a system message, or give the model a template that has them"
             )
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> str:
@@ -426,13 +405,13 @@ class TemplateRenderer:
                 )
             except BadAgentRequest:
                 raise
-            except Exception as error:  # (a stranger's template raises what it likes)
+            except Exception as error:  # (a template may raise anything)
                 where = self._tokenizer.name_or_path
                 raise BadAgentRequest("messages", f"the chat template of {where} fails: {one_line(error)}") from error
 
     def _encode(self, text: str) -> list[int]:
         with self._lock:
-            legal = text.encode(errors="replace").decode()  # a drawn "\\ud800" in JSON is not a character
+            legal = text.encode(errors="replace").decode()  # JSON may escape a lone surrogate ("\\ud800")
             return list(self._tokenizer.encode(legal, add_special_tokens=False))
 
 
@@ -443,13 +422,8 @@ def load_renderer(
 ) -> Renderer:
     """Return the renderer of a model directory.
 
-    Args:
-        name: `model.renderer`: one of the package `renderers`, or `module:Class`, called with the tokenizer; None: the
-            chat template.
-        templates: what its chat template is told besides the messages.
-
-    Raises:
-        ConfigError: there is no such renderer, or the tokenizer or its template cannot be used.
+    `name`: `model.renderer`: a renderer of the package `renderers`; or `module:Class`, called with the tokenizer; None:
+    the chat template. Raises ConfigError if there is no such renderer, or the tokenizer or its template is unusable.
     """
     tokenizer = load_tokenizer(model_path, TemplateSettings() if name and ":" not in name else templates)
     if name is None:
@@ -461,18 +435,13 @@ def load_renderer(
 
 
 def prove(renderer: Renderer, tokenizer: Any, tools: Tools) -> list[str]:
-    """Compare bridges with full renders on dummy conversations; at preflight, for any renderer.
-
-    Args:
-        tokenizer: the renderer's.
-        tools: that rollouts will offer.
+    """Compare bridges with full renders of dummy conversations, for any renderer, at preflight.
 
     Returns:
-        What it cannot do, in words, to warn of. Where it cannot bridge, each turn begins a new sample.
+        What the renderer cannot do, in words, for a warning. Where it cannot bridge, each turn begins a new sample.
 
-    Raises:
-        ConfigError: the template ignores tools, a prompt leaves nothing to say, no response could end, or a bridge
-            writes what a full render would not.
+    Raises ConfigError if the template ignores `tools`, no response could begin or end, or a bridge differs from a full
+    render.
     """
     asked, missing = [_user("What is 6*7?")], []
     prompt = renderer.render(asked, tools)
@@ -499,7 +468,7 @@ def prove(renderer: Renderer, tokenizer: Any, tools: Tools) -> list[str]:
 
 
 def _check_borders(prompt: Sequence[int], renderer: Renderer, tokenizer: Any) -> None:
-    """Refuse a prompt behind which there is nothing to say, one that begins twice, and responses without an end."""
+    """Refuse prompts after which no response can begin, two BOS tokens, and responses that cannot end."""
     where, bos = tokenizer.name_or_path, tokenizer.bos_token_id
     names = {token: _token_text(tokenizer, token) for token in renderer.stop_ids}
     if not any(names.values()):
@@ -525,7 +494,6 @@ def _token_text(tokenizer: Any, token: int) -> str:
 
 
 def _reads_calls(renderer: Renderer, asked: Sequence[Message], tools: Tools) -> bool:
-    """Whether a call that the template writes is read as one."""
     result = dummy_messages(["tool"])
     try:
         whole = renderer.render([*asked, _reply(result, "42."), *result], tools)
@@ -538,7 +506,7 @@ def _reads_calls(renderer: Renderer, asked: Sequence[Message], tools: Tools) -> 
 
 
 def dummy_messages(roles: Sequence[str]) -> list[Message]:
-    """Return messages of these roles, as they may follow a reply."""
+    """Return messages with these roles that may follow a reply."""
     return [
         {"role": role, "content": f"A{at} b: {{1}}"} | ({"tool_call_id": call_id([7], at)} if role == "tool" else {})
         for at, role in enumerate(roles)
@@ -546,7 +514,7 @@ def dummy_messages(roles: Sequence[str]) -> list[Message]:
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """Return the tokens that are not text, most of which `all_special_ids` does not have."""
+    # `all_special_ids` lacks most of them.
     return {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
 
 
@@ -555,7 +523,7 @@ def _user(content: str) -> Message:
 
 
 def _reply(followers: Sequence[Message], content: str) -> Message:
-    """Return a reply which these messages may follow: with one call for each tool's."""
+    """Return a reply that `followers` may follow: with one call per tool message."""
     arguments = json.dumps({"key": content})
     calls = [
         {
@@ -569,23 +537,16 @@ def _reply(followers: Sequence[Message], content: str) -> Message:
     return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
 
 
-# A renderer of the package `renderers` (extra `agents`), behind the protocol of `workers.agents.rendering`.
+# Renderers of the package `renderers` (extra `agents`) behind the `Renderer` protocol.
 
 _HELLO = {"role": "user", "content": "Hello"}
 
 
 class PackageRenderer:
-    """A renderer of the package `renderers` (extra `agents`), by its name there."""
+    """A renderer of the package `renderers` (extra `agents`), by its name there. Raises ConfigError if the package is
+    missing, has no such renderer, or does not support the tokenizer."""
 
     def __init__(self, tokenizer: Any, name: str, templates: TemplateSettings = TemplateSettings()) -> None:  # noqa: B008
-        """Args:
-        tokenizer: the model's.
-        name: of the renderer.
-        templates: what renderers are told besides the messages.
-
-        Raises:
-        ConfigError: the package is missing, has no such renderer, or the tokenizer does not fit it.
-        """
         if importlib.util.find_spec("renderers") is None:
             raise ConfigError(f"model.renderer: {name!r} needs the package renderers: {pip_line('agents')}")
         from renderers import config_from_name, create_renderer
@@ -598,26 +559,23 @@ class PackageRenderer:
             if hasattr(self._renderer, "config"):
                 self._renderer.config = _at_time(self._renderer.config, templates.time)
             opened, plain = ([*self._ids([_HELLO], prompt)] for prompt in (True, False))
-        except Exception as error:  # (a package's, for any name or tokenizer)
+        except Exception as error:  # (the package may raise anything)
             raise ConfigError(f"model.renderer: {name!r} of the package renderers: {one_line(error)}") from error
         self._lock = threading.RLock()
         self._opening = opened[len(plain) :]
 
     @property
     def stop_ids(self) -> Sequence[int]:
-        """See `Renderer`."""
         return tuple(self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """See `Renderer`."""
         with self._lock:
             try:
                 return self._ids(messages, True, tools)
-            except Exception as error:  # (as a template, it may refuse messages in its own way)
+            except Exception as error:  # (like a template, it may raise anything)
                 raise BadAgentRequest("messages", f"the renderer fails: {one_line(error)}") from error
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """See `Renderer`. Calls that it cannot read stay content."""
         with self._lock:
             parsed = self._renderer.parse_response(list(token_ids), prompt_ids=self._opening)
         message: Message = {"role": "assistant", "content": parsed.content}
@@ -625,6 +583,7 @@ class PackageRenderer:
             message["reasoning_content"] = parsed.reasoning_content
         calls: list[dict[str, Any]] = []
         for each in parsed.tool_calls:
+            # A malformed call stays content, so that the agent can tell the model.
             if each.status != "ok" or not each.name:
                 message["content"] = f"{message['content']}{each.raw}"
                 continue
@@ -634,7 +593,6 @@ class PackageRenderer:
         return message | ({"tool_calls": calls} if calls else {})
 
     def bridge(self, previous_ids: Sequence[int], new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
-        """See `Renderer`."""
         before, drawn = self._split(previous_ids)
         with self._lock:
             bridged = self._renderer.bridge_to_next_turn(
@@ -650,7 +608,7 @@ class PackageRenderer:
         )
 
     def _split(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Part the last prompt from what was drawn: behind the last opening of an assistant's message."""
+        """Split ids into the last prompt and what was drawn, after the last opening of an assistant's message."""
         size = len(self._opening)
         for at in range(len(ids) - size, -1, -1):
             if list(ids[at : at + size]) == self._opening:
@@ -659,16 +617,17 @@ class PackageRenderer:
 
 
 def _at_time(config: Any, template_time: str | None) -> Any:
-    """Fix the day that a renderer writes, today's without this."""
+    """Fix the date that a renderer writes, which defaults to today."""
     if template_time is None or "conversation_start_date" not in type(config).model_fields:
         return config
     return config.model_copy(update={"conversation_start_date": template_time.partition("T")[0]})
 
 
 def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
-    """Set `data.chat_template_options`, and let a bridge keep earlier reasoning, as the template's bridge does."""
+    """Apply `data.chat_template_options`."""
     known = type(config).model_fields
     if unknown := sorted(options.keys() - known.keys()):
         raise ValueError(f"it has no option {unknown[0]!r} (data.chat_template_options); it has {' '.join(known)}")
+    # A bridge keeps earlier reasoning, as the template's bridge does.
     kept = {"thinking_retention": "all"} if "thinking_retention" in known else {}
     return type(config)(**kept | dict(options))

@@ -1,4 +1,4 @@
-"""One attempt at a rollout, as the session service keeps it: its session, its budgets, and what came of it."""
+"""One attempt at a rollout in the session service: its session, its budgets, and its result."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from workers.agents.rendering import Message, Renderer
 from workers.agents.session import DrawnTokens, Session
 from workers.agents.wire import Begin, Done, Drawn, Finished, SampleTokens, Setup
 
-# A turn, as the session service takes it from each door: the gateway's HTTP or a user worker's socket. Torch-free.
+# A turn, as it reaches the session service through either door: the gateway's HTTP or a user worker's socket.
 
 Tool = dict[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -20,80 +20,64 @@ Tool = dict[str, Any]
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One turn to draw.
+    """One turn to draw."""
 
-    Attributes:
-        messages: the whole history, its last message not the assistant's.
-        tools: that the model may call.
-        max_tokens: most tokens to draw; None: the run's limit.
-        stop: strings that end the response: the token that completes one is its last, and the message is what stands
-            before.
-    """
-
-    messages: list[Message]
+    messages: list[Message]  # the whole history; its last message is not the assistant's
     tools: list[Tool] | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # None: the run's limit
+    # Strings that end the response: the token that completes one is its last, and the message ends before the string
     stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One turn that was drawn.
+    """One drawn turn."""
 
-    Attributes:
-        message: the assistant's, which the next history repeats.
-        finish_reason: `length`: a limit cut it.
-        prompt_tokens, completion_tokens: their numbers.
-        token_ids, log_probs: drawn tokens, and of each the log-probability when it was drawn.
-        stop: the string that ended it; "": something else did.
-    """
-
-    message: Message
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    message: Message  # the assistant's, to be repeated in the next history
+    finish_reason: Literal["stop", "length", "tool_calls"]  # `length`: a limit cut it off
+    # prompt_tokens, completion_tokens: counts
     prompt_tokens: int
     completion_tokens: int
     token_ids: list[int]
-    log_probs: list[float]
-    stop: str = ""
+    log_probs: list[float]  # of each drawn token, at the time it was drawn
+    stop: str = ""  # the string that ended it, or ""
 
 
 class Sessions(Protocol):
     """What the gateway needs of the session service."""
 
     async def complete(self, key: str, request: ChatRequest) -> Completion:
-        """Draw one turn of the session with this key.
+        """Draw one turn in the session of this key.
 
         Raises:
             SessionGone, ContextLengthExceeded, BadAgentRequest: see `workers.agents.errors`.
         """
 
     def count(self, key: str, request: ChatRequest) -> int:
-        """Return how many tokens the request's prompt would have. Raises as `complete` does."""
+        """Return the number of tokens that the request's prompt would have; raises as `complete` does."""
 
 
 DrawCall = Callable[[int, Sequence[int], int, int, Sequence[str]], Awaitable[Drawn]]
-"""(ticket, prompt ids, most tokens, seed, stop strings) -> what the policy drew behind them."""
+"""(ticket, prompt ids, most tokens, seed, stop strings) -> what the policy drew."""
 
 
 class BudgetIsSpent(AsyncFlowError):
-    """The rollout may draw no more; says what it has spent."""
+    """The rollout may draw no more; says which budget is spent."""
 
 
 class Run:
     """One attempt; used in the service's event loop.
 
     Attributes:
-        number: names it.
-        begin: the rollout.
-        key: of its session, void at its end.
+        number: identifies it.
+        key: of its session, void once it has ended.
         attempt: from 0.
-        num_deaths: workers that died under this rollout, its earlier attempts included, with nobody's code running.
-        ended: nothing more comes of it.
-        spent: it was refused a call since it has had its turns, tokens or context.
+        num_deaths: workers that died under this rollout (all attempts) with no rollout's code running.
+        ended: its outcome no longer matters.
+        spent: its latest call was refused because turns, tokens or context are used up.
     """
 
     def __init__(self, number: int, begin: Begin, *, key: str, attempt: int, setup: Setup, renderer: Renderer) -> None:
-        """See the attributes; `setup` has the budgets."""
         self.number = number
         self.begin = begin
         self.key = key
@@ -104,14 +88,13 @@ class Run:
         self._setup = setup
         self._renderer = renderer
         self._session = Session(renderer, seed=begin.seed + attempt)
+        # By node, since a sample may end at any. Common messages are shared, not copied.
         self._conversations: dict[int, list[Message]] = {}
-        """By node: each may turn out to be where a sample ends. What they share is there once."""
         self._began: float | None = None
         self._turns = 0
         self._num_drawn = 0
         self._num_reserved = 0
-        self._settled = asyncio.Event()
-        """A call that had tokens reserved has ended."""
+        self._settled = asyncio.Event()  # a call that had reserved tokens has ended
         self._num_drawing = 0
         self._model_s = 0.0
         self._drawing_since = 0.0
@@ -121,13 +104,13 @@ class Run:
     async def complete(
         self, request: ChatRequest, token_ids: Sequence[int] | None, *, draw: DrawCall
     ) -> tuple[int, Completion]:
-        """Have the policy reply to a conversation, or go on behind tokens; return the name of what was drawn, too.
+        """Have the policy reply to a conversation or, if given, continue `token_ids`; return (node, completion).
 
         Raises:
             BudgetIsSpent: the rollout may draw no more.
             ContextLengthExceeded: the prompt leaves no room.
             BadAgentRequest: the conversation cannot be rendered.
-            SessionGone: it ended meanwhile.
+            SessionGone: the rollout ended meanwhile.
         """
         session = self._session
         if token_ids is None:
@@ -173,23 +156,17 @@ class Run:
         )
 
     def result(self, done: Done, *, spent: bool) -> Finished:
-        """Return what came of it.
-
-        Args:
-            done: what its function returned.
-            spent: a budget ended it.
-
-        Raises:
-            BadAgentRequest: nothing was drawn, or it names what was not.
-        """
+        """Return the outcome; `spent`: a budget ended the rollout. Raises BadAgentRequest if nothing was drawn, or
+        `done` names pieces that were not."""
         ends = self._session.ends(done.nodes or None)
         samples = [
             SampleTokens(one.token_ids, one.response_mask, one.log_probs, one.versions)
             for one in self._session.samples(ends)
         ]
         if not any(sample.log_probs for sample in samples):
-            raise BadAgentRequest("rollout", "the policy was asked for nothing")
+            raise BadAgentRequest("rollout", "the policy was never asked for a reply")
         now = time.monotonic()
+        # Time since the first call minus the time with calls in flight.
         tool_s = now - (self._began or now) - self._model_s - (now - self._drawing_since if self._num_drawing else 0.0)
         return Finished(
             ticket=self.begin.ticket,
@@ -205,11 +182,8 @@ class Run:
         )
 
     async def _until_tokens_are_free(self) -> None:
-        """Wait for calls that may yet draw fewer tokens than they reserved, if nothing is left beside those.
-
-        Raises:
-            SessionGone: it ended meanwhile.
-        """
+        """Wait for concurrent calls, which may draw fewer tokens than they reserved, if their reservations exhaust the
+        budget."""
         most = self._setup.max_tokens
         while most and self._num_reserved and self._num_drawn + self._num_reserved >= most:
             self._settled.clear()
@@ -218,10 +192,9 @@ class Run:
                 raise SessionGone("this rollout has ended")
 
     def _room(self, num_prompt: int, max_tokens: int | None) -> int:
-        """Return how many tokens a call may draw."""
         setup = self._setup
         if setup.max_turns and self._turns >= setup.max_turns:
-            raise BudgetIsSpent(f"rollout.max_turns: this rollout has had its {setup.max_turns} turns")
+            raise BudgetIsSpent(f"rollout.max_turns: this rollout has used its {setup.max_turns} turns")
         room = min(max_tokens or setup.max_response_tokens, setup.max_response_tokens)
         if setup.max_tokens:
             room = min(room, setup.max_tokens - self._num_drawn - self._num_reserved)

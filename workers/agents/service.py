@@ -1,12 +1,12 @@
-"""The session service of one instance: holds the conversations of its rollouts, between users' code and the engine.
+"""The session service of one instance: holds its rollouts' conversations, between user code and the engine.
 
     python -u -P -m workers.agents.service PARENT_PID SOCKET
 
     engine process <--- tokens ---> service <--- messages ---> user workers, agents behind the gateway
 
 A rollout ends once: its function returned, a budget is spent (truncated), it was skipped, or it failed `max_attempts`
-times. Workers that die or stand still are replaced; the rollout whose code ran pays an attempt, the others begin again
-for nothing. It dies with the engine process, and its workers with it.
+times. Workers that die or hang are replaced. This costs an attempt only for the rollout whose code was running; the
+others restart for free. The service dies with the engine process, and its workers with it.
 """
 
 import asyncio
@@ -67,23 +67,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CANCEL_S = 2.0
-"""How long a cancelled rollout may take to end before its process is killed (s)."""
+"""Time that a cancelled rollout has to end before its process is killed (s)."""
+# Deaths of its worker, with no rollout's code running, that a rollout survives before each further one costs an
+# attempt
 _MOST_DEATHS = 3
-"""How often a worker may die under a rollout, with nobody's code running, before each such death costs it an
-attempt."""
-_RETRY_S = (1.0, 5.0, 20.0, 0.0)
-"""Pauses after a worker that did not start (s)."""
+_RETRY_S = (1.0, 5.0, 20.0, 0.0)  # pauses after failed starts of a worker (s)
 
 
 class Service:
-    """All sessions of one instance; runs in one event loop."""
+    """All sessions of one instance; runs in one event loop. The constructor raises ConfigError if the tokenizer or its
+    template is unusable."""
 
     def __init__(self, engine: Channel[FromService, ToService], setup: Setup) -> None:
-        """Load the tokenizer.
-
-        Raises:
-            ConfigError: it, or its template, cannot be used.
-        """
         self._engine = engine
         self._setup = setup
         self._renderer = load_renderer(Path(setup.model_dir), setup.renderer, setup.templates)
@@ -93,8 +88,7 @@ class Service:
         self._runs: dict[int, Run] = {}
         self._keys: dict[str, Run] = {}
         self._in: dict[Run, UserWorker] = {}
-        self._work: dict[Run, set[asyncio.Task[None]]] = {}
-        """What goes on for a run here: its calls, or its program."""
+        self._work: dict[Run, set[asyncio.Task[None]]] = {}  # tasks of a run in this process: its calls, or its program
         self._deadlines: dict[Run, asyncio.TimerHandle] = {}
         self._num_runs = 0
         self._drawing: dict[int, asyncio.Future[Drawn]] = {}
@@ -107,10 +101,10 @@ class Service:
         """Serve until the engine process is gone.
 
         Raises:
-            ConfigError: the user's function cannot be used.
-            UserCodeNotStarted: its process cannot be started now.
+            ConfigError: the user's function is unusable.
+            UserCodeNotStarted: its process cannot start at the moment.
         """
-        await asyncio.to_thread(shutil.rmtree, self._setup.scratch, ignore_errors=True)  # of a service that was killed
+        await asyncio.to_thread(shutil.rmtree, self._setup.scratch, ignore_errors=True)  # left by a killed service
         if self._gateway is not None:
             await self._gateway.start()
         if not self._setup.command:
@@ -135,7 +129,7 @@ class Service:
                     self._settle(message.call, BadAgentRequest("messages", message.text))
 
     async def close(self) -> None:
-        """End what it started; once `serve` has returned."""
+        """Stop all rollouts, workers and the gateway; call after `serve` has returned."""
         for run in list(self._runs.values()):
             self._end(run)
         for replacing in self._replacing:
@@ -148,14 +142,11 @@ class Service:
         if self._gateway is not None:
             await self._gateway.stop()
 
-    # What the gateway asks for.
+    # Requests from the gateway.
 
     async def complete(self, key: str, request: ChatRequest) -> Completion:
-        """Have the policy reply in the session of `key`; see `Run.complete`.
-
-        Raises:
-            SessionGone: it has ended, also since the rollout may draw no more.
-        """
+        """Have the policy reply in the session of `key`; see `Run.complete`. Raises SessionGone if the session has
+        ended, also because a budget is spent."""
         run = self._run_of(key)
         try:
             with _refusing_tools():
@@ -165,12 +156,8 @@ class Service:
             raise SessionGone(str(error)) from error
 
     def count(self, key: str, request: ChatRequest) -> int:
-        """Return the tokens of a conversation.
-
-        Raises:
-            SessionGone: the session has ended.
-            BadAgentRequest: the conversation cannot be rendered.
-        """
+        """Return the number of tokens of a conversation; raises SessionGone, or BadAgentRequest if it cannot be
+        rendered."""
         self._run_of(key)
         with _refusing_tools():
             return len(self._renderer.render(request.messages, request.tools))
@@ -200,6 +187,7 @@ class Service:
         try:
             return await drawn
         except asyncio.CancelledError:
+            # Nobody wants these tokens any longer: free the engine's place.
             self._engine.send(Undraw(call))
             raise
         finally:
@@ -214,10 +202,9 @@ class Service:
         else:
             waiting.set_exception(outcome)
 
-    # What user workers say.
+    # Messages from user workers.
 
     def asked(self, worker: UserWorker, ask: Ask) -> None:
-        """A rollout's function wants a reply."""
         run = self._runs.get(ask.run)
         if run is None:
             worker.send(NotTold(ask.number, "this rollout has ended", budget=True))
@@ -231,24 +218,22 @@ class Service:
             worker.send(Told(ask.number, node, reply.message, reply.finish_reason, list(reply.token_ids)))
         except (BudgetIsSpent, ContextLengthExceeded, SessionGone) as error:
             worker.send(NotTold(ask.number, str(error), budget=True))
-        except Exception as error:  # noqa: BLE001  templates raise what they like at messages that they do not know
+        except Exception as error:  # noqa: BLE001  templates may raise anything at messages that they do not expect
             known = isinstance(error, AsyncFlowError)
             text = str(error) if known else f"model.renderer cannot write these messages and tools: {one_line(error)}"
             worker.send(NotTold(ask.number, printable(text), budget=False))
 
     def begun(self, worker: UserWorker, message: Begun) -> None:
-        """A function is called: its time begins."""
+        """The function was called: its time begins."""
         if (run := self._runs.get(message.run)) is not None:
             self._set_deadline(run)
 
     def done(self, worker: UserWorker, message: Done) -> None:
-        """A function returned."""
         run = self._runs.get(message.run)
         if run is not None:
             self._finish(run, message, spent=run.spent)
 
     def raised(self, worker: UserWorker, message: Raised) -> None:
-        """A function raised."""
         run = self._runs.get(message.run)
         if run is None:
             return
@@ -261,8 +246,8 @@ class Service:
             self._fail(run, message.text)
 
     def died(self, worker: UserWorker, death: WorkerDeath) -> None:
-        """A worker is gone: begin its rollouts again in another one."""
-        if worker not in self._workers:  # it was ended
+        """A worker is gone: restart its rollouts in other workers."""
+        if worker not in self._workers:  # we ended it
             return
         self._workers.remove(worker)
         held = [run for run, its in self._in.items() if its is worker]
@@ -274,6 +259,7 @@ class Service:
         _keep(self._replacing, self._replace())
         for run in held:
             del self._in[run]
+            # Nobody's code ran, so any of these rollouts may be the cause.
             run.num_deaths += death.run == NOBODY
             if run.number == death.run or (death.run == NOBODY and run.num_deaths > _MOST_DEATHS):
                 self._fail(run, f"its process {death.how}")
@@ -285,7 +271,7 @@ class Service:
             try:
                 await self._add_worker()
                 return
-            except (ConfigError, UserCodeNotStarted, OSError) as error:  # memory may be short now
+            except (ConfigError, UserCodeNotStarted, OSError) as error:  # memory may be short for a moment
                 logger.warning("a process of rollout functions did not start again: %s", one_line(error))
                 why = one_line(error)
             await asyncio.sleep(pause_s)
@@ -295,7 +281,7 @@ class Service:
         self._workers.append(await UserWorker.start(self._setup, self))
         self._worker_came.set()
 
-    # A run's life.
+    # Lifecycle of a run.
 
     def _start(self, begin: Begin, *, attempt: int, num_deaths: int = 0) -> None:
         self._num_runs += 1
@@ -307,7 +293,7 @@ class Service:
             self._keys[key] = run
         self._work[run] = set()
         if self._setup.command:
-            self._set_deadline(run)  # a function's begins with `Begun`: it may stand in line
+            self._set_deadline(run)  # a function's time begins with `Begun`, since it may queue in the worker
         scratch = str(Path(self._setup.scratch) / f"{begin.index}-{run.number}")
         start = Start(run.number, begin, attempt, self._base_url, key, self._setup.timeout_s, scratch)
         _keep(self._work[run], self._call_program(run, start) if self._setup.command else self._give(run, start))
@@ -328,7 +314,7 @@ class Service:
     async def _call_program(self, run: Run, start: Start) -> None:
         try:
             reward, metrics = await run_command(self._setup, start)
-        except Exception as error:  # noqa: BLE001  the boundary to a user's program, and to the machine that runs it
+        except Exception as error:  # noqa: BLE001  boundary to a user's program and the machine that runs it
             if run.spent:
                 self._cut(run)
             else:
@@ -343,7 +329,11 @@ class Service:
     def _finish(self, run: Run, done: Done, *, spent: bool = False, what: str = "") -> None:
         try:
             self._engine.send(replace(run.result(done, spent=spent), cpu_s=done.cpu_s + self._cpu.since_last()))
-        except (AsyncFlowError, TypeError, ValueError) as error:  # also what cannot travel: text that is no Unicode
+        except (
+            AsyncFlowError,
+            TypeError,
+            ValueError,
+        ) as error:  # including what cannot be encoded: text that is not Unicode
             self._fail(run, f"{what or 'its budget'} was spent, and {error}" if spent else str(error))
             return
         self._end(run)
@@ -358,12 +348,11 @@ class Service:
             self._engine.send(Failed(run.begin.ticket, text))
 
     def _again(self, run: Run, *, pays: bool = False) -> None:
-        """Begin another attempt, with nothing of this one."""
         self._end(run)
         self._start(run.begin, attempt=run.attempt + pays, num_deaths=run.num_deaths)
 
     def _end(self, run: Run) -> None:
-        """Leave nothing of it: its key is void, its calls and its program end, its function is told to stop."""
+        """Drop a run: revoke its key, cancel its calls and program, and tell its function to stop."""
         run.ended = True
         del self._runs[run.number]
         if self._gateway is not None:
@@ -372,6 +361,7 @@ class Service:
         if (deadline := self._deadlines.pop(run, None)) is not None:
             deadline.cancel()
         for task in self._work.pop(run):
+            # The caller may be one of these tasks.
             if task is not asyncio.current_task():
                 task.cancel()
         if (worker := self._in.pop(run, None)) is not None:
@@ -384,7 +374,7 @@ class Service:
 
 @contextmanager
 def _refusing_tools() -> Iterator[None]:
-    """Tell an agent, not the run, that the model's template ignores tools."""
+    """Turn "the template ignores tools" into an error for the agent instead of the run."""
     try:
         yield
     except ConfigError as error:
@@ -392,17 +382,18 @@ def _refusing_tools() -> Iterator[None]:
 
 
 def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
-    """Begin a task, and keep it among `tasks` while it runs."""
+    """Start a task, referenced by `tasks` while it runs."""
+    # The event loop keeps only a weak reference.
     task = asyncio.get_running_loop().create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
 
 
 async def serve(connection: socket.socket) -> None:
-    """Serve the engine process at the other end."""
     engine: Channel[FromService, ToService] = await Channel.open(connection, ToService)
     setup = await engine.receive()
     assert isinstance(setup, Setup)
+    # User modules resolve as in the engine process (`-P` left out the working directory).
     sys.path[:] = map(os.fsdecode, setup.path)
     service = None
     try:
@@ -422,7 +413,6 @@ async def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve until the engine process is gone."""
     parent_pid, descriptor = (int(text) for text in sys.argv[1:])
     die_with_parent(parent_pid)
     outlive_stop_signals()

@@ -1,4 +1,4 @@
-"""The calls of one rollout as a tree of tokens. Pure: no engine, no clock; its owner is one thread.
+"""The calls of one rollout as a tree of tokens. Pure: no engine, no clock; for one thread.
 
 A node is one call of the model: the ids that its prompt adds to its parent's, and what was drawn.
 
@@ -6,8 +6,8 @@ A node is one call of the model: the ids that its prompt adds to its parent's, a
                         \\-- tool result t | drawn d3           the same request again: a fork
     prompt p4 | drawn d4                                       a sub-agent, or a rewritten history: another tree
 
-Every path from a root to a leaf is a sample, and each drawn token is trained in exactly one: the first that holds it.
-Ids that came from the engine are only ever copied. `workers.agents.api` and the gateway call it.
+Every path from a root to a leaf is a sample, and each drawn token is trained on once: in the first sample that has it.
+Ids from the engine are only ever copied.
 """
 
 import hashlib
@@ -23,28 +23,18 @@ from workers.agents.rendering import Message, Renderer, Tools, call_id, canonica
 
 @dataclass(frozen=True)
 class PromptOf:
-    """A call that may be sent to the engine.
+    """A call that may be sent to the engine."""
 
-    Attributes:
-        ids: the whole prompt.
-        parent: the node that it extends: `ids` begin with all of that node's; None: a new sample begins.
-        seed: of the engine's random numbers.
-        history: names the conversation before the reply; None: a call by token ids.
-    """
-
-    ids: list[int]
-    parent: int | None
-    seed: int
-    history: bytes | None = None
+    ids: list[int]  # the whole prompt
+    parent: int | None  # the node that it extends (`ids` begin with all ids of that node); None: a new sample begins
+    seed: int  # for the engine's random numbers
+    history: bytes | None = None  # key of the conversation before the reply; None: a call by token ids
 
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """What the engine drew, end mark included; one number per token each.
-
-    Attributes:
-        versions: step of the weights that drew each.
-    """
+    """What the engine drew, end mark included: one number per token in each list. `versions`: step of the weights that
+    drew each token."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -53,30 +43,19 @@ class DrawnTokens:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A call that was answered.
+    """A call with its reply."""
 
-    Attributes:
-        node: its place in the tree.
-        message: the assistant's, for the agent; None: a call by token ids.
-    """
-
-    node: int
-    message: Message | None
+    node: int  # its place in the tree
+    message: Message | None  # the assistant's, for the agent; None: a call by token ids
 
 
 @dataclass(frozen=True)
 class TokenSample:
-    """One sequence to train on.
+    """One sequence to train on."""
 
-    Attributes:
-        token_ids: [T].
-        response_mask: [T], 1: the policy drew it in this rollout, and it is trained here.
-        log_probs: one per 1, in order.
-        versions: likewise.
-    """
-
-    token_ids: list[int]
-    response_mask: list[int]
+    token_ids: list[int]  # [T]
+    response_mask: list[int]  # [T], 1 where the policy drew the token and it is trained on in this sample
+    # log_probs, versions: one per 1, in order
     log_probs: list[float]
     versions: list[int]
 
@@ -91,19 +70,14 @@ class _Node:
 
 
 class Session:
-    """Records the calls of one rollout.
-
-    prompt(messages) -> the engine draws -> record(prompt, drawn) ... samples()
+    """Records the calls of one rollout: prompt(messages) -> the engine draws -> record(prompt, drawn) ... samples()
 
     Attributes:
-        num_turns: calls that were recorded.
-        num_bridge_failures: prompts that go on from a recorded reply, but had to be rendered afresh.
+        num_turns: recorded calls.
+        num_bridge_failures: prompts that follow a recorded reply, but had to be rendered from scratch.
     """
 
     def __init__(self, renderer: Renderer, *, seed: int) -> None:
-        """Args:
-        seed: of the rollout.
-        """
         self.num_turns = 0
         self.num_bridge_failures = 0
         self._renderer = renderer
@@ -116,20 +90,22 @@ class Session:
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> PromptOf:
         """Return the prompt of a conversation.
 
-        It extends the longest recorded history that these messages begin with; where that cannot be done, and for a
-        conversation that is new, it is rendered afresh.
-
-        Raises:
-            BadAgentRequest: a message cannot be used, the last is the assistant's, or the template refuses them.
+        It extends the longest recorded history that these messages begin with. A new conversation, or one where a
+        bridge is impossible, is rendered from scratch. Raises BadAgentRequest if a message is unusable, the last is the
+        assistant's, or the template refuses them.
         """
         messages = normalized(messages)
         if messages and messages[-1]["role"] == "assistant":
-            raise BadAgentRequest("messages", "the last one is the assistant's; end with what the policy replies to")
+            raise BadAgentRequest(
+                "messages", "the last one is the assistant's; end with a message that the policy should answer"
+            )
         histories, goes_on = _histories(messages, tools), False
+        # The longest known history first; shorter ones are not tried.
         for end in range(len(messages) - 1, 0, -1):
             nodes = self._replies.get(histories[end])
             if nodes is None:
                 continue
+            # Several nodes can have the same history (the same request drawn twice): spread follow-ups over them.
             node = min(nodes, key=lambda each: self._nodes[each].num_extended)
             ids = self._renderer.bridge(self.ids(node), messages[end:], tools)
             if ids is not None:
@@ -138,21 +114,19 @@ class Session:
             goes_on = True
             break
         ids = self._renderer.render(messages, tools)
+        # Even a fresh rendering may begin with recorded tokens.
         parent = self._extended_by(ids)
         self.num_bridge_failures += int(goes_on and parent is None)
         return PromptOf(ids, parent, self._next_seed(ids), histories[-1])
 
     def prompt_of_ids(self, token_ids: Sequence[int]) -> PromptOf:
-        """Return the prompt that these ids are; it extends the longest recorded path that they begin with."""
+        """Return token ids as a prompt; it extends the longest recorded path that they begin with."""
         ids = list(token_ids)
         return PromptOf(ids, self._extended_by(ids), self._next_seed(ids))
 
     def record(self, prompt: PromptOf, drawn: DrawnTokens, *, shown: Sequence[int] | None = None) -> Recorded:
-        """Add what was drawn for a prompt.
-
-        Args:
-            shown: tokens that the message is read from instead: what was drawn before a stop string.
-        """
+        """Add what was drawn for a prompt. `shown`: tokens to read the message from instead: those before a stop
+        string."""
         assert len(drawn.token_ids) == len(drawn.log_probs) == len(drawn.versions), "one number per token each"
         node = len(self._nodes)
         known = 0
@@ -172,30 +146,18 @@ class Session:
         return Recorded(node, message)
 
     def ids(self, node: int) -> list[int]:
-        """Return all ids of a node: its prompt, and what was drawn."""
+        """Return a node's prompt and what was drawn."""
         return [token for each in self._path(node) for token in (*each.prompt_ids, *each.drawn.token_ids)]
 
     def samples(self, nodes: Sequence[int] | None = None) -> list[TokenSample]:
-        """Return a sample per path from a root to one of `ends(nodes)`.
-
-        All samples of a rollout come from one call: a drawn token is trained in the first that holds it.
-
-        Raises:
-            BadAgentRequest: there is no such node.
-        """
+        """Return a sample per path from a root to one of `ends(nodes)`. Take all samples of a rollout from one call: a
+        drawn token is trained on in the first that has it."""
         trained: set[int] = set()
         return [self._sample(end, trained) for end in self.ends(nodes)]
 
     def ends(self, nodes: Sequence[int] | None = None) -> list[int]:
-        """Return where the samples of these nodes end: those on the way to others of them, and the same node again,
-        give no sample of their own.
-
-        Args:
-            nodes: None: all leaves.
-
-        Raises:
-            BadAgentRequest: there is no such node.
-        """
+        """Return those of `nodes` (None: all leaves) at which a sample ends, without duplicates and inner nodes of
+        other paths. Raises BadAgentRequest if there is no such node."""
         if nodes is None:
             nodes = [number for number, node in enumerate(self._nodes) if not node.children]
         if not all(0 <= node < len(self._nodes) for node in nodes):
@@ -216,7 +178,7 @@ class Session:
         return sample
 
     def _path(self, node: int) -> list[_Node]:
-        """Return the nodes from the root to this one."""
+        """Return the nodes from the root to `node`."""
         path, at = [], self._nodes[node]
         while at.parent is not None:
             path.append(at)
@@ -224,7 +186,7 @@ class Session:
         return [at, *reversed(path)]
 
     def _extended_by(self, ids: list[int]) -> int | None:
-        """Return the node with the longest path that these ids begin with."""
+        """Return the node with the longest path that `ids` begin with."""
         longest: tuple[int, int | None] = (0, None)
         waiting = [(node, 0) for node in self._roots]
         while waiting:
@@ -244,10 +206,8 @@ class Session:
 
 
 def call_seed(rollout_seed: int, prompt_ids: Sequence[int], repetition: int) -> int:
-    """Mix (rollout's seed, prompt, how often this prompt was asked before) into 64 bits.
-
-    Calls that run at the same time draw the same in whatever order they come.
-    """
+    """Mix (rollout's seed, prompt, how often this prompt was asked before) into 64 bits. Concurrent calls draw the same
+    tokens in whatever order they arrive."""
     head = struct.pack("<QQ", rollout_seed % 2**64, repetition)
     return int.from_bytes(hashlib.blake2b(head + _digest(prompt_ids), digest_size=8).digest())
 
@@ -257,7 +217,7 @@ def _digest(ids: Sequence[int]) -> bytes:
 
 
 def _histories(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """Return names of the conversations that are none, the first, the first two ... of these messages."""
+    """Return the keys of the conversations of no message, the first, the first two, ..."""
     names = [json.dumps(tools or [], sort_keys=True).encode()]
     for message in messages:
         names.append(_after(names[-1], message))

@@ -1,4 +1,4 @@
-"""The session service's side of one worker process: starts it, tells it what to run, notices its death. Torch-free."""
+"""The session service's side of one worker process: starts it, gives it rollouts, notices its death. Torch-free."""
 
 import asyncio
 import contextlib
@@ -40,12 +40,10 @@ from workers.agents.worker import MARK, NOBODY, OUT_OF_MEMORY, STACK_SIGNAL
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""How long a worker may take to import what it needs (s)."""
-_GOODBYE_S = 10.0
-"""How long one that has said its last word may take to end (s)."""
+"""Time that a worker has to import what it needs (s)."""
+_GOODBYE_S = 10.0  # time that a worker has to exit after closing its connection (s)
 _PING_S = 1.0
-_STACK_S = 2.0
-"""How long a process may take to write its stack (s)."""
+_STACK_S = 2.0  # time that a process has to write its stack (s)
 _LOOK_S = 0.05
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _LONGEST_STACK = 2**16
@@ -53,37 +51,33 @@ _LONGEST_STACK = 2**16
 
 @dataclass(frozen=True)
 class WorkerDeath:
-    """How a worker ended, in words, and whose fault it was: whose code ran then, or did not end (`NOBODY`: unknown)."""
+    """How a worker ended, in words, and the run whose code was running or did not end (`NOBODY`: unknown)."""
 
     how: str
     run: int
 
 
 class Owner(Protocol):
-    """What a worker's messages are passed on to."""
+    """Receives a worker's messages."""
 
     def asked(self, worker: "UserWorker", ask: Ask) -> None:
         """A rollout wants a reply."""
 
     def begun(self, worker: "UserWorker", message: Begun) -> None:
-        """A rollout is called."""
+        """A rollout function was called."""
 
     def done(self, worker: "UserWorker", message: Done) -> None:
-        """A rollout returned."""
+        """A rollout function returned."""
 
     def raised(self, worker: "UserWorker", message: Raised) -> None:
-        """A rollout raised."""
+        """A rollout function raised."""
 
     def died(self, worker: "UserWorker", death: WorkerDeath) -> None:
-        """It is gone, with all its rollouts."""
+        """The worker is gone, with all its rollouts."""
 
 
 class UserWorker:
-    """One worker process; used in the service's event loop.
-
-    Attributes:
-        alive: it takes rollouts.
-    """
+    """One worker process; used in the service's event loop. `alive`: it accepts rollouts."""
 
     def __init__(
         self,
@@ -94,19 +88,16 @@ class UserWorker:
         *,
         stall_timeout_s: float,
     ) -> None:
-        """See `start`; `page` is the shared file of `workers.agents.worker`."""
         self._process = process
         self._channel = channel
         self._page = page
         self._mark = mmap.mmap(page, MARK.size)
         self._owner = owner
         self._stall_timeout_s = stall_timeout_s
-        self._rollouts: dict[int, str] = {}
-        """With their scratch directories."""
+        self._rollouts: dict[int, str] = {}  # run -> its scratch directory
         self._ending: dict[int, asyncio.TimerHandle] = {}
         self._last_pong = 0.0
-        self._last_turn = 0.0
-        """When its loop was last seen to run: it answered, or a rollout took a step."""
+        self._last_turn = 0.0  # when its loop was last known to run: it answered, or a rollout took a step
         self._steps = 0
         self._how = ""
         self._culprit: int | None = None
@@ -118,11 +109,12 @@ class UserWorker:
         """Start a process and have it import the user's function.
 
         Raises:
-            ConfigError: the function cannot be used.
-            UserCodeNotStarted: a signal ended the process, or it takes too long; that memory or the machine's time was
-                short is not the function's fault.
-            OSError: no process can be started now.
+            ConfigError: the function is unusable.
+            UserCodeNotStarted: a signal ended the process, or it takes too long: memory or time of the machine may be
+                short, which is not the function's fault.
+            OSError: no process can be started at the moment.
         """
+        # Shared with the worker: the mark, followed by the worker's stack when requested.
         page = os.memfd_create("rollout", os.MFD_CLOEXEC)
         os.ftruncate(page, MARK.size)
         os.pwrite(page, MARK.pack(NOBODY, 0), 0)
@@ -133,6 +125,7 @@ class UserWorker:
                 *map(str, (os.getpid(), theirs.fileno(), page)),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), page],
+                # A group of its own: `kill` also reaches processes that it started.
                 process_group=0,
             )
         channel: Channel[ToWorker, FromWorker] = await Channel.open(ours, FromWorker)
@@ -143,7 +136,7 @@ class UserWorker:
         except TimeoutError as error:
             await worker.gone()
             raise UserCodeNotStarted(f"importing it took longer than {START_TIMEOUT_S:g} s") from error
-        except asyncio.CancelledError:  # the service ends
+        except asyncio.CancelledError:  # the service is ending
             await worker.gone()
             raise
         if not isinstance(loaded, Loaded):
@@ -163,27 +156,25 @@ class UserWorker:
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts that run in it, those that were told to stop included."""
+        """Rollouts in this worker, including those that were told to stop."""
         return len(self._rollouts)
 
     def send(self, message: Told | NotTold) -> None:
-        """Send what a rollout asked for."""
         self._channel.send(message)
 
     def begin(self, start: Start) -> None:
-        """Call the function."""
         self._rollouts[start.run] = start.scratch
         self._channel.send(start)
 
     def end(self, run: int, *, within_s: float) -> None:
-        """Cancel a rollout if it runs; kill the process if it does not end within `within_s`."""
+        """Cancel a rollout if it runs; kill the process if the rollout does not end within `within_s`."""
         if run not in self._rollouts or run in self._ending or not self.alive:
             return
         self._channel.send(Stop(run))
         self._await_end(run, within_s)
 
     def kill(self, how: str) -> None:
-        """Kill the process and all that it started; `died` follows."""
+        """Kill the process and everything that it started; `died` follows."""
         if self.alive:
             self._how = how
         self.alive = False
@@ -196,16 +187,17 @@ class UserWorker:
         self._ending[run] = loop.call_later(within_s, self._late, run, within_s, loop.time())
 
     def _late(self, run: int, within_s: float, since: float) -> None:
-        """Kill the process for a rollout that did not end, unless the loop stands still for another: see `_watch`."""
+        """Kill the process because a rollout did not end."""
+        # The loop itself has hung since, maybe in another rollout's code: leave it to `_watch`.
         if self._last_pong <= since:
             self._await_end(run, within_s)
             return
-        if self.alive:  # else it is being killed for something else
+        if self.alive:  # otherwise it is already being killed for another reason
             self._culprit = run
         self.kill(f"did not end a cancelled rollout within {within_s:g} s")
 
     async def gone(self) -> None:
-        """Kill the process and wait until it is gone."""
+        """Kill the process and wait for its end."""
         self.kill("was ended")
         if self._tasks:
             await asyncio.wait({self._tasks[0]})
@@ -236,7 +228,7 @@ class UserWorker:
                 self._last_pong = self._last_turn = asyncio.get_running_loop().time()
 
     async def _bury(self) -> None:
-        """Leave nothing of it, and tell whose fault it was."""
+        """Clean up after the process, and report whose fault its death was."""
         self.alive = False
         for timer in self._ending.values():
             timer.cancel()
@@ -255,7 +247,7 @@ class UserWorker:
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
     def _ended(self, run: int) -> bool:
-        """A rollout's function came to its end; return whether its owner still wants to know."""
+        """Forget a rollout that ended; return whether its owner still wants to know."""
         self._rollouts.pop(run, None)
         timer = self._ending.pop(run, None)
         if timer is not None:
@@ -268,23 +260,25 @@ class UserWorker:
             self._channel.send(Ping())
             before = loop.time()
             await asyncio.sleep(pause_s)
-            self._last_turn += max(0.0, loop.time() - before - 2 * pause_s)  # this process stood still itself
+            self._last_turn += max(
+                0.0, loop.time() - before - 2 * pause_s
+            )  # time in which this process itself was stalled
             _, steps = MARK.unpack_from(self._mark, 0)
-            if steps != self._steps:  # many short steps in one turn of the loop are not code that blocks
+            if steps != self._steps:  # many short steps in one turn of the loop do not count as blocking
                 self._steps, self._last_turn = steps, loop.time()
             if loop.time() - self._last_turn > self._stall_timeout_s:
                 turn, where = self._last_turn, held_by(await self._stack())
                 if self._last_turn != turn or MARK.unpack_from(self._mark, 0)[1] != steps:
-                    continue  # it goes on again
+                    continue  # it runs again
                 self.kill(
-                    f"held its event loop up for {self._stall_timeout_s:g} s (rollout.stall_timeout_s)"
+                    f"blocked its event loop for {self._stall_timeout_s:g} s (rollout.stall_timeout_s)"
                     f"{where and f' in {where}'}; blocking code goes into `await context.run(...)`"
                 )
                 return
 
     async def _stack(self) -> str:
-        """Have the process write the stack of its main thread, also in the middle of native code."""
-        os.ftruncate(self._page, MARK.size)  # an earlier one; the process writes where this end says
+        """Make the process write its main thread's stack, which works even in the middle of native code."""
+        os.ftruncate(self._page, MARK.size)  # drop an earlier stack; the processes share the file offset
         os.lseek(self._page, MARK.size, os.SEEK_SET)
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(STACK_SIGNAL)
@@ -292,11 +286,12 @@ class UserWorker:
         while asyncio.get_running_loop().time() < end:
             await asyncio.sleep(_LOOK_S)
             before, stack = stack, os.pread(self._page, _LONGEST_STACK, MARK.size)
+            # Complete once it no longer grows.
             if stack and stack == before:
                 break
         text = stack.decode(errors="replace")
         logger.warning(
-            "what holds the event loop of a process of rollout functions up:\n%s", text or "(it does not say)"
+            "what blocks the event loop of a process of rollout functions:\n%s", text or "(no stack was written)"
         )
         return text
 
@@ -307,12 +302,10 @@ class UserWorker:
 
 
 def held_by(stack: str) -> str:
-    """Return the user's part of a stack, outermost call first: `agent (my_agent.py:12) > ... > load (ssl.py:717)`.
-
-    Args:
-        stack: as faulthandler writes it.
-    """
+    """Return the user's part of a faulthandler stack, outermost call first: `agent (my_agent.py:12) > ... > load
+    (ssl.py:717)`."""
     frames = [(file, f"{name} ({Path(file).name}:{line})") for file, line, name in _FRAME.findall(stack)]
     ours = next((at for at, (file, _) in enumerate(frames) if file == worker_module.__file__), len(frames))
+    # faulthandler prints the innermost call first.
     calls = [call for _, call in frames[:ours]][::-1]
     return " > ".join(calls if len(calls) <= 4 else [*calls[:2], "...", *calls[-2:]])

@@ -1,12 +1,13 @@
-"""A process that runs users' rollout functions: an event loop with many rollouts, started by the session service.
+"""A process that runs users' rollout functions: one event loop with many rollouts, started by the session service.
 
     python -u -P -m workers.agents.worker PARENT_PID SOCKET MARK
 
-It never holds weights or an engine, and imports torch only if the user's module does. Before each step of a rollout's
-coroutines its run is written into the shared file MARK, and taken out behind it: so when the process dies, or its
-loop stands still, the service knows whose code it was. Behind that it asks for the stack with a signal.
+It holds neither weights nor an engine, and imports torch only if the user's module does. While a step of a rollout's
+coroutines executes, the shared file MARK names its run. So when the process dies or its loop hangs, the service knows
+whose code it was; it then requests the stack with a signal, which is written after the mark.
 
-Rollouts begin as the loop keeps up (`StartPace`): a thousand that each hold it for 40 ms would else hold it for 40 s.
+Rollouts start at the pace that the loop sustains (`StartPace`): otherwise a thousand of them, each blocking the loop
+for 40 ms, would block it for 40 s.
 """
 
 import asyncio
@@ -62,45 +63,42 @@ from workers.rewards.base import finite, metrics_of, reward_of
 from workers.settings.rollout import FUNCTIONS
 
 NOBODY = -1
-"""In the shared file: no rollout's code runs."""
+"""In the shared file: no rollout's code is running."""
 MARK = struct.Struct("qq")
-"""Whose code runs, and how many steps of rollouts began so far. Behind it the stack is written when it is asked for."""
+"""Which run's code is running, and how many steps have begun so far. A requested stack is written after it."""
 STACK_SIGNAL = signal.SIGUSR2
 OUT_OF_MEMORY = 77
 """Exit code."""
-_MOST_LAG_S = 0.1
-"""How long a turn of the loop may take for more rollouts to begin in the next one (s)."""
+_MOST_LAG_S = 0.1  # a turn of the loop longer than this makes fewer rollouts begin in the next one (s)
 _MOST_STARTS = 64
 
+# Path prefixes of AsyncFlow's own workers and of Python's library
 _NOT_USERS = (str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parents[1]))
-"""Beginnings of the files of AsyncFlow's workers, and of Python's."""
 _run: contextvars.ContextVar[int] = contextvars.ContextVar("run", default=NOBODY)
 _steps = itertools.count(1)
 
 
 class StartPace:
-    """How many rollouts begin in one turn of the event loop: more while it keeps up, fewer when it lags. Pure.
-
-    Attributes:
-        number: that many; at least 1.
-    """
+    """How many rollouts (`number`, at least 1) begin per turn of the event loop: more while it keeps up, fewer when it
+    lags."""
 
     def __init__(self) -> None:
         self.number = 1
 
     def turn_took(self, seconds: float) -> None:
-        """Take in how long the last turn took, with all that began in it, and all else that ran."""
+        """Account for the last turn, including everything that ran in it."""
         self.number = max(1, self.number // 2) if seconds > _MOST_LAG_S else min(_MOST_STARTS, 2 * self.number)
 
 
 def main() -> None:
-    """Serve until the service is gone."""
     parent_pid, descriptor, page = (int(text) for text in sys.argv[1:])
     die_with_parent(parent_pid)
     outlive_stop_signals()
     connection = socket.socket(fileno=descriptor)
+    # Programs started by the user's code must not hold these open.
     connection.set_inheritable(False)
     os.set_inheritable(page, False)
+    # faulthandler writes at the file's offset: after the mark.
     os.lseek(page, MARK.size, os.SEEK_SET)
     faulthandler.register(STACK_SIGNAL, file=page, all_threads=False)
     with mmap.mmap(page, MARK.size) as mark, asyncio.Runner() as runner:
@@ -108,7 +106,7 @@ def main() -> None:
         while not serving.done():
             try:
                 runner.get_loop().run_until_complete(serving)
-            except (SystemExit, KeyboardInterrupt) as error:  # of a bare callback: the loop goes on where it was
+            except (SystemExit, KeyboardInterrupt) as error:  # from a bare callback: resume the loop where it was
                 if not told:
                     traceback.print_exception(error)
                 told = True
@@ -133,14 +131,10 @@ async def _serve(connection: socket.socket, mark: mmap.mmap) -> None:
 
 
 class Worker:
-    """The rollouts of one process."""
+    """The rollouts of one process. The constructor raises ConfigError if the function, a tool or another model is
+    unusable."""
 
     def __init__(self, channel: Channel[FromWorker, ToWorker], setup: Setup) -> None:
-        """Import the user's function.
-
-        Raises:
-            ConfigError: it, a tool or another model cannot be used.
-        """
         self._channel = channel
         self._number = 0
         self._waiting: dict[int, asyncio.Future[Told]] = {}
@@ -155,7 +149,7 @@ class Worker:
         self._cpu = ProcessorTime()
 
     async def serve(self) -> None:
-        """Start and stop rollouts, and pass replies on, until the service is gone."""
+        """Start and stop rollouts and deliver replies, until the service is gone."""
         beginning = asyncio.create_task(self._begin_in_line())
         while (message := await self._channel.receive()) is not None:
             match message:
@@ -176,7 +170,7 @@ class Worker:
             await model.close()
 
     async def _begin_in_line(self) -> None:
-        """Call the functions of rollouts in line, so many in each turn of the loop as it keeps up with."""
+        """Start queued rollouts, as many per turn of the loop as it keeps up with."""
         loop, pace = asyncio.get_running_loop(), StartPace()
         while True:
             await self._came.wait()
@@ -185,18 +179,19 @@ class Worker:
             if not self._in_line:
                 self._came.clear()
             before = loop.time()
-            await asyncio.sleep(0)  # they take their first step, and all else its next one
+            await asyncio.sleep(0)  # each takes its first step, and every other task its next one
             pace.turn_took(loop.time() - before)
 
     def _begin(self, start: Start) -> None:
         self._channel.send(Begun(start.run))
+        # The task copies the current context, and with it the run; see `_marked`.
         token = _run.set(start.run)
         self._running[start.run] = asyncio.create_task(self._run(start))
         _run.reset(token)
 
     def _stop(self, run: int) -> None:
         if (task := self._running.get(run)) is not None:
-            # Behind its first step: a task that never began would not say that it ended.
+            # After its first step: a task cancelled before that would never report its end.
             asyncio.get_running_loop().call_soon(task.cancel)
             return
         waiting = [start for start in self._in_line if start.run == run]
@@ -205,7 +200,6 @@ class Worker:
             self._channel.send(Raised(run, "it was stopped before it began"))
 
     async def ask(self, run: int, request: ChatRequest, token_ids: Sequence[int] | None) -> Reply:
-        """See `workers.agents.api.Policy`."""
         self._number += 1
         number = self._number
         waiting: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
@@ -216,7 +210,7 @@ class Worker:
             self._channel.send(Ask(number, run, request.messages, request.tools, prompt, request.max_tokens, stop))
             told = await waiting
             return Reply(told.message, told.finish_reason, told.token_ids, told.node, run)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # what msgpack has no word for
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # not representable in msgpack
             raise UserCodeFailed(f"messages and tools must be plain JSON: {one_line(error)}") from error
         finally:
             self._waiting.pop(number, None)
@@ -238,14 +232,14 @@ class Worker:
             outcome = Raised(start.run, str(error), spent=True)
         except TaskSkipped as error:
             outcome = Raised(start.run, str(error), skipped=True)
-        except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
+        except BaseException as error:  # noqa: BLE001  boundary to user code, which may call sys.exit
             outcome = self._raised(start.run, error)
         finally:
             del self._running[start.run]
         try:
             self._channel.send(outcome)
-        except (TypeError, ValueError, OverflowError) as error:  # text that is no Unicode, a number beyond JSON's
-            self._channel.send(Raised(start.run, f"what cannot be passed on: {one_line(error)}"))
+        except (TypeError, ValueError, OverflowError) as error:  # text that is not Unicode, a number out of range
+            self._channel.send(Raised(start.run, f"its result cannot be passed on: {one_line(error)}"))
         if Path(start.scratch).exists():
             await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
 
@@ -253,7 +247,7 @@ class Worker:
         if not self._told and not isinstance(error, asyncio.CancelledError | UserCodeFailed):
             self._told = True
             traceback.print_exception(error)
-        if isinstance(error, MemoryError):  # what is held here would make the next one fail, too
+        if isinstance(error, MemoryError):  # what this process holds would make the next rollout fail too
             os._exit(OUT_OF_MEMORY)
         why = " (rollout.max_file_gb)" if isinstance(error, OSError) and error.errno == errno.EFBIG else ""
         return Raised(run, one_line(error) + why + _where(error))
@@ -270,7 +264,7 @@ class Worker:
 
 
 def _where(error: BaseException) -> str:
-    """Return at which line of the user's an error was raised; "": in none, or it is one of ours that says all."""
+    """Return the user's line that raised the error, or "" if there is none or our own message says enough."""
     if isinstance(error, UserCodeFailed):
         return ""
     frames = traceback.extract_tb(error.__traceback__)
@@ -279,7 +273,7 @@ def _where(error: BaseException) -> str:
 
 
 class _Marked(Coroutine[Any, Any, Any]):
-    """A coroutine whose steps are marked with the rollout that they belong to."""
+    """A coroutine whose steps are marked with the run that they belong to."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any], run: int, mark: mmap.mmap) -> None:
         self._inner = inner
@@ -299,7 +293,7 @@ class _Marked(Coroutine[Any, Any, Any]):
         MARK.pack_into(self._mark, 0, self._run, number)
         try:
             return step(*arguments)
-        except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end its loop, and so all other rollouts
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio would stop the loop, and with it all other rollouts
             raise RuntimeError(f"a task of the rollout raised {one_line(error)}") from error
         finally:
             MARK.pack_into(self._mark, 0, NOBODY, number)
@@ -314,7 +308,7 @@ class _Marked(Coroutine[Any, Any, Any]):
 def _marked(
     loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], mark: mmap.mmap, **more: Any
 ) -> "asyncio.Task[Any]":
-    """Make a task; one that a rollout's code makes, however deep, inherits its run."""
+    """Create a task; tasks created by a rollout's code, however deeply nested, inherit its run."""
     context = more.get("context")
     run = _run.get() if context is None else context.get(_run, NOBODY)
     if run != NOBODY and asyncio.iscoroutine(coroutine):
@@ -323,15 +317,7 @@ def _marked(
 
 
 def load_rollout(function: str | None, agent: str | None) -> Callable[..., Any]:
-    """Import what makes a rollout.
-
-    Args:
-        function: `rollout.function`.
-        agent: `rollout.agent`; one of the two.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    """Import `rollout.function` or `rollout.agent` (exactly one is set); raises ConfigError if it is unusable."""
     if agent is not None:
         field, name, arguments = "rollout.agent", agent, ("task", "base_url", "api_key")
     else:
@@ -346,15 +332,11 @@ def load_rollout(function: str | None, agent: str | None) -> Callable[..., Any]:
 
 
 def _done(run: int, returned: Any, logged: Mapping[str, float]) -> Done:
-    """Return what a rollout function returned, checked.
-
-    Raises:
-        UserCodeFailed: it cannot be used.
-    """
+    """Check what a rollout function returned; raises UserCodeFailed if it is unusable."""
     samples = returned if isinstance(returned, list) else [returned]
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
         kinds = type(returned).__name__ if not isinstance(returned, list) else [type(one).__name__ for one in returned]
-        raise UserCodeFailed(f"the rollout function returned {kinds}; return chat.sample(...), or a list of such")
+        raise UserCodeFailed(f"the rollout function returned {kinds}; return chat.sample(...), or a list of samples")
     if any(sample.run != run for sample in samples):
         raise UserCodeFailed("the rollout function returned a sample of another rollout; return one of its own chats")
     nodes = [sample.node for sample in samples]

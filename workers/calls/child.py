@@ -2,9 +2,9 @@
 
     python -u -P -m workers.calls.child PARENT_PID SOCKET
 
-A `def` is called in the main thread, one call after the other: what hangs or holds Python's lock is killed from
-outside. An `async def` runs in the main thread's loop, as many calls at a time as the pool asks for. What the function
-prints goes where the parent's own output goes; the first error's traceback, too. It imports what the function needs,
+A `def` is called in the main thread, one call after the other; if it hangs or holds the GIL, the pool kills the
+process. An `async def` runs in the main thread's event loop, with as many concurrent calls as the pool sends. Output of
+the function, and the traceback of the first error, go where the parent's output goes. Imports what the function needs;
 never torch by itself.
 """
 
@@ -43,11 +43,11 @@ Outcome = Returned | Raised | Unusable
 
 
 def main() -> None:
-    """Load the function and serve until the pool is gone."""
     parent_pid, descriptor = (int(text) for text in sys.argv[1:])
     die_with_parent(parent_pid)
     outlive_stop_signals()
     connection = socket.socket(fileno=descriptor)
+    # Programs started by the user's code must not hold it open.
     connection.set_inheritable(False)
     load = receive(connection)
     assert isinstance(load, Load)
@@ -69,8 +69,6 @@ def main() -> None:
 
 
 class Server:
-    """Calls the function for the pool."""
-
     def __init__(self, callee: Callee) -> None:
         self._callee = callee
         self._told = False
@@ -78,22 +76,14 @@ class Server:
         self.is_async = is_async(callee.function)
 
     def serve(self, connection: socket.socket) -> None:
-        """Call a `def`, again and again.
-
-        Raises:
-            EOFError, ConnectionError: the pool is gone.
-        """
+        """Call a `def`, again and again, until EOFError or ConnectionError: the pool is gone."""
         while True:
             ask = receive(connection)
             assert isinstance(ask, Ask), "a child that is busy is killed, not asked to stop"
             connection.sendall(_framed(self._call(ask)))
 
     async def serve_async(self, connection: socket.socket) -> None:
-        """Call an `async def`, several at a time.
-
-        Raises:
-            EOFError, ConnectionError: the pool is gone.
-        """
+        """Call an `async def`, with concurrent calls, until EOFError or ConnectionError: the pool is gone."""
         reader, writer = await asyncio.open_connection(sock=connection)
         while True:
             message = to_child(await read_frame(reader))
@@ -108,11 +98,11 @@ class Server:
         try:
             value = self._callee.function(*self._callee.takes(ask.arguments))
             value = await value if inspect.isawaitable(value) else value
-        except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
+        except BaseException as error:  # noqa: BLE001  boundary to user code, which may call sys.exit
             outcome: Outcome = self._raised(ask, error)
         else:
             outcome = self._given(ask, value)
-        if self._running.pop(ask.number, None) is not None:  # else it was cancelled
+        if self._running.pop(ask.number, None) is not None:  # otherwise it was cancelled
             writer.write(_framed(outcome))
 
     def _call(self, ask: Ask) -> Outcome:
@@ -136,20 +126,18 @@ class Server:
             with contextlib.suppress(Exception):  # stderr may be closed
                 try:
                     traceback.print_exception(error)
-                except Exception:  # noqa: BLE001  what it says of itself is a user's code, too
+                except Exception:  # noqa: BLE001  an exception's __str__ is user code, too
                     sys.stderr.write("the error cannot be printed\n")
-        if isinstance(error, MemoryError):  # what is held here would make the next call fail, too
+        if isinstance(error, MemoryError):  # what this process holds would make the next call fail, too
             os._exit(1)
         return Raised(ask.number, one_line(error))
 
 
 def outlive_stop_signals() -> None:
-    """Handle stop signals by doing nothing: the pool decides when this process ends.
-
-    Programs that the user's code starts would inherit ignored signals, as this process did; a handler is
-    not inherited. What the user's code forks gets the default handling.
-    """
+    """Survive stop signals: the pool decides when this process ends."""
     for number in STOP_SIGNALS:
+        # A handler, since programs started by the user's code would inherit ignored signals. Forks get the default
+        # handling.
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=_obey_stop_signals)
 
@@ -160,11 +148,11 @@ def _obey_stop_signals() -> None:
 
 
 def _framed(outcome: Outcome) -> bytes:
-    """Return the reply, or, where that cannot travel, why."""
+    """Encode the outcome or, if it cannot be encoded, the reason."""
     try:
         return frame(outcome)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return frame(Raised(outcome.number, f"what cannot be passed on: {one_line(error)}"))
+        return frame(Raised(outcome.number, f"something that cannot be passed on: {one_line(error)}"))
 
 
 if __name__ == "__main__":

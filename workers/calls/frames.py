@@ -1,11 +1,11 @@
-"""What a pool and its children say to each other over a socket pair: msgpack behind four bytes of length. Torch-free.
+"""Messages between a pool and its children over a socket pair: msgpack after a four-byte length. Torch-free.
 
 pool                                     child
 Load        ------------------------->   imports the function
             <-------------------------   Loaded, or Refused
 Ask 1, 2 .. ------------------------->   calls it
             <-------------------------   Returned, Raised, or Unusable
-Cancel 2    ------------------------->   cancels its coroutine (only an async child hears it while a call runs)
+Cancel 2    ------------------------->   cancels its coroutine (only an async child reads this during a call)
             <-------------------------   Cancelled
 """
 
@@ -20,23 +20,16 @@ from asyncflow.decoding import msgpack_decoder
 
 LENGTH_BYTES = 4
 MOST_BYTES = 2**28
-"""Longest message: texts of a response, or what a function returned."""
+"""Longest message: the texts of a response, or a function's result."""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Import the entry, and the function that it names.
+    """Import the entry, and the function that it names."""
 
-    Attributes:
-        entry: `module:function` of ours, which returns the `Callee`.
-        settings: its arguments.
-        path: where modules are sought, as in the parent; as the file system spells it, which need not be UTF-8.
-        memory_bytes: limit of the address space; None: none.
-    """
-
-    entry: str
-    settings: Mapping[str, Any]
-    path: list[bytes]
-    memory_bytes: int | None
+    entry: str  # our own `module:function`, which returns the `Callee`
+    settings: Mapping[str, Any]  # its arguments
+    path: list[bytes]  # `sys.path` of the parent in file-system encoding, which need not be UTF-8
+    memory_bytes: int | None  # limit of the address space; None: unlimited
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -53,19 +46,19 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The child is ready; an `async def` takes several calls at a time."""
+    """The child is ready; an `async def` accepts concurrent calls."""
 
     is_async: bool
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The user's module or function cannot be used; says why."""
+    """The user's module or function is unusable; says why."""
 
     text: str
 
 
 class Returned(msgspec.Struct, frozen=True, tag=True):
-    """The call's result."""
+    """The function's result."""
 
     number: int
     value: Any
@@ -79,14 +72,14 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """The function returned something that cannot be used; the whole message."""
+    """The function returned something unusable; the whole message."""
 
     number: int
     text: str
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """The child's loop is alive, and the call is cancelled."""
+    """The call is cancelled, and the child's loop is alive."""
 
     number: int
 
@@ -96,11 +89,7 @@ ToPool = Loaded | Refused | Returned | Raised | Unusable | Cancelled
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Return a message as it travels.
-
-    Raises:
-        ValueError: it is too long, or has text that is no Unicode.
-    """
+    """Encode a message; raises ValueError if it is too long, or contains text that is not Unicode."""
     data = msgspec.msgpack.encode(message)
     if len(data) > MOST_BYTES:
         raise ValueError(f"a message of {len(data)} bytes is longer than {MOST_BYTES}")
@@ -108,11 +97,8 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def length_of(header: bytes) -> int:
-    """Return the length that a frame's first bytes announce.
-
-    Raises:
-        EOFError: it is too long: the user's code wrote into the socket.
-    """
+    """Return the length in a frame's header. Raises EOFError if it is too large, since then the user's code wrote into
+    the socket."""
     length = int.from_bytes(header, "little")
     if length > MOST_BYTES:
         raise EOFError(f"a frame of {length} bytes")
@@ -120,17 +106,12 @@ def length_of(header: bytes) -> int:
 
 
 def to_child(data: bytes) -> ToChild:
-    """Decode what the pool sent."""
     message: ToChild = msgpack_decoder(ToChild).decode(data)
     return message
 
 
 def to_pool(data: bytes) -> ToPool:
-    """Decode what a child sent.
-
-    Raises:
-        EOFError: it is not a message: the user's code wrote into the socket.
-    """
+    """Decode a child's message; EOFError if it is none: the user's code wrote into the socket."""
     try:
         message: ToPool = msgpack_decoder(ToPool).decode(data)
     except msgspec.DecodeError as error:
@@ -139,29 +120,17 @@ def to_pool(data: bytes) -> ToPool:
 
 
 def receive(connection: socket.socket) -> ToChild:
-    """Wait for a message, in a child that does nothing else.
-
-    Raises:
-        EOFError: the pool is gone.
-    """
+    """Wait for a message, in a child that does nothing else; EOFError: the pool is gone."""
     return to_child(receive_frame(connection))
 
 
 def receive_frame(connection: socket.socket) -> bytes:
-    """Wait for the next frame's message.
-
-    Raises:
-        EOFError: the peer is gone, or wrote what is not a frame.
-    """
+    """Wait for the next frame's message; EOFError: the peer is gone, or sent no frame."""
     return _exactly(connection, length_of(_exactly(connection, LENGTH_BYTES)))
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Return the next frame's message.
-
-    Raises:
-        EOFError, ConnectionError: the peer is gone, or wrote what is not a frame.
-    """
+    """Return the next frame's message; EOFError or ConnectionError: the peer is gone, or sent no frame."""
     return await reader.readexactly(length_of(await reader.readexactly(LENGTH_BYTES)))
 
 

@@ -1,4 +1,4 @@
-"""Calls of users' code, in child processes: a function that hangs, holds Python's lock or crashes costs its own call.
+"""Calls user code in child processes: a function that hangs, holds the GIL or crashes costs only its own call.
 
     any thread   submit --.                         .--> Future
                           v                         |
@@ -6,12 +6,11 @@
                                     |        ^
     child                           '- call -'          (`workers.calls.child`)
 
-A `def` gets up to `concurrency` children, one call at a time in each, started as they are needed; at its deadline the
-child is killed. An `async def` gets one child with a loop of its own and `concurrency` calls at a time; at its deadline
-a call is cancelled, and if the loop does not hear that within a second, the child is killed. Where a child ends with
-several calls in its hands, each of them is made once more, alone, so that only the guilty one fails. Children die with
-this process. Nothing here knows what is called: rewards, users' tasks and whatever else calls users' code have one
-pool each. Torch-free.
+A `def` gets up to `concurrency` children, started on demand, with one call at a time in each; at a call's deadline its
+child is killed. An `async def` gets one child with an event loop and `concurrency` concurrent calls; at its deadline a
+call is cancelled, and if the loop does not confirm that within a second, the child is killed. If a child dies with
+several calls in flight, each is repeated alone, so that only the guilty one fails. Children die with this process. The
+pool does not know what it calls: rewards, tasks and other user code have one pool each. Torch-free.
 """
 
 import asyncio
@@ -47,21 +46,21 @@ from workers.calls.frames import (
     to_pool,
 )
 
-# One child of a pool: its process, its socket, and the calls that are in its hands. Used inside the pool's loop only.
+# One child of a pool: its process, its socket, and its calls in flight. Used inside the pool's loop only.
 #
-# A child is started afresh (`python -m workers.calls.child`), never forked: this process may have torch's threads. It
-# leads a process group of its own, so that what a user's function started ends with it.
+# Children are started afresh (`python -m workers.calls.child`), never forked, since this process may have torch's
+# threads. Each leads its own process group, so that processes started by a user's function end with it.
 
 START_TIMEOUT_S = 120.0
-"""How long a child may take to import what it needs (s)."""
+"""Time that a child has to import what it needs (s)."""
 RESPONSE_S = 1.0
-"""How long an async child's loop may take to hear that a call is over, and we to read what a dead child sent (s)."""
+"""Time for an async child to confirm a cancellation, and for us to read what a dead child sent (s)."""
 _LOADED = -1
 _LOOK_S = 0.01
 
 
 class ChildDied(Exception):
-    """The process ended, or had to be killed, while it ran this call."""
+    """The process ended, or had to be killed, during this call."""
 
 
 class CallRaised(Exception):
@@ -69,21 +68,20 @@ class CallRaised(Exception):
 
 
 class ResultUnusable(Exception):
-    """The function returned something that cannot be used; the whole message."""
+    """The function returned something unusable; the whole message."""
 
 
 class ChildProcess:
-    """The parent's side of one child.
+    """The parent's side of one child, which dies with the thread that constructs this.
 
     Attributes:
-        is_async: it takes several calls at a time.
-        capacity: how many; the pool says.
-        alive: it takes calls.
-        crowded: it died with several calls in its hands, and any of them may be the cause.
+        is_async: it accepts concurrent calls.
+        capacity: how many; set by the pool.
+        alive: it accepts calls.
+        crowded: it died with several calls in flight, any of which may be the cause.
     """
 
     def __init__(self, load: Load) -> None:
-        """Start the process. It dies with the thread that calls this."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as unless_started:
             unless_started.callback(ours.close)
@@ -113,7 +111,7 @@ class ChildProcess:
         Raises:
             ConfigError: the user's function cannot be imported.
             ChildDied: it ended.
-            TimeoutError: it takes too long.
+            TimeoutError: it took too long.
         """
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
         if self._death is not None:
@@ -130,17 +128,14 @@ class ChildProcess:
         self.is_async = loaded.is_async
 
     def has_room(self, *, alone: bool) -> bool:
-        """Whether it takes one more call now; one that is to be alone needs a child with nothing else to do."""
+        """Return whether it accepts one more call now; an `alone` call needs an idle child."""
         if not self.alive or self._alone:
             return False
         return not self._replies if alone else len(self._replies) < self.capacity
 
     def begin(self, arguments: Sequence[Any], *, alone: bool) -> int:
-        """Send it a call that there is room for; returns the call's number.
-
-        Raises:
-            ValueError, TypeError: the arguments cannot travel.
-        """
+        """Send a call (see `has_room`); return its number. Raises ValueError or TypeError if arguments cannot be
+        encoded."""
         assert self._writer is not None
         number = next(self._numbers)
         data = frame(Ask(number, list(arguments)))
@@ -153,9 +148,9 @@ class ChildProcess:
         """Wait for a call's result.
 
         Raises:
-            CallRaised, ResultUnusable: as the names say.
-            TimeoutError: it took too long, and is cancelled, or its process killed.
-            ChildDied: the process is gone, by itself or since one of its calls took too long.
+            CallRaised, ResultUnusable: see there.
+            TimeoutError: it took too long, and was cancelled or its process killed.
+            ChildDied: the process is gone, by itself or because another call took too long.
         """
         try:
             if not await _done_within(self._replies[number], timeout_s):
@@ -175,10 +170,11 @@ class ChildProcess:
             self._alone = False
 
     def kill(self) -> None:
-        """End it; idempotent. Calls that it runs raise `ChildDied`."""
+        """Kill it; idempotent. Its calls raise `ChildDied`."""
         if not self.alive:
             return
         self.alive = False
+        # Counted before the replies fail: `result` removes each.
         self.crowded = len(self._replies) > 1
         self._watch_no_more()
         self._kill_group()
@@ -189,10 +185,10 @@ class ChildProcess:
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(ChildDied())
-                reply.exception()  # its caller may have gone
+                reply.exception()  # marks it as retrieved, as its caller may be gone
 
     async def gone(self) -> None:
-        """Kill it and wait until it is gone."""
+        """Kill it and wait for its end."""
         self.kill()
         if self._reading is not None:
             self._reading.cancel()
@@ -200,14 +196,15 @@ class ChildProcess:
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
-        while self._process.poll() is None:  # killed, so soon
+        while self._process.poll() is None:  # short, since it was killed
             await asyncio.sleep(_LOOK_S)
 
     def _died(self) -> None:
-        """The process ended. What it sent is still read: end of file follows, unless a process that it forked into a
-        session of its own holds the socket open."""
+        """The process ended."""
         self._watch_no_more()
         self._kill_group()
+        # Its last output is still read. End of file usually follows, but a process that it forked into another
+        # session may hold the socket open.
         asyncio.get_running_loop().call_later(RESPONSE_S, self.kill)
 
     def _watch_no_more(self) -> None:
@@ -217,16 +214,13 @@ class ChildProcess:
             self._death = None
 
     def _kill_group(self) -> None:
-        if self._process.returncode is None:  # else the number may be another group's by now
+        if self._process.returncode is None:  # otherwise the number may belong to another group by now
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _end(self, number: int) -> None:
-        """A call is too late: cancel it where the others can go on, else kill the child.
-
-        Raises:
-            ChildDied: others were in the child's hands, and one of them may have held this one up.
-        """
+        """End an overdue call: cancel it if other calls can continue, else kill the child. Raises ChildDied if other
+        calls were in flight, one of which may have delayed this one."""
         if self.is_async and self.alive:
             assert self._writer is not None
             heard = self._replies[number] = asyncio.get_running_loop().create_future()
@@ -249,8 +243,7 @@ class ChildProcess:
 
 
 def _death_of(pid: int) -> int | None:
-    """Return a descriptor that is readable once the process has ended; None before Linux 5.3, where end of file says so
-    unless what the child forked keeps the socket open."""
+    """Return a descriptor that becomes readable when the process ends."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -258,7 +251,7 @@ def _death_of(pid: int) -> int | None:
 
 
 async def _done_within(future: "asyncio.Future[Any]", timeout_s: float) -> bool:
-    """Wait for a future, without the time in which this process stood still; returns whether it is done."""
+    """Wait for a future and return whether it is done; time in which this process was stalled does not count."""
     for slice_s in awake_slices(timeout_s):
         if (await asyncio.wait({future}, timeout=slice_s))[0]:
             return True
@@ -270,50 +263,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Entry:
-    """What children call.
+    """What children call."""
 
-    Attributes:
-        function: `module:function` of ours, torch-free, which returns a `workers.calls.user_function.Callee` in the
-            child.
-        settings: its arguments; what JSON has.
-        memory_bytes: limit of a child's address space; None: none.
-    """
-
+    # Our own torch-free `module:function`, which returns a `workers.calls.user_function.Callee` in the child
     function: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    memory_bytes: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # its arguments, JSON
+    memory_bytes: int | None = None  # limit of a child's address space; None: unlimited
 
 
 @dataclass(eq=False)
 class _Call:
-    """One call.
+    """One call."""
 
-    Attributes:
-        arguments: what JSON has.
-        on: what it is called on, in words.
-        outcome: of the caller.
-        alone: it was in the hands of a child that died with several; now it gets one for itself.
-    """
-
-    arguments: Sequence[Any]
-    on: str
+    arguments: Sequence[Any]  # JSON
+    on: str  # the arguments in words
     outcome: "Future[Any]"
-    alone: bool = False
+    alone: bool = False  # it was in flight in a child that died with several calls, and now gets a child for itself
 
 
 class CallPool:
-    """Children that call one function. Thread-safe."""
+    """Children that call one function. Thread-safe.
+
+    Args:
+        what: begins every message, e.g. `reward.function: my_rewards:score`.
+        limit: name of the setting with the deadline.
+        timeout_s: deadline of a call (s).
+        concurrency: concurrent calls.
+    """
 
     def __init__(self, entry: Entry, *, what: str, limit: str, timeout_s: float, concurrency: int) -> None:
-        """Begin to start the first child.
-
-        Args:
-            entry: names the function.
-            what: begins every message, e.g. `reward.function: my_rewards:score`.
-            limit: name of the setting that holds the deadline.
-            timeout_s: deadline of a call (s).
-            concurrency: calls at a time.
-        """
         self._entry = entry
         self._what = what
         self._limit = limit
@@ -323,14 +301,14 @@ class CallPool:
         self._calls: set[_Call] = set()
         self._closed = False
         self._ready: Future[None] = Future()
-        # All below is the pool thread's.
+        # Everything below belongs to the pool thread.
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._waiting: deque[_Call] = deque()
         self._children: list[ChildProcess] = []
         self._dead: list[ChildProcess] = []
         self._starting = 0
-        self._most_children = 1  # until the first one says what the function is
+        self._most_children = 1  # until the first child reports whether the function is async
         self._refusal: ConfigError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="calls", daemon=True)
@@ -346,16 +324,10 @@ class CallPool:
         self._ready.result()
 
     def submit(self, *arguments: Any, on: str) -> "Future[Any]":
-        """Call the function.
-
-        Args:
-            arguments: what JSON has.
-            on: what they are, in words, for messages: `response '7'`.
-
-        Returns:
-            The result, or `UserCodeFailed`, which names function and argument; cancelled once the pool is closed.
-        """
+        """Call the function with JSON arguments; `on` describes them in messages, e.g. `response '7'`. The future
+        raises `UserCodeFailed`, naming function and arguments, and is cancelled when the pool closes."""
         call = _Call(arguments, on, Future())
+        # Under the lock: `close` must not end the loop between the check and the scheduling.
         with self._lock:
             if self._closed:
                 call.outcome.cancel()
@@ -365,15 +337,11 @@ class CallPool:
         return call.outcome
 
     def call(self, *arguments: Any, on: str) -> Any:
-        """Call the function and wait.
-
-        Raises:
-            UserCodeFailed: it raised, hung, or returned what cannot be used.
-        """
+        """Call the function and wait; raises UserCodeFailed if it raised, hung, or returned something unusable."""
         return self.submit(*arguments, on=on).result()
 
     def close(self) -> None:
-        """Kill the children; what is not done is cancelled. Idempotent."""
+        """Kill the children and cancel pending calls. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -387,9 +355,10 @@ class CallPool:
         finally:
             with self._lock:
                 self._closed = True
+            # However the loop ended, no caller may wait forever.
             self._ready.cancel()
             for call in list(self._calls):
-                if not call.outcome.cancel() and not call.outcome.done():  # it was made
+                if not call.outcome.cancel() and not call.outcome.done():  # already running
                     call.outcome.set_exception(CancelledError())
 
     async def _serve(self) -> None:
@@ -445,7 +414,7 @@ class CallPool:
     async def _start_child(self) -> None:
         try:
             child = await _started(self._entry)
-        except Exception as error:  # noqa: BLE001  the boundary of a task: the call that waits for the child raises it
+        except Exception as error:  # noqa: BLE001  boundary of a task: the call that waits for the child raises it
             self._starting -= 1
             self._not_started(error)
         else:
@@ -458,7 +427,8 @@ class CallPool:
         self._assign()
 
     def _not_started(self, error: Exception) -> None:
-        """A function that is not there costs all calls; a later child that does not start, the one it was for."""
+        """Fail all calls if the function does not exist; if a later child does not start, fail the call that it was
+        for."""
         why = f" ({error})" if str(error) else ""
         told: AsyncFlowError = UserCodeNotStarted(f"{self._what}: its process did not start{why}; see this log")
         if not self._ready.done():
@@ -482,12 +452,13 @@ class CallPool:
                 f"limit",
             )
         except ChildDied:
+            # Any of the child's calls may be guilty: repeat this one alone.
             if child.crowded:
                 call.alone = True
                 self._waiting.appendleft(call)
             else:
                 self._fail(call, f"ended its process on {call.on}; its last words are in this log")
-        except Exception as error:  # noqa: BLE001  the boundary of a task: its caller raises it
+        except Exception as error:  # noqa: BLE001  boundary of a task: its caller raises it
             self._settle(call, error=error)
         self._assign()
 
@@ -510,18 +481,18 @@ class CallPool:
 
 
 def _is_wanted(call: _Call) -> bool:
-    """Whether its caller has not cancelled it, and from now on cannot."""
+    """Return whether the caller has not cancelled it; from now on it cannot."""
     return call.outcome.running() or call.outcome.set_running_or_notify_cancel()
 
 
 async def _started(entry: Entry) -> ChildProcess:
-    """Start a child, a second time if it dies or takes too long: memory or a disk may have been short for a moment."""
+    """Start a child, with a second attempt if it dies or takes too long: memory or disk may be short for a moment."""
     path = [os.fsencode(place) for place in sys.path]
     load = Load(entry.function, entry.settings, path, entry.memory_bytes)
     try:
         return await _started_once(load)
     except (ChildDied, TimeoutError, OSError) as error:
-        logger.warning("a process for users' code did not start (%s); starting it again", one_line(error))
+        logger.warning("a process for user code did not start (%s); starting it again", one_line(error))
         return await _started_once(load)
 
 

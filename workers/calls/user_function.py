@@ -1,8 +1,8 @@
-"""Finds a user's function, named `module:function`. Torch-free until the user's own module is imported.
+"""Finds a user's function by its name `module:function`. Torch-free until the user's own module is imported.
 
-For rewards, users' tasks and the like, which `workers.calls` calls; every message begins with the configuration's
-field. Users' modules are looked for after installed packages, beside the configuration, then in the working directory:
-so neither of the two can hide an installed module.
+Used for all user code that `workers.calls` runs; messages begin with the setting. Python searches for user modules
+after all installed packages: first beside the configuration, then in the working directory. So neither directory can
+hide an installed module.
 """
 
 import importlib
@@ -19,10 +19,8 @@ from typing import Any
 from asyncflow.errors import ConfigError, one_line
 
 _ABSENT = object()
-_RECIPES = "configs"
-"""Our package whose modules recipes name. Users have folders of that name, which may come first."""
-_VARIABLE = "ASYNCFLOW_CODE_DIRECTORY"
-"""Tells children where the configuration is."""
+_RECIPES = "configs"  # our package whose modules recipes name. Users may have a folder of that name, found first.
+_VARIABLE = "ASYNCFLOW_CODE_DIRECTORY"  # tells children where the configuration is
 
 
 def _as_they_are(arguments: Sequence[Any]) -> Sequence[Any]:
@@ -35,31 +33,24 @@ def _as_it_is(value: Any, arguments: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Callee:
-    """What a child calls: a user's function with its conversions; an entry (`workers.calls.pool.Entry`) returns it in
-    the child.
+    """What a child calls: a user's function with its conversions. Returned, in the child, by a
+    `workers.calls.pool.Entry`."""
 
-    Attributes:
-        function: the user's; `def` or `async def`.
-        takes: what the pool sent -> the function's arguments.
-        gives: (what it returned, what the pool sent) -> a value that JSON has; raises `UserCodeFailed`, with the whole
-            message, if that cannot be used.
-    """
-
-    function: Callable[..., Any]
-    takes: Callable[[Sequence[Any]], Sequence[Any]] = _as_they_are
+    function: Callable[..., Any]  # the user's; `def` or `async def`
+    takes: Callable[[Sequence[Any]], Sequence[Any]] = _as_they_are  # what the pool sent -> the function's arguments
+    # (result, what the pool sent) -> a JSON value; raises `UserCodeFailed`, with the whole message, if the result is
+    # unusable
     gives: Callable[[Any, Sequence[Any]], Any] = _as_it_is
 
 
 def load_function(name: str, *, field: str, arguments: Sequence[str] | None) -> Callable[..., Any]:
-    """Import `module:function`. In a child process, since a user's module may do anything; see `importable`.
+    """Import `module:function`, usually in a child process, since importing a user's module may do anything.
 
     Args:
-        name: of the function.
-        field: of the configuration that named it.
-        arguments: that it is called with, in words; None: the caller checks them.
+        field: the setting that names it.
+        arguments: what it is called with, in words; None: the caller checks its parameters.
 
-    Raises:
-        ConfigError: there is no such module or function, importing it fails, or it does not take these arguments.
+    Raises ConfigError if there is no such module or function, importing it fails, or it does not take these arguments.
     """
     check_function(name, field=field)
     module_name, _, attribute = name.partition(":")
@@ -67,7 +58,7 @@ def load_function(name: str, *, field: str, arguments: Sequence[str] | None) -> 
         module = importlib.import_module(module_name)
     except SyntaxError as error:
         raise ConfigError(f"{field}: {error.filename or module_name}:{error.lineno or 1}: {error.msg}") from error
-    except (Exception, SystemExit) as error:  # a script may end itself: its role would look as if it were done
+    except (Exception, SystemExit) as error:  # a script may call sys.exit: the role would seem to have finished
         raise ConfigError(f"{field}: importing {module_name!r} raised {one_line(error)}") from error
     value: object = module
     for part in attribute.split("."):
@@ -84,16 +75,13 @@ def load_function(name: str, *, field: str, arguments: Sequence[str] | None) -> 
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether it is an `async def`, or an object that is called like one."""
+    """Return whether it is an `async def`, or an object whose `__call__` is one."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def check_function(name: str, *, field: str) -> None:
-    """Check that there is such a module, without running it (parent packages are imported).
-
-    Raises:
-        ConfigError: malformed name, or no such module.
-    """
+    """Raise ConfigError for a malformed name or a missing module, without running the module (but its parent
+    packages)."""
     module_name, colon, attribute = name.partition(":")
     if not (colon and all(part.isidentifier() for part in (*module_name.split("."), *attribute.split(".")))):
         raise ConfigError(f"{field}: {name!r} is not of the form module:function")
@@ -101,26 +89,22 @@ def check_function(name: str, *, field: str) -> None:
 
 
 def importable(name: str, field: str, arguments: Sequence[str]) -> Callee:
-    """Import a function, in the child that says whether a run could: an entry of `workers.calls`.
-
-    Raises:
-        ConfigError: see `load_function`.
-    """
+    """Entry of `workers.calls`: import a function in a child, to find out whether a run could."""
     return Callee(load_function(name, field=field, arguments=arguments))
 
 
 def excerpt(text: str) -> str:
-    """Return the beginning of a text, quoted, for a message."""
+    """Quote the beginning of a text, for a message."""
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
 def search_beside(code_directory: str | None) -> None:
-    """Look for users' modules in the run's `code_directory`, too, in this process and in children that it starts."""
+    """Make this process and its children also search `code_directory` for user modules."""
     os.environ[_VARIABLE] = code_directory or ""
 
 
 def extend_path() -> list[Path]:
-    """Have Python look there, after all that it knows; return the places, in their order."""
+    """Append the user's directories to `sys.path`; return them in order."""
     named = os.environ.get(_VARIABLE)
     beside = [Path(each) for each in named.split(os.pathsep)] if named else []
     places = list(dict.fromkeys([*beside, Path.cwd()]))
@@ -129,7 +113,7 @@ def extend_path() -> list[Path]:
 
 
 def hidden_module(module_name: str) -> str:
-    """Say which file or directory of the user's has the name of an installed module, which comes first; or nothing."""
+    """Return a message if an installed module hides a user's file or directory of the same name, else ""."""
     top = module_name.partition(".")[0]
     spec = importlib.util.find_spec(top)
     if spec is None:
@@ -145,15 +129,10 @@ def hidden_module(module_name: str) -> str:
 
 
 def _check_parameters(function: Callable[..., Any], arguments: Sequence[str], what: str) -> None:
-    """Refuse a function that cannot be called with so many arguments, or that has their names in another order, as far
-    as it says; functions of C may say nothing.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Refuse a function that cannot take these arguments, or names them in another order."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # C functions may not tell
         return
     try:
         signature.bind(*[""] * len(arguments))
@@ -168,7 +147,7 @@ def _check_parameters(function: Callable[..., Any], arguments: Sequence[str], wh
 
 
 def _add_recipes() -> None:
-    """Have `configs.X` be ours where the `configs` that Python finds first has no X."""
+    """Let `configs.X` find our module even if a user's `configs` folder comes first."""
     package = importlib.import_module(_RECIPES)
     ours = str(Path(__file__).resolve().parents[2] / _RECIPES)
     if ours not in package.__path__:
@@ -198,20 +177,9 @@ def _find(module_name: str, field: str) -> None:
         )
 
 
-# Imports a class that a setting names: in a child, or in a worker. Torch-free until the user's own module is.
-
-
 def load_class(name: str, *, field: str, methods: Collection[str]) -> Any:
-    """Import `module:Class`.
-
-    Args:
-        name: of the class.
-        field: of the configuration that names it.
-        methods: that it must have.
-
-    Raises:
-        ConfigError: there is no such class, or it lacks a method.
-    """
+    """Import `module:Class`, named by the setting `field`; raises ConfigError if it is missing or lacks one of
+    `methods`."""
     found = load_function(name, field=field, arguments=None)
     missing = [method for method in methods if not callable(getattr(found, method, None))]
     missing += sorted(getattr(found, "__abstractmethods__", ()))

@@ -1,4 +1,4 @@
-"""An object of a class of the user's, in a child process: it keeps its state between calls. Torch-free."""
+"""An object of a user's class in a child process, where it keeps its state between calls. Torch-free."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -11,8 +11,22 @@ from workers.calls.user_function import Callee, load_function
 
 
 class UserObject:
-    """The object, made once. Calls are made one after the other. A failed one ends the run: the child is gone, or what
-    the object holds is in doubt."""
+    """The object, created once. Calls run one after the other.
+
+    A failed call ends the run, since the child is gone or the object's state is in doubt.
+
+    Args:
+        name: `module:Class`.
+        options: JSON arguments by name, validated by the class's `Config` if it has one.
+        field, section: settings that hold the name and the options.
+        methods: required methods -> their arguments, in words.
+        timeout_s: deadline of a call (s), `data.timeout_s`.
+        named: more arguments by name.
+
+    Raises:
+        ConfigError: no such class, or it refuses the options, raises, or lacks a method.
+        UserCodeNotStarted: the process did not start, twice.
+    """
 
     def __init__(
         self,
@@ -25,21 +39,6 @@ class UserObject:
         timeout_s: float,
         named: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Import the class and make the object, in a child.
-
-        Args:
-            name: `module:Class`.
-            options: its arguments by name, checked by its `Config` if it has one; what JSON has.
-            field: of the configuration that names it.
-            section: of the configuration that holds the options.
-            methods: that it must have -> their arguments, in words.
-            timeout_s: deadline of a call (s), `data.timeout_s`.
-            named: more arguments by name.
-
-        Raises:
-            ConfigError: there is no such class, it does not take the options, raises, or lacks a method.
-            UserCodeNotStarted: the process did not start, twice.
-        """
         self.what = f"{field}: {name}"
         settings = {"name": name, "options": options, "field": field, "section": section, "methods": methods}
         self._pool = CallPool(
@@ -56,29 +55,18 @@ class UserObject:
             raise
 
     def call(self, method: str, *arguments: Any, on: str) -> Any:
-        """Call a method and wait.
-
-        Args:
-            on: what it is called on, in words.
-
-        Raises:
-            UserCodeFailed: it raised, hung, or returned what JSON has not.
-        """
+        """Call a method and wait; `on` describes the arguments in words. Raises UserCodeFailed if it raised, hung, or
+        returned something that JSON cannot represent."""
         return self._pool.call(method, arguments, on=on)
 
     def size(self) -> int | None:
-        """Return `len()` of it; None: it has none.
-
-        Raises:
-            UserCodeFailed: it raised or hung, or there is nothing in it.
-        """
+        """Return its `len()`, or None without one; raises UserCodeFailed if it is 0 or fails."""
         size = self.call(_SIZE, on="len()")
         if size == 0:
             raise UserCodeFailed(f"{self.what} is empty: its len() is 0")
         return None if size is None else int(size)
 
     def close(self) -> None:
-        """End the child; idempotent."""
         self._pool.close()
 
 
@@ -93,17 +81,13 @@ def made(
     methods: Mapping[str, Sequence[str]],
     named: Mapping[str, Any],
 ) -> Callee:
-    """Make the object, in the child, and return what calls its methods: (name, arguments).
-
-    Raises:
-        ConfigError: see `UserObject`.
-    """
+    """Create the object in the child; the returned callee takes (method, arguments)."""
     kind = load_function(name, field=field, arguments=None)
     try:
         own = own_options(kind, options, name=name, section=section, named=named)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # a validator of its `Config`
+    except (Exception, SystemExit) as error:  # e.g. a validator of its `Config`
         raise ConfigError(f"{section}: {name} raised {one_line(error)} when its options were checked") from error
     try:
         thing = kind(**named, **own)

@@ -1,7 +1,8 @@
-"""What a Hugging Face model directory holds: which files are the model, and whether they are whole. Loads nothing.
+"""What a Hugging Face model directory holds: which files are the model, and whether they are complete.
 
-`stored_tensors` is the one place that decides which files are the model, as transformers does; checks, the count of
-parameters, the planner and the engines of all roles ask it. Torch-free: `--dry-run` and `--resume` call this.
+Reads headers, never loads weights. `stored_tensors` alone decides which files are the model, by transformers' rules;
+checks, the parameter count, the planner and the engines of all roles call it. Torch-free for `--dry-run` and
+`--resume`.
 """
 
 import functools
@@ -23,12 +24,7 @@ POLICY_KEY = "model.path"
 
 
 class ModelKind(NamedTuple):
-    """A kind of transformers' classes.
-
-    Attributes:
-        endings: of their names.
-        lacks: what a class with another name does not do, for a message.
-    """
+    """A kind of transformers classes: suffixes of their names, and what other classes lack, for messages."""
 
     endings: tuple[str, ...]
     lacks: str
@@ -37,29 +33,29 @@ class ModelKind(NamedTuple):
 GENERATES = ModelKind(("ForCausalLM", "LMHeadModel"), "is not a causal language model of text alone")
 SCORES = ModelKind(("ForSequenceClassification",), "scores no text")
 BACKBONE = ModelKind((*GENERATES.endings, *SCORES.endings), "is not a language model of text alone")
-"""What a critic may begin with."""
+"""What a critic may be initialized from."""
 SCORE_HEAD = "score"
-"""What transformers calls the head of a language model's backbone that gives numbers."""
+"""transformers' name of the scoring head on a language model's backbone."""
+# Prefixes of config.json sections for images or sound
 _SENSES = ("vision", "visual", "audio", "speech", "image", "img")
-"""How parts of config.json begin that are for images or sound."""
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# Files that a user may take for the model
 _WEIGHT_LIKE = (
     "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin", "consolidated*", "*.gguf",
 )  # fmt: skip
-"""Files that a user may take for the model."""
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Element types of tensors that are values as they stand."""
+"""Element types whose tensors are usable as stored (not quantized)."""
+# Masks and counters, of any element type, that older files keep among the weights
 _NOT_WEIGHTS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|causal_mask|position_ids|num_batches_tracked)$")
-"""Masks and numbers that older files have among the weights, of any element type."""
+# Tensors that accompany quantized weights, which are raw numbers without them
 _OF_QUANTIZED = re.compile(
     r"(weight_scale(_inv|_2)?|input_scale|activation_scale|\.(qweight|qzeros|scales|g_idx|SCB|absmax))$"
 )
-"""Tensors without which those beside them are raw numbers."""
 _INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 HEAD_TENSORS = (*OUTPUT_HEADS, "lm_head.bias", "embed_out.bias")
-"""What a model without an output layer may leave in its files."""
+"""Tensors that files may hold though the model has no output layer."""
 _EMBEDDING_WIDTHS = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model")
 _LAYER = re.compile(r"(?P<stack>(?:\w+\.)*?(?:layers|h|blocks))\.(?P<number>\d+)\.")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -71,29 +67,25 @@ ARCHITECTURE_KEYS = (
     "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias",
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
 )  # fmt: skip
-"""Keys of config.json that decide which weights exist and what shapes they have."""
+"""Keys of config.json that decide which weights exist, and their shapes."""
 
 
 class BadModelDir(ConfigError):
-    """Unusable model directory; the message starts with the setting that names it."""
+    """Unusable model directory.
+
+    Args:
+        problem: what is wrong and what to do.
+        key: the setting that names the directory; the message starts with it.
+    """
 
     def __init__(self, problem: str, *, key: str = POLICY_KEY) -> None:
-        """Args:
-        problem: what is wrong, and what to do.
-        key: of the setting.
-        """
         super().__init__(f"{key}: {problem}")
         self.problem = problem
 
 
 def check_model_dir(path: Path) -> None:
-    """Check the policy's directory: config, tokenizer and every weight file are there and complete.
-
-    Reads the headers of weight files, not the weights.
-
-    Raises:
-        ConfigError: the first thing that is missing or broken.
-    """
+    """Check the policy's directory (config, tokenizer, complete weight files), reading headers only. Raises ConfigError
+    for the first thing that is missing or broken."""
     _check_parts(path, GENERATES)
     _check_tied(path)
     _check_layers(path)
@@ -101,16 +93,7 @@ def check_model_dir(path: Path) -> None:
 
 
 def check_other_model_dir(path: Path, kind: ModelKind, *, key: str) -> None:
-    """Check as `check_model_dir` does a model that generates nothing.
-
-    Args:
-        path: of the directory.
-        kind: what the model must be.
-        key: of the setting that names the directory; begins the message.
-
-    Raises:
-        ConfigError: the first thing that is missing or broken.
-    """
+    """Check, like `check_model_dir`, a model that does not generate; messages begin with the setting `key`."""
     try:
         _check_parts(path, kind)
         check_trainable(path)
@@ -119,14 +102,7 @@ def check_other_model_dir(path: Path, kind: ModelKind, *, key: str) -> None:
 
 
 def check_trainable(path: Path) -> None:
-    """Refuse what no engine trains yet.
-
-    The weights of most mixtures of experts have other names in memory than in their files. Most models with images or
-    sound are refused by their architecture already, which does not end in ForCausalLM.
-
-    Raises:
-        ConfigError: config.json has a number of experts, a part for images or sound, or says how weights are quantized.
-    """
+    """Raise ConfigError for models that no engine can train yet: experts, quantization, images or sound."""
     config = read_model_config(path)
     architecture = config["architectures"][0]
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
@@ -137,24 +113,22 @@ def check_trainable(path: Path) -> None:
                     f"{path} is quantized ({name}{method} in config.json), and AsyncFlow would read raw numbers; name "
                     f"the model in bfloat16 or float32"
                 )
+            # Most mixtures of experts name their weights differently in memory than in files.
             if name.endswith("experts") and type(value) is int and value > 1:
                 raise BadModelDir(
                     f"{path} is a mixture of experts ({name} {value} in config.json), which AsyncFlow cannot use "
                     f"yet; name a dense model"
                 )
+            # Most such models were refused already: their architecture does not end in ForCausalLM.
             if name.startswith(_SENSES) and isinstance(value, dict):
                 raise BadModelDir(
-                    f"{path} is of a {architecture}, which takes more than text ({name} in config.json); AsyncFlow "
+                    f"{path} holds a {architecture}, which takes more than text ({name} in config.json); AsyncFlow "
                     f"cannot use it yet, so name a model of text alone"
                 )
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """Return config.json of a model directory.
-
-    Raises:
-        ConfigError: it is missing, malformed, or names no architecture.
-    """
+    """Return config.json; raises ConfigError if it is missing or malformed, or names no architecture."""
     config = read_object(path / "config.json", "the model's configuration")
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
@@ -166,7 +140,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 
 def max_positions(path: Path) -> int | None:
-    """Return the longest sequence (tokens) that the model was built for, or None when config.json does not say."""
+    """Return the longest sequence (tokens) that the model supports, or None if config.json does not say."""
     config = read_model_config(path)
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, dict) else {}):
@@ -178,11 +152,8 @@ def max_positions(path: Path) -> int | None:
 
 
 def eos_token_ids(path: Path) -> tuple[int, ...]:
-    """Return the tokens that end a response: those of generation_config.json, else of config.json.
-
-    Raises:
-        ConfigError: neither file names one, or one is not a token.
-    """
+    """Return the tokens that end a response, from generation_config.json or else config.json. Raises ConfigError if
+    neither file names one, or one is outside of the vocabulary."""
     config = read_model_config(path)
     generation = path / "generation_config.json"
     settings = read_object(generation, "the settings of generation") if generation.is_file() else {}
@@ -202,7 +173,7 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
 
 
 def vocabulary_size(path: Path) -> int | None:
-    """Return how many tokens the model has an embedding for, or None when config.json does not say."""
+    """Return the number of embeddings, or None if config.json does not say."""
     config = read_model_config(path)
     inner = config.get("text_config")
     size = (inner if isinstance(inner, dict) else config).get("vocab_size")
@@ -210,11 +181,7 @@ def vocabulary_size(path: Path) -> int | None:
 
 
 def load_raw_tokenizer(path: Path) -> "Tokenizer | None":
-    """Return the tokenizer in tokenizer.json without limits of its own, or None when there is no such file.
-
-    Raises:
-        ConfigError: the file is not a tokenizer.
-    """
+    """Return the tokenizer of tokenizer.json with truncation and padding off, or None without that file."""
     file = path / "tokenizer.json"
     if not file.is_file():
         return None
@@ -222,9 +189,10 @@ def load_raw_tokenizer(path: Path) -> "Tokenizer | None":
     return _parsed_tokenizer(file, facts.st_mtime_ns, facts.st_size)
 
 
+# Cached: several checks of one start need it, and parsing a large vocabulary takes a good part of a second. Time and
+# size are arguments so that a changed file is parsed again.
 @functools.lru_cache(maxsize=3)
 def _parsed_tokenizer(file: Path, modified_ns: int, size_bytes: int) -> "Tokenizer":
-    """Parse a file once: several checks of one start need it, and a large vocabulary takes a good part of a second."""
     from tokenizers import Tokenizer
 
     try:
@@ -237,11 +205,8 @@ def _parsed_tokenizer(file: Path, modified_ns: int, size_bytes: int) -> "Tokeniz
 
 
 def read_object(file: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in a file of the model directory; `what` names it in the error.
-
-    Raises:
-        ConfigError: it cannot be read, or is no JSON object.
-    """
+    """Return the JSON object in a file of the model directory; `what` is the file's purpose, for errors
+    (ConfigError)."""
     try:
         value = json.loads(file.read_bytes())
     except OSError as error:
@@ -256,14 +221,8 @@ def read_object(file: Path, what: str) -> dict[str, Any]:
 
 
 def model_fingerprint(path: Path) -> str:
-    """Return a SHA-256 (hex) over what config.json says about the weights' names and shapes.
-
-    Two directories with the same fingerprint can load each other's weights; element type and version of transformers
-    do not count.
-
-    Raises:
-        ConfigError: config.json is missing or malformed.
-    """
+    """Return the SHA-256 (hex) of what config.json says about names and shapes of weights. Directories with equal
+    fingerprints can load each other's weights, whatever their element type and transformers version."""
     config = read_model_config(path)
     parts: list[Mapping[str, Any]] = [config]
     if isinstance(config.get("text_config"), dict):
@@ -273,14 +232,7 @@ def model_fingerprint(path: Path) -> str:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a model's files.
-
-    Attributes:
-        file: that has it.
-        dtype: as safetensors names it: F32, BF16, F8_E4M3 and so on.
-        shape: of it.
-        start, stop: its bytes in the file.
-    """
+    """A tensor in a model's files: safetensors dtype name (F32, BF16, F8_E4M3, ...) and byte range within the file."""
 
     file: Path
     dtype: str
@@ -290,16 +242,11 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(path: Path, *, key: str = POLICY_KEY) -> dict[str, StoredTensor]:
-    """Return all tensors of the model in a directory by name; reads the headers of its files.
+    """Return all tensors of the model by name, reading only file headers (and tensors that two files hold, to compare
+    them).
 
-    A tensor that two of the files hold is compared: transformers would take the one that it happens to read last.
-
-    Args:
-        path: of the directory.
-        key: of the setting that names it; begins messages.
-    Raises:
-        ConfigError: see `weight_files`; or a file is cut off, lacks a tensor that the index puts there, or has other
-            values of a tensor than another file.
+    Raises ConfigError as `weight_files` does, and if a file is truncated, lacks a tensor that the index puts there, or
+    disagrees with another file about a tensor.
     """
     files, weight_map = _chosen_files(path, key=key)
     assigned: dict[str, list[str]] = {}
@@ -313,6 +260,7 @@ def stored_tensors(path: Path, *, key: str = POLICY_KEY) -> dict[str, StoredTens
                 raise _broken_weights(path / file, f"it lacks {name}, which {INDEX_FILE} puts there", key=key)
         for name, stored in held.items():
             first = tensors.setdefault(name, stored)
+            # transformers would silently take whichever it reads last.
             if first is not stored and not same_values(first, stored):
                 types = f"with another element type ({stored.dtype}, not {first.dtype})"
                 how = "with other values" if first.dtype == stored.dtype else types
@@ -325,27 +273,21 @@ def stored_tensors(path: Path, *, key: str = POLICY_KEY) -> dict[str, StoredTens
 
 
 def name_pattern(name: str) -> str:
-    """Return a weight's name with `*` for its numbers: the same in all layers."""
+    """Return a weight's name with numbers replaced by `*`, so that all layers share it."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def weight_files(path: Path, *, key: str = POLICY_KEY) -> tuple[Path, ...]:
-    """Return the files that are the model: model.safetensors if it is there, else those that the index names.
+    """Return the files that are the model: model.safetensors if present, otherwise those that the index names.
 
-    Source: transformers 5.24, `modeling_utils._get_resolved_checkpoint_files`.
-
-    Raises:
-        ConfigError: neither is there, a file that the index names is missing, or the index is malformed.
+    Source: transformers 5.24, `modeling_utils._get_resolved_checkpoint_files`. Raises ConfigError if neither exists, a
+    file that the index names is missing, or the index is malformed.
     """
     return tuple(path / file for file in _chosen_files(path, key=key)[0])
 
 
 def ignored_weights(path: Path, *, key: str = POLICY_KEY) -> str:
-    """Return a line that names files which are not read though they may be taken for the model; "": there are none.
-
-    Raises:
-        ConfigError: see `weight_files`.
-    """
+    """Return a message about weight-like files that are not read, or "" if there are none."""
     files, weight_map = _chosen_files(path, key=key)
     read = {*files, *([INDEX_FILE] if weight_map else [])}
     found = sorted({file.name for pattern in _WEIGHT_LIKE for file in path.glob(pattern)} - read)
@@ -356,7 +298,7 @@ def ignored_weights(path: Path, *, key: str = POLICY_KEY) -> str:
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether two stored tensors have the same element type, shape and bytes; reads them."""
+    """Return whether two stored tensors have the same element type, shape and bytes; reads both."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.file.open("rb") as stream, other.file.open("rb") as beside:
@@ -372,7 +314,7 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
 def _check_parts(path: Path, kind: ModelKind) -> None:
     if not path.is_dir():
         state = "is not a directory" if path.exists() else "does not exist"
-        make = f", which `asyncflow import-gguf {path} DIRECTORY` makes of it" if path.suffix == ".gguf" else ""
+        make = f", which `asyncflow import-gguf {path} DIRECTORY` makes from it" if path.suffix == ".gguf" else ""
         raise BadModelDir(f"{path} {state}; name a Hugging Face model directory{make}")
     _check_architecture(path, kind)
     _check_tokenizer(path)
@@ -387,13 +329,14 @@ def _check_architecture(path: Path, kind: ModelKind) -> None:
     names: list[str] = config["architectures"]
     if not any(name.endswith(kind.endings) for name in names):
         raise BadModelDir(
-            f"{file} is of a {names[0]}, which {kind.lacks}; name a model whose architecture ends in "
+            f"{file} describes a {names[0]}, which {kind.lacks}; name a model whose architecture ends in "
             f"{' or '.join(kind.endings)}"
         )
 
 
 def _scaled_positions(config: Mapping[str, Any]) -> int:
-    """Return the length that rotary scaling reaches, 0 without; some models give only the length before scaling."""
+    """Return the length that rotary scaling reaches, or 0."""
+    # Some models put only the length before scaling into max_position_embeddings.
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(scaling, dict):
         return 0
@@ -411,7 +354,7 @@ def _check_tokenizer(path: Path) -> None:
 
 
 def _check_values(path: Path) -> None:
-    """Refuse weights that are not values as they stand: quantized ones, which would be read as raw numbers."""
+    """Refuse quantized weights, which would be read as raw numbers."""
     for name, stored in stored_tensors(path).items():
         if stored.dtype not in FLOATS and not _NOT_WEIGHTS.search(name):
             raise quantized(path, name, f"has elements of type {stored.dtype}")
@@ -420,7 +363,6 @@ def _check_values(path: Path) -> None:
 
 
 def quantized(path: Path, name: str, why: str, *, key: str = POLICY_KEY) -> BadModelDir:
-    """Return the refusal of a tensor that is not a value as it stands."""
     return BadModelDir(
         f"{path} is quantized: {name} {why}, and would be read as a raw number; name the model in bfloat16 or float32",
         key=key,
@@ -428,7 +370,6 @@ def quantized(path: Path, name: str, why: str, *, key: str = POLICY_KEY) -> BadM
 
 
 def untied(path: Path, one: str, other: str, *, key: str = POLICY_KEY) -> BadModelDir:
-    """Return the refusal of two names of one weight under which the files hold different values."""
     return BadModelDir(
         f"{path} holds {one} and, with other values, {other}, which config.json ties (tie_word_embeddings), so one "
         f"would be dropped; set tie_word_embeddings to false there, or remove the tensor that is not the model's",
@@ -437,7 +378,7 @@ def untied(path: Path, one: str, other: str, *, key: str = POLICY_KEY) -> BadMod
 
 
 def _check_tied(path: Path) -> None:
-    """Refuse a head of its own beside `tie_word_embeddings`; where config.json leaves that out, loading does."""
+    # Where config.json leaves it unset, loading decides.
     if read_model_config(path).get("tie_word_embeddings") is not True:
         return
     tensors = stored_tensors(path)
@@ -448,7 +389,7 @@ def _check_tied(path: Path) -> None:
 
 
 def _check_layers(path: Path) -> None:
-    """Refuse a config.json of another depth or size than the weights; what is not plain, loading decides."""
+    """Refuse a config.json whose depth or sizes differ from the weights; unclear cases are left to loading."""
     config = read_model_config(path)
     inner = config.get("text_config")
     part = inner if isinstance(inner, dict) else config
@@ -464,6 +405,7 @@ def _check_layers(path: Path) -> None:
     counts = {key: part[key] for key in _LAYER_COUNTS if type(part.get(key)) is int and part[key] > 0}
     if len(layers) == 1 and counts:
         (numbers,) = layers.values()
+        # The weights may have further layers for multi-token prediction.
         more = part.get("num_nextn_predict_layers")
         most = more if type(more) is int else 0
         if not any({*range(count)} <= numbers <= {*range(count + most)} for count in counts.values()):
@@ -487,11 +429,11 @@ def _check_layers(path: Path) -> None:
 
 
 def _chosen_files(path: Path, *, key: str) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the files that are the model, and, where the index decides, which tensor it puts where."""
+    """Return the model's files and, if the index decides, its map from tensor to file."""
     own = path / WEIGHTS_FILE
     if own.is_file():
         files, weight_map = [WEIGHTS_FILE], {}
-    elif own.is_symlink():  # else an index beside it would decide, unlike where the link was made
+    elif own.is_symlink():  # dangling: without this, an index beside it would silently win
         raise BadModelDir(f"{own} is a link to a file that is not there; download it again", key=key)
     elif (path / INDEX_FILE).is_file():
         weight_map = _read_index(path, key=key)
@@ -525,7 +467,6 @@ def _read_index(path: Path, *, key: str) -> dict[str, str]:
 
 
 def _without_weights(path: Path) -> str:
-    """Return what is wrong with a directory that has neither model.safetensors nor an index."""
     found = sorted(file.name for file in path.glob("*.safetensors"))
     candidates = [name for name in found if not name.startswith("adapter")]
     if len(candidates) == 1:
@@ -546,14 +487,14 @@ def _without_weights(path: Path) -> str:
 
 
 def _check_named_weights(path: Path, chosen: str, *, key: str) -> None:
-    """Refuse a config.json that has transformers read another file."""
-    if not (path / "config.json").is_file():  # of a reference that a run saved
+    """Refuse a config.json that makes transformers read another file."""
+    if not (path / "config.json").is_file():  # a reference model that a run saved
         return
     named = read_object(path / "config.json", "the model's configuration").get("transformers_weights")
     if named not in (None, chosen):
         raise BadModelDir(
-            f"{path / 'config.json'} has transformers read {named!r} (transformers_weights), AsyncFlow reads {chosen}; "
-            f"name the weights {WEIGHTS_FILE}, and remove that key",
+            f"{path / 'config.json'} makes transformers read {named!r} (transformers_weights), AsyncFlow reads "
+            f"{chosen}; name the weights {WEIGHTS_FILE}, and remove that key",
             key=key,
         )
 
@@ -563,7 +504,7 @@ def _read_header(file: Path, *, key: str) -> dict[str, StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="np"):  # compares header and length; numpy: the launcher stays without torch
+        with safe_open(file, framework="np"):  # compares header and file size; numpy keeps torch out of the launcher
             pass
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -591,6 +532,6 @@ def _broken_weights(file: Path, reason: str, *, key: str) -> BadModelDir:
 
 
 def few_of(names: Collection[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return the first few names and how many more there are."""
     more = len(names) - _MOST_NAMED
     return ", ".join(sorted(names)[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

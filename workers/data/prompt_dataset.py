@@ -1,13 +1,12 @@
-"""The prompts of a run, tokenized, in the order in which groups are admitted.
+"""The tokenized prompts of a run, in the order in which groups are admitted.
 
     group id     0 1 2 | 3 4 5 | 6 ...        D = 3 prompts
     epoch        0       1       2
     position     2 0 1   1 2 0   ...          permutation(seed, epoch), or 0 1 2 without shuffle
 
-Group id -> (epoch, position) is a pure function, of a mixture, too (`Mixture`), so a batch that an epoch does not fill
-goes on in the next one, and a resumed run needs nothing but the next group id. A source's tasks (`data.source`) are
-made and tokenized as they are asked for; those of one without an end are taken in their order, as are the rows of a
-feed. Built in the process that admits groups; never scores, never batches.
+Group id -> (epoch, position) is a pure function, also for a mixture (`Mixture`). So a batch may span two epochs, and a
+resumed run needs only the next group id. Tasks of a source (`data.source`) are made and tokenized on demand; endless
+sources and feeds are taken in their own order. Built in the process that admits groups.
 """
 
 import functools
@@ -46,66 +45,44 @@ from workers.settings.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
-_COMPARED = 256
-"""Rows whose tokens are compared with those that were checked before the start."""
-_STREAM = 2**32
-"""Above all seeds: orders of a mixture and of its sources have keys of their own."""
+_COMPARED = 256  # rows whose tokens are compared with those that were checked before the start
+_STREAM = 2**32  # larger than any seed: gives the orders of a mixture and of its sources their own keys
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of one group.
+    """The prompt of one group."""
 
-    Attributes:
-        tokens: int64 [P].
-        ground_truth: as it stands in the file.
-        epoch: number of passes over the data before this one; of a mixture, over the prompt's source.
-        position: index into the prompts that were kept, or of the source's task.
-        text: what was tokenized, templates included.
-        task: the whole row, as JSON text; may be "" where no rollout or reward of the user's gets it.
-        source: of a mixture, its name.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # int64 [P]
     ground_truth: str
-    epoch: int
-    position: int
-    text: str
-    task: str = ""
+    epoch: int  # number of earlier passes over the data (mixture: over the prompt's source)
+    position: int  # index among the prompts that were kept, or of the source's task
+    text: str  # what was tokenized, with templates applied
+    task: str = ""  # the whole row as JSON text; may be "" if no user rollout or reward receives it
     source: str = ""
 
 
 class Prompts(Protocol):
-    """The prompts of a run."""
-
     @property
     def size(self) -> int | None:
-        """How many an epoch has; None: they never end."""
+        """Prompts per epoch; None: they never end."""
 
     def place(self, group: int) -> tuple[int, int]:
-        """Return epoch and position of a group, a pure function of seed and data."""
+        """Return (epoch, position) of a group: a pure function of seed and data."""
 
     def at(self, position: int, *, epoch: int = 0) -> Prompt:
         """Return the prompt at a position."""
 
     def prompt(self, group: int) -> Prompt:
-        """Return the prompt of a group; the same one for the same id, seed and data."""
+        """Return the prompt of a group; deterministic given seed and data."""
 
     def close(self) -> None:
-        """End what makes them; idempotent."""
+        """Release the source of the prompts; idempotent."""
 
 
 def open_prompts(config: RunConfig, run_dir: Path, tokenizer: Any = None) -> Prompts:
-    """Return the prompts that a run trains on; of a feed, those that are there, to be read only.
-
-    Args:
-        config, run_dir: of the run.
-        tokenizer: the model's, if it is loaded already.
-
-    Raises:
-        ConfigError: the data cannot be used.
-        UserCodeFailed: the source failed.
-    """
+    """Return the prompts that a run trains on; those of a feed are a read-only view of the rows put so far. Raises
+    ConfigError if the data cannot be used, UserCodeFailed if the source failed."""
     data, model_dir, own = config.data, Path(config.model.path), config.rollout.is_own
     if data.source is None:
         rows = read_data(data, own_rollout=own)
@@ -121,24 +98,14 @@ def open_prompts(config: RunConfig, run_dir: Path, tokenizer: Any = None) -> Pro
 
 
 class PromptTokens:
-    """Renders rows and tokenizes them, as `data` says.
+    """Renders and tokenizes rows according to `data`.
 
-    A rollout of the user's makes its own prompts. Its rows keep the text of their prompt field, without templates and
-    of any length, for the reward and the ledger; where there is none, one end mark.
+    A user's rollout function (`own_rollout`) makes its own prompts. Its rows keep the plain text of the prompt field,
+    without templates and of any length, for the reward and the ledger; a row without one gets a single end token.
+    Raises ConfigError if there is no tokenizer or no chat template.
     """
 
     def __init__(self, config: DataConfig, *, model_dir: Path, own_rollout: bool, tokenizer: Any = None) -> None:
-        """Load the tokenizer.
-
-        Args:
-            config: how rows become prompts.
-            model_dir: whose tokenizer.
-            own_rollout: a rollout of the user's takes the rows.
-            tokenizer: the model's, if it is loaded already.
-
-        Raises:
-            ConfigError: there is none, or it has no chat template.
-        """
         check_templates(config)
         self.config = config
         self._chat = config.chat_template and not own_rollout
@@ -150,7 +117,6 @@ class PromptTokens:
             raise missing_chat_template(model_dir)
 
     def of(self, rows: Sequence[PromptRow]) -> tuple[list[str], list[list[int]]]:
-        """Return text and tokens of each row."""
         texts = [self._render(row) for row in rows]
         tokens = self._tokenizer(texts, add_special_tokens=not self._chat)["input_ids"]
         self._compare(texts[:_COMPARED], tokens)
@@ -159,11 +125,8 @@ class PromptTokens:
         return texts, tokens
 
     def _compare(self, texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
-        """Refuse, with the first rows and some texts of our own, a tokenizer that is not the one which was checked.
-
-        Raises:
-            ConfigError: transformers makes other tokens than tokenizer.json says.
-        """
+        """Refuse a transformers tokenizer that differs from tokenizer.json, which was checked before the start."""
+        # Once per run: with the first rows, and with some texts of our own.
         raw, self._raw = self._raw, None
         if raw is None:
             return
@@ -181,15 +144,10 @@ class PromptTokens:
                 )
 
     def fits(self, row: PromptRow, num_tokens: int) -> bool:
-        """Return whether a prompt is trained on; see `check_fit`."""
         return self.own_rollout or check_fit(row, num_tokens, self.config)
 
     def check_end(self, row: PromptRow, tokens: Sequence[int]) -> None:
-        """Refuse a prompt that was made while the run goes on, and ends with a token that ends responses.
-
-        Raises:
-            ConfigError: it does.
-        """
+        """Raise ConfigError for a prompt, made during the run, that ends with a token that ends responses."""
         if not self.own_rollout and tokens[-1] in eos_token_ids(self._model_dir):
             end = f"{self._tokenizer.convert_ids_to_tokens(tokens[-1])} ({tokens[-1]})"
             raise ending_text(row.where(self.config), end)
@@ -208,8 +166,13 @@ class PromptTokens:
 class PromptDataset:
     """D tokenized prompts and their order.
 
-    Attributes:
-        num_skipped: prompts left out because they are longer than `max_prompt_tokens`.
+    Args:
+        rows: from `read_data`.
+        own_rollout: a user's rollout function takes the rows.
+        with_tasks: keep whole rows (`Prompt.task`).
+
+    `num_skipped`: prompts left out because they are longer than `max_prompt_tokens`. Raises ConfigError if a prompt has
+    no tokens, is too long and `overlong` is `reject`, or all are too long.
     """
 
     def __init__(
@@ -223,19 +186,6 @@ class PromptDataset:
         with_tasks: bool = False,
         tokenizer: Any = None,
     ) -> None:
-        """Tokenize all rows.
-
-        Args:
-            rows: of `read_data`.
-            model_dir: whose tokenizer and chat template apply.
-            seed: of the order.
-            own_rollout: a rollout of the user's takes the rows.
-            with_tasks: keep whole rows.
-            tokenizer: the model's, if it is loaded already.
-        Raises:
-            ConfigError: a prompt is too long and `overlong` is `reject`, all prompts are too long, a prompt gives no
-                tokens, or the tokenizer has no chat template.
-        """
         self._config = config
         self._seed = seed
         maker = PromptTokens(config, model_dir=model_dir, own_rollout=own_rollout, tokenizer=tokenizer)
@@ -248,7 +198,7 @@ class PromptDataset:
         self._mixture = Mixture(config.block, sizes, seed=seed, shuffle=shuffle) if config.mixture else None
         if self.num_skipped:
             logger.warning(
-                "%d of %d prompts are longer than data.max_prompt_tokens = %d and left out",
+                "%d of %d prompts are longer than data.max_prompt_tokens = %d and are skipped",
                 self.num_skipped, len(rows), config.max_prompt_tokens,
             )  # fmt: skip
         self._texts = [texts[i] for i in kept]
@@ -259,28 +209,23 @@ class PromptDataset:
         self._sources = [names[rows[i].part] for i in kept]
 
     def __len__(self) -> int:
-        """Return D, the number of prompts of one epoch."""
         return len(self._texts)
 
     @property
     def size(self) -> int:
-        """D."""
         return len(self)
 
     def place(self, group: int) -> tuple[int, int]:
-        """Return epoch and position of a group."""
         if self._mixture is not None:
             return self._mixture.place(group)
         return _place(group, len(self), seed=self._seed, shuffle=self._config.shuffle)
 
     def at(self, position: int, *, epoch: int = 0) -> Prompt:
-        """Return the prompt at a position."""
         tokens = torch.from_numpy(self._tokens[position].astype(np.int64))
         task, truth = self._tasks[position], self._ground_truths[position]
         return Prompt(tokens, truth, epoch, position, self._texts[position], task, self._sources[position])
 
     def prompt(self, group: int) -> Prompt:
-        """Return the prompt of a group; the same one for the same id, seed and data."""
         epoch, position = self.place(group)
         return self.at(position, epoch=epoch)
 
@@ -289,36 +234,22 @@ class PromptDataset:
 
 
 class SourcePrompts:
-    """The tasks of a source, tokenized as they are asked for. Used by one thread.
-
-    Attributes:
-        size: tasks of an epoch; None: they never end, and group g has task g.
-    """
+    """The tasks of a source, tokenized on demand. For one thread; closes the source. `size`: tasks per epoch; None:
+    endless, so that group g has task g and `shuffle` does not apply."""
 
     def __init__(self, source: TaskSource, tokens: PromptTokens, *, seed: int, shuffle: bool) -> None:
-        """Args:
-        source: closed with this.
-        tokens: of its rows.
-        seed: of the order.
-        shuffle: each epoch has an order of its own; not without an end.
-        """
         self._source, self._tokens = source, tokens
         self._seed, self._shuffle = seed, shuffle
         self.size = source.size
 
     def place(self, group: int) -> tuple[int, int]:
-        """Return epoch and index of a group's task."""
         if self.size is None:
             return 0, group
         return _place(group, self.size, seed=self._seed, shuffle=self._shuffle)
 
     def at(self, position: int, *, epoch: int = 0) -> Prompt:
-        """Make a task.
-
-        Raises:
-            UserCodeFailed: the source failed.
-            ConfigError: the task lacks its prompt or its ground truth, or is too long.
-        """
+        """Make a task; raises UserCodeFailed if the source fails, ConfigError if the task lacks a field or is
+        too long."""
         row = self._source.row(position)
         (text,), (tokens,) = self._tokens.of([row])
         self._tokens.fits(row, len(tokens))
@@ -326,61 +257,46 @@ class SourcePrompts:
         return Prompt(torch.tensor(tokens, dtype=torch.int64), row.ground_truth, epoch, position, text, row.task)
 
     def prompt(self, group: int) -> Prompt:
-        """Return the prompt of a group; see `at`."""
         epoch, position = self.place(group)
         return self.at(position, epoch=epoch)
 
     def close(self) -> None:
-        """End the source; idempotent."""
         self._source.close()
 
 
 class FedPrompts:
-    """The rows of a feed, tokenized as they are asked for: group g has row g. Thread-safe.
+    """The rows of a feed, tokenized on demand: group g has row g. Thread-safe; closes `rows`.
 
-    What replaces a group after the feed's end may need one more: from the first row on again.
+    After the feed's end, a group that replaces another may need one more row: then rows repeat from the first.
 
-    Attributes:
-        rows: closed with this.
-        size: None, also after the end.
+    `size`: None, even after the end.
     """
 
     def __init__(self, rows: FeedFile, tokens: PromptTokens) -> None:
-        """Args:
-        rows: of the feed.
-        tokens: of its rows.
-        """
         self.rows = rows
         self.size: int | None = None
         self._tokens = tokens
-        self._lock = threading.Lock()  # of a tokenizer, which is no thread's alone
+        self._lock = threading.Lock()  # several threads share the tokenizer
 
     def place(self, group: int) -> tuple[int, int]:
-        """Return 0 and the group's row; after all rows of a feed that has ended, 1 and the first ones again."""
+        """Return (0, row), or (1, row from the start) beyond the last row of a feed that has ended."""
         fed = self.rows.fed
         return divmod(group, fed.num_rows) if fed.ended else (0, group)
 
     def at(self, position: int, *, epoch: int = 0) -> Prompt:
-        """Return the prompt of a row that is there."""
         (row,), (text,), (tokens,) = self._tokenized([self.rows.row(position)])
         return Prompt(torch.tensor(tokens, dtype=torch.int64), row.ground_truth, epoch, position, text, row.task)
 
     def prompt(self, group: int) -> Prompt:
-        """Return the prompt of a group whose row is there."""
         epoch, position = self.place(group)
         return self.at(position, epoch=epoch)
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse a put of which a row cannot be trained on.
-
-        Raises:
-            ConfigError: one lacks its prompt or its ground truth, or has no tokens or too many.
-        """
+        """Raise ConfigError if a row of a put lacks its prompt or ground truth, or has no tokens or too many."""
         if rows:
             self._tokenized(rows)
 
     def close(self) -> None:
-        """Close the file; idempotent."""
         self.rows.close()
 
     def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[PromptRow], list[str], list[list[int]]]:
@@ -398,28 +314,28 @@ class FedPrompts:
 
 
 class Mixture:
-    """Which row a group has where several sources have weights.
+    """Maps groups to rows when several sources have weights.
 
-        block 0                     block 1: `BLOCK` groups; each source has its number of them in every block
-        0 1 0 0 2 0 1 0 0 0 ...     0 0 1 2 ...           which source: in a permutation of the block's own
-        | |   |   '- row 0 of epoch 0 of source 2          each source goes through its rows as a file alone does
+        block 0                     block 1: `BLOCK` groups; each source has its fixed number of them in every block
+        0 1 0 0 2 0 1 0 0 0 ...     0 0 1 2 ...           source of each group, permuted per block
+        | |   |   '- row 0 of epoch 0 of source 2          each source goes through its rows like a single file
 
-    Nothing is drawn, so the share of a source is exact, and group g is computed without those before it.
+    Nothing is drawn at random: shares are exact, and a group's row is computed without those before it.
+
+    Args:
+        block: groups of each source in a block.
+        sizes: rows of each source; sources are concatenated.
+        shuffle: if false, sources take turns as evenly as possible, each in file order.
     """
 
     def __init__(self, block: Sequence[int], sizes: Sequence[int], *, seed: int, shuffle: bool) -> None:
-        """Args:
-        block: groups of each source in a block.
-        sizes: rows of each source; they lie one source after the other.
-        seed: of all orders.
-        shuffle: else sources take turns as evenly as their numbers let them, in file order each.
-        """
         self._block, self._sizes, self._seed, self._shuffle = block, sizes, seed, shuffle
+        # Place the k-th turn of a source at (k + 0.5) / its number of turns, and sort: an even spread.
         turns = np.concatenate([(np.arange(number) + 0.5) / number for number in block])
         self._turns = np.repeat(np.arange(len(block)), block)[np.argsort(turns, kind="stable")]
 
     def place(self, group: int) -> tuple[int, int]:
-        """Return the pass over its source, and the position, of a group's row."""
+        """Return (passes over the source so far, position) of a group's row."""
         number, slot = divmod(group, BLOCK)
         parts = self._turns
         if self._shuffle:
@@ -438,10 +354,8 @@ def _place(group: int, size: int, *, seed: int, shuffle: bool) -> tuple[int, int
 
 @functools.lru_cache(maxsize=16)
 def epoch_order(seed: int, epoch: int, num_prompts: int) -> NDArray[np.int64]:
-    """Return a permutation of `num_prompts` positions, a pure function of its arguments.
-
-    Sorts Philox's raw output, which numpy promises never to change; `Generator.permutation` may change.
-    """
+    """Return a permutation of `num_prompts` positions, a pure function of its arguments."""
     key = np.array([seed, epoch], dtype=np.uint64)
+    # numpy promises never to change Philox's raw output; `Generator.permutation` may change.
     draws = np.asarray(np.random.Philox(key=key).random_raw(num_prompts))
     return np.argsort(draws, kind="stable")

@@ -1,8 +1,7 @@
-"""Reads data rows from files: a prompt and its ground truth, or whatever a rollout of the user's takes. Torch-free:
-`--dry-run` and workers read the same way.
+"""Reads rows of data files: a prompt with its ground truth, or whatever fields a user's rollout function takes.
 
-Never tokenizes: that is `workers.data.prompt_dataset`. What lies on the Hub is a file before a run starts
-(`launcher.config.hub`).
+Torch-free, so that `--dry-run` and workers read alike. Tokenizing is left to `workers.data.prompt_dataset`; Hub data
+sets have become local files before a run starts (`launcher.config.hub`).
 """
 
 import csv
@@ -40,35 +39,27 @@ _ABSENT: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One row of the file, or one task of a source.
+    """One row of a file, or one task of a source."""
 
-    Attributes:
-        prompt: text, or messages, of the prompt field, before any template.
-        ground_truth: text of its field as it is (GSM8K: the whole solution); a number as Python writes it; "":
-            the data have none.
-        line: line of a JSONL file, else the row's number, from 1; or the task's index.
-        fields: all that it has, in its order.
-        part: source of the mixture.
-    """
-
-    prompt: str | list[Message]
+    prompt: str | list[Message]  # text or messages, before any template
+    # The field's text as it is (GSM8K: the whole solution), a number as Python prints it, or "" if the data have none
     ground_truth: str
-    line: int
-    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    part: int = 0
+    line: int  # 1-based line of a JSONL file, otherwise the 1-based row number, or the index of the task
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all fields, in file order
+    part: int = 0  # index of the source within the mixture
 
     def where(self, config: DataConfig) -> str:
-        """Return where it is, for messages."""
+        """Return the row's location, for messages."""
         return config.place(self.line, self.part)
 
     @property
     def task(self) -> str:
-        """All fields, as JSON text: what rollouts and rewards of the user's get."""
+        """All fields as JSON text: what user rollouts and rewards receive."""
         return msgspec.json.encode(self.fields).decode()
 
 
 def read_data(config: DataConfig, *, key: str = "data.path", own_rollout: bool = False) -> list[PromptRow]:
-    """Read all rows of the file, or of the mixture, source after source; see `read_prompt_rows`."""
+    """Read all rows of the file, or of the mixture source by source; see `read_prompt_rows`."""
     rows: list[PromptRow] = []
     for part, one in enumerate(config.parts()):
         name = f"data.mixture.{part}.path" if config.mixture else key
@@ -79,22 +70,19 @@ def read_data(config: DataConfig, *, key: str = "data.path", own_rollout: bool =
 def read_prompt_rows(
     path: Path, config: DataConfig, *, key: str = "data.path", own_rollout: bool = False, part: int = 0
 ) -> list[PromptRow]:
-    """Read all rows of a file; blank lines are passed over.
+    """Read all rows of a file, skipping blank lines.
 
     Args:
-        path: the file.
-        config: its fields and templates.
-        key: of the setting that names the file, for errors.
-        own_rollout: a rollout of the user's gets the rows, so that any object will do.
-        part: source of the mixture.
+        key: the setting that names the file, for errors.
+        own_rollout: a user's rollout function gets the rows, so any JSON object is valid.
+        part: index of the source within the mixture.
 
-    Raises:
-        ConfigError: the file cannot be read (Parquet: here) or holds no rows; a row is malformed or lacks a field (with
-            file:line); or the `data` section contradicts itself.
+    Raises ConfigError if the file is unreadable (Parquet: as a whole) or has no rows; a row is malformed or lacks a
+    field (with file:line); or the `data` section contradicts itself.
     """
     check_templates(config)
     if path.exists() and not path.is_file():
-        what = "a directory" if path.is_dir() else "not a regular file, and every start reads it again"
+        what = "a directory" if path.is_dir() else "not a regular file, though every start must read it again"
         raise ConfigError(f"{key}: {path} is {what}; name a file of rows")
     try:
         content = path.read_bytes()
@@ -107,12 +95,13 @@ def read_prompt_rows(
             raise ConfigError(f"{where}: the row is {kind_of(fields)}, not a JSON object; write one object a line")
         rows.append(as_row(fields, number, config, own_rollout=own_rollout, where=where, part=part))
     if not rows:
-        raise ConfigError(f"{key}: {path} holds no rows; put some into it")
+        raise ConfigError(f"{key}: {path} holds no rows; add some")
     return rows
 
 
 def _all_fields(path: Path, content: bytes, key: str, config: DataConfig) -> Iterator[tuple[int, Any]]:
-    """Yield each row of a file, with the number of its line, or of the row where a row is not a line."""
+    """Yield (line number, or row number if rows are not lines; row)."""
+    # The content takes precedence over the file's name: JSON Lines may be called .csv.
     content = content.removeprefix(BYTE_ORDER_MARK)
     start = content[:64].lstrip()
     if start.startswith(b"PAR1"):
@@ -146,7 +135,9 @@ def _parquet(path: Path, content: bytes, key: str, config: DataConfig) -> list[A
             raise ConfigError(f"{path}: two columns are called {twice!r}; rename one")
         table = parquet.read_table(pyarrow.BufferReader(content))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {path} is not a whole Parquet file: {one_line(error)}; get it again") from error
+        raise ConfigError(
+            f"{key}: {path} is not a complete Parquet file: {one_line(error)}; download it again"
+        ) from error
     given = {name for name in (config.prompt_field, config.ground_truth_field) if name is not None}
     given |= {name.partition(".")[0] for name in given}
     columns: dict[str, list[Any]] = {
@@ -156,21 +147,14 @@ def _parquet(path: Path, content: bytes, key: str, config: DataConfig) -> list[A
 
 
 def _values(column: Any, where: str, *, named: bool) -> list[Any]:
-    """Return a column's values as Python has them, decimal numbers as texts.
-
-    Its times have microseconds; finer ones of Arrow are texts, and durations numbers of nanoseconds. Times of an
-    unknown zone, and dates that Python has not, are the numbers of the file.
-
-    Args:
-        column: of Arrow.
-        where: begins errors.
-        named: a setting names it, so that such a number would be taken for a ground truth.
-
-    Raises:
-        ConfigError: there is no such value in Python.
-    """
+    """Convert an Arrow column to Python values; refuse it if Python cannot represent one."""
     import pyarrow as pa
 
+    # From the nicest to the most tolerant: Python times in microseconds; text for times finer than that (durations
+    # become
+    # nanoseconds); raw numbers for unknown time zones and for dates outside of Python's range. A column that a
+    # setting
+    # names never falls back to raw numbers, since these would pass for a ground truth.
     kinds = [
         _with_times(column.type, pa.timestamp("us"), pa.time64("us"), pa.duration("us")),
         _with_times(column.type, pa.string(), pa.string(), pa.int64()),
@@ -189,14 +173,14 @@ def _values(column: Any, where: str, *, named: bool) -> list[Any]:
     raise ConfigError(f"{where} cannot be read: {reason}; save the column as text") from failed
 
 
-_OUT_OF_RANGE = "<value out of range"
-"""In a text that Arrow writes for a time before the year -32767 or after 32767."""
+_OUT_OF_RANGE = "<value out of range"  # Arrow writes this in place of a time before the year -32767 or after 32767
 
 
 def _without_decimals(value: Any) -> Any:
-    """Return a value whose decimal numbers are texts with all their digits (`str` has 0E-10), at any depth."""
+    """Replace decimals by text with all digits, at any depth."""
     match value:
         case Decimal():
+            # `str` would write 0E-10.
             return format(value, "f")
         case dict():
             return {name: _without_decimals(inner) for name, inner in value.items()}
@@ -206,7 +190,7 @@ def _without_decimals(value: Any) -> Any:
 
 
 def _with_times(kind: Any, timestamp: Any, time: Any, duration: Any) -> Any:
-    """Return a type of Arrow with other types for its times, at any depth; numbers for timestamps: for dates, too."""
+    """Replace the time types inside an Arrow type, at any depth; an integer `timestamp` also replaces dates."""
     import pyarrow as pa
 
     def inner(of: Any) -> Any:
@@ -243,18 +227,17 @@ def _table(path: Path, content: bytes) -> Iterator[dict[str, str]]:
             raise ConfigError(f"{path}: the header has a name twice: {', '.join(names)}; rename one")
         for number, row in enumerate(reader, start=1):
             if None in row or None in row.values():
-                raise ConfigError(f"{path}:{number}: the row has not as many fields as the header; correct it")
+                raise ConfigError(
+                    f"{path}:{number}: the row and the header differ in their numbers of fields; correct it"
+                )
             yield row
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not a table of text: {error}; save it as UTF-8 with a header") from error
 
 
 def data_hash(path: Path) -> str:
-    """Return the xxh3-64 of a file's content as 16 hex digits: which prompts a group has follows from it.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Return the xxh3-64 of a file (16 hex digits), which decides the prompts of each group; ConfigError if
+    unreadable."""
     try:
         return content_hash(path)
     except OSError as error:
@@ -262,7 +245,7 @@ def data_hash(path: Path) -> str:
 
 
 def check_templates(config: DataConfig) -> None:
-    """Raise ConfigError when the fields around the prompt contradict each other."""
+    """Raise ConfigError if the template settings contradict each other."""
     if PLACEHOLDER not in config.prompt_template:
         raise ConfigError(
             f"data.prompt_template: {config.prompt_template!r} lacks {PLACEHOLDER}, where the prompt goes; put it in"
@@ -274,13 +257,12 @@ def check_templates(config: DataConfig) -> None:
 
 
 def plain_text(prompt: str | list[Message], config: DataConfig) -> str:
-    """Return the prompt inside `prompt_template`."""
     assert isinstance(prompt, str), "messages need a chat template"
     return config.prompt_template.replace(PLACEHOLDER, prompt)
 
 
 def conversation(prompt: str | list[Message], config: DataConfig) -> list[Message]:
-    """Return the messages that a chat template renders."""
+    """Return the messages for the chat template."""
     *before, last = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [*before, {**last, "content": plain_text(last["content"], config)}]
     if config.system_prompt is not None and messages[0]["role"] != "system":
@@ -289,16 +271,13 @@ def conversation(prompt: str | list[Message], config: DataConfig) -> list[Messag
 
 
 def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
-    """Return whether a prompt of `num_tokens` is trained on.
-
-    Raises:
-        ConfigError: it gives no tokens, or is too long and `overlong` is `reject`, or a source made it.
-    """
+    """Return whether a prompt of `num_tokens` is used. Raises ConfigError if it has no tokens, or is too long and
+    `overlong` is `reject` or a source made it."""
     if num_tokens == 0:
         raise ConfigError(
             f"{row.where(config)}: the prompt gives no tokens (the tokenizer knows none of it); remove the row"
         )
-    of_source = config.source is not None  # its group would have no prompt
+    of_source = config.source is not None  # never skipped: its group would have no prompt
     if num_tokens > config.max_prompt_tokens and (of_source or config.overlong == "reject"):
         advice = "shorten the prompt, or set data.overlong to skip"
         if of_source:
@@ -311,12 +290,7 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
 
 
 def ending_text(where: str, end: str) -> ConfigError:
-    """Return the error for a prompt that ends itself.
-
-    Args:
-        where: it is.
-        end: the token.
-    """
+    """Return the error for a prompt whose own text ends with `end`, a token that ends responses."""
     return ConfigError(
         f"{where}: the prompt's text ends with {end}, which ends a response, so none could begin; take it out of the "
         f"text"
@@ -324,7 +298,7 @@ def ending_text(where: str, end: str) -> ConfigError:
 
 
 def check_left(rows: Iterable[PromptRow], left: Collection[int], config: DataConfig) -> None:
-    """Raise ConfigError where all of the data are too long, or all of a source of the mixture: it is not in `left`."""
+    """Raise ConfigError if no prompt of some source is short enough, i.e. its part is missing from `left`."""
     for part, one in enumerate(config.parts()):
         if part not in left:
             raise ConfigError(
@@ -336,18 +310,15 @@ def check_left(rows: Iterable[PromptRow], left: Collection[int], config: DataCon
 def as_row(
     fields: dict[str, Any], line: int, config: DataConfig, *, own_rollout: bool, where: str, part: int = 0
 ) -> PromptRow:
-    """Return a row, from what a line of the file or a source says.
+    """Return a row from the fields of a line or a task.
 
     Args:
-        fields: all that it has.
-        line: number of the line, or index of the task.
-        config: names prompt and ground truth.
-        own_rollout: a rollout of the user's gets the row: any prompt and ground truth will do, or none.
-        where: begins errors.
-        part: source of the mixture.
+        line: line number, or index of the task.
+        own_rollout: a user's rollout function gets the row: prompt and ground truth may be anything, or absent.
+        where: location that errors begin with.
+        part: index of the source within the mixture.
 
-    Raises:
-        ConfigError: it lacks the prompt or the ground truth.
+    Raises ConfigError if the prompt or the ground truth is missing or of the wrong type.
     """
     if own_rollout:
         prompt, ground_truth = (
@@ -374,7 +345,7 @@ def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str
     if isinstance(ground_truth, int | float | Decimal) and _is_number(ground_truth):
         try:
             ground_truth = format(ground_truth, "f") if type(ground_truth) is Decimal else str(ground_truth)
-        except ValueError as error:  # Python writes no more digits
+        except ValueError as error:  # Python limits the digits of an integer that it prints
             raise ConfigError(
                 f"{where}: {config.ground_truth_field!r} is a number of more than {sys.get_int_max_str_digits()} "
                 f"digits; write it as text"
@@ -388,12 +359,12 @@ def _prompt_and_ground_truth(row: dict[str, Any], config: DataConfig, where: str
 
 
 def _is_number(value: float | Decimal) -> bool:
-    """Return whether it is one that has digits: no truth value, infinity or NaN."""
+    """Return whether `value` has digits: booleans, infinities and NaN do not."""
     return type(value) is int or (type(value) in (float, Decimal) and math.isfinite(value))
 
 
 def field_of(row: Mapping[str, Any], name: str, default: Any = _ABSENT) -> Any:
-    """Return a field of a row; `reward_model.ground_truth` is one inside of another, unless a field is called so."""
+    """Return a field of a row; `a.b` is field b inside of a, unless the row has a field called "a.b"."""
     if name in row:
         return row[name]
     value: Any = row
@@ -405,14 +376,10 @@ def field_of(row: Mapping[str, Any], name: str, default: Any = _ABSENT) -> Any:
 
 
 def _messages(messages: list[Any], config: DataConfig, where: str) -> list[Message]:
-    """Return messages whose contents are texts; those of parts (`{type: text, text: ...}`) are joined.
-
-    Raises:
-        ConfigError: no chat template answers them.
-    """
+    """Check messages and join contents that consist of parts (`{type: text, text: ...}`)."""
     what = f"{where}: {config.prompt_field!r}"
     if not config.chat_template:
-        raise ConfigError(f"{what} is a list, of messages; set data.chat_template to true, or name a text")
+        raise ConfigError(f"{what} is a list (of messages); set data.chat_template to true, or name a text")
     joined = [{**one, "content": _content(one.get("content"))} if isinstance(one, dict) else one for one in messages]
     texts = (isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
              for one in joined)  # fmt: skip
@@ -422,14 +389,14 @@ def _messages(messages: list[Any], config: DataConfig, where: str) -> list[Messa
             f"text; correct the row"
         )
     if joined[-1]["role"] == "assistant":
-        raise ConfigError(f"{what} ends with the assistant's message; end with what it answers")
+        raise ConfigError(f"{what} ends with the assistant's message; end with a message for it to answer")
     if not joined[-1]["content"].strip():
         raise ConfigError(f"{what} ends with an empty message; remove the row or write a prompt")
     return joined
 
 
 def _content(content: object) -> object:
-    """Return the text of a content that is a list of text parts, and anything else as it is."""
+    """Join a list of text parts; return any other content unchanged."""
     if not isinstance(content, list) or not content:
         return content
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
@@ -455,50 +422,40 @@ def _refuse_missing(row: dict[str, Any], where: str, config: DataConfig) -> NoRe
 
 
 def _paths_of(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields of a row, those inside of others by their paths."""
+    """Yield the names of all fields, nested ones (one level) as dotted paths."""
     for name, value in row.items():
         yield from (f"{name}.{inner}" for inner in value) if isinstance(value, dict) and value else (name,)
 
 
 def kind_of(value: object) -> str:
-    """Return what a value of JSON or Parquet is, in words."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "null" if value is None else f"of type {type(value).__name__}")
 
 
-# Checks, before a run starts, that its prompts will be accepted, that the tokenizer knows them, and that a response
-# can begin behind them and end. Torch-free.
-#
-# `--dry-run` and the start call it. `workers.data.prompt_dataset` makes the prompts of the run; the tokenizer is the
-# same (`workers.data.tokenizer`), so what is checked and shown is what the model gets.
+# Checks before a run starts (and in `--dry-run`): prompts are accepted, the tokenizer can represent them, and a
+# response can begin after them and end. `workers.data.prompt_dataset` makes the prompts of the run with the same
+# tokenizer (`workers.data.tokenizer`), so what is checked and shown is what the model gets.
 
 CHUNK = 256
-"""Prompts tokenized together. Those of the first chunk also go back to text."""
+"""Prompts tokenized together. Those of the first chunk are also decoded and compared."""
 MAX_LOST = 0.1
-"""Share of a prompt's characters that a tokenizer may lose."""
+"""Share of a prompt's characters that may be lost by encoding and decoding."""
 MAX_LOST_SPACES = 0.5
-"""Share of the places with spaces that it may lose: some write several as one, or none at an end."""
+"""The same for runs of white space: some tokenizers merge spaces, or drop them at the ends."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ShownPrompt:
-    """The first prompt of a file as the model gets it.
+    """The first prompt of a file as the model gets it."""
 
-    Attributes:
-        text: templates included.
-        ground_truth: of its row.
-        num_tokens: of the text; None: a rollout of the user's makes its own.
-        num_kept: prompts of the file that are short enough; None: not all were looked at.
-    """
-
-    text: str
+    text: str  # with templates applied
     ground_truth: str
-    num_tokens: int | None
-    num_kept: int | None = None
+    num_tokens: int | None  # of `text`; None: the user's rollout function makes its own prompt
+    num_kept: int | None = None  # how many prompts of the file are short enough; None: not all were checked
 
 
 @dataclass(frozen=True)
@@ -511,22 +468,15 @@ class _Sample:
 def check_prompts(
     rows: list[PromptRow], config: DataConfig, *, model_dir: Path, tokenizer: ModelTokenizer | None = None
 ) -> ShownPrompt:
-    """Check the chat template, the number of tokens, and whether they are the prompts'; return the first prompt.
+    """Check the chat template, the lengths, and that tokens represent their prompts; return the first prompt.
 
-    With `overlong: reject` every prompt counts, and for a sampler, which is told how many are left. Else the check ends
-    with the first chunk in which one is short enough.
+    All prompts are checked for `overlong: reject`, and for a sampler, which needs to know how many remain. Otherwise
+    the check stops at the first chunk after which every source has a prompt that fits.
 
-    Args:
-        rows: of the file.
-        config: how they become prompts.
-        model_dir: whose tokenizer.
-        tokenizer: the model's, if it is open already: its child takes a second to start.
-
-    Raises:
-        ConfigError: no chat template though `chat_template` is true, one that renders the same messages in two ways, a
-            prompt is too long and `overlong` is `reject`, all prompts are too long, a prompt gives no tokens or one
-            that the model does not have, loses characters or spaces, ends with a token that ends responses or begins
-            with the first token twice, or no response can end.
+    `tokenizer`: one that is already open, since starting its child process takes a second. Raises ConfigError if the
+    template is missing or renders at random; a prompt is too long under `overlong: reject`, or all are; a prompt has no
+    tokens or ones that the model lacks, loses characters or spaces, ends with a token that ends responses, or begins
+    with BOS twice; or no response could end.
     """
     check_templates(config)
     if tokenizer is None:
@@ -536,11 +486,7 @@ def check_prompts(
 
 
 def check_ends(config: DataConfig, tokenizer: ModelTokenizer) -> None:
-    """Check, where no prompt is there yet, that a response can end.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError unless a response can end; for when there are no prompts yet."""
     _Borders(tokenizer, config)
 
 
@@ -558,6 +504,7 @@ def _check(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer)
         for sample in kept:
             borders.check(sample)
         num_kept, left = num_kept + len(kept), left | {sample.row.part for sample in kept}
+        # Each source has a prompt that fits.
         if len(left) == len(config.parts()) and not all_count:
             break
     borders.check_texts(rows)
@@ -567,7 +514,6 @@ def _check(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer)
 
 
 def _samples(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer) -> Iterator[list[_Sample]]:
-    """Yield all rows with their texts and tokens, a chunk at a time."""
     rest = iter(rows)
     while chunk := list(islice(rest, CHUNK)):
         texts = _render(chunk, config, tokenizer)
@@ -582,7 +528,7 @@ def _render(rows: list[PromptRow], config: DataConfig, tokenizer: ModelTokenizer
 
 
 def _check_tokens(samples: list[_Sample], config: DataConfig, model_dir: Path) -> None:
-    """Refuse tokens for which the model has no embedding."""
+    """Refuse tokens that have no embedding in the model."""
     size = vocabulary_size(model_dir)
     for sample in samples:
         if size is not None and max(sample.tokens) >= size:
@@ -594,7 +540,7 @@ def _check_tokens(samples: list[_Sample], config: DataConfig, model_dir: Path) -
 
 
 def _check_rendering(samples: list[_Sample], config: DataConfig, tokenizer: ModelTokenizer) -> None:
-    """Refuse a template that draws: a group would have another prompt after a restart."""
+    """Refuse a template that renders at random: a group's prompt would change after a restart."""
     if not config.chat_template:
         return
     again = _render([sample.row for sample in samples], config, tokenizer)
@@ -608,7 +554,7 @@ def _check_rendering(samples: list[_Sample], config: DataConfig, tokenizer: Mode
 
 
 def _check_texts(samples: list[_Sample], config: DataConfig, tokenizer: ModelTokenizer) -> None:
-    """Refuse a tokenizer that cannot say the prompts: the model would be asked something else."""
+    """Refuse a tokenizer that cannot represent the prompts: the model would be asked something else."""
     decoded = tokenizer.decode([sample.tokens for sample in samples])
     for sample, text in zip(samples, decoded, strict=True):
         given = _characters(sample.text)
@@ -626,25 +572,21 @@ def _check_texts(samples: list[_Sample], config: DataConfig, tokenizer: ModelTok
 
 
 def _characters(text: str) -> Counter[str]:
-    """Count a text's characters, but for spaces, case and accents: tokenizers that change these know the text."""
+    """Count characters, ignoring white space, case and accents, which tokenizers may normalize."""
     plain = unicodedata.normalize("NFKD", text.casefold())
     return Counter(char for char in plain if not char.isspace() and not unicodedata.combining(char))
 
 
 def _num_spaces(text: str) -> int:
-    """Count the places where spaces or lines part what a text says."""
+    """Count the runs of white space inside of a text."""
     return len(re.findall(r"\s+", text.strip()))
 
 
 class _Borders:
-    """Whether a response can begin behind a prompt, and end: how prompts begin and end, and what ends responses."""
+    """Checks how prompts begin and end, and that some token ends responses (else the constructor raises
+    ConfigError)."""
 
     def __init__(self, tokenizer: ModelTokenizer, config: DataConfig) -> None:
-        """Look at the tokens that end responses.
-
-        Raises:
-            ConfigError: the tokenizer has none of them.
-        """
         self._tokenizer, self._config = tokenizer, config
         self._marks = tokenizer.marks()
         ends = eos_token_ids(tokenizer.model_dir)
@@ -665,18 +607,18 @@ class _Borders:
         if meant is not None and meant not in self._ends:
             who = "the chat template ends an answer with" if self._tokenizer.chat else "the tokenizer's eos_token is"
             logger.warning(
-                "model.path: %s %s, which ends no response here: eos_token_id of %s is %s (%s); unless that is what "
-                "the model says at an end, add %d in generation_config.json",
+                "model.path: %s %s, which ends no response here: eos_token_id of %s is %s (%s); unless the "
+                "model ends its responses with one of these, add %d in generation_config.json",
                 who, self._named(meant), model_dir, ", ".join(map(str, self._ends)), ", ".join(self._ends.values()),
                 meant,
             )  # fmt: skip
 
     def check(self, sample: _Sample) -> None:
-        """Refuse a prompt behind which there is nothing to say, and one that begins twice."""
+        """Refuse a prompt after which no response can begin, and one that begins with two BOS tokens."""
         tokens, bos, config = sample.tokens, self._marks["bos"], self._config
         where, model_dir = sample.row.where(config), self._tokenizer.model_dir
         end = tokens[-1] if tokens[-1] in self._ends else None
-        if end is None and config.chat_template:  # many write a line's end behind it
+        if end is None and config.chat_template:  # many templates write a newline after it
             end = next((token for token, name in self._ends.items() if sample.text.rstrip().endswith(name)), None)
         if end is not None:
             what, advice = self._ending(sample, end)
@@ -690,7 +632,7 @@ class _Borders:
             raise ConfigError(f"{who} begins {where} with two {self._named(bos)}; take one out of it, or of the text")
 
     def check_texts(self, rows: Sequence[PromptRow]) -> None:
-        """Refuse texts that end themselves, also of rows that nobody tokenizes before the start."""
+        """Refuse texts that end with an end token, including rows that nobody tokenizes before the start."""
         ends, config = tuple(self._ends.values()), self._config
         for row in rows if not config.chat_template else ():
             text = plain_text(row.prompt, config)
@@ -699,7 +641,7 @@ class _Borders:
                 raise ending_text(row.where(config), self._named(end))
 
     def _ending(self, sample: _Sample, end: int) -> tuple[str, str]:
-        """Say which of template, text and tokenizer put an end to a prompt, and what to do."""
+        """Return which of template, text and tokenizer ended a prompt, and what to do about it."""
         where, model_dir = sample.row.where(self._config), self._tokenizer.model_dir
         if self._config.chat_template:
             what = f"data.chat_template: the chat template of {model_dir} ends {where} with {self._named(end)}"
@@ -712,7 +654,7 @@ class _Borders:
         return what, advice
 
     def warn_of_marks(self, samples: Sequence[_Sample]) -> None:
-        """Tell of messages whose text has what only the template should write."""
+        """Warn of messages whose text contains special tokens, which only the template should write."""
         found = [
             (sample, mark)
             for sample in samples
@@ -722,7 +664,7 @@ class _Borders:
             sample, mark = found[0]
             logger.warning(
                 "data: the messages of %d of the first %d prompts hold special tokens in their text, %s of %s first; "
-                "the model takes them for marks of the template",
+                "the model takes them for the template's own",
                 len(found), len(samples), mark, sample.row.where(self._config),
             )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""The tokenizer of a model directory: one for a run and for the checks before it. Decodes, and renders chat templates.
+"""The tokenizer of a model directory, shared by a run and the checks before it. Decodes, and renders chat templates.
 
-tokenizer.json is the tokenizer wherever there is one. transformers' classes build theirs again from parts of that file,
-each version in its own way: some lose the spaces of a byte-level vocabulary, some split digits otherwise.
+tokenizer.json takes precedence wherever it exists. transformers' tokenizer classes rebuild theirs from parts of that
+file, differently in each version: some lose the spaces of a byte-level vocabulary, some split digits differently.
 """
 
 import json
@@ -32,34 +32,27 @@ FILES = (
     TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json",
     TOKENIZER_SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-"""Files of a model directory that decide which tokens a prompt is."""
+"""Files of a model directory that decide how a prompt is tokenized."""
 _TEMPLATES = "additional_chat_templates"
+# Settings that make transformers deviate from tokenizer.json. (It obeys `add_bos_token` and `add_eos_token` only
+# without tokenizer.json.)
 _CHANGE_TOKENS = ("split_special_tokens", "fix_mistral_regex")
-"""Settings with which transformers tokenizes otherwise than tokenizer.json says. It obeys `add_bos_token` and
-`add_eos_token` where there is no tokenizer.json alone."""
+# Settings whose tokens transformers adds if tokenizer.json lacks them
 _NAMED_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
     "additional_special_tokens", "extra_special_tokens", "added_tokens_decoder",
 )  # fmt: skip
-"""Settings whose tokens transformers adds where tokenizer.json lacks them."""
 PROBES = (
     "What is the sum of 12 and 30?  Two  spaces,\ttabs\n\n  and lines.",
     'a1 2b 333 4444 1234567 0.5 -7 12+30=42 x^2 {"k": [1, 2]}',
     "It's naïve; Привет мир, 你好，世界。こんにちは مرحبا بالعالم שלום नमस्ते 안녕 ไทย 🙂🏳️‍🌈",
 )
-"""Texts on which tokenizers differ that are not the same."""
+"""Texts that tell different tokenizers apart."""
 
 
 def load_tokenizer(model_dir: Path, templates: TemplateSettings = TemplateSettings()) -> Any:  # noqa: B008
-    """Return the transformers tokenizer in `model_dir`; never asks the network.
-
-    Args:
-        model_dir: of the model.
-        templates: what its chat template is told.
-
-    Raises:
-        ConfigError: there is none, or transformers cannot read it; its chat template does not use an option.
-    """
+    """Return the transformers tokenizer in `model_dir`; never uses the network. Raises ConfigError if there is none,
+    transformers cannot read it, or its chat template ignores one of the options."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if (model_dir / TOKENIZER_SETTINGS).is_file():
@@ -79,7 +72,7 @@ def load_tokenizer(model_dir: Path, templates: TemplateSettings = TemplateSettin
 
 
 def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:
-    """Refuse an option that would change nothing, in silence."""
+    """Refuse an option that would silently change nothing."""
     templates = tokenizer.chat_template or ""
     found = [_names_of(one) for one in (templates.values() if isinstance(templates, dict) else (templates,))]
     for name in options:
@@ -91,7 +84,7 @@ def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:
 
 
 def _names_of(template: str) -> set[str] | None:
-    """Return the names that a template takes from those who render it; None: it is broken, which rendering says."""
+    """Return the variables that a template reads; None: it does not parse, which rendering will report."""
     from jinja2 import TemplateSyntaxError, meta
     from transformers.utils import chat_template_utils
 
@@ -103,17 +96,12 @@ def _names_of(template: str) -> set[str] | None:
 
 
 class _StoppedClock:
-    """Renders a tokenizer's chat template at a time.
-
-    transformers asks `datetime` of its module for what templates are told, and takes no function from its callers.
-    """
+    """Renders a tokenizer's chat template as if at a fixed local time. Raises ConfigError if this version of
+    transformers takes the time from elsewhere."""
 
     _lock = threading.Lock()
 
     def __init__(self, tokenizer: Any, template_time: str) -> None:
-        """Raises:
-        ConfigError: this version of transformers asks elsewhere.
-        """
         self._render: Callable[..., Any] = tokenizer.apply_chat_template
         self.strftime = strftime_of(template_time)
         self.now = lambda *_: self
@@ -125,12 +113,12 @@ class _StoppedClock:
             )
 
     def apply_chat_template(self, *given: Any, **options: Any) -> Any:
-        """See transformers."""
         from transformers.utils import chat_template_utils
 
         module: Any = chat_template_utils
         with self._lock:
             clock = module.datetime
+            # transformers reads the time from its module's `datetime` and accepts no function from its callers.
             module.datetime = self
             try:
                 return self._render(*given, **options)
@@ -142,7 +130,7 @@ _ASKS_TIME = "{{ strftime_now('%Y-%m-%dT%H:%M:%S') }}"
 
 
 def strftime_of(template_time: str) -> Callable[[str], str]:
-    """Return the `strftime_now` of a clock that stands at a local time, whatever zone and locale a process has."""
+    """Return the `strftime_now` of a clock stopped at a local time, independent of time zone and locale."""
     when = datetime.fromisoformat(template_time)
     texts = {
         "a": _DAYS[when.weekday()][:3],
@@ -169,7 +157,7 @@ def strftime_of(template_time: str) -> Callable[[str], str]:
             return text.lower()
         return text.upper() if {*flags} & {*"^#"} else text
 
-    def strftime_now(format: str) -> str:  # (templates may name it)
+    def strftime_now(format: str) -> str:  # (templates may pass `format` by name)
         return re.sub(r"%([-_0^#]*)\d*[EO]?([a-zA-Z%])", field, format)
 
     return strftime_now
@@ -183,11 +171,7 @@ _MONTHS = (
 
 
 def tokenizer_files(model_dir: Path) -> dict[str, str]:
-    """Return which tokenizer and which chat template these are: name of a file -> 16 hex digits of its content.
-
-    Raises:
-        ConfigError: one cannot be read.
-    """
+    """Return what identifies tokenizer and chat template: file name -> xxh3-64 of its content (16 hex digits)."""
     templates = sorted((model_dir / _TEMPLATES).glob("*.jinja"))
     paths = [*(model_dir / name for name in FILES), *templates]
     try:
@@ -197,32 +181,28 @@ def tokenizer_files(model_dir: Path) -> dict[str, str]:
 
 
 def changed_tokenizer(model_dir: Path, before: Mapping[str, str]) -> str:
-    """Return what is wrong where the tokenizer's files are not those of `tokenizer_files` before; "": they are.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
+    """Return a message if the files differ from an earlier `tokenizer_files`, else ""."""
     now = tokenizer_files(model_dir)
     changed = sorted(name for name in {*now, *before} if now.get(name) != before.get(name))
-    if not before or not changed:  # (a run of an earlier version did not write them down)
+    if not before or not changed:  # (an earlier version's run did not record them)
         return ""
     if not now:
-        return f"model.path: {model_dir} holds no tokenizer any more; put it back"
+        return f"model.path: {model_dir} no longer holds a tokenizer; put it back"
     verb = "is" if len(changed) == 1 else "are"
     return (
-        f"model.path: {', '.join(changed)} of {model_dir} {verb} not what the run began with, and prompts would be "
-        f"others"
+        f"model.path: {', '.join(changed)} of {model_dir} {verb} not what the run began with, and would change its "
+        f"prompts"
     )
 
 
 def token_probe(tokenizer: Any) -> str:
-    """Return what a transformers tokenizer makes of `PROBES`, there and back: equal for those that are the same."""
+    """Return the tokens of `PROBES` and their decoded texts, as JSON: equal tokenizers give equal strings."""
     tokens = tokenizer(list(PROBES), verbose=False)["input_ids"]
     return json.dumps([tokens, [tokenizer.decode(ids) for ids in tokens]])
 
 
 def says_all(model_dir: Path) -> bool:
-    """Return whether tokenizer.json alone decides the tokens: the settings beside it change and add nothing."""
+    """Return whether tokenizer.json alone decides the tokens: the settings beside it neither change nor add any."""
     raw = load_raw_tokenizer(model_dir)
     if raw is None:
         return False
@@ -240,7 +220,7 @@ def says_all(model_dir: Path) -> bool:
 
 
 def _contents(values: object) -> list[str]:
-    """Return the texts of tokens, however the settings write them."""
+    """Return the texts of tokens, in any of the forms in which settings write them."""
     match values:
         case str():
             return [values]
@@ -254,18 +234,17 @@ def _contents(values: object) -> list[str]:
 
 
 class TextDecoder:
-    """Turns tokens into text without special tokens. Any thread may call it."""
+    """Decodes tokens, dropping special ones. Any thread may call it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._prompt = lru_cache(maxsize=4096)(self._decode)
 
     def prompt(self, tokens: Sequence[int]) -> str:
-        """Return a prompt's text; all responses of a group ask for the same one."""
+        # Cached: all responses of a group share a prompt.
         return self._prompt(tuple(tokens))
 
     def response(self, tokens: Sequence[int]) -> str:
-        """Return a response's text."""
         return self._decode(tokens)
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -273,33 +252,23 @@ class TextDecoder:
 
 
 Conversation = list[dict[str, str]]
-_DEADLINE_S = 60.0
-"""Of one call, which is about a chunk of prompts."""
+_DEADLINE_S = 60.0  # for one call, i.e. about a chunk of prompts.
 
 
 class ModelTokenizer:
-    """The tokenizer of a model directory, as a run has it, for a process without torch: the launcher.
+    """The tokenizer that a run will use, for a process without torch: the launcher.
 
-    Where tokenizer.json says all, it is asked here. Else, and for chat templates, a child process loads the tokenizer
-    that makes a run's prompts (`workers.data.prompt_dataset`). Templates come with models from strangers. Transformers
-    runs them in jinja2's sandbox; one that never ends is killed. Use it as a context manager: leaving it ends the
-    child.
+    Where tokenizer.json decides everything, this process uses it directly. Otherwise, and for chat templates (`chat`),
+    a child process loads the tokenizer that makes the run's prompts (`workers.data.prompt_dataset`). Use as a context
+    manager; leaving it ends the child. All methods raise ConfigError if the tokenizer cannot be loaded.
     """
 
     def __init__(self, model_dir: Path, *, chat: bool, templates: TemplateSettings = TemplateSettings()) -> None:  # noqa: B008
-        """Begin to start the child, if one is needed.
-
-        Args:
-            model_dir: of the model.
-            chat: there are conversations to render.
-            templates: see `load_tokenizer`.
-
-        Raises:
-            ConfigError: a file of the tokenizer cannot be read.
-        """
         self.model_dir, self.chat = model_dir, chat
         self._raw = load_raw_tokenizer(model_dir) if says_all(model_dir) else None
         self._pool: CallPool | None = None
+        # Templates come from strangers: transformers runs them in jinja2's sandbox, and the child lets us kill an
+        # endless one.
         if chat or self._raw is None:
             settings = {"model_dir": str(model_dir), "chat": chat, "templates": msgspec.to_builtins(templates)}
             what = f"data.chat_template: the chat template of {model_dir}" if chat else "model.path: the tokenizer"
@@ -321,43 +290,31 @@ class ModelTokenizer:
             self._pool.close()
 
     def render(self, conversations: Sequence[Conversation]) -> list[str]:
-        """Return, of each conversation, the text in front of the model's response.
-
-        Raises:
-            ConfigError: the model has no tokenizer or no template; the template is broken, refuses the messages (many
-                refuse a system message), or takes too long.
-        """
+        """Return each conversation's text up to where the model's response begins. Raises ConfigError if there is no
+        template, or it is broken, refuses the messages (many refuse a system message), or takes too long."""
         return list(self._ask("render", conversations))
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-        """Return the tokens of texts.
-
-        Args:
-            texts: of prompts.
-            special: with what the tokenizer itself puts around a text.
-
-        Raises:
-            ConfigError: the tokenizer cannot be loaded.
-        """
+        """Return the tokens of each text; `special` adds what the tokenizer itself puts around a text."""
         if self._raw is not None:
             return [one.ids for one in self._raw.encode_batch_fast(texts, add_special_tokens=special)]
         return list(self._ask("encode", texts, special))
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of tokens, special ones too."""
+        """Return the texts, including special tokens."""
         if self._raw is not None:
             return self._raw.decode_batch([list(ids) for ids in tokens], skip_special_tokens=False)
         return list(self._ask("decode", tokens))
 
     def names(self, tokens: Sequence[int]) -> list[str | None]:
-        """Return how the tokenizer writes tokens; None: it has no such one."""
+        """Return how the tokenizer writes each token; None: it has no such token."""
         if self._raw is not None:
             return [self._raw.id_to_token(token) for token in tokens]
         return list(self._ask("names", tokens))
 
     def marks(self) -> dict[str, Any]:
-        """Return tokens with a meaning: `bos`, `eos` and `end`, which the template writes behind an assistant's
-        message, each a number or None; and `special`, the texts of all special ones."""
+        """Return the token ids `bos`, `eos` and `end` (which the template writes after an assistant's message), each
+        None if absent, and `special`, the texts of all special tokens."""
         if self._pool is not None:
             return dict(self._ask("marks"))
         assert self._raw is not None
@@ -380,18 +337,14 @@ class ModelTokenizer:
 
 
 def missing_chat_template(model_dir: Path) -> ConfigError:
-    """Return the error for a tokenizer without a chat template."""
     return ConfigError(f"data.chat_template: the tokenizer of {model_dir} has none; set it to false")
 
 
 def tokenizer_in_child(model_dir: str, chat: bool, templates: Mapping[str, Any]) -> Callee:
-    """Load the tokenizer, in the child; what it answers is a list, or what is wrong with the template.
-
-    Raises:
-        ConfigError: there is no tokenizer, or it has no template.
-    """
+    """Load the tokenizer in the child process. Its answers are lists, or a text that says what is wrong with the
+    template."""
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # not to be imported: that takes several seconds
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # blocks the import, which takes several seconds
     tokenizer = load_tokenizer(Path(model_dir), msgspec.convert(templates, TemplateSettings))
     if chat and not tokenizer.chat_template:
         raise missing_chat_template(Path(model_dir))
@@ -406,7 +359,7 @@ def tokenizer_in_child(model_dir: str, chat: bool, templates: Mapping[str, Any])
             ]
         except TemplateSyntaxError as error:
             return f"model.path: the chat template of {model_dir} is broken: {error}; repair it"
-        except Exception as error:  # noqa: BLE001 (a stranger's template raises what it likes)
+        except Exception as error:  # noqa: BLE001 (a template may raise anything)
             advice = "leave out what it does not know (a system prompt?), or repair it"
             return f"data.chat_template: the chat template of {model_dir} fails: {error}; {advice}"
 
@@ -418,7 +371,7 @@ def tokenizer_in_child(model_dir: str, chat: bool, templates: Mapping[str, Any])
         special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         end, mark = None, "qzReplyEndsHereqz"
         if chat:
-            with suppress(Exception):  # a template may refuse an answer, or what is not alternating
+            with suppress(Exception):  # a template may refuse a conversation that ends with an answer
                 asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
                 behind = str(tokenizer.apply_chat_template(asked, tokenize=False)).rpartition(mark)[2]
                 ids = tokenizer.encode(behind, add_special_tokens=False)

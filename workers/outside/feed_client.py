@@ -1,13 +1,13 @@
-"""A process outside that feeds prompts to a run: `asyncflow.connect(...).feed(NAME)`.
+"""An outside process that feeds prompts to a run: `asyncflow.connect(...).feed(NAME)`.
 
     with asyncflow.connect("runs/mine") as run:
         feed = run.feed("math")
-        for batch in batches_of(rows[feed.last_sequence :]):     a feeder that was killed goes on where it was
+        for batch in batches_of(rows[feed.last_sequence :]):     a feeder that was killed continues where it was
             feed.put(batch)                                       returns when the rows are durable
         feed.end()
 
-A put whose answer did not come, since the lead controller died, is sent again when that is back. Its rows are numbered,
-so the run takes each once.
+If the reply to a put is lost because the lead controller died, the put is sent again once it is back. Rows are
+numbered, so the run takes each once.
 """
 
 import math
@@ -31,20 +31,21 @@ _RETRY_S = 0.2
 
 
 class PromptFeed:
-    """Feeds under one name. Thread-safe: puts go one after the other."""
+    """Feeds under one name. Thread-safe: puts are serialized.
+
+    Opening it revokes the name from any other process that feeds under it.
+
+    Args:
+        credentials: store and secret; their timeout applies to each call.
+        name: of the feeder; keep it across restarts.
+        over: set when the run has ended.
+
+    Raises:
+        QueueFull: the run's disk is full.
+        TransportError: the run does not answer.
+    """
 
     def __init__(self, credentials: Credentials, name: str, *, over: threading.Event) -> None:
-        """Begin, or go on; a process that fed under this name before is refused from now on.
-
-        Args:
-            credentials: store and secret; their deadline is that of each call, too.
-            name: of the feeder, the same whenever it comes back.
-            over: the run is.
-
-        Raises:
-            QueueFull: the run's disk is full.
-            TransportError: the run does not answer.
-        """
         self.name = name
         self._credentials = credentials
         self._over = over
@@ -52,59 +53,51 @@ class PromptFeed:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._closed = False
+        # None: the outcome of the last put is unknown
         self._last: int | None = self._call(OpenFeed(name, self._process))
-        """None: what became of the last put is not known."""
 
     @property
     def last_sequence(self) -> int:
-        """How many rows of this feeder the run has: its next one is `rows[last_sequence]`.
-
-        Raises:
-            ConfigError, TransportError: see `put`.
-        """
+        """How many rows of this feeder the run has: the next one is `rows[last_sequence]`. Raises as `put` does."""
         with self._lock:
             return self._known_last()
 
     def put(self, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Append rows, which are like lines of a data file, all or none; returns `last_sequence`.
+        """Append rows, which are like lines of a data file, all or none; return `last_sequence`.
 
-        Returns when they are on the run's disk, which is all that bounds how far a feeder runs ahead.
-
-        Args:
-            rows: a few hundred at once are faster than one by one.
+        Returns once they are on the run's disk, the only limit on how far a feeder runs ahead. A few hundred rows per
+        put are faster than single ones.
 
         Raises:
-            ConfigError: a row is none that the run can train on, the feed has ended, or another process feeds under
-                this name; nothing is stored.
+            ConfigError: a row is unusable, the feed has ended, or another process took over the name; nothing is
+                stored.
             QueueFull: the run's disk is full; nothing is stored.
-            TransportError: it was closed, the run is over, or does not answer. The rows may be stored: `last_sequence`
-                says so.
+            TransportError: this was closed, the run is over or does not answer. Rows may be stored: see
+                `last_sequence`.
         """
         try:
             given = [dict(row) for row in rows]
             _check_plain(given)
             encoded = msgspec.json.encode(given)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"feed {self.name}: a row is not an object of JSON: {error}; give dicts") from error
+            raise ConfigError(f"feed {self.name}: a row is not a JSON object: {error}; give dicts") from error
         if len(encoded) > _MOST_BYTES:
             raise ConfigError(f"feed {self.name}: a put of {len(encoded)} bytes; put {_MOST_BYTES} or fewer at once")
         with self._lock:
             first = self._known_last() + 1
+            # Unknown until the reply; see `_known_last`.
             self._last = None
             self._last = self._call(PutFeed(self.name, self._process, first, encoded))
             return self._last
 
     def end(self) -> None:
-        """Say that no rows follow, of any feeder: the run trains the steps that they fill, and ends.
-
-        Raises:
-            ConfigError, QueueFull, TransportError: see `put`.
-        """
+        """Declare that no feeder will put more rows: the run trains the steps that they fill, and ends. Raises as `put`
+        does."""
         with self._lock:
             self._call(EndFeed(self.name, self._process))
 
     def close(self) -> None:
-        """Leave, for good; idempotent."""
+        """Leave for good; idempotent."""
         self._closed = True
         self._disconnect()
 
@@ -123,7 +116,7 @@ class PromptFeed:
         deadline = time.monotonic() + timeout_s
         while True:
             if self._closed:
-                raise TransportError(f"feed {self.name}: it is closed; get another one from a run that is not")
+                raise TransportError(f"feed {self.name}: it is closed; get a new feed from an open client")
             try:
                 if self._connection is None:
                     self._connection = Connection(
@@ -146,7 +139,7 @@ class PromptFeed:
 
 
 def _check_plain(value: object) -> None:
-    """Raise TypeError where msgspec would write something else: bytes as base64, a date as text, inf as null."""
+    """Raise TypeError for values that msgspec would change: bytes to base64, dates to text, inf to null."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             if not isinstance(key, str):
@@ -156,4 +149,4 @@ def _check_plain(value: object) -> None:
         for each in value:
             _check_plain(each)
     elif not (value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))):
-        raise TypeError(f"{reprlib.repr(value)} is none of its values")
+        raise TypeError(f"{reprlib.repr(value)} is not a JSON value")

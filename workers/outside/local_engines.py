@@ -1,4 +1,4 @@
-"""Engines and a queue in one process, driven by a loop that a researcher writes: `Trainer.init_engines`.
+"""Engines and a queue in one process, driven by a researcher's own loop: `Trainer.init_engines`.
 
     with asyncflow.Trainer("quickstart").init_engines() as engines:
         engines.put_prompts_data(rows)                                       G rows each, in the queue
@@ -10,9 +10,9 @@
         engines.put_experience_data(lease)                                   no columns: acknowledge
         engines.weight_sync_notify()                                         the generator gets the new weights
 
-The calls are those of AsyncFlow (arXiv 2507.01663, section 5). The queue, the engines, the algorithms and the settings
-are those of a run; launcher, admission, staleness gate, checkpoints and ledger are not there. Leases are those of a
-process outside of a run (`workers.outside.run_client`), and are checked alike.
+The calls are those of AsyncFlow (arXiv 2507.01663, section 5). Queue, engines, algorithms and settings are those of a
+run; there is no launcher, admission, staleness gate, checkpoint or ledger. Leases are checked like those of an outside
+process (`workers.outside.run_client`).
 """
 
 import reprlib
@@ -50,33 +50,25 @@ from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, prompt_columns
 from workers.trainer.trainer import policy_learner
 
-_FUSED = {"ref_log_probs", "actor_log_probs", "compute_advantages_and_returns"}
-"""Tasks that `update` does itself."""
+_FUSED = {"ref_log_probs", "actor_log_probs", "compute_advantages_and_returns"}  # tasks that `update` performs itself
 
 
 class LocalEngines:
-    """A generator, a trainer and a queue of this process; a context manager. Used by one thread.
+    """A generator, a trainer and a queue in this process; a context manager, for one thread.
 
-    Subclasses may override `generate_sequences` and `update`.
+    Subclasses may override `generate_sequences` and `update`. Raises ConfigError for settings that such a loop lacks.
+
+    Args:
+        config: resolved.
+        device: of both engines; None: the CPU.
 
     Attributes:
-        config: of the run that this stands for.
-        generator, trainer: its engines.
-        queue: its clients are the queue's own, for other threads.
-        tokenizer: the model's.
+        generator, trainer: the engines; the generator starts with the initial weights.
+        queue: for clients in other threads.
         version: step of the trainer's weights; 0: the initial ones.
     """
 
     def __init__(self, config: RunConfig, device: torch.device | None = None) -> None:
-        """Start queue and engines; the generator has the initial weights.
-
-        Args:
-            config: resolved.
-            device: of both engines; None: the CPU.
-
-        Raises:
-            ConfigError: the configuration asks for what such a loop has not.
-        """
         self.config, device = config, device or torch.device("cpu")
         self._tasks = {task.name: task for task in place_tasks(graph_of(config), ("rollout", "reward", "actor"))}
         _check(config, self._tasks[ACTOR_TRAIN].fused)
@@ -87,8 +79,7 @@ class LocalEngines:
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
         self._draws = np.random.Generator(np.random.PCG64(config.seed))
         self._reference: FrozenEngine | None = None
-        self._trained: set[int] = set()
-        """Tokens of leases."""
+        self._trained: set[int] = set()  # tokens of leases
         self._own = ExitStack()
         try:
             choose_interface(LOOPBACK)
@@ -119,17 +110,11 @@ class LocalEngines:
         self.close()
 
     def close(self) -> None:
-        """End queue and engines; idempotent."""
         self._own.close()
 
     def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Put prompts, each as a group of `schedule.n_samples_per_prompt` rows, for task `actor_rollout`.
-
-        Args:
-            rows: data rows, with the fields that `data` names.
-        Raises:
-            ConfigError: there are no rows, a row lacks its prompt or its ground truth, or the prompt is too long.
-        """
+        """Put data rows, each as a group of `schedule.n_samples_per_prompt` rows, for task `actor_rollout`. Raises
+        ConfigError if there are no rows, or one lacks its prompt or ground truth, or has too long a prompt."""
         data, size = self.config.data, self.config.schedule.n_samples_per_prompt
         if isinstance(rows, str | Mapping) or not rows or not all(isinstance(row, Mapping) for row in rows):
             raise ConfigError(f"rows: {reprlib.repr(rows)} is not a list of rows; give one dict or more, in a list")
@@ -158,8 +143,8 @@ class LocalEngines:
 
         Args:
             task: `actor_rollout`, `rewards` or `actor_train`.
-            num_rows: at most; None: as many as a step has.
-            timeout_s: how long to wait for the first.
+            num_rows: at most; None: one step's rows.
+            timeout_s: how long to wait for the first row.
 
         Raises:
             ConfigError: no such task.
@@ -181,15 +166,14 @@ class LocalEngines:
         return lease
 
     def put_experience_data(self, lease: Lease, columns: Mapping[str, Any] | None = None) -> None:
-        """Write a task's outputs, one value per row of the lease, and be done with its rows.
+        """Write a task's outputs, one value per row of the lease, which completes its rows.
 
-        Args:
-            lease: of `get_experience_data`.
-            columns: all outputs of the task, numbers or tensors; None: it has none.
+        `columns`: all outputs of the task, numbers or tensors; None: it has none.
 
         Raises:
             ConfigError: a column is missing, is not an output, or does not fit; nothing was put.
-            LeaseFenced: the rows took longer than `tq.lease_timeout_s`, and are another lease's; nothing was put.
+            LeaseFenced: the rows took longer than `tq.lease_timeout_s` and now belong to another lease; nothing was
+                put.
         """
         if not (lease.ack() if columns is None else lease.put(columns)):
             raise LeaseFenced(
@@ -198,7 +182,6 @@ class LocalEngines:
             )
 
     def responses(self, lease: Lease) -> list[str]:
-        """Return the text of each row's response."""
         drawn = responses_of(lease.read(["tokens", "response_mask"]))
         return [str(text) for text in self.tokenizer.batch_decode(drawn, skip_special_tokens=True)]
 
@@ -221,13 +204,8 @@ class LocalEngines:
         }
 
     def update(self, lease: Lease) -> dict[str, float]:
-        """Train on whole groups: one optimizer update.
-
-        Returns:
-            `step`, `loss`, `grad_norm`, `lr`, `reward_mean` and `accuracy`.
-        Raises:
-            ConfigError: the lease is of another task, or was trained on before.
-        """
+        """Train on whole groups: one optimizer update. Returns `step`, `loss`, `grad_norm`, `lr`, `reward_mean` and
+        `accuracy`. Raises ConfigError if the lease is of another task, or was trained on before."""
         if lease.grant.task != ACTOR_TRAIN or lease.grant.token in self._trained:
             what = "was trained on already" if lease.grant.task == ACTOR_TRAIN else f"is of task {lease.grant.task}"
             raise ConfigError(f"update: the lease {what}; get another one, get_experience_data({ACTOR_TRAIN!r})")
@@ -254,13 +232,13 @@ class LocalEngines:
         }
 
     def weight_sync_notify(self) -> int:
-        """Publish the trainer's weights: responses that begin from now on are drawn by them. Returns their version."""
+        """Publish the trainer's weights to the generator; return their version."""
         self.generator.load_weights({shard.name: shard.values for shard in self.trainer.shards()})
         self.generator.version = self.version
         return self.version
 
     def _with_columns(self, batch: PackedBatch) -> PackedBatch:
-        """Return the batch with what a run's actor would compute before it trains."""
+        """Add the columns that a run's actor would compute before it trains."""
 
         def column(log_probs_A: Tensor) -> Column:
             return Column(log_probs_A.cpu(), drawn_per_row(batch))
@@ -274,7 +252,7 @@ class LocalEngines:
 
 
 def _check(config: RunConfig, fused: Sequence[str]) -> None:
-    """Refuse what this loop has not, before anything is started."""
+    """Refuse settings that this loop lacks, before anything is started."""
     others = sorted(set(fused) - _FUSED)
     for what, there in (
         (f"algorithm.name: {config.algorithm.name} has tasks {' '.join(others)}, which", bool(others)),
@@ -286,4 +264,6 @@ def _check(config: RunConfig, fused: Sequence[str]) -> None:
         ("reward.model: a reward model", config.reward.model is not None),
     ):
         if there:
-            raise ConfigError(f"{what} cannot be in a loop of your own (init_engines); leave it out, or use fit()")
+            raise ConfigError(
+                f"{what} is not supported in a loop of your own (init_engines); leave it out, or use fit()"
+            )

@@ -1,15 +1,15 @@
-"""A process outside of a run that takes part in it: `asyncflow.connect`.
+"""An outside process that takes part in a run: `asyncflow.connect`.
 
     with asyncflow.connect("runs/mine", name="judge") as run:      or connect("10.0.0.1:29400", key)
         for lease in run.stream("rewards", num_rows=32):           ends when the run does
             lease.put({"rewards": scores, "correct": [score == 1 for score in scores]})
         run.log({"score_ms": 12.5})                                -> metrics.jsonl: outside/judge/score_ms
-        run.feed("math").put(rows)                                 of a run with data.source: feed
+        run.feed("math").put(rows)                                 for a run with data.source: feed
 
     job.json, or address and key -> job store -> what the lead controller announced -> the queue, like any worker
 
-The run does not wait for it: when it leaves or dies, its leases return and others get the rows; it may come back at any
-time. What it puts is checked here, before the run sees it: columns, element types, lengths, versions.
+The run does not wait for it: if it leaves or dies, its leases return and others get the rows; it may come back at any
+time. Its puts are checked here before the run sees them: columns, element types, lengths, versions.
 """
 
 import contextlib
@@ -52,8 +52,7 @@ from workers.settings.dataflow import DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMN
 from workers.settings.run import RunConfig
 from workers.tasks.graph import launched_tasks, task_specs
 
-# Rows of a run in the hands of a process outside: what it puts is checked before the run sees it.
-
+# Element types; all other columns are float32
 _DTYPES = {
     **dict.fromkeys(DRAWN_COLUMNS, torch.float32),
     "tokens": torch.int64,
@@ -63,34 +62,23 @@ _DTYPES = {
     "correct": torch.bool,
     "truncated": torch.bool,
 }
-"""Element types; of all other columns float32."""
 
 
 @dataclass(frozen=True)
 class OutsideTask:
-    """A task of the queue, as a process outside sees it.
+    """A task of the queue, as an outside process sees it."""
 
-    Attributes:
-        inputs, outputs: columns that it reads, and that a put must have.
-        needs_version: its rows are for consumers that say which weights they hold.
-    """
-
+    # inputs, outputs: columns that it reads, and that a put must contain
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    needs_version: bool
+    needs_version: bool  # consumers must say which weights they hold
 
 
 class OutsideLease(Lease):
-    """A lease whose puts are checked, so that a mistake outside costs an error there and not the run."""
+    """A lease whose puts are checked, so that a mistake costs an error here and not the run. `held`: weights that the
+    rows were requested with; `bound`: of staleness."""
 
     def __init__(self, calls: LeaseCalls, lease: Lease, task: OutsideTask, held: Version, *, bound: int) -> None:
-        """Args:
-        calls: the client's data plane.
-        lease: as it was fetched.
-        task: its own.
-        held: weights that the rows were asked for with.
-        bound: of staleness.
-        """
         super().__init__(calls, lease.grant, lease.batch.columns)
         self._task = task
         self._held = held
@@ -98,22 +86,18 @@ class OutsideLease(Lease):
 
     @property
     def responses(self) -> list[Tensor]:
-        """The drawn tokens of each row, int64; for tasks that read what was generated."""
+        """The drawn tokens of each row, int64; for tasks that read generated rows."""
         return responses_of(self.read(["tokens", "response_mask"]))
 
     def put(self, columns: Mapping[str, Any], rows: Sequence[int] | None = None) -> bool:
-        """Write all output columns; see `Lease.put`.
+        """Write all output columns for some rows (None: all open ones); see `Lease.put`.
 
-        Args:
-            columns: name -> a number per row, or a tensor or list per row of what has one per token; `reward_parts`: a
-                dict per row, of names to finite numbers.
-            rows: some of the lease's.
-
-        Raises:
-            ConfigError: a column is missing, is not an output, or does not fit; nothing was put.
+        `columns`: name -> a number per row; for per-token columns a tensor or list per row; for `reward_parts` a dict
+        of names to finite numbers per row. Raises ConfigError if a column is missing, is not an output, or does not
+        fit; nothing was put.
         """
         name, outputs = self.grant.task, self._task.outputs
-        given = list(columns.keys())  # of a TensorDict, too
+        given = list(columns.keys())  # also works for a TensorDict
         if set(given) != set(outputs):
             raise ConfigError(f"{name}: a put of columns {' '.join(given) or 'none'}; give {' '.join(outputs)}")
         packed = {column: _packed(column, columns[column]) for column in outputs}
@@ -121,7 +105,7 @@ class OutsideLease(Lease):
         if set(SAMPLE_COLUMNS) <= set(packed):
             self._check_samples(packed)
         elif rows and not set(packed).isdisjoint(DRAWN_COLUMNS):
-            with contextlib.suppress(LeaseFenced):  # the put below is refused, too
+            with contextlib.suppress(LeaseFenced):  # then the put below is refused as well
                 self._check_drawn(packed, self._drawn(rows))
         if "rewards" in packed and packed["rewards"].values.isinf().any():
             raise ConfigError(f"{name}: rewards are not finite as float32; give numbers, NaN where scoring failed")
@@ -147,7 +131,7 @@ class OutsideLease(Lease):
             )
 
     def _drawn(self, rows: Sequence[int]) -> list[int]:
-        """Return how many tokens were drawn in each of these rows, which others generated."""
+        """Return the number of drawn tokens in each of these rows, which others generated."""
         place = {row: number for number, row in enumerate(self.rows)}
         return drawn_per_row(self.read(["response_mask"]).select([place[row] for row in rows])).tolist()
 
@@ -171,7 +155,7 @@ def _packed(name: str, values: Any) -> Column:
         if name in (*SAMPLE_COLUMNS, *DRAWN_COLUMNS):
             rows = [torch.as_tensor(row) for row in values]
             if name == "response_mask" and any((row != row.bool()).any() for row in rows):
-                raise ValueError("it has values besides 0 and 1")  # seen before they are cut to bytes
+                raise ValueError("it has values besides 0 and 1")  # check before the cast to bytes
             return Column.of_rows([row.to("cpu", dtype).reshape(-1) for row in rows])
         return Column.of_scalars(torch.as_tensor(values).to("cpu", dtype))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -180,14 +164,10 @@ def _packed(name: str, values: Any) -> Column:
 
 
 def _reward_parts(row: Any) -> dict[str, float]:
-    """Return a row's parts as plain numbers, which the trainer adds up.
-
-    Raises:
-        ConfigError: they are none.
-    """
+    """Return a row's parts as plain numbers, which the trainer sums."""
     try:
         parts = {name: as_number(value) for name, value in row.items()}
-    except Exception:  # noqa: BLE001  the boundary to a user's objects
+    except Exception:  # noqa: BLE001  boundary to user objects
         parts = {"": math.nan}
     if not all(isinstance(name, str) and math.isfinite(value) for name, value in parts.items()):
         raise ConfigError(f"column {REWARD_PARTS}: {reprlib.repr(row)}; give a dict of names to finite numbers per row")
@@ -196,33 +176,23 @@ def _reward_parts(row: Any) -> dict[str, float]:
 
 _KEY = "outside/run"
 _NAME = re.compile(r"[\w.-]+")
-_LOOK_S = 0.5
-"""How often a client looks whether the run is over (s)."""
-_END_S = 10.0
-"""How long the launcher may outlive the run's services (s)."""
+_LOOK_S = 0.5  # how often a client checks whether the run is over (s)
+_END_S = 10.0  # how long the launcher may outlive the run's services (s)
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a process outside must know of a run; the lead controller puts it into the job store.
+    """What an outside process must know about a run; the lead controller puts it into the job store."""
 
-    Attributes:
-        tasks: by name, without those that train.
-        queue: settings of its clients.
-        staleness_bound: of the schedule.
-        agents: weight agent -> its node's address; "" on the only node.
-        takes_prompts: its prompts are fed.
-    """
-
-    tasks: dict[str, OutsideTask]
-    queue: dict[str, Any]
-    staleness_bound: int
-    agents: dict[str, str]
-    takes_prompts: bool
+    tasks: dict[str, OutsideTask]  # by name, except those that train
+    queue: dict[str, Any]  # settings of its clients
+    staleness_bound: int  # of the schedule
+    agents: dict[str, str]  # weight agent -> its node's address; "" in a single-node run
+    takes_prompts: bool  # prompts are fed
 
     @staticmethod
     def of(config: RunConfig, job: Job) -> "Announcement":
-        """Return it for a run. It has no secrets: everybody who reaches the store can read it."""
+        # No secrets in here: everybody who reaches the store can read it.
         placed = [task for task in launched_tasks(config, job) if task.role not in TRAINERS]
         gated = {spec.name for spec in task_specs(placed, config) if spec.max_staleness is not None}
         addresses = {node.rank: node.address for node in job.nodes}
@@ -235,27 +205,27 @@ class Announcement:
         )
 
     def publish(self, credentials: Credentials) -> None:
-        """Make it known; again by each incarnation of the lead."""
+        """Publish it; each incarnation of the lead does so again."""
         credentials.call_store("put", _KEY, msgspec.msgpack.encode(asdict(self)))
 
 
 def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_s: float = 120.0) -> "RunClient":
-    """Join a run that goes on.
+    """Join a run in progress.
 
     Args:
         run: its directory, or `HOST:PORT` of its job store (`store_host`, `store_port` of `job.json`); IPv6 as
             `[ADDRESS]:PORT`.
         key: with an address: the run's key (`secret` of `job.json`, 64 hex digits). It is proved, never sent.
         name: of this process, for messages and metrics; default: host and process id.
-        timeout_s: for the run to start, and to answer.
+        timeout_s: for the run to start, and for each answer.
 
     Raises:
-        ConfigError: nothing runs there, the host is not known, or key, name or timeout cannot be.
+        ConfigError: nothing runs there, the host is unknown, or key, name or timeout is invalid.
         TransportError: the run is over, or does not answer.
     """
     name = _checked(name or f"{socket.gethostname()}-{os.getpid()}")
     if not 0 < timeout_s <= threading.TIMEOUT_MAX:
-        raise ConfigError(f"timeout_s: {timeout_s} is no time to wait for; give seconds, more than 0")
+        raise ConfigError(f"timeout_s: {timeout_s} is not a timeout; give a positive number of seconds")
     host, port, secret = _endpoint(run, key)
     try:
         host = resolve(host)
@@ -273,13 +243,13 @@ def connect(run: Path | str, key: str | None = None, *, name: str = "", timeout_
             f"key: the run at {endpoint(host, port)} has another one; take `secret` of its job.json"
         ) from error
     except (DistError, TransportError) as error:
-        raise TransportError(f"run {run}: it let nobody in within {timeout_s:g} s; has it started?") from error
+        raise TransportError(f"run {run}: it accepted no connection within {timeout_s:g} s; has it started?") from error
     alive = partial(_answers, host, port, timeout_s)
     return RunClient(credentials, name, msgpack_decoder(Announcement).decode(announced), alive=alive)
 
 
 class RunClient:
-    """A process's access to a run; a context manager. Thread-safe; its streams are used by one thread each.
+    """A process's access to a run; a context manager. Thread-safe, but each stream is for one thread.
 
     Attributes:
         tasks: what may be leased here, by name.
@@ -289,12 +259,6 @@ class RunClient:
     def __init__(
         self, credentials: Credentials, name: str, announced: Announcement, *, alive: Callable[[], bool]
     ) -> None:
-        """Args:
-        credentials: store and secret.
-        name: of this process.
-        announced: by the run.
-        alive: whether the run's store answers.
-        """
         self.tasks = announced.tasks
         self.name = name
         self._credentials = credentials
@@ -316,7 +280,6 @@ class RunClient:
 
     @property
     def over(self) -> bool:
-        """Whether the run has ended."""
         return self._over.is_set()
 
     def stream(
@@ -328,22 +291,20 @@ class RunClient:
         columns: Sequence[str] | None = None,
         prefetch: int = 1,
     ) -> LeaseStream:
-        """Iterate over a task's rows as they become ready, as `QueueClient.stream`; a put is checked first.
+        """Iterate over a task's rows as they become ready, like `QueueClient.stream`, but with checked puts.
 
-        It ends with the run, and, of a task with `needs_version`, when rows need newer weights (`ended_by`).
+        Ends with the run and, for a task with `needs_version`, when rows need newer weights (`ended_by`).
 
         Args:
-            task: of `tasks`.
-            num_rows: at most so many per lease.
+            num_rows: most rows per lease.
             version: of the weights that this process computes with; of a reference that follows the policy, its step.
             columns: to read ahead; default: all inputs.
             prefetch: leases fetched ahead.
 
-        Raises:
-            ConfigError: no such task, or `version` is missing.
+        Raises ConfigError if there is no such task, or `version` is missing.
         """
         if task not in self.tasks:
-            raise ConfigError(f"task {task!r}: none that is leased here; the run has {' '.join(self.tasks)}")
+            raise ConfigError(f"task {task!r}: cannot be leased here; the run has {' '.join(self.tasks)}")
         spec = self.tasks[task]
         if spec.needs_version and version is None:
             raise ConfigError(f"task {task}: say with version=... which weights this process holds")
@@ -361,29 +322,25 @@ class RunClient:
         )
 
     def weights(self) -> WeightFeed:
-        """Return what tells of new weights, and loads them; from a host of the run, as the same user.
-
-        Raises:
-            ConfigError: no node of the run is on this host.
-        """
+        """Return a feed that announces and loads new weights; only on a host of the run, as the same user. Raises
+        ConfigError if no node of the run is on this host."""
         for agent, address in self._announced.agents.items():
             if not address or address_towards(address) == address:
                 feed = WeightFeed(self._credentials, agent, self.name, over=self._over.is_set)
                 self._feeds.append(feed)
                 return feed
         raise ConfigError(
-            f"weights: this host is none of the run's ({' '.join(self._announced.agents.values())}), and weights are "
-            f"read from shared memory; start the process there, or have the run export them (weightsync.export)"
+            f"weights: this host is not one of the run's ({' '.join(self._announced.agents.values())}), and weights "
+            f"are read from shared memory; start the process there, or have the run export them (weightsync.export)"
         )
 
     def feed(self, name: str) -> PromptFeed:
-        """Return what puts prompts of a run with `data.source: feed`.
+        """Return a feed of prompts for a run with `data.source: feed`.
 
-        Args:
-            name: of the feeder: the run counts its rows, so that it may be killed, and come back under this name.
+        `name`: of the feeder: the run counts its rows, so it may be killed, and come back under this name.
 
         Raises:
-            ConfigError: the run has a source of its own, or the name cannot be.
+            ConfigError: the run has its own source, or the name is invalid.
             TransportError: the run is over, or does not answer.
         """
         if not self._announced.takes_prompts:
@@ -393,12 +350,8 @@ class RunClient:
         return feed
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Report numbers: the next step's line of `metrics.jsonl` has the newest as `outside/NAME/METRIC`.
-
-        Raises:
-            ConfigError: a value is not a finite number.
-            TransportError: the run is over.
-        """
+        """Report numbers: the next line of `metrics.jsonl` has the newest as `outside/NAME/METRIC`. Raises ConfigError
+        if a value is not a finite number, TransportError if the run is over."""
         self._num_reports += 1
         stamp = f"{self.queue.owner}/{self._num_reports}"
         with self._credentials.borrowed_store() as store:
@@ -418,6 +371,7 @@ class RunClient:
         try:
             answer = self.queue.fetch(task, lineage=held.lineage, **how)
         except TransportError:
+            # At a run's end its queue goes first, and the store that `_watch` asks some seconds later.
             if self._over.wait(_END_S):
                 return NoRows(NoRowsReason.STOP, held.step)
             raise
@@ -427,6 +381,7 @@ class RunClient:
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_S):
+            # A single failed connection does not count yet.
             if not self._alive() and not self._alive():
                 self._over.set()
                 return
@@ -434,12 +389,11 @@ class RunClient:
 
 def _checked(name: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"name: {name!r} is not a text of letters, digits, '.', '_' and '-' alone")
+        raise ConfigError(f"name: {name!r} must consist of letters, digits, '.', '_' and '-' only")
     return name
 
 
 def _endpoint(run: Path | str, key: str | None) -> tuple[str, int, bytes]:
-    """Return host, port and secret of a run."""
     host, _, port = str(run).rpartition(":")
     if key is None:
         if host and port.isdigit() and not Path(run).exists():
@@ -447,16 +401,16 @@ def _endpoint(run: Path | str, key: str | None) -> tuple[str, int, bytes]:
         job = Job.load(Path(run))
         return job.store_host, job.store_port, bytes.fromhex(job.secret)
     if not host or not port.isdigit():
-        raise ConfigError(f"run: {run!s} with a key is no HOST:PORT; give the job store's address, or no key")
+        raise ConfigError(f"run: {run!s} is not HOST:PORT; give the job store's address, or leave the key out")
     try:
         return host.removeprefix("[").removesuffix("]"), int(port), bytes.fromhex(key)
     except ValueError:
-        raise ConfigError("key: that is not a row of hex digits; take `secret` of the run's job.json") from None
+        raise ConfigError("key: it must consist of hex digits; take `secret` of the run's job.json") from None
 
 
 def _answers(host: str, port: int, timeout_s: float) -> bool:
-    """Whether a server listens there; a client of the store would try for long, and print traces."""
     try:
+        # A plain socket: a client of the store would retry for long, and print tracebacks.
         socket.create_connection((host, port), timeout_s).close()
     except (OSError, OverflowError):  # a port above 65535
         return False

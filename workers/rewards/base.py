@@ -11,11 +11,11 @@ from asyncflow.errors import UserCodeFailed
 from workers.calls.user_function import excerpt
 
 RUNS_OWN_METRICS = ("turns", "tool_s", "cpu_s", "bridge_failures")
-"""Of each rollout with several turns."""
+"""Metrics of each multi-turn rollout, whose names users may not use."""
 _WINDOW = 1000
 _FEW = 100
 LARGEST_REWARD = 3.4028234e38
-"""Of float32, rounded down."""
+"""float32's maximum, rounded down."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Score:
     """How good one response is.
 
     Attributes:
-        reward: what training maximises; finite.
+        reward: what training maximizes; finite.
         correct: exactly right; the run's accuracy counts these.
-        parts: what the reward is made of, by name; the metrics have their means.
+        parts: components of the reward by name; metrics show their means.
     """
 
     reward: float
@@ -35,12 +35,12 @@ class Score:
 
 @dataclass(frozen=True)
 class DrawnResponse:
-    """What a reward may know of a response beside its text.
+    """What a reward may know about a response besides its text.
 
     Attributes:
-        num_tokens: that the policy drew, in all turns.
-        truncated: it was cut, or a budget ended it.
-        token_ids: int32 as bytes; of no use but to a function that asks for them.
+        num_tokens: drawn by the policy in all turns.
+        truncated: it was cut off, or a budget ended it.
+        token_ids: int32 as bytes, for functions that ask for them.
     """
 
     num_tokens: int = 0
@@ -52,15 +52,10 @@ NOTHING_DRAWN = DrawnResponse()
 
 
 class FailedShare:
-    """Whether too much failed lately: of the last 1,000, or of one step where that has more.
-
-    Of fewer than a hundred, as many may fail as of a hundred: one bad prompt is a quarter of a step with four.
-    """
+    """Whether more than the share `most` (0 to 1) failed lately: of the last 1,000, or of one step if that has more.
+    With fewer than a hundred, as many may fail as of a hundred: one bad prompt is a quarter of a step with four."""
 
     def __init__(self, most: float) -> None:
-        """Args:
-        most: share that may fail, from 0 to 1.
-        """
         self._most = most
         self._steps: deque[tuple[int, int]] = deque()
 
@@ -76,19 +71,14 @@ class FailedShare:
 
 
 def as_score(value: object, *, what: str, response: str) -> Score:
-    """Turn what a user's reward gave into a score; a plain number counts as correct from 1.0 on.
+    """Convert the result of a user's reward to a score; a plain number counts as correct from 1.0 on.
 
-    Args:
-        value: a number, a `Score`, or a dict with `score`, maybe `correct`, and the reward's parts.
-        what: begins a message.
-        response: that it is about.
-
-    Raises:
-        UserCodeFailed: it is none of these, or has no number that float32 holds.
+    `value` is a number, a `Score`, or a dict with `score`, optionally `correct`, and the reward's parts; otherwise, or
+    if float32 cannot hold the number, this raises UserCodeFailed. `what` begins messages.
     """
     try:
         number, correct, parts = _given(value)
-    except Exception as error:  # the boundary to a user's objects: arrays, tensors, anything
+    except Exception as error:  # boundary to user objects: arrays, tensors, anything
         raise UserCodeFailed(
             f"{what} returned {reprlib.repr(value)} instead of a number, a Score or a dict with `score`"
         ) from error
@@ -100,11 +90,8 @@ def as_score(value: object, *, what: str, response: str) -> Score:
 
 
 def as_rewards(value: Any, number: int, *, what: str) -> list[float]:
-    """Turn what a user's function of groups gave into rewards, `number` of them; `what` begins a message.
-
-    Raises:
-        UserCodeFailed: it is no such list of numbers that float32 holds.
-    """
+    """Convert the result of a user's group function to `number` rewards; raises UserCodeFailed if that is
+    impossible."""
     try:
         rewards = [as_number(each) for each in value]
     except Exception:  # noqa: BLE001  the boundary to a user's objects
@@ -116,11 +103,7 @@ def as_rewards(value: Any, number: int, *, what: str) -> list[float]:
 
 
 def _given(value: object) -> tuple[float, bool, Mapping[str, float]]:
-    """Return the reward, whether the response is right, and the reward's parts.
-
-    Raises:
-        Exception: the value holds no number; whatever its class raises.
-    """
+    """Return (reward, correct, parts); raises whatever the value's class does if it holds no number."""
     if isinstance(value, Score):
         return as_number(value.reward), bool(value.correct), _parts(value.parts)
     if not isinstance(value, Mapping):
@@ -132,8 +115,9 @@ def _given(value: object) -> tuple[float, bool, Mapping[str, float]]:
 
 
 def _parts(given: Mapping[Any, Any]) -> Mapping[str, float]:
-    """Return those that are finite numbers with a name; beside them verl's rewards return texts."""
+    """Return the parts that are finite numbers with a name."""
     parts = {}
+    # Verl's rewards return texts next to numbers: skip these.
     for name, value in given.items():
         try:
             number = as_number(value)
@@ -145,22 +129,15 @@ def _parts(given: Mapping[Any, Any]) -> Mapping[str, float]:
 
 
 def as_number(value: object) -> float:
-    """Return a number of any library as ours.
-
-    Raises:
-        Exception: it is none, text that looks like one included; whatever its class raises.
-    """
+    """Return a number of any library as a float; raises anything for other values, including numeric text."""
     if isinstance(value, (str, bytes, bytearray)):
         raise TypeError("text is not a number")
     return float(value)  # type: ignore[arg-type]
 
 
 def finite(name: str, value: object) -> float:
-    """Return a number of a rollout: its reward, or a metric.
-
-    Raises:
-        UserCodeFailed: it is none, or not between -`LARGEST_REWARD` and that.
-    """
+    """Return a rollout's reward or metric as a float. Raises UserCodeFailed unless it is a number between
+    -`LARGEST_REWARD` and `LARGEST_REWARD`."""
     try:
         number = as_number(value)
     except Exception:  # noqa: BLE001  the boundary to a user's objects
@@ -171,11 +148,8 @@ def finite(name: str, value: object) -> float:
 
 
 def metrics_of(numbers: Mapping[Any, object]) -> dict[str, float]:
-    """Return a rollout's metrics, checked.
-
-    Raises:
-        UserCodeFailed: a value is not a finite number, or a name is the run's own, or cannot be printed.
-    """
+    """Return a rollout's metrics, checked. Raises UserCodeFailed if a value is not a finite number, or a name is the
+    run's own or not printable."""
     for name in map(str, numbers):
         if name in RUNS_OWN_METRICS or not (name and name.isprintable()):
             raise UserCodeFailed(f"metric {name!r}: the name is the run's own or not printable; choose another one")
@@ -183,13 +157,11 @@ def metrics_of(numbers: Mapping[Any, object]) -> dict[str, float]:
 
 
 def reward_of(returned: object) -> tuple[float | None, dict[str, float]]:
-    """Return reward and metrics of an agent's result: a number, `{"reward": ..., more}`, or None.
-
-    Raises:
-        UserCodeFailed: it is none of these; a misspelt `reward` would be a metric.
-    """
+    """Return (reward, metrics) of an agent's result: a number, `{"reward": ..., more}`, or None; else raise
+    UserCodeFailed."""
     metrics: dict[str, float] = {}
     if isinstance(returned, Mapping):
+        # A misspelt `reward` would otherwise become a metric.
         if "reward" not in returned:
             advice = "give one, or null, and reward.function scores the last reply"
             raise UserCodeFailed(f"the result {reprlib.repr(dict(returned))} has no `reward`; {advice}")
@@ -199,6 +171,6 @@ def reward_of(returned: object) -> tuple[float | None, dict[str, float]]:
 
 
 NO_FIELDS = "{}"
-"""A data row, JSON, of which no more is known than prompt and ground truth."""
+"""A data row (JSON) of which only prompt and ground truth are known."""
 ScoreFunction = Callable[[str, str, str], Score]
 """(prompt, response, ground_truth) -> score: what `load_reward` returns."""

@@ -1,11 +1,12 @@
-"""Which groups are trained (`algorithm.group_filter`): others leave the queue, and the next tasks take their places.
+"""Which groups are trained on (`algorithm.group_filter`): refused ones leave the queue, and the next tasks replace
+them.
 
     responses of a group are scored -> the filter keeps it    -> put, as ever
                                    '-> the filter refuses it  -> `Lease.filter`: the group leaves the queue, admission
                                                                  puts the next task into its step, and the ledger gets
                                                                  a line
 
-`zero_variance` refuses groups whose rewards are all equal. One of the user's, `def keep(rewards: list[float]) -> bool`,
+`zero_variance` refuses groups whose rewards are all equal. A user's filter, `def keep(rewards: list[float]) -> bool`,
 runs in a child process. Torch-free.
 """
 
@@ -24,19 +25,10 @@ _TIMEOUT_S = 30.0
 
 
 class GroupFilter:
-    """Judges whole groups; owned by the process that scores: a rollout's outbox, or the role `reward`."""
+    """Judges whole groups, in the process that scores: a rollout's outbox, or the role `reward`. The constructor raises
+    ConfigError if a user's function does not exist, UserCodeNotStarted if its process fails twice."""
 
     def __init__(self, name: str, *, group_size: int) -> None:
-        """Import the function, if it is the user's.
-
-        Args:
-            name: of the filter.
-            group_size: G.
-
-        Raises:
-            ConfigError: there is no such function.
-            UserCodeNotStarted: its process did not start, twice.
-        """
         self._what = f"{FIELD}: {name}"
         self._group_size = group_size
         self._pool: CallPool | None = None
@@ -56,19 +48,12 @@ class GroupFilter:
             raise
 
     def refused(self, groups: Sequence[int], rewards: Sequence[float]) -> frozenset[int]:
-        """Return the ids of the whole groups that are not to be trained.
+        """Return the ids of whole groups that are not to be trained on.
 
-        Responses whose reward failed (NaN) are not part of the judgement; a group without rewards, with
-        `zero_variance` one with fewer than two, cannot be judged, and is put: its advantages are zero, and the trainer
-        counts the failures. Only after a crash in the middle of a put a part of a group may be all that is left to
-        score; it is let through.
-
-        Args:
-            groups: id of each response's group.
-            rewards: of each response; NaN: there is none.
-
-        Raises:
-            UserCodeFailed: the user's function raised, hung, or returned neither true nor false.
+        `groups` and `rewards` have an entry per response. Responses whose reward failed (NaN) are ignored. A group
+        without any reward (`zero_variance`: with fewer than two) cannot be judged, and is kept: its advantages are
+        zero, and the trainer counts the failures. So is a partial group, which only a crash in the middle of a put
+        leaves behind. Raises UserCodeFailed if the user's function raised, hung, or did not return a bool.
         """
         members: dict[int, list[float]] = {}
         for group, reward in zip(groups, rewards, strict=True):
@@ -78,7 +63,6 @@ class GroupFilter:
         return frozenset(group for group, own in known.items() if own and not self._keeps(own))
 
     def close(self) -> None:
-        """End the child; idempotent."""
         if self._pool is not None:
             self._pool.close()
 
@@ -93,16 +77,12 @@ class GroupFilter:
 
 
 def load_group_filter(config: PolicyConfig, *, group_size: int) -> GroupFilter | None:
-    """Return the run's filter; None: all groups are trained. See `GroupFilter`."""
+    """Return the run's filter, or None if all groups are trained on."""
     return None if config.group_filter is None else GroupFilter(config.group_filter, group_size=group_size)
 
 
 def check_group_filter(config: PolicyConfig) -> None:
-    """Check that `load_group_filter` will find it, without running a user's module.
-
-    Raises:
-        ConfigError: there is no such filter.
-    """
+    """Raise ConfigError if there is no such filter, without running a user's module."""
     name = config.group_filter
     if name is None or name == ZERO_VARIANCE:
         return

@@ -1,4 +1,4 @@
-"""Finds the reward function that the config names, and has the simplest ones. Torch-free."""
+"""Finds the reward function that the configuration names, and contains the simplest ones. Torch-free."""
 
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import check_function, load_function
@@ -9,16 +9,16 @@ from workers.settings.rewards import ISOLATED, REWARDS, RewardConfig
 
 
 def exact_reward(prompt: str, response: str, ground_truth: str) -> Score:
-    """Return 1 when response and ground truth are equal apart from space around them, else 0."""
+    """Return 1 if response and ground truth are equal up to surrounding space, else 0."""
     correct = response.strip() == ground_truth.strip()
     return Score(float(correct), correct)
 
 
 def digits_reward(prompt: str, response: str, ground_truth: str) -> Score:
-    """Return half for the exact ground truth, half for the share of characters that are right and in place: a slope to
-    climb for a model that is rarely exactly right.
+    """Return half for the exact ground truth plus half for the share of correct characters at their positions.
 
-    A missing or surplus character counts as wrong: ground truth 12, response 1 gives 0.25; 13 gives 0.25; 12 gives 1.
+    This gives a model that is rarely right a slope to climb. A missing or surplus character counts as wrong: for ground
+    truth 12, response 1 scores 0.25, 13 scores 0.25, 12 scores 1.
     """
     response, ground_truth = response.strip(), ground_truth.strip()
     correct = response == ground_truth
@@ -28,11 +28,8 @@ def digits_reward(prompt: str, response: str, ground_truth: str) -> Score:
 
 
 def load_reward(config: RewardConfig) -> ScoreFunction:
-    """Return the function that scores a response: (prompt, response, ground_truth) -> Score.
-
-    Raises:
-        ConfigError: a user's module or function that cannot be imported.
-    """
+    """Return the function (prompt, response, ground_truth) -> Score; raises ConfigError if a user's cannot be
+    imported."""
     check_reward(config)
     if config.function in REWARDS.built_in and config.function not in ISOLATED:
         return load_function(REWARDS.locate(config.function), field=FIELD, arguments=None)
@@ -45,11 +42,8 @@ def load_reward(config: RewardConfig) -> ScoreFunction:
 
 
 def check_reward(config: RewardConfig) -> None:
-    """Check that `load_reward` will find the function, without running a user's module.
-
-    Raises:
-        ConfigError: no such module, or another setting does not fit it.
-    """
+    """Raise ConfigError if `load_reward` would not find the function, or settings do not fit it; runs no user
+    module."""
     name = config.function
     if config.group_function is not None:
         check_function(config.group_function, field=GROUP_FIELD)

@@ -1,7 +1,7 @@
 r"""Reward of 1 for the right final answer of a worked solution.
 
-The final answer of a text is, in this order: what the last `\boxed{}` holds, what follows the last `####` (GSM8K), its
-last number. Numbers are compared as exact fractions; formulas (`2\sqrt{3}`) as text.
+The final answer of a text is the content of its last `\boxed{}`, else what follows its last `####` (GSM8K), else its
+last number. Numbers are compared as exact fractions, formulas (`2\sqrt{3}`) as text.
 """
 
 import importlib.util
@@ -17,16 +17,16 @@ MAX_DIGITS = 1000
 """A longer run of digits is not an answer, and Python refuses to convert it."""
 
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)"
+# A minus after a letter, digit or bracket subtracts; elsewhere it is a sign
 _NUMBER = re.compile(rf"(?:(?<![\w)\]])[-+])?{_UNSIGNED}(?:/{_UNSIGNED})?")
-"""A minus after a letter, digit or bracket subtracts; elsewhere it is a sign."""
+# Must not begin with optional space: searching a text of only spaces would take quadratic time
 _FRACTION = re.compile(r"(?:([-+])\s*)?\\[dt]?frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}")
-"""Begins with no space: a search in a text of nothing but spaces would take the square of their number."""
 _FORMULA = re.compile(r"[\\^_(\[{]")
 _NOISE = re.compile(r"\\(?:left|right|text|mathrm|!|,|;|%|\$)|[\s$%{}]")
 
 
 def math_reward(prompt: str, response: str, ground_truth: str) -> Score:
-    """Return 1 when the final answer of `response` equals that of `ground_truth`, else 0."""
+    """Return 1 if the final answer of `response` equals that of `ground_truth`, else 0."""
     wanted = final_answer(ground_truth, is_reference=True)
     if isinstance(wanted, Fraction):
         correct = final_answer(response) == wanted
@@ -37,11 +37,8 @@ def math_reward(prompt: str, response: str, ground_truth: str) -> Score:
 
 
 def final_answer(text: str, *, is_reference: bool = False) -> Fraction | str:
-    r"""Return the number or formula that a text ends in; formulas without spaces and dollar signs.
-
-    Args:
-        is_reference: the text is a ground truth of the data set: without a mark, all of it may be a formula.
-    """
+    r"""Return the number or formula that a text ends in; formulas without spaces and dollar signs. `is_reference`: the
+    text is a ground truth, which may be a formula as a whole even without a mark."""
     marked = _marked(text)
     part = text if marked is None else marked
     number = last_number(part)
@@ -50,13 +47,13 @@ def final_answer(text: str, *, is_reference: bool = False) -> Fraction | str:
 
 
 def last_number(text: str) -> Fraction | None:
-    r"""Return the last number of a text: signs, thousands commas, decimals, `a/b` and `\frac{a}{b}`; or None."""
+    r"""Return the last number of a text, or None: signs, thousands commas, decimals, `a/b` and `\frac{a}{b}`."""
     numbers = _NUMBER.findall(_plain(text))
     return _as_fraction(numbers[-1]) if numbers else None
 
 
 def _marked(text: str) -> str | None:
-    r"""Return what the last closed `\boxed{}` holds, else what follows the last `####` on its line, else None."""
+    r"""Return the content of the last closed `\boxed{}`, else the rest of the line after the last `####`, else None."""
     _, boxed, rest = text.rpartition("\\boxed{")
     depth = 1
     for end, character in enumerate(rest if boxed else ""):
@@ -68,7 +65,7 @@ def _marked(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    r"""Return the text with plain minus signs and `a/b` for `\frac{a}{b}`."""
+    r"""Normalize minus signs, and write `\frac{a}{b}` as `a/b`."""
     return _FRACTION.sub(r" \1\2/\3 ", text.replace("−", "-").replace("\\$", "").replace("\\%", ""))
 
 
@@ -84,28 +81,27 @@ def _as_text(text: str) -> str:
     return _NOISE.sub("", text).rstrip(".").lower()
 
 
-# Whether a response ends in the right formula, as the library Math-Verify judges it: `0.5` is `\frac{1}{2}`.
+# Whether a response ends in the right formula according to the library Math-Verify, where `0.5` equals `\frac{1}{2}`.
 #
-# https://github.com/huggingface/Math-Verify (Apache-2.0), the extra `math`. What it computes may take for ever, so it
-# runs in a child process, whose deadline is the only one (`workers.rewards.pooled`): its own would be 5 s, whatever
-# `reward.timeout_s` says, and count as wrong in silence.
+# https://github.com/huggingface/Math-Verify (Apache-2.0), the extra `math`. It may compute forever, so it runs in a
+# child process with a deadline (`workers.rewards.pooled`). The library's own deadline is off: it would be 5 s whatever
+# `reward.timeout_s` says, and silently count as wrong.
 
 
 class VerifiedMath:
-    """Parses response and ground truth, and compares them."""
+    """Compares response and ground truth as formulas; constructing it imports the library, which takes some seconds."""
 
     def __init__(self) -> None:
-        """Import the library, which takes some seconds."""
         import math_verify
 
         self._library = math_verify
-        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it writes whole responses into the log
+        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole responses
 
     def __call__(self, response: str, ground_truth: str) -> bool:
-        r"""Return whether the response's final answer is the ground truth's.
+        r"""Return whether the response's final answer equals the ground truth's.
 
         Args:
-            response: its last `\boxed{}` counts, else its last formula or number.
+            response: its last `\boxed{}` counts, otherwise its last formula or number.
             ground_truth: plain LaTeX, in dollars or boxed, or a worked solution with `#### answer` (GSM8K).
         """
         library = self._library
@@ -119,11 +115,7 @@ class VerifiedMath:
 
 
 def check_installed() -> None:
-    """Check that the library is there.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError unless the library is installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             f"reward.function: math_verify needs the package math-verify; {pip_line('math')}, or set reward.function "

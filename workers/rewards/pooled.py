@@ -1,4 +1,4 @@
-"""Rewards in child processes: users' functions, and built-in ones that may hang in native code. Torch-free."""
+"""Rewards in child processes: user functions, and built-in ones that may hang in native code. Torch-free."""
 
 import http.client
 import inspect
@@ -24,16 +24,16 @@ from workers.rewards.base import NO_FIELDS, NOTHING_DRAWN, DrawnResponse, Score,
 from workers.rewards.math import VerifiedMath
 from workers.settings.rewards import RewardConfig
 
-# What the child of a pooled reward calls (`workers.rewards.pooled`): entries of `workers.calls`. Torch-free.
+# What the child of a pooled reward calls: entries of `workers.calls`.
 #
-# A user's reward is called with what its parameters name, in whatever order. Three ways of naming them are known:
+# A user's reward receives what its parameters name, in any order. Three conventions are known:
 #
 #     ours    prompt response ground_truth task num_tokens truncated            one response
-#     verl's  data_source solution_str ground_truth extra_info                  one response, may be beside ours
+#     verl's  data_source solution_str ground_truth extra_info                  one response, may be mixed with ours
 #     TRL's   prompts completions completion_ids, columns of the data           lists; the function returns one, too
 #
-# A function of groups has `task` and `members`, TRL's names, or those of verl's batches. What is none of these, and
-# has no default, is refused by name.
+# A group function has `task` and `members`, TRL's names, or those of verl's batches. Any other parameter without a
+# default is refused by name.
 
 FIELD = "reward.function"
 GROUP_FIELD = "reward.group_function"
@@ -43,23 +43,19 @@ _TRLS = ("prompts", "completions", "completion_ids")
 _GROUPS = ("task", "members")
 _VERLS_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _OF_ROWS = {"task", "data_source", "extra_info"}
+# A function with none of these parameters does not see what it judges
 _RESPONSES = {"response", "solution_str", "completions", "members", "solution_strs"}
-"""A function that takes none of these does not see what it judges."""
 
 
 class LastMatch:
-    """Whether what a regular expression finds in a response is the ground truth: the last match, its first group if
-    it has one, else all of it.
-
-    reward: {function: regex, pattern: '<answer>(.*?)</answer>'}
-    """
+    """Whether a regular expression's last match in a response (its first group, if any) is the ground truth, e.g.
+    `reward: {function: regex, pattern: '<answer>(.*?)</answer>'}`."""
 
     def __init__(self, pattern: str) -> None:
-        """Compile; `.` matches line ends, too."""
         self._pattern = compile_pattern(pattern)
 
     def __call__(self, response: str, ground_truth: str) -> bool:
-        """Return whether it is there, and equal to the ground truth but for space around both."""
+        """Return whether there is a match that equals the ground truth up to surrounding space."""
         matches = list(self._pattern.finditer(response))
         if not matches:
             return False
@@ -69,11 +65,7 @@ class LastMatch:
 
 
 def compile_pattern(pattern: str | None) -> re.Pattern[str]:
-    """Compile `reward.pattern`.
-
-    Raises:
-        ConfigError: it is missing, or no regular expression.
-    """
+    """Compile `reward.pattern`, with `.` matching newlines; raises ConfigError if it is missing or invalid."""
     if pattern is None:
         raise ConfigError(
             "reward.pattern: missing; reward.function regex compares what it finds: set it to an expression"
@@ -85,12 +77,8 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str]:
 
 
 def user_reward(name: str) -> Callee:
-    """Import a user's function; it is sent prompt, response, ground truth, data row, number of tokens, whether it was
-    truncated, and the tokens.
-
-    Raises:
-        ConfigError: there is no such module or function, importing it fails, or it has a parameter that is not known.
-    """
+    """Import a user's reward function. It is sent (prompt, response, ground truth, data row, number of tokens,
+    truncated, tokens). Raises ConfigError if it cannot be imported, or has an unknown parameter."""
     what = f"{FIELD}: {name}"
     called = _ByName(load_function(name, field=FIELD, arguments=None), what, (*_OURS, *_VERLS))
 
@@ -112,8 +100,8 @@ def user_reward(name: str) -> Callee:
 
 
 def group_reward(name: str) -> Callee:
-    """Import a user's function of whole groups; it is sent the prompt, the ground truth, the data row, the members, and
-    the tokens of each. Raises as `user_reward` does."""
+    """Import a user's group function; raises as `user_reward` does. It is sent (prompt, ground truth, data row,
+    members, tokens of each)."""
     what = f"{GROUP_FIELD}: {name}"
     called = _ByName(load_function(name, field=GROUP_FIELD, arguments=None), what, (*_GROUPS, *_VERLS_BATCH))
 
@@ -131,45 +119,37 @@ def group_reward(name: str) -> Callee:
 
 
 def last_match(pattern: str) -> Callee:
-    """Compare what a regular expression finds, which may backtrack for ever."""
+    """Entry of `reward.function: regex`; in a child, since it may backtrack forever."""
     return _comparison(LastMatch(pattern))
 
 
 def verified_math() -> Callee:
-    """Compare formulas, which may compute for ever."""
+    """Entry of `reward.function: math_verify`; in a child, since it may compute forever."""
     return _comparison(VerifiedMath())
 
 
 def _comparison(compare: LastMatch | VerifiedMath) -> Callee:
-    """Of response and ground truth."""
     return Callee(compare, takes=lambda sent: sent[1:3], gives=lambda right, _: Score(float(right), right))
 
 
 class _ByName:
-    """A user's function, called with what its parameters name.
+    """A user's function, called with what its parameters name; ConfigError if one is unknown, or none takes the
+    response.
 
     Attributes:
-        in_lists: it is called as TRL calls rewards.
-        needs_row: it takes something of the data row, which may be long.
+        in_lists: it follows TRL's convention.
+        needs_row: it reads the data row, which may be long.
     """
 
     def __init__(self, users: Callable[..., Any], what: str, known: Sequence[str]) -> None:
-        """Args:
-        users: the function.
-        what: begins messages.
-        known: names that it may have, if they are not TRL's.
-
-        Raises:
-            ConfigError: a parameter without a default is not known, or it does not take the response.
-        """
         self._users = users
         self._what = what
         may = f"{', '.join(dict.fromkeys(known))}, or as in TRL {', '.join(_TRLS)} and columns of the data"
         advice = f"parameters are found by their names, which may be {may}"
         try:
             parameters = inspect.signature(users).parameters.values()
-        except (TypeError, ValueError) as error:  # functions of C may say nothing
-            raise ConfigError(f"{what} does not say what it takes; wrap it in a def; {advice}") from error
+        except (TypeError, ValueError) as error:  # C functions may not tell
+            raise ConfigError(f"{what} has no readable signature; wrap it in a def; {advice}") from error
         self._named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         self._takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters)
         names = {each.name for each in self._named}
@@ -179,15 +159,17 @@ class _ByName:
         if unknown:
             raise ConfigError(f"{what} has a parameter {unknown[0]!r}; {advice}")
         if not names and not (self._takes_rest and len(parameters) == 1):  # a decorator without `functools.wraps`
-            raise ConfigError(f"{what} takes {inspect.signature(users)}, which names nothing; {advice}")
+            raise ConfigError(f"{what} takes {inspect.signature(users)}, whose parameters have no names; {advice}")
         if not names & _RESPONSES and not self._takes_rest:
             raise ConfigError(f"{what} does not take the response; {advice}")
         ours, verls = known[:-4], set(known[-4:]) - {"ground_truth"}
-        self._rest = ours if self._takes_rest and not names & verls else ()  # verl's are given settings of its own
+        self._rest = (
+            ours if self._takes_rest and not names & verls else ()
+        )  # verl passes settings of its own through **kwargs
         self.needs_row = self.in_lists or bool(_OF_ROWS.intersection(names, known) or _OF_ROWS.intersection(self._rest))
 
     def function(self, values: Callable[[Sequence[Any]], Mapping[str, Any]]) -> Callable[..., Any]:
-        """Return what is called with what was sent; async if the user's is."""
+        """Return a wrapper that is called with what was sent; async if the user's function is."""
 
         def call(*sent: Any) -> Any:
             positional, keywords = self._bound(values(sent))
@@ -226,10 +208,8 @@ def _trl_values(
     rows: list[Mapping[str, Any]],
     token_ids: list[bytes],
 ) -> dict[str, Any]:
-    """Return what TRL's trainers call a reward with: texts, or messages where the prompt is messages.
-
-    Source: huggingface.co/docs/trl, "Using a custom reward function" of GRPOTrainer.
-    """
+    """Return what TRL's trainers pass to a reward: texts, or messages if the prompt is messages. Source:
+    huggingface.co/docs/trl, "Using a custom reward function" of GRPOTrainer."""
     talks = [next((row[name] for name in ("prompt", "messages") if _is_talk(row.get(name))), None) for row in rows]
     pairs = list(zip(talks, prompts, responses, strict=True))
     columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
@@ -247,11 +227,7 @@ def _is_talk(value: object) -> bool:
 
 
 def _listed(value: Any, number: int, what: str) -> list[Any]:
-    """Return the rewards of a function that is called with lists.
-
-    Raises:
-        UserCodeFailed: it returned no such list, or None for one, which is not a reward.
-    """
+    """Return the rewards of a function that is called with lists."""
     try:
         values = list(value)
     except TypeError:
@@ -264,17 +240,15 @@ def _listed(value: Any, number: int, what: str) -> list[Any]:
 
 
 CONCURRENCY = 4
-"""Calls at a time where the configuration says nothing."""
+"""Concurrent calls unless the configuration says otherwise."""
 _ENTRIES = "workers.rewards.pooled"
-_MEMORY_BYTES = 4 * 2**30
-"""A power tower in a response would otherwise take what the machine has."""
+_MEMORY_BYTES = 4 * 2**30  # a power tower in a response could otherwise take the machine's whole memory
 
 
 class _RewardPool:
-    """A pool of children that call a function of section `reward`, with its deadline and number of calls at a time."""
+    """A pool of children for a function of section `reward`, with its deadline and concurrency."""
 
     def __init__(self, config: RewardConfig, entry: Entry, what: str) -> None:
-        """Begin to start the first child."""
         self._pool = CallPool(
             entry,
             what=what,
@@ -297,7 +271,7 @@ class _RewardPool:
             raise
 
     def close(self) -> None:
-        """End the children; scores that are to come are cancelled. Idempotent."""
+        """Kill the children and cancel pending scores. Idempotent."""
         self._pool.close()
 
 
@@ -305,11 +279,6 @@ class PooledReward(_RewardPool):
     """A reward function behind a pool of children. Thread-safe."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Begin to start the first child.
-
-        Args:
-            config: names the function, its deadline and how many calls there are at a time.
-        """
         super().__init__(config, _entry(config), f"reward.function: {config.function}")
 
     def submit(
@@ -338,11 +307,8 @@ class PooledReward(_RewardPool):
         drawn: DrawnResponse = NOTHING_DRAWN,
         /,
     ) -> Score:
-        """Score one response and wait.
-
-        Raises:
-            UserCodeFailed: it raised, hung, or returned neither a number that float32 holds nor a Score of one.
-        """
+        """Score one response and wait. Raises UserCodeFailed if the function raised, hung, or returned no score that
+        float32 can hold."""
         return self.submit(prompt, response, ground_truth, task, drawn).result()
 
 
@@ -350,11 +316,6 @@ class GroupPool(_RewardPool):
     """`reward.group_function` behind a pool of children. Thread-safe."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Begin to start the first child.
-
-        Args:
-            config: names the function.
-        """
         name = config.group_function
         assert name is not None
         super().__init__(config, Entry(f"{_ENTRIES}:group_reward", {"name": name}), f"{GROUP_FIELD}: {name}")
@@ -367,13 +328,8 @@ class GroupPool(_RewardPool):
         members: Sequence[Mapping[str, Any]],
         token_ids: Sequence[bytes],
     ) -> "Future[list[float]]":
-        """Have the members of a group rewarded; the future raises `UserCodeFailed` if they are not.
-
-        Args:
-            prompt, ground_truth, task: that they share; the task is the data row, JSON.
-            members: see docs/rewards.md.
-            token_ids: of each, see `DrawnResponse`.
-        """
+        """Reward the members of a group (docs/rewards.md); the future raises `UserCodeFailed` if that fails. `task` is
+        the data row, JSON; `token_ids` are per member, see `DrawnResponse`."""
         on = f"{len(members)} responses to {excerpt(prompt)}"
         return self._pool.submit(prompt, ground_truth, task, list(members), list(token_ids), on=on)
 
@@ -395,17 +351,16 @@ def _pass_on(done: "Future[dict[str, Any]]", score: "Future[Score]") -> None:
         score.set_result(Score(**done.result()))
 
 
-# A scorer behind HTTP: responses are posted in batches as they finish, `reward.function: http://host:port/score`.
+# A scorer behind HTTP (`reward.function: http://host:port/score`): responses are posted in batches as they finish.
 #
 #     -> {"samples": [{"prompt": "...", "response": "...", "ground_truth": "...", "task": {the data row},
 #                      "num_tokens": 17, "truncated": false}, ...]}
 #     <- {"scores": [1.0, {"reward": 0.5, "correct": false}, {"error": "no idea"}, ...]}         in the same order
 #
-# A request takes what waits, up to `reward.batch_size`, so batches grow by themselves when the scorer is busy. One
-# that fails (no connection, a deadline, status 408, 429 or 5xx) is sent again, `reward.retries` times, after 0.5, 1, 2
-# ... s. If the reply to a batch is an error, or nonsense, its responses are sent one by one, so that one that the
-# scorer cannot bear costs only itself. What is still without a score then has no reward, so no weight, and is warned
-# of. Torch-free.
+# A request takes what is waiting, up to `reward.batch_size`, so batches grow when the scorer is busy. A failed request
+# (no connection, a timeout, status 408, 429 or 5xx) is retried `reward.retries` times, after 0.5, 1, 2 ... s. If the
+# reply to a batch is an error or malformed, its responses are sent one by one, so that a response that the scorer
+# cannot handle costs only itself. A response that still has no score has no weight, and causes a warning.
 
 _SENDERS = 8
 _FIRST_PAUSE_S = 0.5
@@ -423,21 +378,18 @@ class _Waiting:
 
 
 class _BatchRefused(UserCodeFailed):
-    """The scorer answered, and not with scores."""
+    """The scorer replied, but not with scores."""
 
 
 class RemoteReward:
     """Posts responses to a scorer. Thread-safe: callers wait for their own."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Args:
-        config: names the URL, the deadline of a request, how many responses it takes, and how often it is sent again.
-        """
         check_url(config.function)
         self._config = config
         self._what = f"reward.function: {config.function}"
         self._waiting: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
-        self._pause = threading.Event()  # never set: pauses are waits, not sleeps of a lock's holder
+        self._pause = threading.Event()  # never set; only for waiting
         for number in range(_SENDERS):
             threading.Thread(target=self._send_for_ever, name=f"remote-reward-{number}", daemon=True).start()
 
@@ -450,11 +402,7 @@ class RemoteReward:
         drawn: DrawnResponse = NOTHING_DRAWN,
         /,
     ) -> Score:
-        """Score one response.
-
-        Raises:
-            UserCodeFailed: the scorer gave no score for it.
-        """
+        """Score one response; raises UserCodeFailed if the scorer gives no score for it."""
         fields = {"prompt": prompt, "response": response, "ground_truth": ground_truth, "task": json.loads(task)}
         fields |= {"num_tokens": drawn.num_tokens, "truncated": drawn.truncated}
         one = _Waiting(fields, Future())
@@ -480,7 +428,7 @@ class RemoteReward:
                 return
             for one in batch:
                 self._score([one])
-        except Exception as error:  # noqa: BLE001  the boundary of a thread: the caller that waits for a score raises it
+        except Exception as error:  # noqa: BLE001  boundary of a thread: the caller that waits for a score raises it
             for one in batch:
                 one.score.set_exception(error)
         else:
@@ -503,12 +451,8 @@ class RemoteReward:
         return as_score(value, what=self._what, response=response)
 
     def _scores(self, samples: list[dict[str, Any]]) -> list[Any]:
-        """Return a value per response, after as many attempts as it takes and is allowed.
-
-        Raises:
-            _BatchRefused: the scorer's reply is an error, or none of the protocol.
-            UserCodeFailed: it cannot be reached.
-        """
+        """Return a value per response, retrying as configured; raises `_BatchRefused`, or UserCodeFailed without a
+        connection."""
         pause_s = _FIRST_PAUSE_S
         for attempt in range(self._config.retries + 1):
             try:
@@ -519,7 +463,7 @@ class RemoteReward:
                 if error.code not in _PASSING:
                     raise failure from None
             except (OSError, http.client.HTTPException) as error:
-                failure = UserCodeFailed(f"{self._what} does not answer ({error}); look whether it runs")
+                failure = UserCodeFailed(f"{self._what} does not answer ({error}); check that it is running")
             if attempt < self._config.retries:
                 self._pause.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -537,18 +481,15 @@ class RemoteReward:
         try:
             scores = json.loads(data)["scores"]
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise _BatchRefused(f"{self._what} did not answer with an object that has scores") from None
+            raise _BatchRefused(f"{self._what} did not answer with an object with `scores`") from None
         if not isinstance(scores, list) or len(scores) != len(samples):
-            raise _BatchRefused(f"{self._what} answered {len(samples)} samples with other than {len(samples)} scores")
+            raise _BatchRefused(f"{self._what} did not answer {len(samples)} samples with {len(samples)} scores")
         return scores
 
 
 def _read(reply: http.client.HTTPResponse, deadline: float) -> bytes:
-    """Return the body, but for what is beyond the largest; the socket's own deadline is one for each of its pieces.
-
-    Raises:
-        TimeoutError: it is not all there in time.
-    """
+    """Return the body, up to the largest size, before a deadline for all of it (TimeoutError)."""
+    # The socket's own timeout applies to each piece.
     data = bytearray()
     while len(data) < _MOST_BYTES and (piece := reply.read1(_PIECE_BYTES)):
         data += piece
@@ -558,20 +499,15 @@ def _read(reply: http.client.HTTPResponse, deadline: float) -> bytes:
 
 
 def is_url(name: str) -> bool:
-    """Return whether a reward's name is one of a remote scorer."""
     return name.startswith(("http://", "https://"))
 
 
 def check_url(name: str) -> None:
-    """Check the URL of a scorer.
-
-    Raises:
-        ConfigError: it names no host, or no port that can be, or has what a request cannot carry.
-    """
+    """Raise ConfigError unless the URL has a valid host and port, and contains nothing that a request cannot carry."""
     try:
         parts = urlsplit(name)
         usable = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-        (parts.hostname or "").encode("idna")  # as the look-up of its address will
+        (parts.hostname or "").encode("idna")  # as address resolution will do
     except ValueError:
         usable = False
     if usable and (parts.username is not None or parts.fragment or not (name.isascii() and name.isprintable())):
@@ -581,4 +517,4 @@ def check_url(name: str) -> None:
         )
     usable = usable and " " not in name
     if not usable:
-        raise ConfigError(f"reward.function: {name!r} is no URL of a scorer; write http://HOST:PORT/PATH")
+        raise ConfigError(f"reward.function: {name!r} is not a scorer's URL; write http://HOST:PORT/PATH")

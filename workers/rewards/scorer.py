@@ -1,4 +1,4 @@
-"""Decodes and scores responses beside generation, so that neither a slow reward nor a slow tokenizer holds it up.
+"""Decodes and scores responses in the background, so that neither a slow reward nor the tokenizer delays generation.
 
 submit -> score thread: decode -> built-in or remote: score -----------------.
                                -> child processes: submit -> the pool's ------+-> future
@@ -41,23 +41,15 @@ _MANY = 64
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """One response with its texts.
-
-    Attributes:
-        prompt, response, ground_truth: what was asked, what came, what is right.
-        reward: of the response; NaN: scoring failed, and the response has no weight.
-        correct: whether it is exactly right.
-        parts: of the reward, by name.
-        failure: why there is no reward; "" if there is one.
-    """
+    """One response with its texts."""
 
     prompt: str
     response: str
     ground_truth: str
-    reward: float
-    correct: bool
-    parts: Mapping[str, float] = field(default_factory=dict)
-    failure: str = ""
+    reward: float  # NaN: scoring failed, and the response has no weight
+    correct: bool  # exactly right
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, by name
+    failure: str = ""  # why there is no reward, or ""
 
 
 @dataclass(frozen=True)
@@ -67,17 +59,17 @@ class _Work:
     ground_truth: str
     task: str
     truncated: bool
-    text: str | None
-    """What is scored instead of the decoded response."""
-    parts: Mapping[str, float]
-    """Numbers that go with the reward's own parts."""
+    text: str | None  # scored instead of the decoded response
+    parts: Mapping[str, float]  # numbers that are added to the reward's own parts
     scored: "Future[ScoredResponse]" = field(default_factory=Future)
 
 
 class Scorer:
-    """Decodes and scores; close it to end its threads and children.
+    """Decodes and scores; `close` ends its threads and children.
 
-    The threads are no executor's: at its end a process would wait for those, and a remote scorer may take its time.
+    Args:
+        failed: called by any thread with one line per response that could not be scored.
+        has_parts: put parts of rewards, or rollouts' own numbers, into a column; None: if the function is a user's.
     """
 
     def __init__(
@@ -88,11 +80,6 @@ class Scorer:
         failed: Callable[[str], None] = lambda why: None,
         has_parts: bool | None = None,
     ) -> None:
-        """Args:
-        failed: is told of every response that could not be scored, in one line, by any thread.
-        has_parts: of what rewards are made, or what rollouts report of themselves, goes into a column; None: as
-            the function says.
-        """
         self._function = load_reward(config)
         self._compares = not config.is_users
         self._in_groups = config.group_function is not None
@@ -107,18 +94,13 @@ class Scorer:
         self._num_threads = _THREADS
         if not isinstance(self._function, PooledReward):
             self._num_threads = config.concurrency or (_MANY if is_url(config.function) else _THREADS)
+        # Not an executor: at exit Python waits for an executor's threads, and a remote scorer may take long.
         for number in range(self._num_threads):
             threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 
     def score(self, rollout: FinishedRollout, ground_truth: str, task: str = NO_FIELDS) -> "Future[ScoredResponse]":
-        """Score a rollout, unless its function did. One without a reward whose row has no ground truth to compare with
-        has failed.
-
-        Args:
-            rollout: at its end.
-            ground_truth: of the row.
-            task: the data row, JSON.
-        """
+        """Score a rollout, unless its function did. Without a reward of its own, it fails if the row has no ground
+        truth to compare with. `task` is the data row, JSON."""
         parts = dict(rollout.metrics)
         if rollout.conversations:
             parts |= {"turns": float(rollout.turns), "tool_s": rollout.tool_s, "cpu_s": rollout.cpu_s}
@@ -129,6 +111,7 @@ class Scorer:
                 truncated=rollout.truncated, text=rollout.response, parts=parts,
             )  # fmt: skip
         reward = math.nan if rollout.failure or rollout.reward is None else rollout.reward
+        # A rollout function may report `correct`.
         correct = bool(rollout.metrics.get("correct", reward >= 1.0))
         prompt, response = self._decoder.prompt(tuple(rollout.prompt.tolist())), rollout.response or ""
         scored: Future[ScoredResponse] = Future()
@@ -144,14 +127,7 @@ class Scorer:
         *,
         truncated: bool = False,
     ) -> "Future[ScoredResponse]":
-        """Score one response.
-
-        Args:
-            prompt_P, response_R: int64 tokens.
-            ground_truth: of the row.
-            task: the data row, JSON.
-            truncated: whether it was cut.
-        """
+        """Score one response (int64 tokens); `task` is the data row, JSON."""
         return self._submit(prompt_P, response_R, ground_truth, task, truncated=truncated)
 
     def _submit(
@@ -171,8 +147,8 @@ class Scorer:
         return work.scored
 
     def columns(self, scores: Sequence[ScoredResponse]) -> dict[str, Column]:
-        """Return the outputs of task `rewards`: `rewards` float32 [N], `correct` bool [N], and, where the function may
-        say what its rewards are made of, `reward_parts`."""
+        """Return the outputs of task `rewards`: `rewards` float32 [N], `correct` bool [N] and, if enabled,
+        `reward_parts`."""
         columns = {
             "rewards": Column.of_scalars(torch.tensor([score.reward for score in scores])),
             "correct": Column.of_scalars(torch.tensor([score.correct for score in scores])),
@@ -182,8 +158,7 @@ class Scorer:
         return columns
 
     def close(self) -> None:
-        """Cancel what is not scored and end threads and children; a remote scorer that hangs is left behind.
-        Idempotent."""
+        """Cancel pending scores and end threads and children; a hanging remote scorer is left behind. Idempotent."""
         with contextlib.suppress(queue.Empty):
             while True:
                 work = self._work.get_nowait()
@@ -203,11 +178,12 @@ class Scorer:
                 response = self._decoder.response(work.response) if work.text is None else work.text
                 score = self._compared_with_nothing(work) or self._score(prompt, response, work)
                 score.add_done_callback(partial(self._settle, work, prompt, response))
-            except Exception as error:  # noqa: BLE001 - the boundary of a thread: the caller of `result` raises it
+            except Exception as error:  # noqa: BLE001 - boundary of a thread: the caller of `result` raises it
                 work.scored.set_exception(error)
 
     def _compared_with_nothing(self, work: _Work) -> "Future[Score] | None":
-        """Return the score of a row without a ground truth, where a built-in would call an empty reply right."""
+        """Return the score of a row without a ground truth, for which a built-in reward would call an empty reply
+        right."""
         if not self._compares or work.ground_truth.strip():
             return None
         score: Future[Score] = Future()
@@ -252,7 +228,7 @@ class Scorer:
         return ScoredResponse(prompt, response, ground_truth, score.reward, score.correct, score.parts)
 
     def _count_failure(self, error: UserCodeFailed) -> None:
-        """Raise if nothing was scored for too long: the reward is broken, or its server gone."""
+        """Raise after too many failures in a row: the reward is broken, or its server gone."""
         with self._counting:
             self._failures += 1
             if 0 < self._most_failures <= self._failures:
@@ -263,12 +239,7 @@ class Scorer:
 
 
 def no_rewards(where: str, why: str) -> UserCodeFailed:
-    """Return the error for responses of which none could be scored.
-
-    Args:
-        where: what they are of.
-        why: the last one could not be.
-    """
+    """Return the error for responses of which none could be scored; `why`: the last one's reason."""
     return UserCodeFailed(f"{where}: none of its responses could be scored; {why}; correct the reward and resume")
 
 
@@ -276,23 +247,17 @@ def no_rewards(where: str, why: str) -> UserCodeFailed:
 #
 #     responses of a group are scored one by one -> all are there -> the user's function sees them -> their rewards
 #
-# Called by the outbox of a rollout, which holds a group until all of its members are there. The function runs in child
-# processes, `reward.concurrency` groups at a time.
+# Called by a rollout's outbox once all members of a group are there. The function runs in child processes,
+# `reward.concurrency` groups at a time.
 
-_CUT = "the others of its group were put before this process started again"
+_CUT = "the others of its group were put before this process was restarted"
 
 
 class GroupReward:
-    """The function behind a pool of children."""
+    """A group function behind a pool of children; the constructor raises as `PooledReward.until_ready` does. `failed`
+    is called with one line for each group without rewards."""
 
     def __init__(self, config: RewardConfig, *, group_size: int, failed: Callable[[str], None]) -> None:
-        """Import the function; raises as `PooledReward.until_ready` does.
-
-        Args:
-            config: names it.
-            group_size: G.
-            failed: is told of every group that has no rewards, in one line.
-        """
         self._group_size = group_size
         self._failed = failed
         self._warnings = RepeatedWarnings(logger)
@@ -302,15 +267,11 @@ class GroupReward:
     def rewarded(
         self, task: str, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]
     ) -> "Future[Sequence[ScoredResponse]]":
-        """Have the function reward a group.
+        """Have the function reward a group; `task` is the data row, JSON.
 
-        Members that drew nothing or have no reward of their own keep what they have. If the function fails, no member
-        has a reward, as where `reward.function` fails; nor has a part of a group, which may be all that is left after
-        a crash in the middle of a put.
-
-        Args:
-            task: the data row, JSON.
-            rollouts, scores: of the members, in their order.
+        Members that drew nothing or have no reward of their own are left as they are. If the function fails, no member
+        has a reward, as when `reward.function` fails. The same goes for a partial group, which a crash in the middle of
+        a put may leave behind.
         """
         rewarded: Future[Sequence[ScoredResponse]] = Future()
         seen = [k for k, one in enumerate(scores) if not one.failure and len(rollouts[k].log_probs_A)]
@@ -329,14 +290,13 @@ class GroupReward:
                 self._warnings.warn(f"{error}; its responses have no weight")
                 self._failed(str(error))
                 rewarded.set_result(_changed(scores, seen, str(error)))
-            except Exception as error:  # noqa: BLE001  the boundary of a thread: the caller of `result` raises it
+            except Exception as error:  # noqa: BLE001  boundary of a thread: the caller of `result` raises it
                 rewarded.set_exception(error)
 
         pending.add_done_callback(settle)
         return rewarded
 
     def close(self) -> None:
-        """End the children; idempotent."""
         self._pool.close()
 
 
@@ -353,7 +313,7 @@ def _member(rollout: FinishedRollout, score: ScoredResponse) -> dict[str, Any]:
 
 
 def _changed(scores: Sequence[ScoredResponse], seen: Sequence[int], given: list[float] | str) -> list[ScoredResponse]:
-    """Return the scores with the rewards that some of them were given, or why there are none."""
+    """Return the scores with the rewards given to those at `seen`, or the reason why there are none."""
     changed = list(scores)
     for k, reward in zip(seen, [nan] * len(seen) if isinstance(given, str) else given, strict=True):
         changed[k] = replace(scores[k], reward=reward)

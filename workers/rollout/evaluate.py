@@ -1,11 +1,10 @@
-"""The evaluation loop: answer held-out prompts with one version of the weights after the other, while training goes on.
+"""The evaluation loop: answer held-out prompts with successive versions of the weights while training continues.
 
     wait for a due version -> load it -> generate -> score -> a line in evaluation.jsonl -> wait ...
 
-Called by `workers.roles.main`. It reads no queue, and nothing waits for it: its receiver keeps only versions that are
-due, as a best-effort reader of the weight agent. Weights are never swapped inside an evaluation; a version that came
-and went meanwhile is left out, and the newest due one is next. The configuration alone says which versions are due, and
-whose:
+It reads no queue, and nothing waits for it: its receiver is a best-effort reader of the weight agent that keeps only
+due versions. Weights never change within an evaluation. A version that came and went meanwhile is skipped; the newest
+due one is next. The configuration alone determines which versions are due, and for which instance:
 
     interval = 4, last step 10, two instances      due             0   4   8   10
                                                    instance        0   1   0   0
@@ -41,12 +40,9 @@ from workers.rows.finished import FinishedRollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
 
-_Z_95 = 1.959964
-"""Standard normal quantile of 0.975."""
-_LOOK_S = 0.5
-"""How often a wait looks whether the run stops (s)."""
-_STREAM = 1
-"""Keeps the random numbers of evaluations apart from those of rollouts."""
+_Z_95 = 1.959964  # standard normal quantile of 0.975
+_LOOK_S = 0.5  # how often waits check whether the run stops (s)
+_STREAM = 1  # separates the random numbers of evaluations from those of rollouts
 
 _Scored = tuple[FinishedRollout, "Future[ScoredResponse]"]
 
@@ -72,14 +68,9 @@ def run_evaluate(context: WorkerContext) -> None:
 
 
 class Evaluator:
-    """One evaluating instance."""
+    """One evaluating instance; `own`: steps whose weights it evaluates, in order, at least one."""
 
     def __init__(self, context: WorkerContext, own: list[int]) -> None:
-        """Load tokenizer, prompts and engine; start to watch the weights.
-
-        Args:
-            own: steps whose weights this instance evaluates, in order; at least one.
-        """
         config = context.config
         self._context = context
         self._own = frozenset(own)
@@ -125,11 +116,8 @@ class Evaluator:
         return self._version
 
     def evaluate(self, version: Version) -> None:
-        """Answer all prompts with the weights that are loaded and write what came of it; nothing if the run stops.
-
-        Raises:
-            UserCodeFailed: no response could be scored, or too much failed.
-        """
+        """Answer all prompts with the loaded weights and write the results; write nothing if the run stops. Raises
+        UserCodeFailed if nothing could be scored, or too much failed."""
         began = time.monotonic()
         with self._context.timeline.span("evaluate", step=version.step, rows=len(self._requests)):
             scored = self._generate(version)
@@ -150,7 +138,6 @@ class Evaluator:
             self._samples.write(rollout, score.result(), step=version.step, group=rollout.index // self._size)
 
     def close(self) -> None:
-        """Leave engine and weight agent; close the files."""
         self._rollouts.close()
         self._engine.close()
         self._receiver.close()
@@ -161,11 +148,7 @@ class Evaluator:
     def _check_failures(
         self, version: Version, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredResponse]
     ) -> None:
-        """Refuse an accuracy of what is left when too much failed; what the rollout function skipped has not.
-
-        Raises:
-            UserCodeFailed: it did, or there is nothing to tell an accuracy of.
-        """
+        """Raise UserCodeFailed if too much failed for a fair accuracy; skipped tasks do not count as failed."""
         config, where = self._context.config, f"evaluation of step {version.step}"
         not_made = [one.failure for one in rollouts if one.failure and not one.skipped]
         made = [score.failure for one, score in zip(rollouts, scores, strict=True) if not one.failure]
@@ -194,7 +177,7 @@ class Evaluator:
         return RolloutRequest(index, index, seed, prompt.tokens, prompt.task, group, member)
 
     def _wants(self, version: Version) -> bool:
-        """Return whether a version is this instance's; the receiver's thread asks for one after the other."""
+        """Return whether a version is this instance's; called by the receiver's thread, version by version."""
         if version.lineage < self._context.job.lineage:
             return False
         if version.step in self._own:
@@ -204,11 +187,13 @@ class Evaluator:
         return False
 
     def _wait_newer(self) -> bool:
-        """Wait until a version is ready; False: the run stops, or all that are left were missed."""
+        """Wait until a version is ready; False: the run stops, or all remaining ones were missed."""
         self._context.report("waiting for weights")
         with self._context.timeline.span("wait for weights"):
             while not self._context.stopping.is_set():
-                passed = self._last_passed  # looked at first: what is wanted came before what was passed over
+                passed = (
+                    self._last_passed
+                )  # read this first: a wanted version arrives before a later one is passed over
                 if self._receiver.newest not in (None, self._version):
                     return True
                 held = -1 if self._version is None else self._version.step
@@ -225,10 +210,11 @@ class Evaluator:
             logger.warning("weights of steps %s were replaced before they could be evaluated", skipped)
 
     def _generate(self, version: Version) -> list[_Scored]:
-        """Return the responses of all requests, or of some when the run stops, each with its score to come."""
+        """Return responses to all requests (fewer if the run stops), each with its pending score."""
         stopping, waiting = self._context.stopping, deque(self._requests)
         scored: list[_Scored] = []
         while (waiting or self._rollouts.num_running) and not stopping.is_set():
+            # Before looking at anything, so that no event is missed.
             self._wake.clear()
             number = min(self._rollouts.free_slots, len(waiting))
             if number:
@@ -250,7 +236,6 @@ class Evaluator:
 
 
 def _held_out(context: WorkerContext, tokenizer: Any) -> PromptDataset:
-    """Read the first `max_prompts` prompts; those that are too long are left out."""
     config = context.config
     return PromptDataset(
         held_out_rows(config),
@@ -264,14 +249,14 @@ def _held_out(context: WorkerContext, tokenizer: Any) -> PromptDataset:
 
 
 def _seed(run_seed: int, index: int) -> int:
-    """Mix (run seed, response) into 64 bits: the same numbers for every version, so that only the weights differ."""
+    """Mix (run seed, response) into 64 bits: equal for all versions, so that only the weights differ."""
     return int(np.random.SeedSequence([run_seed, index, _STREAM]).generate_state(1, np.uint64)[0])
 
 
 def wilson_interval(share: float, number: int) -> tuple[float, float]:
     """Return the 95 % score interval of a share of successes among `number` independent trials.
 
-    Unlike the normal approximation it stays inside 0..1 and is of use for few trials and for shares of 0 and 1.
+    Unlike the normal approximation it stays within 0..1, and is useful for few trials and for shares of 0 and 1.
     Source: Wilson 1927, Probable inference, the law of succession, and statistical inference, JASA 22 (158), p. 209.
     """
     z2 = _Z_95**2 / number
@@ -291,18 +276,14 @@ def evaluation_line(
 ) -> dict[str, Any]:
     """Return the line of one evaluation.
 
-    The interval of the accuracy counts prompts, not responses: several responses to one prompt are not independent
-    trials.
-
     Args:
-        rollouts, scores: of all prompts, equally many of each, in any order; at least one could be scored.
-        version: of the weights that gave all of them.
-        num_prompts: that were answered.
+        rollouts, scores: of all prompts, equally many each, in any order; at least one was scored.
         time_s: since the command started.
-        seconds: that the evaluation took.
+        seconds: duration of the evaluation.
     """
     num_samples, known = len(rollouts), [score for score in scores if not score.failure]
     accuracy = sum(score.correct for score in known) / len(known)
+    # The trials are prompts: several responses to one prompt are not independent.
     low, high = wilson_interval(accuracy, max(1, num_prompts * len(known) // num_samples))
     return {
         "step": version.step,
@@ -322,7 +303,7 @@ def evaluation_line(
 
 
 def evaluated_steps(run_dir: Path) -> frozenset[int]:
-    """Return the steps that a run's file has; the launcher has cut it to whole lines of the surviving lineage."""
+    """Return the steps in a run's file, which the launcher has cut to complete lines of the surviving lineage."""
     return frozenset(int(line["step"]) for line in LineTail(run_dir / EVALUATION_FILE).read())
 
 
@@ -336,15 +317,12 @@ def own_steps(
 ) -> list[int]:
     """Return the due steps that one instance evaluates, in order.
 
-    Due step k * interval is instance k mod `num_instances`'s. The last step is instance 0's, so that there is one that
-    stays to the end.
+    Step k * interval belongs to instance k mod `num_instances`; the last step to instance 0, so that one stays to the
+    end.
 
     Args:
-        interval: `evaluate.interval`.
-        last: step of the run.
         first: step of the weights that this start begins with.
-        instance, num_instances: whose; of how many.
-        done: steps that were evaluated before.
+        done: steps that were already evaluated.
     """
     return [
         step

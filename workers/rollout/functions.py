@@ -1,12 +1,12 @@
-"""Rollouts of a user's function or agent, on one engine: the engine process's side of the session service.
+"""Rollouts of a user's function or agent on one engine: the engine process's side of the session service.
 
     rollout loop   begin ---------> service: calls the function
                    step <- Draw 31  (a thread reads; `wake` is set)
                      engine.submit, engine.step
                         Drawn 31 -> service ... Finished -> step returns it
 
-Calls of rollouts that began earlier go before others', so that what runs comes to its end. A service that dies is
-started again, and its rollouts begin anew; they have no effect but their result.
+Calls of older rollouts take precedence, so that rollouts finish. A service that dies is restarted, and its rollouts
+begin again; they have no effect other than their result.
 """
 
 import heapq
@@ -52,48 +52,42 @@ from workers.rollout.session_service import open_service
 from workers.rows.finished import FinishedRollout, RolloutRequest
 from workers.settings.rollout import SamplingConfig, of_rollout
 
-# What rollouts of users' functions are doing: for `asyncflow status`, and as spans of the timeline. Decides nothing.
+# What users' rollouts are doing: for `asyncflow status`, and as spans of the timeline. Has no influence on them.
 #
 # rollout   |------------- id 7, row 112, 2 turns, tool_s 0.8 ---------------|
 # turn           |-- 31 tokens --|                    |--- 12 tokens ---|
 
-_FIRST_CALL_S = 1.0
-"""How long a rollout that has not called yet counts as if it would in a moment (s)."""
+_FIRST_CALL_S = 1.0  # how long a rollout without a call yet is expected to make its first one any moment (s)
 
 
 @dataclass
 class _Live:
-    """A rollout: `number` counts them, `began` is when (s, monotonic)."""
-
     number: int
     began: float
 
 
 class LiveRollouts:
-    """Told by `FunctionRollouts` of everything that happens to its rollouts; its owner is one thread."""
+    """Is told by `FunctionRollouts` of all events of its rollouts; for one thread. `spans` receives every rollout and
+    every turn."""
 
     def __init__(self, spans: Spans) -> None:
-        """Args:
-        spans: get every rollout, and every turn of it.
-        """
         self._spans = spans
         self._live: dict[int, _Live] = {}
-        self._coming: dict[int, float] = {}
-        """Those whose first call is to come: ticket -> when it began, in order."""
+        self._coming: dict[int, float] = {}  # rollouts without a call yet: ticket -> when they began, in order
         self._num_begun = 0
         self._totals = dict.fromkeys(("turns", "drawing_s", "waiting_s", "in_tools_s"), 0.0)
         self._counted_until = time.monotonic()
 
     @property
     def num_coming(self) -> int:
-        """Rollouts whose first call is about to come. One that takes longer to it leaves the room to others."""
+        """Rollouts whose first call is imminent; one that takes too long no longer reserves room."""
         since = time.monotonic() - _FIRST_CALL_S
         while self._coming and next(iter(self._coming.values())) <= since:
             del self._coming[next(iter(self._coming))]
         return len(self._coming)
 
     def figures(self, *, drawing: int, waiting: int) -> dict[str, float]:
-        """Return `Rollouts.figures`; take in how many calls are drawn, and wait, since the last time."""
+        """Return `Rollouts.figures`; counts the time since the previous call for these numbers of calls."""
         live = len(self._live)
         counts = {"drawing": drawing, "waiting": waiting, "in_tools": max(0, live - drawing - waiting)}
         now = time.monotonic()
@@ -103,24 +97,22 @@ class LiveRollouts:
         return {"live": live, **counts, **self._totals}
 
     def begin(self, ticket: int) -> None:
-        """A rollout begins."""
         self._num_begun += 1
         self._coming[ticket] = began = time.monotonic()
         self._live[ticket] = _Live(self._num_begun, began)
 
     def called(self, ticket: int) -> None:
-        """It wants a reply."""
+        """The rollout wants a reply."""
         self._coming.pop(ticket, None)
 
     def drawn(self, ticket: int, generation: Generation, *, since: float) -> None:
-        """The engine has drawn for it, since then (s, monotonic)."""
+        """The engine has drawn for the rollout since `since` (s, monotonic)."""
         self._totals["turns"] += 1
         if (live := self._live.get(ticket)) is not None:
             tokens = len(generation.response_R)
             self._spans.record("turn", time.monotonic() - since, id=live.number, row=generation.index, tokens=tokens)
 
     def end(self, request: RolloutRequest, message: Finished | Failed) -> None:
-        """It came to its end."""
         self._coming.pop(request.ticket, None)
         live = self._live.pop(request.ticket)
         seconds = time.monotonic() - live.began
@@ -130,22 +122,32 @@ class LiveRollouts:
         self._spans.record("rollout", seconds, id=live.number, row=request.index, group=request.group, **told)
 
     def abandon(self) -> None:
-        """All are dropped."""
         self._live.clear()
         self._coming.clear()
 
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 0.5
-"""How often a step that has nothing to draw returns (s)."""
+_IDLE_S = 0.5  # how often a step without anything to draw returns (s)
+# Deaths of the service during one rollout, or without a finished rollout in between, that end the run
 _MOST_RESTARTS = 10
-"""Deaths of the service under one rollout that end the run, or in a row, without a finished rollout in between."""
 _IN_A_ROW = -1
 
 
 class FunctionRollouts:
-    """See `workers.rollout.rollouts.Rollouts`."""
+    """See `workers.rollout.rollouts.Rollouts`.
+
+    Args:
+        max_running: concurrent rollouts.
+        on_failure: `rollout.on_failure`.
+        wake: set when `step` has something to do.
+        what: what makes the rollouts, for messages.
+        max_failures: `rollout.max_failures_in_a_row`; 0: unlimited.
+        failed: called with one line for every failed attempt.
+        warn: called with one line that the user should see.
+
+    Raises ConfigError if the user's function is unusable.
+    """
 
     def __init__(
         self,
@@ -161,23 +163,6 @@ class FunctionRollouts:
         failed: Callable[[str], None] = lambda why: None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Start the service.
-
-        Args:
-            engine: draws.
-            setup: of the service.
-            max_running: most rollouts at a time.
-            on_failure: `rollout.on_failure`.
-            wake: is set when there is something to do for `step`.
-            spans: see `LiveRollouts`.
-            what: makes rollouts, for messages.
-            max_failures: `rollout.max_failures_in_a_row`.
-            failed: is told of every attempt that failed, in one line.
-            warn: gets what the user must know of, in one line.
-
-        Raises:
-            ConfigError: the user's function cannot be used.
-        """
         self._live = LiveRollouts(spans or NoTimeline())
         self._engine = engine
         self._setup = setup
@@ -187,49 +172,40 @@ class FunctionRollouts:
         self._what = what
         self._max_failures = max_failures
         self._failed = failed
-        self._failures = 0
-        """Attempts that failed since a rollout came to its end."""
-        self._most_running = 0
-        """Rollouts at a time since then."""
+        self._failures = 0  # failed attempts since a rollout last finished
+        self._most_running = 0  # most concurrent rollouts since then
         self._warnings = RepeatedWarnings(logger)
         self._warn = warn
         self._running: dict[int, RolloutRequest] = {}
         self._waiting: list[tuple[int, int, Draw]] = []
-        self._wanted: set[int] = set()
-        """Calls in `_waiting` that somebody still waits for."""
+        self._wanted: set[int] = set()  # calls in `_waiting` that have not been withdrawn
+        # Calls in the engine: call -> (ticket, start (s, monotonic), stop strings)
         self._drawing: dict[int, tuple[int, float, StopStrings | None]] = {}
-        """Calls that the engine has: of which ticket, since when (s, monotonic), and what ends them."""
         self._tokenizer = StopTokenizer(lambda: load_tokenizer(Path(setup.model_dir)))
+        # Processor time of this process (s): inside the engine; outside of it, as far as assigned to rollouts
         self._in_engine_s, self._counted_s = 0.0, time.process_time()
-        """Processor time of this process inside of the engine, and beside it as far as rollouts have it (s)."""
-        self._deaths: Counter[int] = Counter()
-        """Of the service, by ticket of each rollout that ran."""
+        self._deaths: Counter[int] = Counter()  # of the service, by ticket of each rollout that was running
         self._service = open_service(setup, wake)
 
     @property
     def num_running(self) -> int:
-        """See `Rollouts`."""
         return len(self._running)
 
     @property
     def num_drawing(self) -> int:
-        """See `Rollouts`."""
         return self._engine.num_running
 
     @property
     def free_slots(self) -> int:
-        """See `room`."""
         drawing = self._engine.num_running
         calls = len(self._wanted) + self._live.num_coming
         places = self._engine.free_slots + drawing
         return room(places=places, drawing=drawing, calls=calls, live=len(self._running), most=self._max_running)
 
     def figures(self) -> dict[str, float]:
-        """See `Rollouts`."""
         return self._live.figures(drawing=len(self._drawing), waiting=len(self._wanted))
 
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
-        """See `Rollouts`."""
         self.figures()
         for one in requests:
             self._live.begin(one.ticket)
@@ -238,17 +214,13 @@ class FunctionRollouts:
         self._most_running = max(self._most_running, len(self._running))
 
     def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
-        """See `Rollouts`.
-
-        Raises:
-            UserCodeFailed: the function cannot be called any more.
-        """
-        self.figures()  # before what runs changes
+        """See `Rollouts`; raises UserCodeFailed once the function can no longer be called."""
+        self.figures()  # account for the time so far before the numbers change
         finished = self._heard()
         if not hold:
             self._submit()
         if finished:
-            return finished  # at once: the engine may draw for long, and their room is free
+            return finished  # without drawing first, which may take long: their places are free
         if self._engine.num_running:
             began_s = time.process_time()
             generations = self._engine.step(wake)
@@ -260,7 +232,6 @@ class FunctionRollouts:
         return []
 
     def abort(self) -> None:
-        """See `Rollouts`."""
         self._engine.abort()
         self._running.clear()
         self._deaths.clear()
@@ -269,12 +240,11 @@ class FunctionRollouts:
         self._service.send(Abandon())
 
     def close(self) -> None:
-        """See `Rollouts`."""
         self._service.kill()
         shutil.rmtree(self._setup.scratch, ignore_errors=True)
 
     def _heard(self) -> list[FinishedRollout]:
-        """Take what the service said; return the rollouts that finished."""
+        """Handle the service's messages; return the rollouts that finished."""
         finished: list[FinishedRollout] = []
         for message in self._service.heard():
             match message:
@@ -303,9 +273,10 @@ class FunctionRollouts:
         return finished
 
     def _submit(self) -> None:
-        """Give the engine as many calls as it has room for, those of the oldest rollouts first."""
+        """Fill the engine with calls, those of the oldest rollouts first."""
         while self._waiting and self._engine.free_slots:
             _, _, draw = heapq.heappop(self._waiting)
+            # Its rollout was abandoned, or the call withdrawn.
             if draw.ticket not in self._running or draw.call not in self._wanted:
                 self._wanted.discard(draw.call)
                 continue
@@ -335,6 +306,7 @@ class FunctionRollouts:
             self._engine.cancel(call)
 
     def _drawn(self, generation: Generation) -> None:
+        # The call was withdrawn meanwhile.
         if generation.ticket not in self._drawing:
             return
         ticket, since, stop = self._drawing.pop(generation.ticket)
@@ -371,42 +343,38 @@ class FunctionRollouts:
         self._failures, self._most_running = 0, len(self._running)
 
     def _count_failure(self, request: RolloutRequest, text: str, then: str = "") -> None:
-        """Tell of a failed attempt.
-
-        Raises:
-            UserCodeFailed: nothing but failures for too long.
-        """
+        """Report a failed attempt; raises UserCodeFailed after too many without a finished rollout."""
         why = of_rollout(self._what, text)
         self._warnings.warn(f"rollout of row {request.index} failed: {why}{then}")
         self._failed(why)
         self._failures += 1
-        # Failures are quick, and what will come to its end may take long: all that run may fail, and others instead of
-        # them, before the first does.
+        # Failures are quick and successes may be slow: all running rollouts may fail, and those that replace them,
+        # before the first success.
         most = max(self._max_failures, 2 * self._setup.max_attempts * self._most_running)
         if self._max_failures and self._failures >= most:
             raise UserCodeFailed(
-                f"{self._failures} attempts at rollouts failed in a row (rollout.max_failures_in_a_row), and none came "
-                f"to its end meanwhile; the last one: {why}; correct that and resume"
+                f"{self._failures} attempts at rollouts failed in a row (rollout.max_failures_in_a_row), and none "
+                f"finished in between; the last one: {why}; correct that and resume"
             )
 
     def _beside_engine_s(self) -> float:
-        """Return this process's time beside the engine since this was asked for the last time (s)."""
+        """Return this process's time outside the engine since the previous call (s)."""
         before, self._counted_s = self._counted_s, time.process_time() - self._in_engine_s
         return self._counted_s - before
 
     def _restart(self) -> None:
-        """The service is gone: start it again, and what ran."""
+        """Restart a dead service, and the running rollouts."""
         self._deaths.update([_IN_A_ROW, *self._running])
         ticket, number = max(self._deaths.items(), key=lambda each: each[1])
         if number > _MOST_RESTARTS:
-            what = "in a row" if ticket == _IN_A_ROW else f"under the rollout of row {self._running[ticket].index}"
+            what = "in a row" if ticket == _IN_A_ROW else f"during the rollout of row {self._running[ticket].index}"
             raise UserCodeFailed(f"the session service died {number} times {what}; see this log")
         logger.warning("the session service died; its %d rollouts begin again", len(self._running))
         for call in self._drawing:
             self._engine.cancel(call)
         self._forget_calls()
         self._service.kill()
-        # An agent that outlived the service finds its successor, which tells it that its session is gone.
+        # The same port: an agent that outlived the service gets "session gone" from its successor.
         self._service = open_service(replace_fields(self._setup, port=self._service.port), self._wake, worked=True)
         for one in self._running.values():
             self._service.send(_begin(one))
@@ -424,17 +392,8 @@ def _begin(one: RolloutRequest) -> Begin:
 def open_rollouts(
     context: WorkerContext, engine: GenerateEngine, sampling: SamplingConfig, *, wake: threading.Event
 ) -> Rollouts:
-    """Return what the configuration makes of a prompt: one response, or what the user's function does.
-
-    Args:
-        context: of the process.
-        engine: draws.
-        sampling: its settings.
-        wake: is set when there is something to do for `step`.
-
-    Raises:
-        ConfigError: the user's function cannot be used.
-    """
+    """Return what turns prompts into responses: single turns, or the user's function. `wake` is set when `step` has
+    something to do. Raises ConfigError if the user's function is unusable."""
     config, own = context.config, context.config.rollout
     if not own.is_own:
         return SingleTurn(engine, StopTokenizer(lambda: load_tokenizer(Path(config.model.path))).strings(own.stop))
@@ -463,6 +422,7 @@ def open_rollouts(
         seal=secrets.token_bytes(32),
         stall_timeout_s=own.stall_timeout_s,
     )
+    # All rows that admission can have open at once.
     admitted = schedule.rollout_batch_size * schedule.n_samples_per_prompt * (schedule.staleness_bound + 1)
     return FunctionRollouts(
         engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake, spans=context.timeline,
@@ -471,7 +431,6 @@ def open_rollouts(
 
 
 def _finished(request: RolloutRequest, message: Finished, *, beside_s: float) -> FinishedRollout:
-    """Return a rollout of which the session service told; `beside_s` is in `cpu_s`, too."""
     samples = message.samples
     return FinishedRollout(
         index=request.index,

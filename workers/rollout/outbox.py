@@ -1,14 +1,13 @@
-"""Finished responses on their way to the queue: scored, then put, a group's worth of each lease at a time.
+"""Finished responses on their way to the queue: scored, then put, one group's worth of a lease at a time.
 
-The rollout adds a response as it finishes and goes on generating; scoring threads and this outbox's own thread do the
-rest, so neither a slow reward nor a slow queue holds up generation.
+The rollout adds responses and continues generating. Scoring threads and the outbox's own thread do the rest, so that
+neither a slow reward nor a slow queue delays generation.
 
     rollout thread   add .. add .......... add ...            close: waits for the last put
     score threads       score ... score ...... score
     outbox thread             put (G responses) .......... put (the rest of a lease)
 
-Where groups are filtered, or rewarded as a whole, the responses of a group wait for each other: all are put, or none.
-It never decides what is generated or which weights are used.
+If groups are filtered, or rewarded as a whole, the responses of a group wait for each other: all are put, or none.
 """
 
 import queue
@@ -33,19 +32,14 @@ STOP_POLL_S = 0.2
 
 @dataclass(frozen=True, eq=False)
 class RolloutLease:
-    """A lease of prompts, with their tokens.
-
-    Attributes:
-        lease: of the queue.
-        batch: columns `prompts`, `ground_truth` and, for functions of the user's, `tasks`.
-    """
+    """A lease of prompts with its columns `prompts`, `ground_truth` and, for user functions, `tasks`."""
 
     lease: Lease
     batch: PackedBatch
 
     @cached_property
     def position(self) -> dict[int, int]:
-        """Where each row is in the lease, by its index."""
+        """Row index -> position within the lease."""
         return {index: k for k, index in enumerate(self.batch.indices)}
 
     @property
@@ -54,27 +48,33 @@ class RolloutLease:
         return self.lease.partition
 
     def group_of(self, index: int) -> int:
-        """Return the id of a row's group."""
         return self.lease.groups[self.position[index]]
 
     @cached_property
     def prompts(self) -> Sequence[Tensor]:
-        """Their tokens, int64 [P] each."""
+        """Tokens, int64 [P] each."""
         return list(self.batch["prompts"].rows())
 
     @cached_property
     def tasks(self) -> Sequence[str]:
-        """The data rows, JSON each; empty objects where no function of the user's reads them."""
+        """The data rows, JSON each; "{}" if no user function reads them."""
         return self.batch["tasks"].texts() if "tasks" in self.batch.columns else ["{}"] * len(self.batch)
 
     @cached_property
     def ground_truths(self) -> Sequence[str]:
-        """The data's ground truths."""
         return self.batch["ground_truth"].texts()
 
 
 class Outbox:
-    """Scores and puts the responses of one instance; one thread adds and closes."""
+    """Scores and puts the responses of one instance; one thread adds and closes.
+
+    Args:
+        scorer: None if a separate role computes rewards.
+        rows_per_put: responses of a lease that are put together while more of it are to come.
+        group_filter: decides which groups are trained on; None: all.
+        group_reward: rewards the members of a group together; None: each has its own reward.
+        failed: called by the outbox's thread when `check` would raise.
+    """
 
     def __init__(
         self,
@@ -86,16 +86,6 @@ class Outbox:
         group_reward: GroupReward | None = None,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the thread that puts.
-
-        Args:
-            scorer: None when a role of its own computes rewards.
-            samples: shows scored responses to a person.
-            rows_per_put: responses of a lease that are put together, while more of it are to come.
-            group_filter: says which groups are not trained; None: all are.
-            group_reward: gives the members of a group their rewards; None: each has its own.
-            failed: is called, by the outbox's thread, when `check` would raise.
-        """
         self._failed = failed
         self._scorer = scorer
         self._samples = samples
@@ -103,6 +93,7 @@ class Outbox:
         self._filter = group_filter
         self._group_reward = group_reward
         self._by_group = group_filter is not None or group_reward is not None
+        # Responses of an epoch before the last `abandon` count as put, but are dropped.
         self._epoch = 0
         self._dropped_epochs = 0
         self._num_added = 0
@@ -110,8 +101,8 @@ class Outbox:
         self._done: queue.SimpleQueue[_Finished | _Rewarded | None] = queue.SimpleQueue()
         self._finished: dict[_Lot, list[_Finished]] = {}
         self._left: dict[_Lot, int] = {}
+        # Groups that left the queue while others of their rows were running here
         self._groups_left: dict[RolloutLease, set[int]] = {}
-        """Groups that left the queue while others of their rows ran here."""
         self._closing = threading.Event()
         self._dropped = threading.Event()
         self._failure: Exception | None = None
@@ -119,11 +110,7 @@ class Outbox:
         self._thread.start()
 
     def add(self, lease: RolloutLease, rollout: FinishedRollout) -> None:
-        """Have a rollout scored and put; returns at once.
-
-        Raises:
-            Exception: what went wrong with an earlier response; see `close`.
-        """
+        """Score and put a rollout in the background; raises the failure of an earlier response, see `close`."""
         self.check()
         self._num_added += 1
         epoch = self._epoch
@@ -135,23 +122,20 @@ class Outbox:
         future.add_done_callback(lambda score: self._done.put(_Finished(lease, rollout, score, epoch)))
 
     def abandon(self) -> None:
-        """Drop what was added and is not put: its leases are void."""
+        """Drop responses that are not put yet: their leases are void."""
         self._epoch += 1
         self._done.put(None)
 
     def check(self) -> None:
-        """Raise what went wrong with an earlier response, if anything did; see `close`."""
+        """Raise the failure of an earlier response, if any; see `close`."""
         if self._failure is not None:
             raise self._failure
 
     def close(self, *, stop: threading.Event) -> None:
-        """Wait until everything that was added is in the queue. Once `stop` is set, nothing more is put. Idempotent.
+        """Wait until everything that was added is in the queue; once `stop` is set, put nothing more. Idempotent.
 
-        Each put has the queue's deadline and each user's reward its own, so this ends.
-
-        Raises:
-            TransportError: the queue is gone.
-            Exception: what a built-in reward raised; a user's reward that raises only costs its sample.
+        Terminates, since each put has the queue's deadline and each user reward its own. Raises TransportError if the
+        queue is gone, and any exception of a built-in reward (a failing user reward only costs its sample).
         """
         self._closing.set()
         self._done.put(None)
@@ -165,6 +149,7 @@ class Outbox:
 
     def _run(self) -> None:
         try:
+            # Dropped responses count as put, so that this ends.
             while not (self._closing.is_set() and self._num_put == self._num_added):
                 one = self._done.get()
                 if self._dropped.is_set():
@@ -174,7 +159,7 @@ class Outbox:
                     self._gather(one)
                 elif one is not None:
                     self._put_rewarded(one)
-        except Exception as error:  # noqa: BLE001 - the boundary of a thread: `close` raises it
+        except Exception as error:  # noqa: BLE001 - boundary of a thread: `close` raises it
             self._failure = error
             self._failed()
 
@@ -187,7 +172,7 @@ class Outbox:
             self._groups_left.clear()
 
     def _gather(self, one: "_Finished") -> None:
-        """Put the responses of a lease, or of a group that may be filtered, once there are enough, or all the rest."""
+        """Collect responses; put those of a lease, or group, once there are enough or all of the rest."""
         if one.epoch < self._dropped_epochs:
             self._num_put += 1
             return
@@ -195,6 +180,7 @@ class Outbox:
         together = self._finished.setdefault(lot, [])
         together.append(one)
         left = self._left.setdefault(lot, lot.num_rows)
+        # The rest of a lot is put even if it is less than the usual number.
         if len(together) >= min(self._rows_per_put if lot.group is None else left, left):
             self._reward_and_put(one.lease, self._finished.pop(lot), one.epoch)
             self._left[lot] = left - len(together)
@@ -204,7 +190,7 @@ class Outbox:
                     self._groups_left.pop(one.lease, None)
 
     def _reward_and_put(self, lease: RolloutLease, finished: "list[_Finished]", epoch: int) -> None:
-        """Put, once the members of a group have their rewards of it."""
+        """Put responses, after rewarding them as a group if so configured."""
         if self._group_reward is None or any(one.rollout.leaves for one in finished):
             self._put(lease, finished)
             self._num_put += len(finished)
@@ -223,14 +209,15 @@ class Outbox:
     def _put(
         self, lease: RolloutLease, finished: "Sequence[_Finished]", rewarded: Sequence[ScoredResponse] = ()
     ) -> None:
-        """Put rows; `rewarded` holds scores that replace the rows' own; then none of them leaves."""
+        """Put rows; `rewarded` replaces their own scores, in which case none of them leaves."""
         leaving = [one.rollout for one in finished if one.rollout.leaves]
+        # A member that leaves takes its group along: rows of it that finish later leave as well.
         left = self._groups_left.get(lease, set()) | {lease.group_of(one.index) for one in leaving}
         if left:
             self._groups_left[lease] = left
         for one in leaving:
             lease.lease.filter([one.index], failures=one.failures)
-        if left:  # the queue takes a put as a whole, and has no rows of these
+        if left:  # the queue rejects a whole put for rows that it no longer has
             late = {one.rollout.index for one in finished if lease.group_of(one.rollout.index) in left}
             lease.lease.filter([row for row in lease.lease.open_rows if row in late])
             finished = [one for one in finished if one.rollout.index not in late]
@@ -248,7 +235,7 @@ class Outbox:
                 lease.lease.put(columns, rows)
 
     def _teaches_nothing(self, lease: RolloutLease, rows: Sequence[int], scores: Sequence[ScoredResponse]) -> bool:
-        """Whether these rows, of one group, are to be filtered out."""
+        """Return whether the filter refuses these rows of one group."""
         if self._filter is None:
             return False
         groups = [lease.group_of(row) for row in rows]
@@ -261,14 +248,13 @@ class Outbox:
 
 @dataclass(frozen=True)
 class _Lot:
-    """Responses that are counted together: of a lease, or of one of its groups (None: of all)."""
+    """Responses that are counted together: a lease or, with `group`, one of its groups."""
 
     lease: RolloutLease
     group: int | None
 
     @property
     def num_rows(self) -> int:
-        """Rows of the lease that belong to it."""
         groups = self.lease.lease.groups
         return len(groups) if self.group is None else groups.count(self.group)
 
@@ -290,7 +276,7 @@ class _Rewarded:
 
 
 def _columns(rollouts: Sequence[FinishedRollout]) -> dict[str, Column]:
-    """Return the outputs of task `actor_rollout`; every token carries the version of the weights that drew it."""
+    """Return the outputs of task `actor_rollout`."""
     return {
         "tokens": Column.of_rows([one.tokens_T for one in rollouts]),
         "sample_lengths": Column.of_rows([torch.tensor(one.sample_lengths, dtype=torch.int32) for one in rollouts]),

@@ -1,10 +1,10 @@
-"""Rollouts in progress on one engine: what the rollout loop and the evaluation drive, single-turn or a user's function.
+"""Rollouts in progress on one engine, driven by the rollout loop and the evaluation: single turns or a user's function.
 
     begin(requests) -> step() ... step() -> finished rollouts, each as soon as it ends
 
-`SingleTurn` generates one response to each prompt. `workers.rollout.functions` runs users' functions and agents.
+`SingleTurn` generates one response per prompt. `workers.rollout.functions` runs users' functions and agents.
 
-Legend of shapes: T tokens of all samples of a rollout, A those that the policy drew.
+Shapes: T tokens of all samples of a rollout, A those that the policy drew.
 """
 
 import threading
@@ -20,7 +20,7 @@ from workers.rows.finished import FinishedRollout, RolloutRequest
 
 
 class Rollouts(Protocol):
-    """Rollouts in progress; used by one thread."""
+    """Rollouts in progress; for one thread."""
 
     @property
     def num_running(self) -> int:
@@ -35,88 +35,69 @@ class Rollouts(Protocol):
         """How many rollouts may begin now."""
 
     def figures(self) -> dict[str, float]:
-        """Return what `asyncflow status` shows of them; nothing of rollouts with one turn.
+        """Return what `asyncflow status` shows; empty for single turns.
 
-        Now: `live` rollouts, `drawing` and `waiting` calls (for the engine's room), rollouts `in_tools` or other users'
-        code. Since the start: `turns`, and `drawing_s`, `waiting_s`, `in_tools_s`, summed over rollouts (s).
+        Current: `live` rollouts; `drawing` and `waiting` calls (waiting for the engine); rollouts `in_tools`, i.e.
+        other user code. Since the start: `turns`; and `drawing_s`, `waiting_s`, `in_tools_s`, summed over rollouts (s).
         """
 
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
-        """Begin rollouts, at most `free_slots`.
-
-        Raises:
-            BadRequest: see `GenerateEngine.submit`.
-        """
+        """Begin rollouts, at most `free_slots`; raises BadRequest as `GenerateEngine.submit` does."""
 
     def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
-        """Go on until rollouts finish, a token was drawn, or `wake` is set; return those that finished.
-
-        Args:
-            wake: ends the wait.
-            hold: begin no response that has not begun, so that the engine gets idle: weights wait.
-        """
+        """Continue until rollouts finish, a token was drawn, or `wake` is set; return the finished ones. `hold`: start
+        no new responses, so that the engine becomes idle for new weights."""
 
     def abort(self) -> None:
-        """Drop all."""
+        """Drop all rollouts."""
 
     def close(self) -> None:
-        """End what runs them, but not the engine; idempotent."""
+        """Release everything but the engine; idempotent."""
 
 
 class SingleTurn:
-    """One response to each prompt."""
+    """One response per prompt; `stop` strings end a response, and stay part of it."""
 
     def __init__(self, engine: GenerateEngine, stop: StopStrings | None = None) -> None:
-        """Args:
-        engine: draws.
-        stop: strings that end a response, and stay part of it.
-        """
         self._engine = engine
         self._stop = stop
         self._prompts: dict[int, Tensor] = {}
 
     @property
     def num_running(self) -> int:
-        """See `Rollouts`."""
         return self._engine.num_running
 
     @property
     def num_drawing(self) -> int:
-        """See `Rollouts`."""
         return self._engine.num_running
 
     @property
     def free_slots(self) -> int:
-        """See `Rollouts`."""
         return self._engine.free_slots
 
     def figures(self) -> dict[str, float]:
-        """See `Rollouts`."""
         return {}
 
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
-        """See `Rollouts`."""
         self._prompts |= {one.ticket: one.prompt_P for one in requests}
         self._engine.submit(
             [GenerateRequest(one.index, one.prompt_P, one.seed, one.ticket, stop=self._stop) for one in requests]
         )
 
     def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
-        """See `Rollouts`."""
         ended = (one.until(self._stop)[0] for one in self._engine.step(wake))
         return [single_turn(self._prompts.pop(one.ticket), one) for one in ended]
 
     def abort(self) -> None:
-        """See `Rollouts`."""
         self._engine.abort()
         self._prompts.clear()
 
     def close(self) -> None:
-        """See `Rollouts`."""
+        """Nothing to release."""
 
 
 def single_turn(prompt_P: Tensor, generation: Generation) -> FinishedRollout:
-    """Return a single-turn rollout: the sample is prompt and response."""
+    """Return a single-turn rollout, whose one sample is prompt and response."""
     drawn = len(generation.response_R)
     mask_T = torch.zeros(len(prompt_P) + drawn, dtype=torch.uint8)
     mask_T[len(prompt_P) :] = 1

@@ -1,17 +1,19 @@
-"""How many rollouts of a user's function may begin. Pure; the planner simulates with the same."""
+"""How many rollouts of a user's function may begin. Pure; the planner simulates with the same rule."""
 
+# Share of the engine's places for which calls may queue, so that a place that becomes free is filled at once
 _KEPT_SHARE = 0.25
-"""Share of the engine's places for which calls may wait, so that one that gets free is filled at once."""
 
 
 def room(*, places: int, drawing: int, calls: int, live: int, most: int) -> int:
-    """Return how many may begin: as many as the engine, and a few calls that wait for it, have room for; and as may run
-    at all. One in a tool takes no place.
+    """Return how many rollouts may begin, given the engine's free places, a short queue of calls, and the overall
+    limit.
+
+    Rollouts inside a tool take no place.
 
     Args:
         places: of the engine.
-        drawing: responses that it generates.
-        calls: that wait for it, or are about to come.
-        live: rollouts that began and have not ended; `most`: of them at a time.
+        drawing: responses being generated.
+        calls: waiting for the engine, or imminent.
+        live: rollouts that began and have not ended; `most`: their limit.
     """
     return max(0, min(places - drawing + int(_KEPT_SHARE * places) - calls, most - live))

@@ -1,7 +1,7 @@
-"""The session service of a rollout process: a process of its own, and the thread that reads what it says.
+"""The session service of a rollout process: its own process, and the thread that reads its messages.
 
-A service that stands still would hold up all of its rollouts for ever, their deadlines too, which it keeps itself. So
-it is pinged, and killed if it says nothing for long.
+A hung service would hang all of its rollouts forever, including their deadlines, which it keeps itself. So it is
+pinged, and killed after a long silence.
 """
 
 import contextlib
@@ -27,26 +27,24 @@ from workers.calls.frames import frame, receive_frame
 logger = logging.getLogger(__name__)
 
 STALL_S = 30.0
-"""How long the service's event loop may stand still (s)."""
+"""Silence of the service after which it is killed (s)."""
 _PING_S = 1.0
 _MOST_STARTS = 3
-_DYING_S = 5.0
-"""How long a service that said its last may take to be gone (s)."""
+_DYING_S = 5.0  # time that a service has to exit after closing its connection (s)
 
 
 class _NotStarted(Exception):
-    """The service ended while it started; how, in words."""
+    """The service ended during its start; says how."""
 
 
 def open_service(setup: Setup, wake: threading.Event, *, worked: bool = False) -> "SessionService":
-    """Start the service, again if it dies meanwhile: memory may have been short for a moment.
+    """Start the service, up to three times: memory may be short for a moment.
 
-    Args:
-        worked: an earlier one did; else one that fails alike twice is not started a third time.
+    `worked`: an earlier service did; otherwise give up once the same failure repeats.
 
     Raises:
-        ConfigError: the user's function cannot be used.
-        UserCodeNotStarted: it did not start; says how it failed last.
+        ConfigError: the user's function is unusable.
+        UserCodeNotStarted: it did not start; describes the last failure.
     """
     how: list[str] = []
     while len(how) < _MOST_STARTS:
@@ -57,19 +55,17 @@ def open_service(setup: Setup, wake: threading.Event, *, worked: bool = False) -
             logger.warning("the session service %s while it started", error)
             if not worked and how.count(how[-1]) > 1:
                 break
-    raise UserCodeNotStarted(f"the session service did not start, {len(how)} times: it {how[-1]}; see this log")
+    raise UserCodeNotStarted(f"the session service did not start in {len(how)} attempts: it {how[-1]}; see this log")
 
 
 class SessionService:
-    """One process of the service, and the thread that reads what it says."""
+    """One process of the service, and the thread that reads its messages.
+
+    The constructor waits until the service is ready. It raises ConfigError if the user's function is unusable, and
+    `_NotStarted` if the service ended or took too long.
+    """
 
     def __init__(self, setup: Setup, wake: threading.Event) -> None:
-        """Start it and wait until it serves.
-
-        Raises:
-            ConfigError: the user's function cannot be used.
-            _NotStarted: it ended, or took too long.
-        """
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -77,7 +73,7 @@ class SessionService:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        # A service that stands still takes nothing either: no send may wait for ever.
+        # A hung service does not read either: no send may block forever.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STALL_S), 0))
         self._socket = ours
         self._wake = wake
@@ -88,6 +84,7 @@ class SessionService:
         self.send(setup)
         self._thread = threading.Thread(target=self._read, name="sessions", daemon=True)
         self._thread.start()
+        # The service starts its workers one after the other.
         timeout_s, first, how = START_TIMEOUT_S * (1 + setup.num_workers), None, ""
         try:
             first = self._heard.get(timeout=timeout_s)
@@ -106,19 +103,19 @@ class SessionService:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     how = how or ended_how(self._process.wait(_DYING_S))
                 self.kill()
-                raise _NotStarted(how or "said its last, and did not end")
+                raise _NotStarted(how or "closed its connection, and did not exit")
 
     def send(self, message: ToService) -> None:
-        """Send a message; to a service that is gone it goes nowhere."""
+        """Send a message; it is lost if the service is gone."""
         try:
             self._socket.sendall(frame(message))
         except BlockingIOError:
-            self._give_up("took nothing")
+            self._give_up("read nothing")
         except OSError:
             self._wake.set()
 
     def heard(self) -> Sequence[FromService | None]:
-        """Return what it said since the last time; None: it is gone. One that stands still is killed, and gone soon."""
+        """Return the messages since the previous call; None: the service is gone. Kills a hung one."""
         self._watch()
         messages: list[FromService | None] = []
         while not self._heard.empty():
@@ -126,21 +123,21 @@ class SessionService:
         return messages
 
     def kill(self) -> None:
-        """End it; idempotent. Its workers die with it."""
+        """Kill it; idempotent. Its workers die with it."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._socket.close()
 
     def _watch(self) -> None:
-        """Count the seconds in which it says nothing; no more than one a call, since this process may stand still
-        itself."""
+        """Count the seconds of silence."""
         now = time.monotonic()
         if now - self._watched < _PING_S:
             return
         self._watched = now
+        # At most one second per call, since this process may have been stalled itself.
         self._silent_s += _PING_S
         if self._silent_s > STALL_S:
-            self._give_up("said nothing")
+            self._give_up("sent nothing")
         else:
             self.send(Ping())
 
@@ -156,7 +153,7 @@ class SessionService:
                 if not isinstance(message, Pong):
                     self._heard.put(message)
                     self._wake.set()
-        except Exception as error:  # noqa: BLE001  the boundary of a thread: half a message is a death, too
+        except Exception as error:  # noqa: BLE001  boundary of a thread; half a message counts as a death, too
             logger.debug("the session service's last words: %s", error)
         self._heard.put(None)
         self._wake.set()

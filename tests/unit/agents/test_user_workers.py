@@ -223,7 +223,7 @@ def test_a_blocked_loop_is_killed_and_the_rollout_that_blocks_it_named_with_the_
     assert isinstance(death, WorkerDeath)
     assert death.run == 2
     line = 1 + next(at for at, text in enumerate(MODULE.splitlines()) if text.strip() == "time.sleep(1000)")
-    assert f"event loop up for 2 s (rollout.stall_timeout_s) in odd (my_rollouts.py:{line}); blocking" in death.how
+    assert f"event loop for 2 s (rollout.stall_timeout_s) in odd (my_rollouts.py:{line}); blocking" in death.how
 
 
 def test_a_loop_that_goes_on_while_its_stack_is_asked_for_costs_no_process(

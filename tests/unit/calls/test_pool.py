@@ -124,7 +124,7 @@ def test_a_function_that_hangs_is_killed_at_its_deadline_and_costs_only_its_call
         ("memory", "ended its process on response 'x'"),
         ("leave", "raised SystemExit: 3 on response 'x'"),
         ("raise", "raised ValueError: no idea on response 'x'"),
-        ("object", "raised what cannot be passed on: TypeError: .* on response 'x'"),
+        ("object", "raised something that cannot be passed on: TypeError: .* on response 'x'"),
     ],
 )
 def test_what_goes_wrong_is_named_and_the_next_call_is_made(open_pool: Open, what: str, message: str) -> None:

@@ -408,7 +408,7 @@ def test_a_changed_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
         check_resume(checkpoint, config)
     for name in checkpoint.tokenizer_files:
         Path(model, name).unlink()
-    with pytest.raises(ConfigError, match=r"^model.path: .*model holds no tokenizer any more; put it back, or start a"):
+    with pytest.raises(ConfigError, match=r"^model.path: .*model no longer holds a tokenizer; put it back, or start a"):
         check_resume(checkpoint, config)
 
 

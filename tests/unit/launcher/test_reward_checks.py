@@ -86,7 +86,7 @@ def test_memory_of_reward_models_counts() -> None:
         (("reward.model.wieght=2",), ROLES, "reward.model.wieght: unknown key"),
         (("algorithm={name: dapo}",), ROLES, "algorithm.group_filter: zero_variance cannot be with reward.model"),
         (("data.max_prompt_tokens=13",), ROLES, "has 16 positions, but prompt and response may have 17 tokens"),
-        (("reward.model.path={policy}",), ROLES, "is of a Qwen2ForCausalLM, which scores no text"),
+        (("reward.model.path={policy}",), ROLES, "describes a Qwen2ForCausalLM, which scores no text"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_one_line(settings: tuple[str, ...], roles: str, expected: str) -> None:

@@ -1,8 +1,8 @@
 """OpenAI's `/v1/chat/completions`.
 
-Served: messages (text; roles system, developer, user, assistant, tool), tools (functions), max_tokens or
-max_completion_tokens, stop, stream, stream_options.include_usage, logprobs (a token is called `token_id:N`; no
-top_logprobs). `developer` is `system`; the system messages that a history begins with are joined.
+Supported: messages (text; roles system, developer, user, assistant, tool), tools (functions), max_tokens or
+max_completion_tokens, stop, stream, stream_options.include_usage, logprobs (tokens are named `token_id:N`; no
+top_logprobs). `developer` is treated as `system`; system messages at the start of a history are joined.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,10 @@ NAMES_ANSWERS = False
 
 
 def read(body: Body, memory: Memory) -> ChatRequest:
-    """Translate a request."""
     fields = Fields(body)
     messages = [_message(message) for message in fields.each("messages")]
     if not messages:
-        raise BadAgentRequest("messages", "must hold a message")
+        raise BadAgentRequest("messages", "must contain a message")
     tools = [_tool(tool) for tool in fields.each("tools")]
     max_tokens, old_name = fields.limit("max_completion_tokens"), fields.limit("max_tokens")
     if None not in (max_tokens, old_name) and max_tokens != old_name:
@@ -49,7 +48,6 @@ def read(body: Body, memory: Memory) -> ChatRequest:
 
 
 def write(answer: Answer) -> Body:
-    """Return a `chat.completion`."""
     choice = {
         "index": 0,
         "message": _assistant(answer),
@@ -60,7 +58,6 @@ def write(answer: Answer) -> Body:
 
 
 def events(answer: Answer) -> Iterator[bytes]:
-    """Return its `chat.completion.chunk`s."""
     head = _head(answer, "chat.completion.chunk")
 
     def chunk(delta: Body, reason: str | None = None, logprobs: Body | None = None) -> bytes:
@@ -80,14 +77,13 @@ def events(answer: Answer) -> Iterator[bytes]:
 
 
 def error(message: str, *, kind: str, param: str | None, code: str | None) -> Body:
-    """Return OpenAI's error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _message(fields: Fields) -> Message:
     role = fields.need("role", str)
     if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise BadAgentRequest(fields.name("role"), f"{role!r} is none of system, developer, user, assistant, tool")
+        raise BadAgentRequest(fields.name("role"), f"{role!r} is not one of system, developer, user, assistant, tool")
     message: Message = {"role": "system" if role == "developer" else role, "content": fields.text("content", "text")}
     if role == "assistant":
         if reasoning := fields.take("reasoning_content", str):
@@ -103,7 +99,7 @@ def _message(fields: Fields) -> Message:
 
 
 def _call(fields: Fields) -> Any:
-    fields.take("index", int)  # clients that join a stream's pieces leave it there
+    fields.take("index", int)  # left over by clients that assemble a stream
     call_id = fields.need("id", str)
     function = Fields(fields.need("function", dict), fields.name("function"))
     call = tool_call(call_id, function.need("name", str), function.need("arguments", str))

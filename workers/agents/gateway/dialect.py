@@ -1,4 +1,4 @@
-"""What the gateway needs of an API's translation: `chat_completions`, `messages` and `responses` are three."""
+"""What the gateway needs of an API's translation: `chat_completions`, `messages` and `responses` implement it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,60 +14,44 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished turn.
+    """A finished turn."""
 
-    Attributes:
-        id: random letters and digits; a retry gets the same.
-        created: seconds since 1970.
-        body: the client's, whose fields were checked.
-        request, completion: translated.
-    """
-
-    id: str
-    created: int
-    body: Body
+    id: str  # random; a retry gets the same
+    created: int  # unix time (s)
+    body: Body  # the client's, with checked fields
+    # request, completion: translated
     request: ChatRequest
     completion: Completion
 
     def tool_calls(self) -> list[Message]:
-        """Return the message's calls."""
         return self.completion.message.get("tool_calls") or []
 
     def text(self) -> str:
-        """Return the message's text."""
         return self.completion.message.get("content") or ""
 
 
 @dataclass
 class Memory:
-    """What later requests of one session refer to.
+    """What later requests of a session may refer to."""
 
-    Attributes:
-        answers: finished turns by id, of APIs whose requests name them.
-        arguments: of each tool call by its id, letter by letter as the model drew them.
-    """
-
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)  # finished turns by id, for APIs whose requests name them
+    # Of each tool call by its id, verbatim as the model drew them
     arguments: dict[str, str] = field(default_factory=dict)
 
     def add(self, answer: Answer, *, named: bool) -> None:
-        """Remember a finished turn; `named`: a later request may name it."""
+        """Remember a finished turn; `named`: later requests may name it."""
         if named:
             self.answers[answer.id] = answer
         self.arguments.update((call["id"], call["function"]["arguments"]) for call in answer.tool_calls())
 
 
 class Dialect(Protocol):
-    """Translates one API.
-
-    Attributes:
-        NAMES_ANSWERS: its requests name earlier answers.
-    """
+    """Translates one API; `NAMES_ANSWERS`: its requests refer to earlier answers by id."""
 
     NAMES_ANSWERS: bool
 
     def read(self, body: Body, memory: Memory) -> ChatRequest:
-        """Return the turn that a request asks for. Raises BadAgentRequest."""
+        """Return the turn that a request asks for; raises BadAgentRequest."""
 
     def write(self, answer: Answer) -> Body:
         """Return the whole answer."""
@@ -79,7 +63,6 @@ class Dialect(Protocol):
         """Return an error's body.
 
         Args:
-            message: for people.
             kind: e.g. `invalid_request_error`.
             param: the field at fault.
             code: e.g. `context_length_exceeded`.
@@ -87,11 +70,10 @@ class Dialect(Protocol):
 
 
 def event(value: Body) -> bytes:
-    """Return one server-sent event; one with a `type` is named after it."""
+    """Encode a server-sent event, named after its `type` if it has one."""
     name = f"event: {value['type']}\n".encode() if "type" in value else b""
     return b"".join((name, b"data: ", msgspec.json.encode(value), b"\n\n"))
 
 
 def pieces(text: str, num_characters: int = 200) -> Iterator[str]:
-    """Cut a text for a stream."""
     return (text[start : start + num_characters] for start in range(0, len(text), num_characters))

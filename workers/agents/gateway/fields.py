@@ -1,11 +1,11 @@
-"""Reads a request's JSON. Whatever the gateway does not translate is refused by name, so no agent trains on settings
-that it does not have.
+"""Reads a request's JSON. Fields that the gateway does not translate are refused by name, so that no agent trains with
+settings that have no effect.
 
-    sampling   temperature, top_p, top_k, min_p, seed: the run's are used instead; warned of once per process
-    neutral    settings at which the API does what it does without them (`n: 1`, `logit_bias: {}`); null is absent, too
-    ignored    what changes no answer (`user`, `metadata`, `store`, ...)
+    sampling   temperature, top_p, top_k, min_p, seed: replaced by the run's, with one warning per process
+    neutral    values that equal the API's default behavior (`n: 1`, `logit_bias: {}`); null counts as absent, too
+    ignored    fields that do not change the answer (`user`, `metadata`, `store`, ...)
 
-docs/agents.md has a table of all.
+docs/agents.md lists them all.
 """
 
 import functools
@@ -35,13 +35,9 @@ _KINDS = {str: "a text", int: "a whole number", bool: "true or false", list: "a 
 
 
 class Fields:
-    """One JSON object; `end` refuses what was not taken."""
+    """One JSON object, found in the field `name` ("": the body); `end` refuses fields that were not taken."""
 
     def __init__(self, value: object, name: str = "") -> None:
-        """Args:
-        value: of JSON.
-        name: the field that holds it; "": the body itself.
-        """
         if not isinstance(value, dict):
             raise BadAgentRequest(name or "body", "must be an object")
         self._left: dict[str, Any] = {field: held for field, held in value.items() if held is not None}
@@ -52,32 +48,31 @@ class Fields:
         return f"{self._name}.{field}" if self._name else field
 
     def take(self, field: str, kind: type[T]) -> T | None:
-        """Return a field's value, None if it is absent."""
+        """Take a field's value, or None if it is absent."""
         value = self._left.pop(field, None)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise BadAgentRequest(self.name(field), f"must be {_KINDS[kind]}")
         return value
 
     def peek(self, field: str, kind: type[T]) -> T | None:
-        """Return a field's value if it is of this kind; it still has to be taken."""
+        """Return a field's value if it has this type; it still must be taken."""
         value = self._left.get(field)
         return value if isinstance(value, kind) else None
 
     def need(self, field: str, kind: type[T]) -> T:
-        """Return the value of a field that must be there."""
         value = self.take(field, kind)
         if value is None:
             raise BadAgentRequest(self.name(field), f"is missing; it must be {_KINDS[kind]}")
         return value
 
     def each(self, field: str) -> "list[Fields]":
-        """Return the objects of a list, none if it is absent."""
+        """Take a list of objects; an absent list is empty."""
         return [
             Fields(value, f"{self.name(field)}[{place}]") for place, value in enumerate(self.take(field, list) or ())
         ]
 
     def stop_strings(self, field: str) -> tuple[str, ...]:
-        """Return a stop string or a list of such."""
+        """Take a stop string or a list of them."""
         value = self._left.pop(field, None)
         values = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(values, list):
@@ -88,20 +83,18 @@ class Fields:
         return tuple(values)
 
     def limit(self, field: str) -> int | None:
-        """Return a number of tokens."""
         value = self.take(field, int)
         if value is not None and value < 1:
             raise BadAgentRequest(self.name(field), "must be at least 1")
         return value
 
     def text(self, field: str, *kinds: str) -> str:
-        """Return a content: a text, or a list of blocks `{"type": one of kinds, "text": ...}`, joined."""
+        """Take a content: text, or a list of blocks `{"type": one of kinds, "text": ...}`, which are joined."""
         if self.peek(field, list) is None:
             return self.take(field, str) or ""
         return "".join(block.block_text(*kinds) for block in self.each(field))
 
     def block_text(self, *kinds: str) -> str:
-        """Return the text of this block of a content."""
         kind = self.need("type", str)
         if kind not in kinds:
             raise BadAgentRequest(self.name("type"), f"{kind!r} is not served; contents are {' or '.join(kinds)}")
@@ -110,20 +103,15 @@ class Fields:
         return text
 
     def end(self, *ignored: str, **neutral: object) -> None:
-        """Refuse what is left.
-
-        Args:
-            ignored: fields that may have any value.
-            neutral: fields that may have this value.
-        """
+        """Refuse fields that were not taken, except `ignored` ones and those that have their `neutral` value."""
         for field, value in self._left.items():
             if field in neutral and value != neutral[field]:
                 raise BadAgentRequest(self.name(field), f"must be {neutral[field]!r} here; leave it out")
             if field not in neutral and field not in ignored:
-                raise BadAgentRequest(self.name(field), "is not served by training; leave it out")
+                raise BadAgentRequest(self.name(field), "is not supported in training; leave it out")
 
     def end_of_body(self, **neutral: object) -> None:
-        """Refuse what is left of a whole request."""
+        """`end` for a whole request."""
         if any(field in self._left for field in _SAMPLING):
             warn_of_sampling()
         self.end("model", *_SAMPLING, *_IGNORED, **neutral)
@@ -131,19 +119,16 @@ class Fields:
 
 @functools.cache
 def warn_of_sampling() -> None:
-    """Say once that requests' sampling is overridden."""
+    """Warn once that requests' sampling settings are overridden."""
     logger.warning(
-        "agents set %s; the run's own are used (rollout.temperature ...), here and later", ", ".join(_SAMPLING)
+        "agents set %s; these are ignored in favor of the run's settings (rollout.temperature ...); shown once",
+        ", ".join(_SAMPLING),
     )
 
 
 def function_tool(function: Fields, parameters: str) -> Message:
-    """Return a tool in OpenAI's chat format; `strict` is not enforced.
-
-    Args:
-        function: holds name and description.
-        parameters: the field of its JSON schema.
-    """
+    """Return a tool in OpenAI's chat format; `parameters` names the field with its JSON schema. `strict` is not
+    enforced."""
     tool = {
         "name": function.need("name", str),
         "description": function.take("description", str),
@@ -154,12 +139,11 @@ def function_tool(function: Fields, parameters: str) -> Message:
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> Mapping[str, Any]:
-    """Return a call in OpenAI's chat format."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def one_system_message(messages: list[Message]) -> list[Message]:
-    """Join the system messages that a history begins with: most chat templates take one."""
+    """Join the system messages at the start of a history: most chat templates accept only one."""
     texts: list[str] = []
     for message in messages:
         if message["role"] != "system":

@@ -1,8 +1,8 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`.
 
-Served: system, messages (text, tool_use, tool_result), tools (own functions), max_tokens, stop_sequences, stream;
-cache_control and is_error are ignored. No thinking blocks: reasoning stays with the session. Arguments of a call that
-are no JSON object are given as `{"unreadable": text}`.
+Supported: system, messages (text, tool_use, tool_result), tools (own functions), max_tokens, stop_sequences, stream;
+cache_control and is_error are ignored. No thinking blocks: reasoning stays in the session. Call arguments that are not
+a JSON object are returned as `{"unreadable": text}`.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,6 @@ NAMES_ANSWERS = False
 
 
 def read(body: Body, memory: Memory) -> ChatRequest:
-    """Translate a request."""
     fields = Fields(body)
     max_tokens = fields.limit("max_tokens")
     if max_tokens is None:
@@ -33,12 +32,10 @@ def read(body: Body, memory: Memory) -> ChatRequest:
 
 
 def read_count(body: Body, memory: Memory) -> ChatRequest:
-    """Translate a request to count tokens."""
     return _conversation(Fields(body), memory)
 
 
 def write(answer: Answer) -> Body:
-    """Return a `message`."""
     blocks: list[Body] = [{"type": "text", "text": answer.text()}] if answer.text() else []
     for call in answer.tool_calls():
         name, drawn = call["function"]["name"], call["function"]["arguments"]
@@ -59,7 +56,6 @@ def write(answer: Answer) -> Body:
 
 
 def events(answer: Answer) -> Iterator[bytes]:
-    """Return the events of a `message`."""
     whole = write(answer)
     begun = {
         **whole,
@@ -86,7 +82,7 @@ def events(answer: Answer) -> Iterator[bytes]:
 
 
 def error(message: str, *, kind: str, param: str | None, code: str | None) -> Body:
-    """Return Anthropic's error object, which has no place for a code but the message."""
+    """Return Anthropic's error object; the message carries the code, which has no field of its own."""
     return {"type": "error", "error": {"type": kind, "message": f"{code}: {message}" if code else message}}
 
 
@@ -96,7 +92,7 @@ def _conversation(fields: Fields, memory: Memory) -> ChatRequest:
         messages.append({"role": "system", "content": system})
     turns = fields.each("messages")
     if not turns:
-        raise BadAgentRequest("messages", "must hold a message")
+        raise BadAgentRequest("messages", "must contain a message")
     for turn in turns:
         messages += _messages(turn, memory)
     tools = []
@@ -109,10 +105,10 @@ def _conversation(fields: Fields, memory: Memory) -> ChatRequest:
 
 
 def _messages(turn: Fields, memory: Memory) -> list[Message]:
-    """Return what one message of theirs is in OpenAI's format: each tool's result is a message there."""
+    """Translate one message; each tool result becomes a message of its own."""
     role = turn.need("role", str)
     if role not in ("user", "assistant", "system"):
-        raise BadAgentRequest(turn.name("role"), f"{role!r} is none of user, assistant, system")
+        raise BadAgentRequest(turn.name("role"), f"{role!r} is not one of user, assistant, system")
     if turn.peek("content", list) is None:
         text = turn.need("content", str)
         turn.end()
@@ -136,6 +132,7 @@ def _messages(turn: Fields, memory: Memory) -> list[Message]:
 def _call(block: Fields, memory: Memory) -> Any:
     call_id, name, given = block.need("id", str), block.need("name", str), block.need("input", dict)
     block.end("type", "cache_control", "caller")
+    # Use the arguments exactly as the model drew them, as long as the client did not change their value.
     drawn = memory.arguments.get(call_id)
     same = drawn is not None and _input(drawn) == given
     return tool_call(call_id, name, drawn if same and drawn is not None else msgspec.json.encode(given).decode())

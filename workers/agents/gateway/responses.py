@@ -1,8 +1,8 @@
 """OpenAI's `/v1/responses`.
 
-Served: input (text, or items: messages of text, function_call, function_call_output), instructions, tools (functions),
-max_output_tokens, previous_response_id (of this session; its instructions are not taken over, as OpenAI's), stream.
-No reasoning items: reasoning stays with the session.
+Supported: input (text, or items: text messages, function_call, function_call_output), instructions, tools (functions),
+max_output_tokens, previous_response_id (of this session; as with OpenAI, its instructions do not carry over), stream.
+No reasoning items: reasoning stays in the session.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,6 @@ NAMES_ANSWERS = True
 
 
 def read(body: Body, memory: Memory) -> ChatRequest:
-    """Translate a request."""
     fields = Fields(body)
     instructions = fields.take("instructions", str)
     messages = _earlier(fields.take("previous_response_id", str), memory)
@@ -53,7 +52,6 @@ def read(body: Body, memory: Memory) -> ChatRequest:
 
 
 def write(answer: Answer) -> Body:
-    """Return a `response`."""
     whole = _head(answer)
     output: list[Body] = []
     cut = answer.completion.finish_reason == "length"
@@ -73,7 +71,6 @@ def write(answer: Answer) -> Body:
 
 
 def events(answer: Answer) -> Iterator[bytes]:
-    """Return the events of a `response`, numbered."""
     for number, value in enumerate(_events(answer)):
         yield event({**value, "sequence_number": number})
 
@@ -111,7 +108,7 @@ def _head(answer: Answer) -> Body:
 
 
 def _earlier(response_id: str | None, memory: Memory) -> list[Message]:
-    """Return the messages up to a response and with it, without its instructions."""
+    """Return the messages up to and including a response, without its instructions."""
     if response_id is None:
         return []
     answer = memory.answers.get(response_id.removeprefix(_PREFIX))
@@ -125,12 +122,12 @@ def _earlier(response_id: str | None, memory: Memory) -> list[Message]:
 
 
 def _add(messages: list[Message], item: Fields) -> None:
-    """Append an item; a function call belongs to the assistant's message before it."""
+    """Append an item; a function call joins the assistant's message before it."""
     kind = item.take("type", str) or "message"
     if kind == "message":
         role = item.need("role", str)
         if role not in ("system", "developer", "user", "assistant"):
-            raise BadAgentRequest(item.name("role"), f"{role!r} is none of system, developer, user, assistant")
+            raise BadAgentRequest(item.name("role"), f"{role!r} is not one of system, developer, user, assistant")
         content = item.text("content", "input_text", "output_text", "text")
         messages.append({"role": "system" if role == "developer" else role, "content": content})
     elif kind == "function_call":

@@ -1,11 +1,11 @@
-"""The gateway's HTTP server, on this host's loopback only. Runs in the session service's event loop.
+"""The gateway's HTTP server, on this host's loopback interface only. Runs in the session service's event loop.
 
     open() -> key                 a session's random key, void once it is closed
     base_url                      Anthropic's SDK takes it as it is, OpenAI's with `/v1`
 
-Statuses: 400 a field that is not served, or `context_length_exceeded`; 401 no such key; 410 the session has ended, or
-the run was restored since; 413 a body over the limit. A stream's answer comes when the turn is finished, with comments
-every `keep_alive_s` before.
+Statuses: 400 an unsupported field, or `context_length_exceeded`; 401 unknown key; 410 the session has ended, or the run
+was restored since; 413 body over the limit. A streamed response is sent once the turn is finished; until then there is
+a comment every `keep_alive_s`.
 """
 
 import asyncio
@@ -29,37 +29,26 @@ from workers.agents.run import ChatRequest, Sessions
 
 # One session's turns at the gateway: which requests repeat an earlier one, and when a turn is cancelled.
 #
-#     same Idempotency-Key                                    the first answer (or it is waited for)
+#     same Idempotency-Key                                    the first answer, once it is there
 #     same body, SDK's retry header (x-stainless-retry-count) the first answer
-#     same body, still unanswered                             waits for the one answer
+#     same body, still unanswered                             shares the pending answer
 #     same body otherwise                                     a fork: drawn anew
 #
-# A turn that fails is forgotten, so its retry is drawn. A turn that nobody waits for any more goes on for
-# `retry_wait_s`, longer than SDKs pause before a retry, and is then cancelled.
+# A failed turn is forgotten, so that its retry is drawn. A turn that nobody waits for any longer continues for
+# `retry_wait_s`, which exceeds the SDKs' pause before a retry, and is then cancelled.
 
 _IDEMPOTENCY = "Idempotency-Key"
 _RETRY = "x-stainless-retry-count"
-_KEPT = 32
-"""Answers of a session that are kept for retries, which come in seconds: each has its whole history."""
+_KEPT = 32  # answers per session that are kept for retries, which come within seconds. (Each holds its whole history.)
 
 
 @dataclass(eq=False)
 class Turn:
-    """One turn that is drawn, or was.
-
-    Attributes:
-        name: its client's idempotency key, else its body's digest.
-        digest: of path and body.
-        task: draws it.
-        streamed: the answer is wanted as a stream.
-        num_waiting: requests that wait for it.
-    """
-
-    name: str
-    digest: str
+    name: str  # the client's idempotency key, or the digest
+    digest: str  # of path and body
     task: "asyncio.Task[Answer]"
-    streamed: bool
-    num_waiting: int = 0
+    streamed: bool  # the client wants a stream
+    num_waiting: int = 0  # requests that wait for it
 
 
 class SessionTurns:
@@ -74,37 +63,32 @@ class SessionTurns:
         self._turns: dict[str, Turn] = {}
 
     def turn(self, dialect: Dialect, path: str, raw: bytes, headers: Mapping[str, str]) -> Turn:
-        """Return the turn that a request asks for, an earlier one or a new one.
-
-        Raises:
-            BadAgentRequest: a field that is not served.
-        """
+        """Return the turn that a request asks for, an earlier one or a new one. Raises BadAgentRequest for an
+        unsupported field."""
         digest = blake2b(raw, key=path.encode(), digest_size=16).hexdigest()
         idempotency_key = headers.get(_IDEMPOTENCY)
         name = idempotency_key or digest
         known = self._turns.get(name)
+        # A turn that is being cancelled cannot be joined.
         if known is not None and known.task.cancelling():
             known = None
         if known is not None and known.digest != digest:
-            raise BadAgentRequest(_IDEMPOTENCY, "came with another body before")
+            raise BadAgentRequest(_IDEMPOTENCY, "was already used with another body")
+        # Anything else with the same body is a fork; see the table above.
         if known is not None and (idempotency_key or headers.get(_RETRY, "0") != "0" or not known.task.done()):
             return known
         body = parsed(raw)
         body.setdefault("model", self._model)
         asked = dialect.read(body, self.memory)
         task = asyncio.ensure_future(self._draw(dialect, body, asked))
-        self._turns.pop(name, None)  # so that the new turn is the youngest
+        self._turns.pop(name, None)  # makes the new turn the youngest in the dict's order
         self._forget_old()
         turn = self._turns[name] = Turn(name, digest, task, streamed=bool(body.get("stream")))
         task.add_done_callback(lambda _: self._ended(turn))
         return turn
 
     async def answer(self, turn: Turn, *, timeout_s: float | None = None) -> Answer | None:
-        """Wait for a turn; None: it is not finished in time.
-
-        Raises:
-            SessionGone, ContextLengthExceeded, BadAgentRequest: as the session service raised it.
-        """
+        """Wait for a turn; None: it did not finish in time. Raises the session service's errors."""
         await asyncio.wait({turn.task}, timeout=timeout_s)
         if turn.task.cancelled():
             raise SessionGone("the session ended during this turn")
@@ -112,7 +96,7 @@ class SessionTurns:
 
     @contextmanager
     def waiting(self, turn: Turn) -> Iterator[None]:
-        """While a request waits for a turn, it is not cancelled."""
+        """Keep a turn from being cancelled while a request waits for it."""
         turn.num_waiting += 1
         try:
             yield
@@ -122,7 +106,6 @@ class SessionTurns:
                 asyncio.get_running_loop().call_later(self._retry_wait_s, _cancel_if_left, turn)
 
     def close(self) -> None:
-        """Cancel what is drawn."""
         for turn in list(self._turns.values()):
             turn.task.cancel()
 
@@ -146,15 +129,11 @@ class SessionTurns:
 
 
 def parsed(raw: bytes) -> Body:
-    """Return a request's body.
-
-    Raises:
-        BadAgentRequest: it is no JSON object.
-    """
+    """Return a request's body; raises BadAgentRequest if it is not a JSON object."""
     try:
         body = msgspec.json.decode(raw)
     except UNREADABLE as error:
-        raise BadAgentRequest("body", f"is no JSON ({error})") from error
+        raise BadAgentRequest("body", f"is not JSON ({error})") from error
     if not isinstance(body, dict):
         raise BadAgentRequest("body", "must be an object")
     return body
@@ -179,12 +158,19 @@ _MARK_LETTERS = 32
 class Gateway:
     """Serves agents' sessions.
 
-    gateway = Gateway(sessions)
-    await gateway.start()
-    key = gateway.open()
-    ...                           # an agent runs with gateway.base_url and key
-    gateway.close(key)
-    await gateway.stop()
+        gateway = Gateway(sessions)
+        await gateway.start()
+        key = gateway.open()
+        ...                           # an agent runs with gateway.base_url and key
+        gateway.close(key)
+        await gateway.stop()
+
+    Args:
+        model: name that is listed; requests may give any.
+        keep_alive_s: pause between comments in a waiting stream.
+        retry_wait_s: how long a turn continues after its client disconnected; SDKs retry within 8 s.
+        seal: secret that marks issued keys, so that those of an earlier gateway are recognized; b"": a random one.
+        port: of the earlier gateway; 0: any free one.
     """
 
     def __init__(
@@ -198,15 +184,6 @@ class Gateway:
         seal: bytes = b"",
         port: int = 0,
     ) -> None:
-        """Args:
-        sessions: draws turns.
-        model: name that is listed; requests may say any.
-        keep_alive_s: pause between comments in a stream that waits.
-        retry_wait_s: how long a turn goes on after its client went away; SDKs retry within 8 s.
-        max_body_bytes: of a request.
-        seal: marks the keys that are given, so that one of a gateway before this one is known; b"": a random one.
-        port: that the gateway before this one had; 0: any that is free.
-        """
         self._sessions = sessions
         self._model = model
         self._keep_alive_s = keep_alive_s
@@ -216,12 +193,13 @@ class Gateway:
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_refusals])
         app.add_routes([web.post(path, self._draw) for path in _DIALECTS])
         app.add_routes([web.post(_COUNT, self._count), web.get("/v1/models", self._models)])
+        # `handler_cancellation`: a request whose client disconnects stops waiting for its turn.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_GOODBYE_S)
         self.port = port
         self.base_url = ""
 
     async def start(self) -> None:
-        """Listen on the port, or on a free one if another program has it now; `base_url` and `port` say which."""
+        """Listen on `port`, or on a free one if another program has taken it; updates `base_url` and `port`."""
         await self._runner.setup()
         with contextlib.suppress(OSError):
             await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
@@ -231,25 +209,24 @@ class Gateway:
         self.base_url = f"http://{host}:{self.port}"
 
     async def stop(self) -> None:
-        """Close all sessions, then the server."""
         for key in list(self._turns):
             self.close(key)
         await self._runner.cleanup()
 
     def open(self) -> str:
-        """Return the key of a new session."""
         name = secrets.token_urlsafe(32)
         key = f"sk-{name}{self._mark(name)}"
         self._turns[key] = SessionTurns(key, self._sessions, model=self._model, retry_wait_s=self._retry_wait_s)
         return key
 
     def close(self, key: str) -> None:
-        """Void a key, and cancel what its session draws. Idempotent."""
+        """Revoke a key, and cancel its session's turns. Idempotent."""
         turns = self._turns.pop(key, None)
         if turns is not None:
             turns.close()
 
     def _session(self, http: web.Request) -> tuple[str, SessionTurns]:
+        # OpenAI's clients send the first header, Anthropic's the second.
         bearer = http.headers.get("Authorization", "").removeprefix("Bearer ")
         key = http.headers.get("x-api-key", bearer)
         turns = self._turns.get(key)
@@ -260,15 +237,16 @@ class Gateway:
         return key, turns
 
     def _is_ours(self, key: str) -> bool:
-        """Whether a gateway with this seal gave it out once; ended ones need not be remembered."""
+        """Return whether a gateway with this seal issued the key, so that ended ones need not be stored."""
         name, mark = key[3:-_MARK_LETTERS], key[-_MARK_LETTERS:]
+        # `compare_digest` accepts only ASCII text.
         return key.isascii() and secrets.compare_digest(mark, self._mark(name))
 
     def _mark(self, name: str) -> str:
         return blake2b(name.encode(), key=self._seal, digest_size=_MARK_LETTERS // 2).hexdigest()
 
     async def _draw(self, http: web.Request) -> web.StreamResponse:
-        raw = await http.read()  # first: the session may end meanwhile
+        raw = await http.read()  # before looking up the session, which may end meanwhile
         _, turns = self._session(http)
         dialect = _DIALECTS[http.path]
         turn = turns.turn(dialect, http.path, raw, http.headers)
@@ -276,11 +254,12 @@ class Gateway:
             if turn.streamed:
                 return await self._stream(http, dialect, turns, turn)
             answer = await turns.answer(turn)
-            assert answer is not None  # there was no deadline
+            assert answer is not None  # no deadline was given
             return _json(dialect.write(answer))
 
     async def _stream(self, http: web.Request, dialect: Dialect, turns: SessionTurns, turn: Turn) -> web.StreamResponse:
-        """Send a finished turn in pieces. One that is refused before the first comment has its own status."""
+        """Send a finished turn in pieces."""
+        # A turn that is refused before the first comment still gets its own HTTP status.
         answer = await turns.answer(turn, timeout_s=self._keep_alive_s)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await stream.prepare(http)
@@ -319,7 +298,7 @@ async def _refusals(
 
 
 def _refusal(path: str, error: Exception) -> tuple[int, Body]:
-    """Return status and body of an error, as the path's API has them."""
+    """Return (status, body) of an error in the format of the path's API."""
     param: str | None = None
     code: str | None = None
     message = str(error)
