@@ -5,8 +5,8 @@ The column task asks for the `advantages` of whole groups. The trainer asks for 
 advantages are normalized over the step), then for `counts` and `loss` of every micro-batch, and once per update for
 `scale`:
 
-    rows arrive    advantages -> loss loss loss ............................ -> scale     streams
-                   advantages -> moments ... last row is there -> normalized -> loss loss loss -> scale   whole step
+    rounds arrive    advantages -> loss loss loss ............................ -> scale     streams
+                     advantages -> moments ... last row is there -> normalized -> loss loss loss -> scale   whole step
 
 To add an algorithm, write a subclass with its own `Config` anywhere (`algorithm.name: module:Class`). Built-in ones
 have their settings in `workers.settings.algorithms` and their name in `registry`.
