@@ -68,12 +68,10 @@ class Algorithm(ABC, Generic[SettingsT]):
     Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with the clips of `PPOClipConfig`.
     """
 
-    Config: ClassVar[type[PolicyConfig]]
-    """Its settings, if it lives outside the package."""
+    Config: ClassVar[type[PolicyConfig]]  # its settings, if it lives outside the package
+    # Advantages are normalized over the step, so no training starts before the step's last row has arrived.
     whole_step = False
-    """Advantages are normalized over the step, so no training starts before the step's last row has arrived."""
-    whole_samples: ClassVar[bool] = False
-    """The ratio is per sample, not per token."""
+    whole_samples: ClassVar[bool] = False  # the ratio is per sample, not per token
 
     def __init__(self, config: SettingsT, *, max_response_tokens: int, mask_truncated: bool) -> None:
         self._config = config
@@ -193,16 +191,11 @@ def token_advantages(batch: PackedBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and deviation of numbers that arrive in parts. Plain numbers, so that they travel as JSON.
-
-    Attributes:
-        mean: 0 if there are no numbers.
-        squares: sum of squared distances from the mean.
-    """
+    """Mean and deviation of numbers that arrive in parts. Plain numbers, so that they travel as JSON."""
 
     count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
+    mean: float = 0.0  # 0 if there are no numbers
+    squares: float = 0.0  # sum of squared distances from the mean
 
     @staticmethod
     def of(values: Tensor) -> "Moments":
@@ -428,8 +421,8 @@ def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer_tokens: int) -
 #
 # Source: Qi et al. 2026 (arXiv 2602.04879), eq. 11 to 14: the binary approximations of the divergence.
 
+# Largest divergence in the authors' own runs (verl, `examples/dppo_trainer`).
 AUTHORS_BOUNDS = {"tv": 0.15, "kl": 0.05}
-"""Largest divergence in the authors' own runs (verl, `examples/dppo_trainer`)."""
 
 
 class DPPO(GRPO):

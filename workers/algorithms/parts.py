@@ -26,62 +26,44 @@ from torch import Tensor
 from asyncflow.errors import ConfigError
 from workers.settings.algorithms import KlEstimator, OffPolicyConfig
 
+# Differences of log-probabilities are clamped to +-20 before `exp`: larger ratios could overflow float32, and infinity
+# times an advantage of zero is NaN.
 MAX_LOG_RATIO = 20.0
-"""Differences of log-probabilities are clamped to +-20 before `exp`: larger ratios could overflow float32, and
-infinity times an advantage of zero is NaN."""
 
+# Deviation (nats) of a token's log-probability between two engines that compute the same weights in bfloat16. Measured
+# with SmolLM2-135M, see docs/algorithms.md; mostly the rounding of the logits, to one part in 256.
 BFLOAT16_ERROR = 0.06
-"""Deviation (nats) of a token's log-probability between two engines that compute the same weights in bfloat16.
-Measured with SmolLM2-135M, see docs/algorithms.md; mostly the rounding of the logits, to one part in 256."""
 
 Normalization = Literal["token", "sequence", "constant"]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The drawn tokens of a micro-batch.
+    """The drawn tokens of a micro-batch."""
 
-    Attributes:
-        log_probs_A: floating [A], under the policy in training; the only one with gradient.
-        old_log_probs_A: floating [A], under the policy at the start of the step.
-        rollout_log_probs_A: floating [A], under the policy that drew the tokens.
-        advantage_A: floating [A].
-        length_N: integer [N], drawn tokens of each sample.
-    """
-
-    log_probs_A: Tensor
-    old_log_probs_A: Tensor
-    rollout_log_probs_A: Tensor
-    advantage_A: Tensor
-    length_N: Tensor
+    log_probs_A: Tensor  # floating [A], under the policy in training; the only one with gradient
+    old_log_probs_A: Tensor  # floating [A], under the policy at the start of the step
+    rollout_log_probs_A: Tensor  # floating [A], under the policy that drew the tokens
+    advantage_A: Tensor  # floating [A]
+    length_N: Tensor  # integer [N], drawn tokens of each sample
 
 
+# (tokens, ratio_A, surrogate_A) -> the surrogate to maximize, floating [A], and where it was bounded, bool [A].
 Clip = Callable[[Tokens, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(tokens, ratio_A, surrogate_A) -> the surrogate to maximize, floating [A], and where it was bounded, bool [A]."""
-Mask = Callable[[Tokens], Tensor]
-"""tokens -> whether each token counts, bool [A]."""
+Mask = Callable[[Tokens], Tensor]  # tokens -> whether each token counts, bool [A]
 
 
 @dataclass(frozen=True)
 class PolicyParts:
-    """The components of a policy loss.
+    """The components of a policy loss."""
 
-    Attributes:
-        clips: applied in order, starting from ratio x advantage.
-        whole_samples: one ratio per sample, e to the mean of its tokens' log ratios (arXiv 2507.18071, eq. 7);
-            otherwise one per token.
-        base: denominator of the ratio; with `rollout` there is no importance weight.
-        cap: largest importance weight; None: unbounded.
-        masks: a token must pass them all.
-        aggregate: how tokens are averaged.
-    """
-
-    clips: tuple[Clip, ...]
+    clips: tuple[Clip, ...]  # applied in order, starting from ratio x advantage
+    # One ratio per sample, e to the mean of its tokens' log ratios (arXiv 2507.18071, eq. 7); otherwise one per token.
     whole_samples: bool = False
-    base: Literal["old", "rollout"] = "old"
-    cap: float | None = None
-    masks: tuple[Mask, ...] = ()
-    aggregate: Normalization = "token"
+    base: Literal["old", "rollout"] = "old"  # denominator of the ratio; with `rollout` there is no importance weight
+    cap: float | None = None  # largest importance weight; None: unbounded
+    masks: tuple[Mask, ...] = ()  # a token must pass them all
+    aggregate: Normalization = "token"  # how tokens are averaged
 
     def base_log_probs(self, tokens: Tokens) -> Tensor:
         """Return floating [A], without gradient, of the policy that ratio and clip are relative to."""
@@ -291,17 +273,11 @@ def _of_tokens(value_N: Tensor, tokens: Tokens) -> Tensor:
 
 @dataclass(frozen=True)
 class LossCounts:
-    """The divisors of an update's normalization; summed over all ranks and micro-batches.
+    """The divisors of an update's normalization; summed over all ranks and micro-batches."""
 
-    Attributes:
-        tokens: drawn tokens whose loss counts.
-        sequences: rows (whole rollouts, however many samples they have) whose loss counts.
-        responses: all rows with a reward, masked ones included.
-    """
-
-    tokens: int
-    sequences: int
-    responses: int
+    tokens: int  # drawn tokens whose loss counts
+    sequences: int  # rows (whole rollouts, however many samples they have) whose loss counts
+    responses: int  # all rows with a reward, masked ones included
 
     def __add__(self, other: "LossCounts") -> "LossCounts":
         return LossCounts(
@@ -362,9 +338,9 @@ def response_means(value_A: Tensor, length_N: Tensor) -> Tensor:
 #
 # Legend of shapes: N samples, A their drawn tokens, packed.
 
+# Largest k3 of a token (nats), reached at d = -2.6 or d = 11. The log ratio itself, which importance weights use too,
+# has its own bound, `MAX_LOG_RATIO`.
 MAX_K3 = 10.0
-"""Largest k3 of a token (nats), reached at d = -2.6 or d = 11. The log ratio itself, which importance weights use
-too, has its own bound, `MAX_LOG_RATIO`."""
 
 
 class MicroLoss(Protocol):
@@ -381,31 +357,21 @@ class MicroLoss(Protocol):
 
 @dataclass
 class PolicyLoss:
-    """The policy's loss of one micro-batch.
-
-    Attributes:
-        kl: weight of the KL term, and its estimator; with weight 0 it is only measured.
-        length_N: drawn tokens of each sample.
-        weight_A: each token's weight in the sum; 0 where masked.
-        rollout_log_probs_A: under the policy that drew the tokens, as the generating engine recorded them.
-        ref_log_probs_A: under the reference; None without a KL penalty.
-        old_log_probs_A: under the policy at the start of the step; None: it has not changed since.
-        entropy_coef: weight of the mean entropy, which is added to the objective.
-        stats: scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums
-            over the tokens that count: `tokens`, `entropy`, `ratio` and `ratio_squared` (policy / rollout), `clipped`,
-            `corrected` (weights that were capped or masked), `kl` (to the reference; 0 without one), `kl_clamped` (k3
-            cut at `MAX_K3`), `drift` (k3 of KL(rollout || policy)), `old_drift` (of KL(rollout || old policy)).
-    """
+    """The policy's loss of one micro-batch."""
 
     parts: PolicyParts
-    kl: tuple[float, KlEstimator]
-    length_N: Tensor
-    weight_A: Tensor
+    kl: tuple[float, KlEstimator]  # weight of the KL term, and its estimator; with weight 0 it is only measured
+    length_N: Tensor  # drawn tokens of each sample
+    weight_A: Tensor  # each token's weight in the sum; 0 where masked
     advantage_A: Tensor
-    rollout_log_probs_A: Tensor
-    ref_log_probs_A: Tensor | None = None
-    old_log_probs_A: Tensor | None = None
-    entropy_coef: float = 0.0
+    rollout_log_probs_A: Tensor  # under the policy that drew the tokens, as the generating engine recorded them
+    ref_log_probs_A: Tensor | None = None  # under the reference; None without a KL penalty
+    old_log_probs_A: Tensor | None = None  # under the policy at the start of the step; None: it has not changed since
+    entropy_coef: float = 0.0  # weight of the mean entropy, which is added to the objective
+    # Scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums over the
+    # tokens that count: `tokens`, `entropy`, `ratio` and `ratio_squared` (policy / rollout), `clipped`, `corrected`
+    # (weights that were capped or masked), `kl` (to the reference; 0 without one), `kl_clamped` (k3 cut at `MAX_K3`),
+    # `drift` (k3 of KL(rollout || policy)), `old_drift` (of KL(rollout || old policy)).
     stats: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
@@ -453,23 +419,16 @@ class PolicyLoss:
 
 @dataclass
 class ValueLoss:
-    """The critic's loss of one micro-batch.
+    """The critic's loss of one micro-batch."""
 
-    Attributes:
-        weight_A: each token's weight in the sum; 0 where masked.
-        old_value_A: the values from which the step's returns were computed.
-        return_A: the targets.
-        clip: see `clipped_value_loss`.
-        stats: scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums
-            over the tokens that count: `tokens`, `clipped`, `value`, `return`, `return_squared`, `error_squared` (of
-            the values before the update).
-    """
-
-    weight_A: Tensor
-    old_value_A: Tensor
-    return_A: Tensor
-    clip: float | None
+    weight_A: Tensor  # each token's weight in the sum; 0 where masked
+    old_value_A: Tensor  # the values from which the step's returns were computed
+    return_A: Tensor  # the targets
+    clip: float | None  # see `clipped_value_loss`
     coef: float
+    # Scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums over the
+    # tokens that count: `tokens`, `clipped`, `value`, `return`, `return_squared`, `error_squared` (of the values before
+    # the update).
     stats: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, value_A: Tensor) -> Tensor:

@@ -28,24 +28,16 @@ from workers.settings.run import RunConfig
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One response to generate.
+    """One response to generate."""
 
-    Attributes:
-        index: global row index.
-        prompt_P: int64 [P].
-        seed: of this response; the same seed gives the same draws whatever else is in the batch.
-        ticket: distinguishes requests of one caller: a lost row may be requested again.
-        max_tokens: longest response; None: `rollout.max_response_tokens`, which is also the maximum.
-        stop_ids: tokens that end the response besides the model's own; the drawn one is part of the response.
-        stop: strings that end it. An engine may ignore them, at the cost of wasted draws: the caller cuts the response.
-    """
-
-    index: int
-    prompt_P: Tensor
-    seed: int
-    ticket: int = 0
-    max_tokens: int | None = None
+    index: int  # global row index
+    prompt_P: Tensor  # int64 [P]
+    seed: int  # of this response; the same seed gives the same draws whatever else is in the batch
+    ticket: int = 0  # distinguishes requests of one caller: a lost row may be requested again
+    max_tokens: int | None = None  # longest response; None: `rollout.max_response_tokens`, which is also the maximum
+    # Tokens that end the response besides the model's own; the drawn one is part of the response.
     stop_ids: tuple[int, ...] = ()
+    # Strings that end it. An engine may ignore them, at the cost of wasted draws: the caller cuts the response.
     stop: StopStrings | None = None
 
     def limit(self, max_response_tokens: int) -> int:
@@ -60,21 +52,14 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """One finished response.
+    """One finished response."""
 
-    Attributes:
-        index, ticket: the request's.
-        response_R: int64 [R], including the end-of-sequence or stop token if one was produced.
-        log_probs_R: float32 [R], natural log under the tempered distribution, before top-p and top-k.
-        versions_R: int32 [R], step of the weights that drew each token.
-        truncated: cut at the request's limit.
-    """
-
+    # `index`, `ticket`: the request's.
     index: int
-    response_R: Tensor
-    log_probs_R: Tensor
-    versions_R: Tensor
-    truncated: bool
+    response_R: Tensor  # int64 [R], including the end-of-sequence or stop token if one was produced
+    log_probs_R: Tensor  # float32 [R], natural log under the tempered distribution, before top-p and top-k
+    versions_R: Tensor  # int32 [R], step of the weights that drew each token
+    truncated: bool  # cut at the request's limit
     ticket: int = 0
 
     def until(self, stop: StopStrings | None) -> "tuple[Generation, Stopped | None]":
@@ -121,8 +106,8 @@ class GenerateEngine(Protocol):
     close()
     """
 
+    # Step of the loaded weights, stamped on tokens drawn from now on; set by the caller of `load_weights`.
     version: int
-    """Step of the loaded weights, stamped on tokens drawn from now on; set by the caller of `load_weights`."""
 
     @property
     def interruptible(self) -> bool:
@@ -241,32 +226,21 @@ def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class StepStats:
-    """Figures of one optimizer update.
+    """Figures of one optimizer update."""
 
-    Attributes:
-        grad_norm: global L2 norm of the scaled gradient before clipping.
-        clipped: the norm exceeded `grad_clip`.
-    """
-
-    grad_norm: float
+    grad_norm: float  # global L2 norm of the scaled gradient before clipping
     lr: float
-    clipped: bool = False
+    clipped: bool = False  # the norm exceeded `grad_clip`
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The part of one tensor that this rank holds.
+    """The part of one tensor that this rank holds."""
 
-    Attributes:
-        name: HF name.
-        shape: of the whole tensor.
-        values: view on this rank's device; any shape and strides, with the box's row-major order.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # HF name
+    shape: tuple[int, ...]  # of the whole tensor
     box: Box
-    values: Tensor
+    values: Tensor  # view on this rank's device; any shape and strides, with the box's row-major order
 
 
 class FrozenEngine(Protocol):
@@ -320,8 +294,8 @@ class TrainedEngine(Protocol):
         """Restore what `state_dict` returned."""
 
 
+# (log_probs_A, entropy_A) -> scalar sum of the loss, not normalized; both arguments may carry gradients.
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(log_probs_A, entropy_A) -> scalar sum of the loss, not normalized; both arguments may carry gradients."""
 
 
 class TrainEngine(TrainedEngine, Protocol):
@@ -365,8 +339,7 @@ class CopyingEngine(TrainEngine, Protocol):
         """Return a copy without weights or, with `initial`, with those of the initial model; collective."""
 
 
-ValueLossFunction = Callable[[Tensor], Tensor]
-"""values_A -> scalar sum of the loss, not normalized."""
+ValueLossFunction = Callable[[Tensor], Tensor]  # values_A -> scalar sum of the loss, not normalized
 
 
 class ValueEngine(TrainedEngine, Protocol):
@@ -389,19 +362,13 @@ class ValueEngine(TrainedEngine, Protocol):
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What an engine is constructed from.
-
-    Attributes:
-        options: for a class outside the package: an instance of its `Config`.
-        sampling: the rollout's, or an evaluation's, which differs.
-        weights_dir: of a reference: holds its weights as safetensors; None: the model's own.
-    """
+    """What an engine is constructed from."""
 
     run: RunConfig
     device: torch.device
-    options: Any
-    sampling: SamplingConfig
-    weights_dir: Path | None = None
+    options: Any  # for a class outside the package: an instance of its `Config`
+    sampling: SamplingConfig  # the rollout's, or an evaluation's, which differs
+    weights_dir: Path | None = None  # of a reference: holds its weights as safetensors; None: the model's own
 
     @property
     def model_dir(self) -> Path:
@@ -446,8 +413,7 @@ def longest_call(run: RunConfig, sampling: SamplingConfig) -> int | None:
 
 logger = logging.getLogger(__name__)
 
-_EPS = 1e-6
-"""Added to the norm, as in `torch.nn.utils.clip_grad_norm_`."""
+_EPS = 1e-6  # added to the norm, as in `torch.nn.utils.clip_grad_norm_`
 
 
 class Updates:
@@ -455,10 +421,8 @@ class Updates:
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
-        self._loaded = (0, 0)
-        """Steps and updates of the loaded state."""
-        self.number = 0
-        """Updates that these weights have received."""
+        self._loaded = (0, 0)  # steps and updates of the loaded state
+        self.number = 0  # updates that these weights have received
 
     @property
     def num_steps(self) -> int:

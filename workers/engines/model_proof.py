@@ -59,19 +59,15 @@ from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 
 GENERATES = ("names", "packed", "sharded", "checkpointing", "generate", "export", "critic")
-SCORES = ("score",)
-"""Parts to prove for a reward model."""
+SCORES = ("score",)  # parts to prove for a reward model
+# For log-probabilities. Float32 rounds them at about 1e-6; samples that leak into each other differ by 0.01 and more.
 _RTOL, _ATOL = 1e-4, 1e-4
-"""For log-probabilities. Float32 rounds them at about 1e-6; samples that leak into each other differ by 0.01 and
-more."""
-_FIRST_TOKEN, _END_TOKEN = 4, 48
-"""Lower ids may have a meaning: padding, begin, end."""
-_LONGEST = 200
-"""Characters shown of an error that a model's code raises."""
+_FIRST_TOKEN, _END_TOKEN = 4, 48  # lower ids may have a meaning: padding, begin, end
+_LONGEST = 200  # characters shown of an error that a model's code raises
 _MOST_PARAMETERS = 50_000_000
 _CPU = torch.device("cpu")
+# Raised by a full disk or too little memory, whatever the model.
 _OF_THE_MACHINE = (OSError, MemoryError, SafetensorError)
-"""Raised by a full disk or too little memory, whatever the model."""
 
 
 class _Wrong(Exception):
@@ -442,8 +438,8 @@ def _fed(samples: Sequences) -> dict[str, Any]:
     }
 
 
+# Name of a module -> its input and output for each token; None: nothing of that shape.
 _Seen = dict[str, tuple[Tensor | None, Tensor | None]]
-"""Name of a module -> its input and output for each token; None: nothing of that shape."""
 
 
 @torch.no_grad()

@@ -38,31 +38,22 @@ from workers.rows.rows import Sequences
 #
 # Legend of shapes: A drawn tokens, D width, V rows of the head on this rank, n of them in a tile.
 
-TILE = LOGITS_TILE
-"""Logits of a tile; two tiles are held at once (128 MiB each in float32)."""
-_ALIGNED = 64
-"""Tiles have a multiple of this many rows, which suits matrix units."""
+TILE = LOGITS_TILE  # logits of a tile; two tiles are held at once (128 MiB each in float32)
+_ALIGNED = 64  # tiles have a multiple of this many rows, which suits matrix units
 
 
 @dataclass
 class HeadRequest:
-    """What to compute with a head.
+    """What to compute with a head."""
 
-    Attributes:
-        targets_A: int64 [A], token ids of the whole vocabulary.
-        first: token id of this rank's first row of the head.
-        num_rows: rows that are tokens, the rest being padding; None: all.
-        group: the ranks that hold the other rows; None: there are none.
-        trains_entropy: whether to compute the entropies' gradient; None: whenever there is one. If both results were
-            joined into one tensor there always is one, possibly all zeros; `note_entropy_gradient` then decides.
-    """
-
-    targets_A: Tensor
+    targets_A: Tensor  # int64 [A], token ids of the whole vocabulary
     temperature: float
     entropy: bool
-    first: int = 0
-    num_rows: int | None = None
-    group: dist.ProcessGroup | None = None
+    first: int = 0  # token id of this rank's first row of the head
+    num_rows: int | None = None  # rows that are tokens, the rest being padding; None: all
+    group: dist.ProcessGroup | None = None  # the ranks that hold the other rows; None: there are none
+    # Whether to compute the entropies' gradient; None: whenever there is one. If both results were joined into one
+    # tensor there always is one, possibly all zeros; `note_entropy_gradient` then decides.
     trains_entropy: bool | None = None
 
 
@@ -256,38 +247,26 @@ class _Sums:
 #
 # Source: shared-prompt attention, arXiv 2511.18871, section 4.3.
 
-ALONE = -1
-"""In `PackedLayout.prompts`: the document continues no other."""
+ALONE = -1  # in `PackedLayout.prompts`: the document continues no other
 
 
 class Block(NamedTuple):
-    """Neighbouring queries that one call of an attention kernel computes.
+    """Neighbouring queries that one call of an attention kernel computes."""
 
-    Attributes:
-        start: first token of the queries.
-        documents: how many, of `length` tokens each.
-        keys: first token of the keys.
-        num_keys: per document: its own `length`, or the length of its prompt (then `documents` is 1).
-    """
-
-    start: int
-    documents: int
+    start: int  # first token of the queries
+    documents: int  # how many, of `length` tokens each
     length: int
-    keys: int
-    num_keys: int
+    keys: int  # first token of the keys
+    num_keys: int  # per document: its own `length`, or the length of its prompt (then `documents` is 1)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The documents of a packed sequence; passed to the model as the keyword argument `packed_layout`.
+    """The documents of a packed sequence; passed to the model as the keyword argument `packed_layout`."""
 
-    Attributes:
-        lengths: tokens of each document, at least 1, in sequence order.
-        prompts: for each document the index of the one it continues, which precedes it and continues none; `ALONE`: it
-            continues none.
-    """
-
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # tokens of each document, at least 1, in sequence order
+    # For each document the index of the one it continues, which precedes it and continues none; `ALONE`: it continues
+    # none.
     prompts: tuple[int, ...]
 
     @staticmethod
@@ -349,12 +328,12 @@ class PackedLayout:
         return torch.cat(pieces)
 
 
+# The smallest batch that has a drawn token.
 _IDLE = Sequences(
     tokens_T=torch.zeros(2, dtype=torch.int64),
     lengths_N=torch.tensor([2], dtype=torch.int32),
     response_mask_T=torch.tensor([0, 1], dtype=torch.uint8),
 )
-"""The smallest batch that has a drawn token."""
 
 
 @dataclass(frozen=True)
@@ -364,20 +343,15 @@ class PackedInputs:
     The last token of a sample predicts nothing, so it is left out. Samples that share a prompt (everything before their
     first drawn token) become one document for the prompt and one for the rest of each; the others are one document
     each, sorted by length (stable).
-
-    Attributes:
-        tokens_T: int64 [T].
-        positions_T: int64 [T], from 0 in each sample.
-        predictors_A: int64 [A], position in `tokens_T` whose logits predict each drawn token; in the micro-batch's
-            order, not the sorted one.
-        targets_A: int64 [A], the drawn tokens.
     """
 
-    tokens_T: Tensor
-    positions_T: Tensor
+    tokens_T: Tensor  # int64 [T]
+    positions_T: Tensor  # int64 [T], from 0 in each sample
     layout: PackedLayout
+    # int64 [A], position in `tokens_T` whose logits predict each drawn token; in the micro-batch's order, not the
+    # sorted one.
     predictors_A: Tensor
-    targets_A: Tensor
+    targets_A: Tensor  # int64 [A], the drawn tokens
 
     @staticmethod
     def of(batch: Sequences, device: torch.device, *, shared_prompt: bool = False) -> "PackedInputs":
@@ -495,10 +469,9 @@ def response_log_probs(
     return log_probs_A, entropy_A
 
 
+# Head -> whether its model changes the logits; filled on first use.
 _whole_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Head -> whether its model changes the logits; filled on first use."""
-_WITNESS = 1 / 3
-"""A number that any scaling, capping or rounding of the head's output would change."""
+_WITNESS = 1 / 3  # a number that any scaling, capping or rounding of the head's output would change
 
 
 def _head_forward(head: nn.Linear, request: HeadRequest, hidden_1AD: Tensor) -> Tensor:
@@ -541,20 +514,13 @@ def _entropy(log_probs_AV: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Document:
-    """Neighbouring tokens of one or several samples.
+    """Neighbouring tokens of one or several samples."""
 
-    Attributes:
-        source: first token in the micro-batch.
-        samples: those that own the tokens; several for a shared prompt.
-        position: of the first token; 0 unless it continues a prompt.
-        prompt: index of the document that it continues.
-    """
-
-    source: int
+    source: int  # first token in the micro-batch
     length: int
-    samples: tuple[int, ...]
-    position: int = 0
-    prompt: int = ALONE
+    samples: tuple[int, ...]  # those that own the tokens; several for a shared prompt
+    position: int = 0  # of the first token; 0 unless it continues a prompt
+    prompt: int = ALONE  # index of the document that it continues
 
 
 def _documents(

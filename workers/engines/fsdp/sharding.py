@@ -63,10 +63,8 @@ class ShardedModel:
         ConfigError: the directory does not hold the model that its config.json describes.
     """
 
-    model_key = POLICY_KEY
-    """The setting that names the model's directory."""
-    unused_weights: tuple[str, ...] = ()
-    """Names of weights in files that it may leave unused."""
+    model_key = POLICY_KEY  # the setting that names the model's directory
+    unused_weights: tuple[str, ...] = ()  # names of weights in files that it may leave unused
 
     def __init__(self, model_dir: Path, training: ActorConfig, *, device: torch.device, seed: int) -> None:
         torch.manual_seed(seed)
@@ -257,10 +255,8 @@ class Bfloat16Twin:
     """
 
     def __init__(self, masters: nn.Module, model: nn.Module) -> None:
-        self.model = model
-        """Forward and backward passes go through this one."""
-        self.stale = True
-        """Whether the float32 weights changed since `refresh`."""
+        self.model = model  # forward and backward passes go through this one
+        self.stale = True  # whether the float32 weights changed since `refresh`
         self._pairs: list[tuple[Tensor, Tensor]] = []
         named = dict(masters.named_parameters())
         for name, own in model.named_parameters():
@@ -466,8 +462,7 @@ def _num_drawn(batch: Sequences) -> int:
     return int(batch.response_mask_T.sum())
 
 
-_STORED_HEAD = f"{SCORE_HEAD}.weight"
-"""transformers' name for the head of a reward model or critic."""
+_STORED_HEAD = f"{SCORE_HEAD}.weight"  # transformers' name for the head of a reward model or critic
 
 
 class FsdpValueEngine(ShardedModel):

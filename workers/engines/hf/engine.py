@@ -55,9 +55,8 @@ from workers.settings.run import ModelConfig
 #
 # Legend of shapes: T tokens of the step, H query heads, J key heads, D head dimension, N rows, P tokens of a document.
 
+# Name in transformers' attention interface. No mask function is registered under it, so transformers builds no mask.
 STEP_ATTENTION = "asyncflow_step"
-"""Name in transformers' attention interface. No mask function is registered under it, so transformers builds no
-mask."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +81,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The documents and responses of a step; passed to the model as the keyword argument `step_plan`.
+    """The documents and responses of a step; passed to the model as the keyword argument `step_plan`."""
 
-    Attributes:
-        buckets: in sequence order.
-        running: per lane, how many of its first rows get a token, and the mask added to their scores.
-    """
-
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...]  # in sequence order
+    # Per lane, how many of its first rows get a token, and the mask added to their scores.
     running: tuple[tuple[Lane, int, Tensor | None], ...]
 
 
@@ -164,25 +159,20 @@ AttentionInterface.register(STEP_ATTENTION, step_attention)
 #
 # Legend of shapes: U rows of logits, V vocabulary, L layers, J key heads, P tokens of a prompt, D head dimension.
 
+# Most document tokens that enter in one step, unless a single document is longer. Bounds memory, and how long running
+# responses wait.
 MAX_ENTERING_TOKENS = 4096
-"""Most document tokens that enter in one step, unless a single document is longer. Bounds memory, and how long running
-responses wait."""
+# Responses start in group order, so only the newest prompts can still have responses to come.
 _KEPT_PROMPTS = 2
-"""Responses start in group order, so only the newest prompts can still have responses to come."""
 
 
 @dataclass
 class Response:
-    """A response that is entering or running.
-
-    Attributes:
-        slot: its row in the engine's tensors.
-        tokens: prompt and response.
-    """
+    """A response that is entering or running."""
 
     request: GenerateRequest
-    slot: int
-    tokens: list[int]
+    slot: int  # its row in the engine's tensors
+    tokens: list[int]  # prompt and response
 
     @property
     def num_tokens(self) -> int:
@@ -199,26 +189,18 @@ class Response:
 
 @dataclass
 class StepInputs:
-    """The model inputs of a step.
-
-    Attributes:
-        tokens: the packed sequence.
-        positions: of each token within its own response.
-        predictors: positions in the sequence that need logits.
-        responses: those that get a token.
-        logit_rows: one per response, counting this step's logits first and then those of kept prompts.
-        prompts: for each document that is a prompt: its tokens, its slot, and its row of logits.
-        kept_logits: of the kept prompts that this step reuses.
-    """
+    """The model inputs of a step."""
 
     plan: StepPlan
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    predictors: list[int] = field(default_factory=list)
-    responses: list[Response] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # the packed sequence
+    positions: list[int] = field(default_factory=list)  # of each token within its own response
+    predictors: list[int] = field(default_factory=list)  # positions in the sequence that need logits
+    responses: list[Response] = field(default_factory=list)  # those that get a token
+    # One per response, counting this step's logits first and then those of kept prompts.
     logit_rows: list[int] = field(default_factory=list)
+    # For each document that is a prompt: its tokens, its slot, and its row of logits.
     prompts: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)
-    kept_logits: list[Tensor] = field(default_factory=list)
+    kept_logits: list[Tensor] = field(default_factory=list)  # of the kept prompts that this step reuses
     _num_logits: int = 0
 
     def add_responses(self, responses: list[Response]) -> None:
@@ -577,10 +559,9 @@ def _key_shape(model: Any, device: torch.device) -> KeyShape:
     )
 
 
-_UNIFORM_BITS = 24
-"""A float32 in [0, 1) is a multiple of 2**-24."""
+_UNIFORM_BITS = 24  # a float32 in [0, 1) is a multiple of 2**-24
+# Keeps the product of a total, which rounding may push above 1, and a uniform within 63 bits.
 _WEIGHT_BITS = 37
-"""Keeps the product of a total, which rounding may push above 1, and a uniform within 63 bits."""
 
 
 def _uniforms(seed: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":

@@ -66,17 +66,11 @@ from workers.settings.megatron import DenseModel
 
 @dataclass
 class _Passed:
-    """A piece between its forward and its backward pass.
+    """A piece between its forward and its backward pass."""
 
-    Attributes:
-        received: [t, 1, W] from the previous stage; None on the first.
-        output: [t, 1, W] for the next stage; on the last stage log-probabilities [a].
-        entropy_a: on the last stage, if requested.
-    """
-
-    received: Tensor | None
-    output: Tensor
-    entropy_a: Tensor
+    received: Tensor | None  # [t, 1, W] from the previous stage; None on the first
+    output: Tensor  # [t, 1, W] for the next stage; on the last stage log-probabilities [a]
+    entropy_a: Tensor  # on the last stage, if requested
     share: TokenShare
 
 
@@ -482,19 +476,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class _Run:
-    """This rank's contiguous run of one flattened parameter.
+    """This rank's contiguous run of one flattened parameter."""
 
-    Attributes:
-        main: float32 values, flat.
-        boxes: the Hugging Face boxes it covers.
-        replica: other ranks save them.
-        decays: whether AdamW's weight decay applies.
-    """
-
-    main: Tensor
-    boxes: tuple[FlatBox, ...]
-    replica: bool
-    decays: bool
+    main: Tensor  # float32 values, flat
+    boxes: tuple[FlatBox, ...]  # the Hugging Face boxes it covers
+    replica: bool  # other ranks save them
+    decays: bool  # whether AdamW's weight decay applies
 
 
 class MegatronState:
@@ -512,8 +499,8 @@ class MegatronState:
         self._parts = parts
         self._optimizer = parts.optimizer
         self._runs = tuple(self._find_runs())
+        # Views of the master weights that decay.
         self.decaying = [run.main.detach() for run in self._runs if run.decays]
-        """Views of the master weights that decay."""
         with torch.no_grad():
             for run in self._runs:
                 # Not all elements have a box: the vocabulary's padding must be defined, too.
