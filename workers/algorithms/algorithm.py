@@ -9,7 +9,7 @@ advantages are normalized over the step), then for `counts` and `loss` of every 
                      advantages -> moments ... last row is there -> normalized -> loss loss loss -> scale   whole step
 
 To add an algorithm, write a subclass with its own `Config` anywhere (`algorithm.name: module:Class`). Built-in ones
-have their settings in `workers.settings.algorithms` and their name in `registry`.
+have their settings and names in `workers.settings.algorithms`.
 
 Legend of shapes: N samples, A their drawn tokens, packed.
 """

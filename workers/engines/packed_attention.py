@@ -33,20 +33,19 @@ from workers.engines.packed_forward import ALONE, Block, PackedLayout
 # `torch.nn.attention.bias`); `torch_npu.npu_fusion_attention`, layout TND with `sparse_mode=3` (rightDownCausal) and
 # its compressed mask of 2048 x 2048, as in transformers' `integrations.npu_flash_attention`.
 
+# Name in transformers' attention interface. No mask function is registered under it, so transformers builds no mask.
 PACKED_ATTENTION = "asyncflow_packed"
-"""Name in transformers' attention interface. No mask function is registered under it, so transformers builds no
-mask."""
 
 _DOWN_RIGHT_CAUSAL = 3
 _MASK_SIDE = 2048
 # Called by their operators: SDPA does not return the log-sum-exps.
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# With up to this many keys the backward kernel is faster in float32 than in bfloat16, casts included.
 _SHORT = 256
-"""With up to this many keys the backward kernel is faster in float32 than in bfloat16, casts included."""
 
+# (query [H, T, D], key and value with as many heads or fewer, layout, factor on the scores) -> [T, H, D].
 Kernel = Callable[[Tensor, Tensor, Tensor, PackedLayout, float], Tensor]
-"""(query [H, T, D], key and value with as many heads or fewer, layout, factor on the scores) -> [T, H, D]."""
 
 
 # Excluded from compilation: every micro-batch has another layout, and each would be compiled again.

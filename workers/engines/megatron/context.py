@@ -31,25 +31,15 @@ from workers.engines.packed_forward import ALONE, PackedInputs, PackedLayout
 
 @dataclass(frozen=True)
 class TokenShare:
-    """This rank's tokens of a micro-batch.
+    """This rank's tokens of a micro-batch."""
 
-    Attributes:
-        tokens_t: int64 [t].
-        positions_t: int64 [t].
-        layout: of all T tokens; up to C - 1 filler tokens make T a multiple of C.
-        predictors_a: int64 [a], see `PackedInputs`; a single dummy if this rank has none.
-        targets_a: likewise.
-        drawn_a: int64 [a], places among the A drawn tokens; may be empty.
-        num_drawn: A.
-    """
-
-    tokens_t: Tensor
-    positions_t: Tensor
-    layout: PackedLayout
-    predictors_a: Tensor
-    targets_a: Tensor
-    drawn_a: Tensor
-    num_drawn: int
+    tokens_t: Tensor  # int64 [t]
+    positions_t: Tensor  # int64 [t]
+    layout: PackedLayout  # of all T tokens; up to C - 1 filler tokens make T a multiple of C
+    predictors_a: Tensor  # int64 [a], see `PackedInputs`; a single dummy if this rank has none
+    targets_a: Tensor  # likewise
+    drawn_a: Tensor  # int64 [a], places among the A drawn tokens; may be empty
+    num_drawn: int  # A
 
     @staticmethod
     def of(inputs: PackedInputs, rank: int, size: int, device: torch.device) -> "TokenShare":

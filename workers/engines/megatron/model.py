@@ -21,23 +21,16 @@ from workers.settings.megatron import DenseModel, MegatronLayout
 
 @dataclass(frozen=True)
 class MegatronParts:
-    """One rank's model and optimizer.
+    """One rank's model and optimizer."""
 
-    Attributes:
-        network: the bare GPTModel of this rank's stage.
-        layout: of all ranks.
-        context: the ranks that share tokens with this one; None: it has all.
-        wrapped: the network in Megatron's DistributedDataParallel, whose buffers hold parameters and gradients; None if
-            the model is not trained.
-        optimizer: the one DistributedOptimizer, or None.
-    """
-
-    network: Any
+    network: Any  # the bare GPTModel of this rank's stage
     geometry: MegatronGeometry
-    layout: MegatronLayout
-    context: dist.ProcessGroup | None
+    layout: MegatronLayout  # of all ranks
+    context: dist.ProcessGroup | None  # the ranks that share tokens with this one; None: it has all
+    # The network in Megatron's DistributedDataParallel, whose buffers hold parameters and gradients; None if the model
+    # is not trained.
     wrapped: Any = None
-    optimizer: Any = None
+    optimizer: Any = None  # the one DistributedOptimizer, or None
 
 
 def prepare_megatron(device: torch.device) -> None:

@@ -37,28 +37,19 @@ from workers.engines.base import LocalShard
 
 @dataclass(frozen=True)
 class MegatronGeometry:
-    """Sizes of the whole model, and which part of it this rank has.
-
-    Attributes:
-        num_kv_heads: Megatron's query groups.
-        head_dim: Megatron's `kv_channels`.
-        ffn_hidden_size: of gate and of up.
-        vocab_size: without padding.
-        layer_offset: number of this pipeline stage's (or model chunk's) first layer.
-        tied: input and output embedding are one; the last pipeline stage's copy is a replica of the first's.
-    """
+    """Sizes of the whole model, and which part of it this rank has."""
 
     num_layers: int
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    vocab_size: int
+    num_kv_heads: int  # Megatron's query groups
+    head_dim: int  # Megatron's `kv_channels`
+    ffn_hidden_size: int  # of gate and of up
+    vocab_size: int  # without padding
     tp_size: int = 1
     tp_rank: int = 0
-    layer_offset: int = 0
-    tied: bool = False
+    layer_offset: int = 0  # number of this pipeline stage's (or model chunk's) first layer
+    tied: bool = False  # input and output embedding are one; the last pipeline stage's copy is a replica of the first's
 
     @property
     def heads_per_group(self) -> int:
@@ -112,17 +103,12 @@ def hf_weight_names(geometry: MegatronGeometry, *, qkv_bias: bool, qk_norm: bool
 
 @dataclass(frozen=True)
 class FlatBox:
-    """A box of a Hugging Face tensor, and where it lies in this rank's run.
-
-    Attributes:
-        shape: of the whole tensor.
-        start: the box's first element in the run.
-    """
+    """A box of a Hugging Face tensor, and where it lies in this rank's run."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     box: Box
-    start: int
+    start: int  # the box's first element in the run
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the box's view of the run's values."""

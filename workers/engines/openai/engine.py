@@ -35,8 +35,7 @@ from workers.settings.run import ModelConfig
 logger = logging.getLogger(__name__)
 
 _DIRECTORY = re.compile(r"load_(\d{6,})")
-_KEPT = 2
-"""Weight directories to keep: a server may still be reading the last but one."""
+_KEPT = 2  # weight directories to keep: a server may still be reading the last but one
 
 
 class OpenAIEngine:

@@ -77,16 +77,12 @@ class _WeightInfo(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Completion:
-    """What a server generated.
+    """What a server generated."""
 
-    Attributes:
-        tokens, log_probs: one per token.
-        truncated: cut at `max_tokens`.
-    """
-
+    # `tokens`, `log_probs`: one per token.
     tokens: list[int]
     log_probs: list[float]
-    truncated: bool
+    truncated: bool  # cut at `max_tokens`
 
 
 class OpenAIServer:

@@ -40,8 +40,7 @@ class Decoding:
         self._over: list[int] = []
         self._over_since = now
         self._alone_s = decode_s(1)
-        self._rate = 1.0
-        """Seconds that pass per second of work."""
+        self._rate = 1.0  # seconds that pass per second of work
         self._num_running = 0
 
     @property

@@ -30,8 +30,7 @@ from workers.rows.rows import Sequences
 from workers.settings.sim import SimConfig
 
 _TOKEN = 2
-_ROWS = 64
-"""Rows of each tensor of the model."""
+_ROWS = 64  # rows of each tensor of the model
 
 
 def sim_shapes(config: SimConfig) -> dict[str, tuple[int, int]]:

@@ -35,27 +35,20 @@ from workers.settings.vllm import VllmConfig
 # reports which version drew which tokens. Prompts are cached per version; `on_swap: keep` keeps only the cache of
 # running responses. vLLM is imported inside functions only; `AsyncFlowWorker` runs in its worker processes.
 
-_SHUTDOWN_S = 1.0
-"""How long vLLM's process may take to end on its own."""
-_STREAM_TOKENS = 8
-"""Tokens of a response between two signs of progress."""
+_SHUTDOWN_S = 1.0  # how long vLLM's process may take to end on its own
+_STREAM_TOKENS = 8  # tokens of a response between two signs of progress
 
 
 @dataclass(frozen=True)
 class _Response:
-    """What vLLM returned for a request.
-
-    Attributes:
-        tokens, log_probs: one per token.
-        truncated: cut at the request's limit.
-        spans: (number of the load whose weights drew them, tokens), in order.
-    """
+    """What vLLM returned for a request."""
 
     request: GenerateRequest
+    # `tokens`, `log_probs`: one per token.
     tokens: list[int]
     log_probs: list[float]
-    truncated: bool
-    spans: list[tuple[int, int]]
+    truncated: bool  # cut at the request's limit
+    spans: list[tuple[int, int]]  # (number of the load whose weights drew them, tokens), in order
 
 
 class VllmEngine:

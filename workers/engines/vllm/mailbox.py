@@ -16,24 +16,20 @@ from torch import Tensor
 from weightsync.plan import Need
 from weightsync.slot_memory import SlotMemory, SlotOffer, map_slot
 
-BACKEND = "asyncflow"
-"""The weight transfer engine that vLLM's workers register; it reads the mailbox."""
+BACKEND = "asyncflow"  # the weight transfer engine that vLLM's workers register; it reads the mailbox
 _ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Letter:
-    """Where a version of the weights lies; plain values only.
+    """Where a version of the weights lies; plain values only."""
 
-    Attributes:
-        pid, fd, num_bytes, token: of the memory, see `SlotOffer`; the token in hexadecimal.
-        names, dtypes, shapes, offsets: of the tensors, in model order; offsets in bytes.
-    """
-
+    # `pid`, `fd`, `num_bytes`, `token`: of the memory, see `SlotOffer`; the token in hexadecimal.
     pid: int
     fd: int
     num_bytes: int
     token: str
+    # `names`, `dtypes`, `shapes`, `offsets`: of the tensors, in model order; offsets in bytes.
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]

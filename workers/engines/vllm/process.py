@@ -26,14 +26,13 @@ from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
 
+# Imported by vLLM in each of its worker processes.
 WORKER_EXTENSION = "workers.engines.vllm.worker.AsyncFlowWorker"
-"""Imported by vLLM in each of its worker processes."""
 _GB = 10**9
 _CPU_CACHE_GB = 1.0
-_LONGEST_SOCKET = 107
-"""Bytes in the name of a Unix socket."""
+_LONGEST_SOCKET = 107  # bytes in the name of a Unix socket
+# A typical one, below the directory for temporary files.
 _SOCKET_NAME = "/asyncflow-12345678/12345678-1234-1234-1234-123456789012"
-"""A typical one, below the directory for temporary files."""
 
 
 class VllmProcess:
@@ -65,18 +64,12 @@ class VllmProcess:
 
 @dataclass(frozen=True)
 class LogProbPlan:
-    """How vLLM computes log-probabilities of the tempered distribution before top-p and top-k.
+    """How vLLM computes log-probabilities of the tempered distribution before top-p and top-k."""
 
-    Attributes:
-        mode: vLLM's `logprobs_mode`: `raw_logprobs` are taken before temperature and filters, `processed_logprobs`
-            after both.
-        temperature: applied by the sampler.
-        logits_scale: applied by the model to its logits, before the sampler.
-    """
-
+    # vLLM's `logprobs_mode`: `raw_logprobs` are taken before temperature and filters, `processed_logprobs` after both.
     mode: str
-    temperature: float
-    logits_scale: float = 1.0
+    temperature: float  # applied by the sampler
+    logits_scale: float = 1.0  # applied by the model to its logits, before the sampler
 
 
 def plan_log_probs(sampling: SamplingConfig) -> LogProbPlan:

@@ -50,13 +50,9 @@ class AsyncFlowWorker:
 
 @dataclass
 class MailboxInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Settings that are sent once.
+    """Settings that are sent once."""
 
-    Attributes:
-        logits_scale: the model multiplies its logits by it.
-    """
-
-    logits_scale: float = 1.0
+    logits_scale: float = 1.0  # the model multiplies its logits by it
 
 
 @dataclass
