@@ -64,9 +64,9 @@ class Algorithm(ABC, Generic[SettingsT]):
     Args:
         max_response_tokens: longest response; for a rollout of several turns, all of them together.
         mask_truncated: rows that were cut do not count.
-
-    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with the clips of `PPOClipConfig`.
     """
+
+    # Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with the clips of `PPOClipConfig`.
 
     Config: ClassVar[type[PolicyConfig]]  # its settings, if it lives outside the package
     # Advantages are normalized over the step, so no training starts before the step's last row has arrived.
@@ -97,10 +97,8 @@ class Algorithm(ABC, Generic[SettingsT]):
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return the outputs of the task `compute_advantages_and_returns`, at least `advantages`.
 
-        `batch` holds the task's inputs: whole groups, with the `group_size` responses to a prompt next to each other.
-
-        Returns:
-            float32 columns, with one value per row or one per drawn token.
+        `batch` holds the task's inputs for whole groups, with the `group_size` responses to a prompt next to each
+        other. Columns are float32, with one value per row or one per drawn token.
         """
 
     def moments(self, batch: PackedBatch) -> "Moments":
@@ -109,17 +107,13 @@ class Algorithm(ABC, Generic[SettingsT]):
         return Moments.of(token_advantages(batch)[counts_A])
 
     def normalized(self, batch: PackedBatch, moments: "Moments") -> PackedBatch:
-        """Return this rank's batch with normalized `advantages`; only called with `whole_step`.
-
-        `moments` cover the step's rows on all ranks.
-        """
+        """Return this rank's batch with `advantages` normalized by all ranks' `moments`; only called with
+        `whole_step`."""
         raise AssertionError(f"{type(self).__name__} normalises nothing over a step")
 
     def counts(self, batch: PackedBatch) -> LossCounts:
-        """Return what a micro-batch of samples adds to the divisor; a row is counted with its first sample.
-
-        Reads `truncated`, `rewards` and, if present, `loss_weights`.
-        """
+        """Return what a micro-batch adds to the divisor; a row is counted with its first sample."""
+        # Reads `truncated`, `rewards` and, if present, `loss_weights`.
         keep_N, begins_N = self._weights(batch) > 0, batch[ROW_BEGINS].values
         return LossCounts(
             tokens=int(drawn(batch)[keep_N].sum()),
@@ -236,19 +230,14 @@ class Moments:
 
 
 def group_advantages(reward_BG: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """Center the rewards of each prompt's responses and, by default, scale them.
+    """Center the rewards of each prompt's responses and, by default, scale them; [B, G] -> float32 [B, G].
 
-    Args:
-        reward_BG: floating [B, G]; NaN where a response has none: the group is then the other responses. A single
-            reward has nothing to be compared with, so its advantages are zero.
-        scale_by_std: divide by the group's sample standard deviation (Bessel's correction, as in TRL and verl).
-        eps: added to the deviation.
-    Returns:
-        float32 [B, G], mean 0 over G; zeros for a group of equal rewards, and where there is no reward.
-
-    Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; without scaling Liu et al. 2025 (arXiv 2503.20783),
-        section 3.2 (Dr. GRPO).
+    Rewards that are NaN are left out of their group. Advantages are zero for them, for a single reward, and for a group
+    of equal rewards. `scale_by_std` divides by the sample standard deviation (Bessel's correction, as in TRL and verl)
+    plus `eps`.
     """
+    # Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; without scaling Liu et al. 2025 (arXiv 2503.20783),
+    # section 3.2 (Dr. GRPO).
     assert reward_BG.dim() == 2 and reward_BG.shape[1], f"no group: rewards of shape {tuple(reward_BG.shape)}"
     reward_BG = reward_BG.double()
     # In float64, so that the rounding error of a mean is never divided by `eps`.
@@ -292,11 +281,8 @@ def penalties_to_come(batch: PackedBatch, length_N: Tensor) -> Tensor:
 def token_rewards(reward_N: Tensor, length_N: Tensor, penalty_A: Tensor | None = None) -> Tensor:
     """Return float64 [A]: a sample's reward at its last drawn token, minus each token's penalty.
 
-    Args:
-        reward_N: floating [N].
-        length_N: integer [N], drawn tokens of each sample; the reward of a sample without any is dropped.
-        penalty_A: floating [A], e.g. `kl_coef * (log policy - log reference)` (Ouyang et al. 2022, arXiv 2203.02155,
-            eq. 2).
+    The reward of a sample without drawn tokens is dropped. `penalty_A` is e.g. `kl_coef * (log policy - log reference)`
+    (Ouyang et al. 2022, arXiv 2203.02155, eq. 2).
     """
     length_N = length_N.long()
     reward_A = torch.zeros(int(length_N.sum()), dtype=torch.float64)
@@ -308,27 +294,18 @@ def token_rewards(reward_N: Tensor, length_N: Tensor, penalty_A: Tensor | None =
 def generalized_advantages(
     reward_A: Tensor, value_A: Tensor, length_N: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return every token's advantage and return, from token rewards and a critic's values.
+    """Return every token's advantage and return, float32 [A] each, from token rewards and a critic's values V(s_t).
 
     The drawn token y_t is the action in state s_t: all tokens of the sample before it. Tokens that the policy did not
     draw (observations) are not actions, so s_t+1 is the state of the next drawn token. The last one is terminal, even
-    if the sample was cut: there is no value to bootstrap from.
-
-        delta_t = r_t + gamma V(s_t+1) - V(s_t)         V after the last token is 0
-        A_t     = delta_t + gamma lam A_t+1
-        return  = A_t + V(s_t)                          the critic's target (TD(lambda))
-
-    Args:
-        reward_A: floating [A].
-        value_A: floating [A], V(s_t), before the critic's update.
-        length_N: integer [N], drawn tokens of each sample.
-        gamma: discount per token.
-        lam: 0: one-step errors; 1: Monte Carlo.
-    Returns:
-        float32 [A] and float32 [A], computed in float64.
-
-    Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 11, 12 and 16.
+    if the sample was cut: there is no value to bootstrap from. `gamma` discounts per token; `lam` 0 gives one-step
+    errors, 1 Monte Carlo.
     """
+    #     delta_t = r_t + gamma V(s_t+1) - V(s_t)         V after the last token is 0
+    #     A_t     = delta_t + gamma lam A_t+1
+    #     return  = A_t + V(s_t)                          the critic's target (TD(lambda))
+    #
+    # Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 11, 12 and 16. Computed in float64.
     length_N = length_N.long()
     responses, tokens = len(length_N), int(length_N.max()) if len(length_N) else 0
     real_NR = torch.arange(tokens) < length_N.unsqueeze(1)
@@ -405,15 +382,8 @@ class DAPO(Algorithm[DAPOConfig]):
 
 
 def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """Return float64 [N]: 0 before the buffer begins, then decreasing linearly to -1 at `max_tokens`.
-
-    Args:
-        length_N: integer [N], tokens of each response.
-        max_tokens: L_max in the paper.
-        buffer_tokens: L_cache, at least 1.
-
-    Source: arXiv 2503.14476, eq. 13.
-    """
+    """Return float64 [N]: 0 before the buffer begins, then decreasing linearly to -1 at `max_tokens`."""
+    # Source: arXiv 2503.14476, eq. 13; `max_tokens` is its L_max, `buffer_tokens` its L_cache.
     return ((max_tokens - buffer_tokens - length_N.double()) / buffer_tokens).clamp(-1, 0)
 
 
@@ -462,11 +432,9 @@ class PPO(Algorithm[PPOConfig]):
         self.whole_step = config.whole_step
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, not whitened yet, and `returns`, per token, each sample by itself.
-
-        Reads `rewards`, `values`, `sample_lengths`, `response_mask` and, with the KL penalty in the reward,
-        `old_log_probs` and `ref_log_probs`.
-        """
+        """Return `advantages`, not whitened yet, and `returns`, per token, each sample by itself."""
+        # Reads `rewards`, `values`, `sample_lengths`, `response_mask` and, with the KL penalty in the reward,
+        # `old_log_probs` and `ref_log_probs`.
         config, values, length_S = self._config, batch["values"], drawn_per_sample(batch)
         penalty_A = config.kl_coef * token_penalties(batch) if config.has_reward_penalty else None
         reward_N = batch["rewards"].values.nan_to_num(nan=0.0)  # rows without a reward count nowhere
@@ -487,9 +455,8 @@ class PPO(Algorithm[PPOConfig]):
     def value_loss(self, batch: PackedBatch, *, device: torch.device) -> ValueLoss:
         """Return the critic's loss of a micro-batch; its sum is scaled like the policy's (`counts`, `scale`).
 
-        Args:
-            batch: samples with the columns `values`, `returns`, `truncated`, `rewards` and, optionally, `loss_weights`.
-            device: where the engine computes.
+        `batch` holds samples with the columns `values`, `returns`, `truncated`, `rewards` and, optionally,
+        `loss_weights`.
         """
         columns = [self._token_weights(batch), batch["values"].values, batch["returns"].values]
         weight_A, old_value_A, return_A = to_device(columns, device)
@@ -550,12 +517,9 @@ class RLOO(Algorithm[RLOOConfig]):
 
 
 def leave_one_out(reward_BG: Tensor) -> Tensor:
-    """Return float32 [B, G]: each reward minus the mean of the others; exactly zero if all are equal or there are no
-    others.
-
-    Rewards that are NaN are ignored, and get zero. Computed in float64.
-    """
+    """Return float32 [B, G]: each reward minus the mean of the others; zero for NaN, and where all are equal."""
     reward_BG = reward_BG.double()
+    # NaN rewards are not counted as others.
     others_B1 = (reward_BG.isfinite().sum(1, keepdim=True) - 1).clamp(min=1)
     others_BG = (reward_BG.nansum(1, keepdim=True) - reward_BG) / others_B1
     return torch.where(has_equal_rewards(reward_BG), 0.0, (reward_BG - others_BG).nan_to_num(nan=0.0)).float()

@@ -38,10 +38,7 @@ class ResponseSettings(Protocol):
 
 def load_algorithm(config: AlgorithmConfig, responses: ResponseSettings) -> Algorithm[Any]:
     """Return the algorithm that `config` names.
-
-    Raises:
-        ConfigError: it is outside the package, and can no longer be imported.
-    """
+    Raises ConfigError if it is outside the package, and can no longer be imported."""
     kind: Any
     settings: PolicyConfig
     if isinstance(config, OutsideConfig):
@@ -53,10 +50,7 @@ def load_algorithm(config: AlgorithmConfig, responses: ResponseSettings) -> Algo
 
 def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algorithm[Any]], KlLossConfig]:
     """Import an algorithm from outside the package; return it, and the section's settings as its own `Config`.
-
-    Raises:
-        ConfigError: there is none, it is not an algorithm, has no usable `Config`, or refuses a setting.
-    """
+    Raises ConfigError if there is none, it is not an algorithm, has no usable `Config`, or refuses a setting."""
     kind = load_class(name, field=FIELD, methods=())
     if not issubclass(kind, Algorithm):
         raise ConfigError(f"{FIELD}: {name} is not an algorithm; derive it from workers.algorithms.algorithm.Algorithm")
@@ -77,10 +71,7 @@ def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algor
 
 def outside_tasks(name: str, settings: KlLossConfig, *, old_log_probs: bool) -> tuple[Task, ...]:
     """Return the tasks of an algorithm outside the package, as its `Config` defines them.
-
-    Raises:
-        ConfigError: they are not every algorithm's tasks, or change more than the columns it may add.
-    """
+    Raises ConfigError if they are not every algorithm's tasks, or change more than the columns it may add."""
     given: object = settings.tasks(old_log_probs=old_log_probs)
     if not isinstance(given, tuple | list) or not all(isinstance(task, Task) for task in given):
         raise ConfigError(f"{FIELD}: {name}: tasks() of its Config returned {_shown(given)}; return a tuple of Task")

@@ -107,11 +107,10 @@ def policy_parts(
     A step with a single update needs no forward pass for `old`: it is the policy without its gradient. policy / old is
     then 1, so clips only act under `none`; otherwise the cap bounds the update. The KL penalty and the aggregate ignore
     the correction: masked responses still count in both.
-
-    Source: truncated importance sampling: Espeholt et al. 2018 (arXiv 1802.01561), section 4.1; decoupled objective:
-        Hilton et al. 2022 (arXiv 2110.00641), used for language models by Fu et al. 2025 (arXiv 2505.24298), whose code
-        (AReaL) drops tokens beyond the cap; IcePop: Ling Team 2025 (arXiv 2510.18855).
     """
+    # Source: truncated importance sampling: Espeholt et al. 2018 (arXiv 1802.01561), section 4.1; decoupled objective:
+    # Hilton et al. 2022 (arXiv 2110.00641), used for language models by Fu et al. 2025 (arXiv 2505.24298), whose code
+    # (AReaL) drops tokens beyond the cap; IcePop: Ling Team 2025 (arXiv 2510.18855).
     method, cap = off_policy.method, None
     masks: list[Mask] = []
     if method == "decoupled":
@@ -140,10 +139,9 @@ def bounded_ratio(log_ratio_A: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PPOClip:
-    """Clamps the ratio to [1 - low, 1 + high] where that lowers the surrogate.
+    """Clamps the ratio to [1 - low, 1 + high] where that lowers the surrogate."""
 
-    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; separate bounds Yu et al. 2025 (arXiv 2503.14476), eq. 10.
-    """
+    # Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; separate bounds Yu et al. 2025 (arXiv 2503.14476), eq. 10.
 
     low: float
     high: float
@@ -155,10 +153,9 @@ class PPOClip:
 
 @dataclass(frozen=True)
 class DualClip:
-    """Caps the ratio at `bound` for negative advantages, where PPO's clip does not bound it.
+    """Caps the ratio at `bound` for negative advantages, where PPO's clip does not bound it."""
 
-    Source: Ye et al. 2020 (arXiv 1912.09729), eq. 5.
-    """
+    # Source: Ye et al. 2020 (arXiv 1912.09729), eq. 5.
 
     bound: float
 
@@ -170,12 +167,9 @@ class DualClip:
 
 @dataclass(frozen=True)
 class WeightClip:
-    """Uses the clamped ratio as a weight without gradient, so every token keeps its gradient:
+    """Weights the gradient by the clamped ratio: stop_gradient(clamp(ratio, least, most)) * advantage * log policy."""
 
-        stop_gradient(clamp(ratio, least, most)) * advantage * log policy
-
-    Source: MiniMax 2025 (arXiv 2506.13585), eq. 4 and 5 (CISPO).
-    """
+    # Every token keeps its gradient. Source: MiniMax 2025 (arXiv 2506.13585), eq. 4 and 5 (CISPO).
 
     least: float
     most: float
@@ -195,9 +189,9 @@ class BinaryDivergence:
 
         tv    |mu - pi|
         kl    mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
-
-    Source: Qi et al. 2026 (arXiv 2602.04879), eq. 11 to 14 (DPPO); the authors' code in verl, `dppo_tv`, `dppo_kl`.
     """
+
+    # Source: Qi et al. 2026 (arXiv 2602.04879), eq. 11 to 14 (DPPO); the authors' code in verl, `dppo_tv`, `dppo_kl`.
 
     kind: Literal["tv", "kl"]
     bound: float
@@ -220,10 +214,9 @@ class BinaryDivergence:
 
 @dataclass(frozen=True)
 class Band:
-    """Keeps tokens whose importance weight is within [low, high].
+    """Keeps tokens whose importance weight is within [low, high]."""
 
-    Source: Ling Team 2025 (arXiv 2510.18855), section on IcePop; without a lower bound AReaL's (arXiv 2505.24298).
-    """
+    # Source: Ling Team 2025 (arXiv 2510.18855), section on IcePop; without a lower bound AReaL's (arXiv 2505.24298).
 
     low: float
     high: float
@@ -234,12 +227,11 @@ class Band:
 
 
 def rounding_bound(length_N: Tensor) -> Tensor:
-    """Return floating [N]: how far (nats) rounding alone can take the sum of a sample's log weights from 0, on-policy.
-
-    The weights of n tokens drawn by the generating engine average 1, so with independent errors of deviation s their
-    logarithms have mean -s^2 / 2; the sum has mean -n s^2 / 2 and deviation s sqrt(n). The bound is three deviations
-    beyond the mean: it excludes one of several hundred samples, whatever their length.
-    """
+    """Return floating [N]: how far (nats) rounding alone can take the sum of a sample's log weights from 0,
+    on-policy."""
+    # The weights of n tokens drawn by the generating engine average 1, so with independent errors of deviation s their
+    # logarithms have mean -s^2 / 2; the sum has mean -n s^2 / 2 and deviation s sqrt(n). The bound is three deviations
+    # beyond the mean: it excludes one of several hundred samples, whatever their length.
     return 3 * BFLOAT16_ERROR * length_N.sqrt() + length_N * BFLOAT16_ERROR**2 / 2
 
 
@@ -248,9 +240,9 @@ class SampleMask:
     """Keeps samples whose log importance weight is within +- `bound` (nats): the mean over their tokens, or the sum.
 
     Without a bound, `rounding_bound` applies to the sum, and both variants are the same mask.
-
-    Source: Liu, Li et al. 2025, https://richardli.xyz/rl-collapse-3; names as in verl's rollout correction.
     """
+
+    # Source: Liu, Li et al. 2025, https://richardli.xyz/rl-collapse-3; names as in verl's rollout correction.
 
     bound: float | None
     geometric: bool
@@ -286,13 +278,9 @@ class LossCounts:
 
 
 def token_weights(aggregate: Normalization, length_N: Tensor, weight_N: Tensor, row_N: Tensor) -> Tensor:
-    """Return float32 [A]: each token's weight in the sum.
+    """Return float32 [A]: each token's weight in the sum, from its row's loss weight (0: it does not count).
 
-    Args:
-        aggregate: `sequence` weighs a token by 1 / drawn tokens of its whole row; the others by 1.
-        length_N: integer [N], drawn tokens of each sample.
-        weight_N: bool or floating [N], loss weight of each sample's row; 0: it does not count.
-        row_N: integer [N], drawn tokens of each sample's row.
+    `sequence` divides it by `row_N`, the drawn tokens of the sample's whole row.
     """
     weight_N = weight_N.float()
     if aggregate == "sequence":
@@ -303,16 +291,12 @@ def token_weights(aggregate: Normalization, length_N: Tensor, weight_N: Tensor, 
 def loss_scale(aggregate: Normalization, counts: LossCounts, *, max_response_tokens: int) -> float:
     """Return the factor that turns an update's accumulated sum into its loss; 0 if nothing counts.
 
-    Args:
-        aggregate: `token`: 1 / tokens (arXiv 2503.14476, eq. 8); `sequence`: 1 / sequences, for a sum weighted by
-            `token_weights` (arXiv 2402.03300, eq. 3); `constant`: 1 / (responses * max_response_tokens) (arXiv
-            2503.20783, section 3.2).
-        counts: of the whole update over all ranks.
+    `counts` are those of the whole update over all ranks.
     """
     divisors = {
-        "token": counts.tokens,
-        "sequence": counts.sequences,
-        "constant": counts.responses * max_response_tokens,
+        "token": counts.tokens,  # arXiv 2503.14476, eq. 8
+        "sequence": counts.sequences,  # of a sum weighted by `token_weights`; arXiv 2402.03300, eq. 3
+        "constant": counts.responses * max_response_tokens,  # arXiv 2503.20783, section 3.2
     }
     divisor = divisors[aggregate]
     return 1.0 / divisor if divisor else 0.0
@@ -351,8 +335,7 @@ class MicroLoss(Protocol):
         """Scalar tensors: `loss`, `tokens`, and further sums over the tokens that count."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the unnormalized sum, a scalar with gradient. The policy's takes `log_probs_A` and `entropy_A`, the
-        critic's `value_A`."""
+        """Return the unnormalized sum, a scalar with gradient, from log-probabilities and entropies, or from values."""
 
 
 @dataclass
@@ -462,9 +445,8 @@ def kl_divergence(log_probs_A: Tensor, ref_log_probs_A: Tensor, estimator: KlEst
 
     This holds for tokens that the policy itself drew; stale tokens are not reweighted. k3 is capped at `MAX_K3`, beyond
     which it has no gradient: the e^-d of a single token that the policy has all but given up would outweigh all others.
-
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; k3: arXiv 2402.03300, eq. 4.
     """
+    # Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; k3: arXiv 2402.03300, eq. 4.
     difference_A = log_probs_A - ref_log_probs_A
     if estimator == "k1":
         return difference_A
@@ -486,15 +468,11 @@ def clipped_value_loss(
 
         max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2) / 2
 
-    Args:
-        value_A: floating [A], with gradient.
-        old_value_A: floating [A], from the critic before the step's update.
-        return_A: floating [A], the targets.
-        clip: how far a value may move in a step before it loses its gradient; None: any distance.
-
-    Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 28 with a quadratic penalty; the clip is that of OpenAI's PPO2
-        (github.com/openai/baselines, `ppo2/model.py`), discussed by Engstrom et al. 2020 (arXiv 2005.12729), section 3.
+    A value that moved further than `clip` (None: any distance) in a step loses its gradient.
     """
+    # Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 28 with a quadratic penalty; the clip is that of OpenAI's
+    # PPO2 (github.com/openai/baselines, `ppo2/model.py`), discussed by Engstrom et al. 2020 (arXiv 2005.12729), section
+    # 3.
     plain_A = (value_A - return_A).square()
     if clip is None:
         return 0.5 * plain_A, torch.zeros_like(plain_A, dtype=torch.bool)

@@ -63,8 +63,7 @@ class Generation:
     ticket: int = 0
 
     def until(self, stop: StopStrings | None) -> "tuple[Generation, Stopped | None]":
-        """Cut this response behind the token that completes a stop string; return it with that stop, or whole with
-        None."""
+        """Return the response cut after the token that completes a stop string, and that stop; or whole, and None."""
         stopped = None if stop is None else stop.stopped(self.response_R.tolist())
         if stopped is None:
             return self, None
@@ -126,19 +125,14 @@ class GenerateEngine(Protocol):
         """How many responses may be submitted now."""
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Start at most `free_slots` responses.
-
-        Raises:
-            BadRequest: a prompt is empty, leaves no room for its response, or has tokens unknown to the model; nothing
-                was started. See `check_request`.
-        """
+        """Start at most `free_slots` responses. Raises BadRequest if a prompt is empty, leaves no room for its
+        response, or has tokens unknown to the model; nothing was started. See `check_request`."""
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Run until responses finish, a token was drawn, or `wake` is set; return those that finished."""
 
     def cancel(self, ticket: int) -> None:
-        """Drop the running request with this ticket and free its slot; `step` will not return it. A no-op for a
-        ticket that is not running. Does not disturb other requests."""
+        """Drop the running request with this ticket, if any, and free its slot. Other requests are not disturbed."""
 
     def abort(self) -> None:
         """Drop all running requests."""
@@ -164,12 +158,9 @@ class GenerateEngine(Protocol):
 def check_request(
     request: GenerateRequest, *, vocab_size: int, max_length: int | None, max_response_tokens: int
 ) -> None:
-    """Refuse a request that the model cannot answer.
+    """Raise BadRequest for a request that the model cannot answer, see `GenerateEngine.submit`.
 
-    Args:
-        max_length: longest prompt plus response (tokens): the model's positions, or fewer; None: no limit.
-    Raises:
-        BadRequest: see `GenerateEngine.submit`.
+    `max_length` is the longest prompt plus response (tokens): the model's positions, or fewer; None: no limit.
     """
     prompt_P, limit = request.prompt_P, request.limit(max_response_tokens)
     if not prompt_P.numel():
@@ -198,12 +189,9 @@ def generate(engine: GenerateEngine, requests: Sequence[GenerateRequest]) -> Ite
 
 
 def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
-    """Refuse a batch (in host memory) that no model can compute; on accelerators it would kill the process.
-
-    Raises:
-        BadRequest: there are no samples, lengths do not match, a sample begins with a drawn token (nothing predicts
-            it), or a token is unknown.
-    """
+    """Refuse a batch (in host memory) that no model can compute; on accelerators it would kill the process. Raises
+    BadRequest if there are no samples, lengths do not match, a sample begins with a drawn token (nothing predicts
+    it), or a token is unknown."""
     if not len(batch.lengths_N):
         raise BadRequest("a micro-batch has no samples; a rank without rows passes None")
     if int(batch.lengths_N.sum()) != len(batch.tokens_T):
@@ -275,10 +263,7 @@ class TrainedEngine(Protocol):
 
     def forward_backward(self, batch: Sequences | None, loss: Callable[..., Tensor]) -> None:
         """Accumulate gradients of `loss`. None: this rank has no rows and only joins the collectives.
-
-        Raises:
-            BadRequest: see `check_sequences`; before any collective.
-        """
+        Raises BadRequest, see `check_sequences`; before any collective."""
 
     def step(self, scale: float) -> StepStats:
         """Multiply the gradients (summed over ranks) by `scale`, clip, update, and clear them."""
@@ -302,11 +287,10 @@ class TrainEngine(TrainedEngine, Protocol):
     """Trains the policy with a `LossFunction`; `shards` and `export_hf` are not collective."""
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: log-probabilities of the drawn tokens, without gradient. None: this rank has no rows,
-        only joins the collectives, and gets [0].
+        """Return float32 [A]: log-probabilities of the drawn tokens, without gradient.
 
-        Raises:
-            BadRequest: see `check_sequences`; before any collective.
+        None: this rank has no rows, only joins the collectives, and gets [0]. Raises BadRequest before any collective,
+        see `check_sequences`.
         """
 
     def shards(self) -> Iterable[LocalShard]:
@@ -327,8 +311,7 @@ class PolicyCopy(Protocol):
         """Copy the policy's current weights."""
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A] under the copy's weights; see `TrainEngine.log_probs`. For equal weights and the same
-        batch, bitwise equal to the policy's."""
+        """Like `TrainEngine.log_probs`, under the copy's weights; for equal weights and batches bitwise equal to it."""
 
 
 @runtime_checkable
@@ -382,10 +365,7 @@ class EngineSetup:
     @property
     def max_prompt_tokens(self) -> int:
         """Longest prompt of a call (tokens); in later turns the prompt includes all earlier ones.
-
-        Raises:
-            ConfigError: the model does not say how many positions it has.
-        """
+        Raises ConfigError if the model does not say how many positions it has."""
         if not self.run.rollout.is_own:
             return self.run.data.max_prompt_tokens
         context = longest_call(self.run, self.sampling)
@@ -397,10 +377,7 @@ class EngineSetup:
 
 
 def longest_call(run: RunConfig, sampling: SamplingConfig) -> int | None:
-    """Return the longest prompt plus reply (tokens) of one turn of a user's rollout; None: no limit is known.
-
-    `sampling` is the rollout's, or an evaluation's.
-    """
+    """Return the longest prompt plus reply (tokens) of one turn of a user's rollout; None: no limit is known."""
     limits = max_positions(Path(run.model.path)), run.vllm.max_model_len if sampling.engine == "vllm" else None
     return run.rollout.max_context_tokens or min((limit for limit in limits if limit is not None), default=None)
 
@@ -431,14 +408,10 @@ class Updates:
         return steps + (self.number - updates) // self._config.num_updates
 
     def next(self, norm: float, scale: float) -> tuple[float | None, StepStats]:
-        """Count the next update.
+        """Count the next update; return the total factor on the gradients, and the update's figures.
 
-        Args:
-            norm: global L2 norm of the accumulated gradients.
-            scale: factor requested by the caller.
-        Returns:
-            The total factor on the gradients, and the update's figures. A factor of None: the gradients are not finite,
-            and no weight may change.
+        `norm` is the global L2 norm of the accumulated gradients, `scale` the caller's factor. A factor of None: the
+        gradients are not finite, and no weight may change.
         """
         clip, length = self._config.grad_clip, abs(scale) * norm
         clipped = clip is not None and length > clip
@@ -458,10 +431,8 @@ class Updates:
 
 
 def decay(weights: Sequence[Tensor], config: TrainingConfig, lr: float) -> None:
-    """Shrink weights as AdamW does before its update (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2).
-
-    Done here rather than by the optimizer, whose parameter groups would otherwise become part of checkpoints.
-    """
+    """Shrink weights as AdamW does before its update (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2)."""
+    # Done here rather than by the optimizer, whose parameter groups would otherwise become part of checkpoints.
     if config.weight_decay and weights:
         torch._foreach_mul_(list(weights), 1 - lr * config.weight_decay)
 
@@ -472,20 +443,14 @@ def decays(parameter: Tensor) -> bool:
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
-    """Return the learning rate for all updates of one step.
-
-        lr     ______                         warm-up      linear from lr / N to lr over the first N steps
-              /      \\.                       constant     lr
-             /         '.  cosine             linear       a straight line down to lr_min_ratio x lr
-            /  linear    '-.____ least        cosine       half a cosine down to it
-            0  N             decay_steps
-
-    Args:
-        config: with `lr_decay_steps` resolved for this run, see `TrainingConfig.for_run`.
-        step: from 1; beyond `lr_decay_steps` the rate stays at its minimum.
-
-    Source of the cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983), eq. 5, without restarts.
-    """
+    """Return the learning rate for all updates of step `step`, which counts from 1."""
+    #     lr     ______                         warm-up      linear from lr / N to lr over the first N steps
+    #           /      \.                       constant     lr
+    #          /         '.  cosine             linear       a straight line down to lr_min_ratio x lr
+    #         /  linear    '-.____ least        cosine       half a cosine down to it
+    #         0  N             decay_steps
+    #
+    # Source of the cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983), eq. 5, without restarts.
     if step < config.lr_warmup_steps:
         return config.lr * step / config.lr_warmup_steps
     if config.lr_schedule == "constant":

@@ -1,8 +1,7 @@
-"""Estimates what the engines keep in a rank's device memory, from a model's sizes and the configuration. Pure,
-torch-free.
+"""Estimates what the engines keep in a rank's device memory, from model sizes and the configuration. Pure, torch-free.
 
-The check before a start, `--dry-run` and the planner all use this estimate. Formulas are at the functions; all sizes
-are bytes. What libraries take on top is `RUNTIME`; reward models are not included.
+The check before a start, `--dry-run` and the planner use this estimate. All sizes are bytes; reward models are not
+included.
 
 Letters: P parameters, L layers, D width, H and K query and key heads, d head dimension, F width of the MLP, V
 vocabulary; T tokens of a micro-batch; c bytes of a number in the computation (4, or 2 with `autocast: bfloat16`).
@@ -70,8 +69,7 @@ class ModelSizes:
 
 
 def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
-    """Return what the fullest rank of each role with a model has on its device; nothing for simulated and users'
-    engines."""
+    """Return what the fullest rank of each role has on its device; nothing for simulated and users' engines."""
     roles: dict[str, Parts] = {}
     copy = DTYPE_BYTES[config.model.dtype]
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -104,15 +102,14 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
 
 
 def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens: int) -> Parts:
-    """Return what an FSDP2 rank has.
-
-        several ranks   weights 4P/R, gradients 4P/R, AdamW's moments 8P/R (R ranks)
-                        gathered: the root (embeddings), kept from forward to backward, and two layers, c each
-                        reduced: the gradient of the largest unit as computed, c, and in float32
-        one rank        16P; with bfloat16 a copy of the weights to compute with (`Bfloat16Twin`), 2P
-
-    Source: torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`; Zhao et al. 2023, arXiv 2304.11277.
-    """
+    """Return what an FSDP2 rank has."""
+    #     several ranks   weights 4P/R, gradients 4P/R, AdamW's moments 8P/R (R ranks)
+    #                     gathered: the root (embeddings), kept from forward to backward, and two layers, c each
+    #                     reduced: the gradient of the largest unit as computed, c, and in float32
+    #     one rank        16P; with bfloat16 a copy of the weights to compute with (`Bfloat16Twin`), 2P
+    #
+    # Source: torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`; Zhao et al. 2023, arXiv
+    # 2304.11277.
     number, size = DTYPE_BYTES[training.autocast], model.num_parameters
     parts = {"weights": 4 * size // ranks, "gradients": 4 * size // ranks, "moments": 8 * size // ranks}
     root = _outside_of_layers(model)
@@ -126,13 +123,11 @@ def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens:
 
 
 def megatron_memory(model: ModelSizes, actor: ActorConfig, ranks: int, tokens: int) -> Parts:
-    """Return what a rank of Megatron's first or last stage has, whichever is larger.
-
-        p = (P - embeddings) / (TP x PP) + embeddings / TP     weights c p, gradients 4 p (float32, `main_grad`)
-        moments 8 p / n and, with bfloat16, masters 4 p / n    the distributed optimizer divides by n = CP x replicas
-
-    Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`; Rajbhandari et al. 2020, arXiv 1910.02054.
-    """
+    """Return what a rank of Megatron's first or last stage has, whichever is larger."""
+    #     p = (P - embeddings) / (TP x PP) + embeddings / TP     weights c p, gradients 4 p (float32, `main_grad`)
+    #     moments 8 p / n and, with bfloat16, masters 4 p / n    the distributed optimizer divides by n = CP x replicas
+    #
+    # Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`; Rajbhandari et al. 2020, arXiv 1910.02054.
     layout, number = actor.megatron.layout(ranks), DTYPE_BYTES[actor.autocast]
     size = _megatron_parameters(model, layout)
     divided = layout.context * layout.replicas
@@ -150,8 +145,7 @@ def megatron_memory(model: ModelSizes, actor: ActorConfig, ranks: int, tokens: i
 
 
 def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig) -> Parts:
-    """Return what a rank has of a model that only scores `tokens`: weights, one layer without gradients, the head's
-    tiles."""
+    """Return what a rank has of a model that only scores `tokens`: weights, one layer's activations, head tiles."""
     size, gathered, tensor = model.num_parameters, 0, 1
     # fsdp: weights c P / ranks; gathered: the root and two layers, c each. megatron: weights c p, p as in
     # `megatron_memory`; the MLP's width / TP; tokens / CP.

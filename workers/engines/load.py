@@ -1,5 +1,4 @@
-"""Builds the engine that the configuration names; roles only see its protocol. An engine is imported only if it is
-chosen.
+"""Builds the engine that the configuration names; roles only see its protocol. Only the chosen engine is imported.
 
 All functions raise what the engine's constructor does, usually ConfigError.
 """
@@ -40,8 +39,7 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
 
 
 def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None) -> FrozenEngine:
-    """Return the reference with the weights in `weights_dir` (None: initial); collective over ranks that share a
-    copy."""
+    """Return the reference with the weights in `weights_dir` (None: initial); collective over a copy's ranks."""
     setup = EngineSetup(config, device, config.ref.engine_options, config.rollout, weights_dir)
     engine: FrozenEngine = _made(REF_ENGINES, "ref", config.ref.engine, setup)
     return engine
@@ -56,8 +54,7 @@ def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "Re
 
 
 def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngine:
-    """Return a copy of the policy that only computes log-probabilities, with the initial weights; collective over
-    the ranks that share it."""
+    """Return a scoring copy of the policy with the initial weights; collective over the ranks that share it."""
     # Both must hold the same parameters.
     if config.actor.engine == "sim":
         from workers.engines.sim.engine import SimFrozenModel
@@ -89,10 +86,7 @@ def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine
 
 def outside_engine(registry: Registry, section: str, name: str, options: Mapping[str, Any]) -> tuple[Any, Settings]:
     """Import `name` (`module:Class`) from outside the package; return the class, and `options` as its own `Config`.
-
-    Raises:
-        ConfigError: there is no such class, it lacks a method, or it refuses an option.
-    """
+    Raises ConfigError if there is no such class, it lacks a method, or it refuses an option."""
     protocol = _PROTOCOLS[registry.group]
     methods = [each for each in dir(protocol) if not each.startswith("_") and callable(getattr(protocol, each))]
     kind = load_class(name, field=f"{section}.engine", methods=methods)

@@ -75,8 +75,8 @@ class _Wrong(Exception):
 
 
 def proving() -> Callee:
-    """Return the callee that proves models in a child: list of (config, names, parts) -> `prove_model`'s result for
-    each."""
+    """Return the callee that proves models in a child: list of (config, names, parts) -> their `prove_model`
+    results."""
     silence = os.open(os.devnull, os.O_WRONLY)  # models' code prints and warns freely
     os.dup2(silence, 1)
     os.dup2(silence, 2)
@@ -422,8 +422,7 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _alike(actual: Tensor | None, expected: Tensor | None, total: float) -> bool:
-    """Compare one weight's gradients by norm. `total`, the norm of all, bounds the rounding of those that should be
-    0."""
+    """Compare one weight's gradients by norm; the norm of all, `total`, bounds the rounding of those that are 0."""
     if actual is None or expected is None:
         return all(each is None or not bool(each.any()) for each in (actual, expected))
     return float((actual - expected).norm()) <= 1e-3 * float(expected.norm()) + 1e-5 * total

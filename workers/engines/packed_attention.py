@@ -68,10 +68,8 @@ def packed_attention(
 
     The signature is that of transformers' attention functions. `key` and `value` may have fewer heads (grouped-query
     attention). `scaling` is the factor on the scores (None: D ** -0.5), `sliding_window` how many tokens each token
-    sees, itself included (None: all before it).
-
-    Raises:
-        ConfigError: the model caps its scores (`softcap`) or has attention sinks (`s_aux`), which no kernel supports.
+    sees, itself included (None: all before it). Raises ConfigError if the model caps its scores (`softcap`) or has
+    attention sinks (`s_aux`), which no kernel supports.
     """
     assert attention_mask is None, "packed attention got a mask"
     if softcap is not None or s_aux is not None:
@@ -232,10 +230,9 @@ def cpu_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayou
     without a mask. The two results are merged by their log-sum-exps, l:
 
         out = out_own exp(l_own - l) + out_prompt exp(l_prompt - l),    l = log(exp(l_own) + exp(l_prompt))
-
-    Source: the merge is that of ring attention (Liu et al. 2023, arXiv 2310.01889), and of shared-prefix attention
-        (Juravsky et al. 2024, arXiv 2402.05099).
     """
+    # Source: the merge is that of ring attention (Liu et al. 2023, arXiv 2310.01889), and of shared-prefix attention
+    # (Juravsky et al. 2024, arXiv 2402.05099).
     out_THD: Tensor = _CpuAttention.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
     return out_THD
 

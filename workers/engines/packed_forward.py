@@ -58,11 +58,8 @@ class HeadRequest:
 
 
 def note_entropy_gradient(entropy_A: Tensor, request: HeadRequest) -> None:
-    """Compute the entropies' gradient only if the loss uses them: it takes a second product over each tile.
-
-    Args:
-        entropy_A: from `head_log_probs`, sliced out of a tensor into which both results were joined.
-    """
+    """Compute the entropies' gradient only if the loss uses them; `entropy_A` was sliced out of a joined tensor."""
+    # The gradient takes a second product over each tile.
     request.trains_entropy = False
     if entropy_A.requires_grad:
 
@@ -75,16 +72,12 @@ def note_entropy_gradient(entropy_A: Tensor, request: HeadRequest) -> None:
 def head_log_probs(
     hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the target tokens under the tempered distribution.
+    """Return log-probabilities of the target tokens under the tempered distribution, and entropies, float32 [A] each.
 
     Collective over `request.group`, forward and backward; every rank gets the whole gradient of `hidden_AD`. The
-    gradient of a weight with `main_grad` (Megatron's, float32) is added to that instead of being returned.
-
-    Args:
-        weight_VD, bias_V: the head, in the element type of `hidden_AD`, in which products are computed.
-    Returns:
-        float32 [A] (float64 for a float64 head) and entropies [A], with gradient where enabled. Entropies that were not
-            requested are 0, without gradient.
+    gradient of a weight with `main_grad` (Megatron's, float32) is added to that instead of being returned. The head has
+    the element type of `hidden_AD`, in which products are computed; for float64 results are float64. Entropies that
+    were not requested are 0, without gradient.
     """
     found: tuple[Tensor, Tensor] = _HeadLogProbs.apply(hidden_AD, weight_VD, bias_V, request)  # type: ignore[no-untyped-call]
     return found
@@ -172,8 +165,7 @@ class _HeadLogProbs(torch.autograd.Function):
 
 
 class _Tiles:
-    """Iterates over tiles: their rows of the head, and their tempered logits [A, n]; each tile reuses the last one's
-    memory."""
+    """Iterates over tiles: their rows of the head, and their tempered logits [A, n], in memory that they share."""
 
     def __init__(self, hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest) -> None:
         self._hidden_AD, self._weight_VD, self._bias_V, self._request = hidden_AD, weight_VD, bias_V, request
@@ -198,8 +190,7 @@ class _Tiles:
             yield rows, z_An
 
     def targets(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return each token's target as a column of the tile, [A, 1] (any column if it lies elsewhere), and whether
-        it is in it."""
+        """Return each token's target as a column of the tile, [A, 1], and whether it really lies in the tile."""
         place_A = self._request.targets_A - (self._request.first + rows.start)
         column_A = place_A.clamp(0, rows.stop - rows.start - 1)
         return column_A.unsqueeze(1), (column_A == place_A).unsqueeze(1).to(self.dtype)
@@ -294,8 +285,7 @@ class PackedLayout:
 
     @cached_property
     def own_blocks(self) -> tuple[Block, ...]:
-        """Each document against itself, causal; neighbours of equal length share a block. Covers each token exactly
-        once."""
+        """Each document against itself, causal; neighbours of equal length share a block. Covers each token once."""
         blocks = []
         for length, run in groupby(range(len(self.lengths)), key=lambda document: self.lengths[document]):
             documents = list(run)
@@ -355,10 +345,7 @@ class PackedInputs:
 
     @staticmethod
     def of(batch: Sequences, device: torch.device, *, shared_prompt: bool = False) -> "PackedInputs":
-        """Pack a micro-batch that is in host memory, and move it to `device` in one asynchronous copy.
-
-        With `shared_prompt`, a prompt that several samples share is computed once.
-        """
+        """Pack a micro-batch that is in host memory, and move it to `device` in one asynchronous copy."""
         lengths, prompts = batch.lengths_N.tolist(), batch.prompt_lengths.tolist()
         starts = [0, *accumulate(lengths)][:-1]
         documents = _documents(batch.tokens_T, starts, lengths, prompts, shared_prompt=shared_prompt)
@@ -397,10 +384,7 @@ class InputsOfBatch:
 
     def __call__(self, batch: Sequences | None) -> PackedInputs:
         """Return the packed batch; None: a minimal one, for ranks without rows.
-
-        Raises:
-            BadRequest: see `check_sequences`.
-        """
+        Raises BadRequest, see `check_sequences`."""
         batch = _IDLE if batch is None else batch
         # By identity: policy and copies are given the same object in turn.
         if self._last is None or self._last[0] is not batch:
@@ -424,12 +408,9 @@ def cut(batch: Sequences, num_pieces: int) -> Iterator[Sequences]:
 
 
 def response_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
-    """Return the output layer's logits at the predictor of each drawn token.
+    """Return the logits at the predictor of each drawn token, float32 [A, V] (float64 for a float64 model).
 
-    `model` is a transformers causal language model built with packed attention; a head with a single output makes V 1.
-
-    Returns:
-        float32 [A, V] (float64 for a float64 model), with gradient where enabled.
+    `model` is a transformers causal language model built with packed attention; with a scalar head, V is 1.
     """
     logits_AV = _forward(model, inputs)
     return logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32))
@@ -438,15 +419,13 @@ def response_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
 def response_log_probs(
     model: nn.Module, inputs: PackedInputs, temperature: float, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the drawn tokens under the tempered distribution.
+    """Return log-probabilities of the drawn tokens under the tempered distribution, and entropies; float32 [A] each.
 
-    The logits are never materialized (`head_log_probs`), except for models that change them after the head (scaling,
-    capping) or whose head is not a plain linear layer.
-
-    Returns:
-        float32 [A], with gradient where enabled, and entropies, likewise; [0] without `entropy`.
+    Both have a gradient where enabled. Without `entropy` the second result is empty.
     """
     known: Any = model
+    # The logits are never materialized, except for models that change them after the head (scaling, capping) or whose
+    # head is not a plain linear layer.
     head = known.get_output_embeddings()
     if not isinstance(head, nn.Linear) or _whole_logits.get(head):
         return _of_whole_logits(response_logits(model, inputs), inputs.targets_A, temperature, entropy=entropy)

@@ -39,8 +39,7 @@ class StopStrings:
         self._longest = max(len(text.encode()) for text in self._texts)
 
     def are_in(self, tokens: Sequence[int], *, since: int = 0) -> bool:
-        """Return whether a response so far holds one of the strings; its first `since` tokens are known to hold
-        none."""
+        """Return whether a response so far holds one of the strings; its first `since` tokens hold none."""
         # Decode only the end first, which is cheap; if it holds a string, confirm with the whole text.
         near = tokens[max(0, since - self._longest - _SLACK) :]
         return self._are_in(self._tokenizer.text(near)) and (len(near) == len(tokens) or self._holds(tokens))

@@ -44,10 +44,8 @@ def local_shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[LocalShard]:
     """Yield what this rank holds of each tensor, in order, as views without gradient.
 
     `tensors` are DTensors, or plain tensors, which every rank holds whole. A rank outside a tensor's mesh gets nothing
-    for it; one inside that has no rows gets one empty shard.
-
-    Raises:
-        PlanError: a tensor is a partial sum, or its local shape does not follow from its placements.
+    for it; one inside that has no rows gets one empty shard. Raises PlanError if a tensor is a partial sum, or its
+    local shape does not follow from its placements.
     """
     for name, tensor in tensors:
         shape = tuple(tensor.shape)
@@ -60,8 +58,7 @@ def local_shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[LocalShard]:
 
 
 def local_runs(length: int, cuts: Sequence[Cut]) -> list[Run] | None:
-    """Return which indices of a dimension a rank holds, in the order of its local tensor; at least one, possibly empty,
-    run.
+    """Return which indices of a dimension a rank holds, in local order; at least one run, which may be empty.
 
     `cuts` are those of this dimension, in the order of mesh dimensions. None: the split factors do not determine the
     order in which the cuts were made.

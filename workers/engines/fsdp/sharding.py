@@ -106,13 +106,11 @@ class ShardedModel:
 
     @torch.no_grad()
     def step(self, scale: float) -> StepStats:
-        """Multiply the gradients (summed over ranks) by `scale`, clip, update, and clear them.
-
-        A gradient that is not finite changes no weight; the step is logged and reported with its `grad_norm`.
-        """
+        """Multiply the gradients (summed over ranks) by `scale`, clip, update, and clear them."""
         gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
         assert gradients, "step() without a forward_backward() before it"
         factor, stats = self._updates.next(self._global_norm(gradients), scale)
+        # A gradient that is not finite changes no weight; the step is logged and reported with its `grad_norm`.
         if factor is not None:
             torch._foreach_mul_(gradients, factor)
             for group in self._optimizer.param_groups:
@@ -210,11 +208,9 @@ def mixed_precision(config: TrainingConfig) -> MixedPrecisionPolicy:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the full parameters that a forward without a backward leaves at the root.
-
-    Otherwise the next forward would use them even after an update has changed the shards.
-    """
+    """Free the full parameters that a forward without a backward leaves at the root."""
     if isinstance(model, FSDPModule):
+        # Otherwise the next forward would use them even after an update has changed the shards.
         model.reshard()
 
 
@@ -245,14 +241,14 @@ def over_ranks(
 class Bfloat16Twin:
     """A bfloat16 copy of a float32 model, for computing on a single rank under `autocast: bfloat16`.
 
-    FSDP2 would cast every weight again in each pass, forward and backward, and every gradient on its way back. Here
-    weights are cast once per update, and gradients are added to the float32 ones as soon as autograd has them. The
-    numbers equal FSDP2's: passes in bfloat16, sums of micro-batches in float32. Costs two bytes per weight.
-
     Args:
         masters: float32, with memory; the optimizer updates them, and they receive the gradients.
         model: the same in bfloat16, with memory; its initial values do not matter.
     """
+
+    # FSDP2 would cast every weight again in each pass, forward and backward, and every gradient on its way back. Here
+    # weights are cast once per update, and gradients are added to the float32 ones as soon as autograd has them. The
+    # numbers equal FSDP2's: passes in bfloat16, sums of micro-batches in float32. Costs two bytes per weight.
 
     def __init__(self, masters: nn.Module, model: nn.Module) -> None:
         self.model = model  # forward and backward passes go through this one
@@ -424,10 +420,8 @@ class FsdpCopy(_Scorer):
 class FsdpFrozenModel(_Scorer):
     """A model that is not trained, sharded over ranks that split each batch; implements `FrozenEngine`.
 
-    Building it is collective, and reads the weights in `weights_dir`.
-
-    Raises:
-        ConfigError: the directory does not hold the model that its config.json describes.
+    Building it is collective, and reads the weights in `weights_dir`. Raises ConfigError if the directory does not hold
+    the model that its config.json describes.
     """
 
     def __init__(
@@ -450,10 +444,7 @@ class FsdpFrozenModel(_Scorer):
 
     def log_probs(self, batch: Sequences) -> Tensor:
         """Return float32 [A]: each rank computes some of the samples, and all get the results of all.
-
-        Raises:
-            BadRequest: see `check_sequences`; before any collective.
-        """
+        Raises BadRequest, see `check_sequences`; before any collective."""
         check_sequences(batch, vocab_size=self._vocab_size)
         return over_ranks(batch, lambda part: self._score(self._inputs(part)), count=_num_drawn)
 

@@ -102,18 +102,10 @@ def step_attention(
     s_aux: Tensor | None = None,
     **_unused: object,
 ) -> tuple[Tensor, None]:
-    """Attend, and store the keys and values. The signature is that of transformers' attention functions.
+    """Attend, and store the keys and values; query [1, H, T, D] -> [1, T, H, D], and no attention weights.
 
-    Args:
-        query: [1, H, T, D]; `key` and `value`: [1, J, T, D].
-        attention_mask: must be None.
-        scaling: factor on the scores; None: D ** -0.5.
-        sliding_window: how many tokens each token sees, itself included; None: all before it.
-        softcap, s_aux: not supported by SDPA, so refused when set.
-    Returns:
-        [1, T, H, D], and no attention weights.
-    Raises:
-        ConfigError: the model caps its scores or has attention sinks.
+    The signature is that of transformers' attention functions; see `packed_attention`. Raises ConfigError if the model
+    caps its scores (`softcap`) or has attention sinks (`s_aux`), which SDPA does not support.
     """
     assert attention_mask is None, "a step got a mask"
     if softcap is not None or s_aux is not None:
@@ -363,9 +355,7 @@ class HfEngine:
     """Generates responses with transformers; implements `GenerateEngine`.
 
     Built without weights (only the JSON files in `model_dir` are read), so `load_weights` must come before `submit`.
-
-    Raises:
-        ConfigError: the directory describes no causal language model, or no end-of-sequence token.
+    Raises ConfigError if the directory describes no causal language model, or no end-of-sequence token.
     """
 
     def __init__(self, model_dir: Path, config: ModelConfig, *, sampling: SamplingConfig, device: torch.device) -> None:
@@ -411,11 +401,7 @@ class HfEngine:
         return len(self._free)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Queue responses; the next step computes their prompts.
-
-        Raises:
-            BadRequest: see `GenerateEngine.submit`.
-        """
+        """Queue responses; the next step computes their prompts. Raises BadRequest, see `GenerateEngine.submit`."""
         assert self._loaded, "submit() before load_weights()"
         assert len(requests) <= self.free_slots
         for request in requests:
@@ -449,10 +435,7 @@ class HfEngine:
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         """Replace all weights (HF names). Responses may be running only if the engine is `interruptible`.
-
-        Raises:
-            PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
-        """
+        Raises PlanError if a weight is missing, unknown, or of another shape; nothing was replaced."""
         check_weights(weight_needs(self._model), weights)
         replace_weights(self._parameters, weights, adopt=adopt and self.adopts_weights)
         self._batch.forget_prompts()
@@ -524,14 +507,9 @@ class HfEngine:
 def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
     """Invert each row's cumulative distribution at its random number; at temperature 0, take the likeliest token.
 
-    A row's result depends on that row alone. Top-k applies first, then top-p to what is left.
-
-    Args:
-        logits_BV: any floating type.
-        uniform_B: float32 in [0, 1).
-    Returns:
-        tokens, int64 [B], and their log-probabilities, float32 [B], under the tempered distribution before filtering;
-        at temperature 0 under the untempered one.
+    Top-k applies first, then top-p to what is left. Returns tokens, int64 [B], and their log-probabilities, float32
+    [B], under the tempered distribution before filtering (at temperature 0 under the untempered one). A row's result
+    depends on that row alone; `uniform_B` is float32 in [0, 1).
     """
     logits_BV = logits_BV.float()
     if config.temperature not in (0, 1):

@@ -1,5 +1,4 @@
-"""Models that are not trained: one computes log-probabilities with the weights that its role loads, one scores
-responses.
+"""Models that are not trained: one computes log-probabilities, one scores responses.
 
 Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, D width.
 """
@@ -144,10 +143,7 @@ class RewardModel:
     @torch.no_grad()
     def scores(self, batch: Sequences) -> Tensor:
         """Return float32 [N] (float64 for a float64 model): what transformers' model returns for each sample alone.
-
-        Raises:
-            BadRequest: see `check_sequences`.
-        """
+        Raises BadRequest, see `check_sequences`."""
         # Only padded embeddings of the policy have tokens beyond the vocabulary; they are no text, and become its last
         # token.
         tokens_T = batch.tokens_T.clamp(max=self._vocab_size - 1)

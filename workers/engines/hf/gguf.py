@@ -44,10 +44,7 @@ def import_gguf(source: str | Path, target: str | Path, dtype: Literal["float32"
 
 def find_gguf(source: str | Path) -> Path:
     """Return the GGUF file that `source`, a path or a package name, refers to. Imports nothing.
-
-    Raises:
-        ConfigError: no such file or package, or not exactly one GGUF file in it.
-    """
+    Raises ConfigError if there is no such file or package, or not exactly one GGUF file in it."""
     path = Path(source)
     if path.is_file():
         return path

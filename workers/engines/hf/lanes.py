@@ -1,7 +1,6 @@
 """Keys and values of running responses, in lanes: responses of about the same length, aligned at their ends.
 
-Used by the `hf` engine. Legend of shapes: L layers, N rows, J key heads, K columns, P tokens that enter, D head
-dimension.
+Legend of shapes: L layers, N rows, J key heads, K columns, P tokens that enter, D head dimension.
 """
 
 from collections.abc import Sequence
@@ -94,8 +93,7 @@ class Lane:
         self._store[layer, 1, rows, :, begin : self.column] = value_JPD
 
     def append(self, layer: int, key_NJD: Tensor, value_NJD: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Write the newest token of the first N rows; return keys and values of all tokens they see, views [N, J, K,
-        D].
+        """Write the newest token of the first N rows; return all keys and values they see, views [N, J, K, D].
 
         `window` limits how many tokens each sees; None: all.
         """

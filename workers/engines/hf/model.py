@@ -27,10 +27,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def empty_causal_lm(model_dir: Path, *, dtype: torch.dtype, attention: str) -> nn.Module:
     """Build the model in evaluation mode, with parameters on the meta device and real buffers on the CPU.
 
-    `attention` is a name in transformers' attention interface.
-
-    Raises:
-        ConfigError: config.json is missing, or no causal language model of transformers fits it.
+    `attention` is a name in transformers' attention interface. Raises ConfigError if config.json is missing, or no
+    causal language model of transformers fits it.
     """
     return _empty_model(AutoModelForCausalLM, model_dir, dtype=dtype, attention=attention, key="model.path")
 
@@ -140,10 +138,7 @@ def check_weights(needs: Mapping[str, Need], weights: Mapping[str, Tensor]) -> N
 
 @torch.no_grad()
 def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], *, adopt: bool) -> None:
-    """Give parameters new values of the same shapes; other element types are cast.
-
-    With `adopt`, tensors of the right element type become the parameters themselves instead of being copied.
-    """
+    """Give parameters new values of the same shapes; other element types are cast. `adopt`: see `GenerateEngine`."""
     for name, parameter in parameters.items():
         if adopt:
             parameter.data = weights[name].to(parameter.dtype)
@@ -171,10 +166,8 @@ def check_stored(
 
 
 def names_left_out(model: nn.Module) -> re.Pattern[str] | None:
-    """Return a pattern for names that transformers silently leaves out; None: there are none.
-
-    Source: transformers 5.24, `PreTrainedModel._adjust_missing_and_unexpected_keys`.
-    """
+    """Return a pattern for names that transformers silently leaves out; None: there are none."""
+    # Source: transformers 5.24, `PreTrainedModel._adjust_missing_and_unexpected_keys`.
     known: Any = model
     patterns = {*(known._keys_to_ignore_on_load_unexpected or ())}
     buffers = [name for name, _ in model.named_buffers()]

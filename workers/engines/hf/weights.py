@@ -59,11 +59,7 @@ class HfWeights:
         return name in self._stored
 
     def find(self, name: str, aliases: Iterable[str] = ()) -> str:
-        """Return the first of the names that is in the files.
-
-        Raises:
-            ConfigError: none is.
-        """
+        """Return the first of the names that is in the files. Raises ConfigError if none is."""
         for candidate in (name, *aliases):
             if candidate in self._stored:
                 return candidate
@@ -105,10 +101,7 @@ class HfWeights:
 
     def read_rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop` of a weight, in the file's element type.
-
-        Raises:
-            ConfigError: the weight's shape is not `shape`.
-        """
+        Raises ConfigError if the weight's shape is not `shape`."""
         piece = self._slice(name)
         if tuple(piece.get_shape()) != shape:
             raise ConfigError(

@@ -117,12 +117,7 @@ class MegatronForward:
         return self._shared(passed, entropy)
 
     def backward(self, gradient_A: Tensor, entropy_gradient_A: Tensor | None = None) -> None:
-        """Accumulate the parameters' gradients for the last `forward`.
-
-        Args:
-            gradient_A: of the log-probabilities; only the last stage's counts.
-            entropy_gradient_A: of the entropies; None: there is none.
-        """
+        """Accumulate the parameters' gradients for the last `forward`, from those of its results."""
         passed, self._passed = self._passed, []
         sizes = [one.share.num_drawn for one in passed]
         gradients = torch.split(gradient_A, sizes)
@@ -131,7 +126,7 @@ class MegatronForward:
         for number in reversed(range(len(passed))):
             one = passed[number]
             outputs = [one.output]
-            if self._is_last:
+            if self._is_last:  # only its gradients count
                 given = [one.share.own(gradients[number])]
                 if of_entropies is not None:
                     outputs.append(one.entropy_a)
@@ -178,8 +173,7 @@ class MegatronForward:
         return _Passed(received, log_probs_a, entropy_a, share)
 
     def _head(self, hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
-        """Replace the output layer: [t, 1, W] -> [a, 1, 2], log-probabilities and entropies at the drawn tokens
-        only."""
+        """Replace the output layer: [t, 1, W] -> [a, 1, 2], log-probabilities and entropies of drawn tokens."""
         # With tied weights Megatron passes the input embedding as `weight`.
         weight = self._network.output_layer.weight if weight is None else weight
         first, num_tokens = self._geometry.tp_rank * len(weight), self._geometry.vocab_size
@@ -294,10 +288,7 @@ class MegatronEngine:
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
         """Return float32 [A] on every rank of the replica; [0] for a replica without rows.
-
-        Raises:
-            BadRequest: see `check_sequences`.
-        """
+        Raises BadRequest, see `check_sequences`."""
         if batch is None:
             return torch.empty(0, device=self._device)
         check_sequences(batch, vocab_size=self._model.vocab_size)
@@ -318,16 +309,14 @@ class MegatronEngine:
 
     @torch.no_grad()
     def step(self, scale: float) -> StepStats:
-        """Multiply the gradients (summed over replicas) by `scale`, clip, update, and clear them.
-
-        A gradient that is not finite changes no weight; the step is logged and reported with its `grad_norm`.
-        """
+        """Multiply the gradients (summed over replicas) by `scale`, clip, update, and clear them."""
         from megatron.core.distributed import finalize_model_grads
 
         wrapped, optimizer = self._parts.wrapped, self._parts.optimizer
         finalize_model_grads([wrapped])
         optimizer.prepare_grads()
         factor, stats = self._updates.next(float(optimizer.get_grad_norm()), scale)
+        # A gradient that is not finite changes no weight; the step is logged and reported with its `grad_norm`.
         if factor is not None:
             wrapped.scale_gradients(factor)  # in place: the optimizer's gradients are views of these buffers
             for group in optimizer.param_groups:
@@ -423,10 +412,8 @@ class MegatronCopy(_Scorer):
 class MegatronFrozenModel(_Scorer):
     """A model that is not trained, spread over all ranks of the default group; implements `FrozenEngine`.
 
-    Building it is collective, and reads the weights in `weights_dir`.
-
-    Raises:
-        ConfigError: the model is of another family, or the directory does not hold what its config.json says.
+    Building it is collective, and reads the weights in `weights_dir`. Raises ConfigError if the model is of another
+    family, or the directory does not hold what its config.json says.
     """
 
     def __init__(
@@ -491,9 +478,9 @@ class MegatronState:
     of it. Each is presented as boxes of Hugging Face tensors (`FlatBox`), so in-place loading and saving need no
     gathering. Tensor-parallel ranks that hold the same norm, and the last stage's copy of a tied embedding, are loaded
     but not saved.
-
-    Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`.
     """
+
+    # Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`.
 
     def __init__(self, parts: MegatronParts) -> None:
         self._parts = parts
@@ -509,10 +496,7 @@ class MegatronState:
 
     def read_weights(self, weights: HfWeights) -> None:
         """Read this rank's boxes from safetensors; collective over replicas.
-
-        Raises:
-            ConfigError: a weight is missing or has another shape.
-        """
+        Raises ConfigError if a weight is missing or has another shape."""
         for run in self._runs:
             for flat in run.boxes:
                 rows, *columns = flat.box.slices

@@ -35,10 +35,7 @@ class MegatronParts:
 
 def prepare_megatron(device: torch.device) -> None:
     """Import what must precede Megatron: on NPU MindSpeed, which patches it.
-
-    Raises:
-        ConfigError: this process has no device that Megatron computes on.
-    """
+    Raises ConfigError if this process has no device that Megatron computes on."""
     if device.type == "npu":
         import mindspeed.megatron_adaptor  # noqa: F401 - patches Megatron when it is imported
     try:

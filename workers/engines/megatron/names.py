@@ -60,10 +60,8 @@ class MegatronGeometry:
 def megatron_shards(name: str, local: Tensor, geometry: MegatronGeometry) -> list[LocalShard]:
     """Return which parts of Hugging Face's tensors a parameter holds, as views of `local` without gradient.
 
-    `name` is from the unwrapped GPTModel's `named_parameters()`; its layers count from this stage's first.
-
-    Raises:
-        PlanError: an unknown name, or a shape that does not follow from the geometry.
+    `name` is from the unwrapped GPTModel's `named_parameters()`; its layers count from this stage's first. Raises
+    PlanError for an unknown name, or a shape that does not follow from the geometry.
     """
     rest, prefix = name, ""
     layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)

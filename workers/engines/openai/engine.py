@@ -100,10 +100,7 @@ class OpenAIEngine:
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Wait until responses finish, some tokens arrived, or `wake` is set; return those that finished.
-
-        Raises:
-            EngineFailed: a server refused a request, or stays away.
-        """
+        Raises EngineFailed if a server refused a request, or stays away."""
         return self._tasks.step(wake)
 
     def cancel(self, ticket: int) -> None:
@@ -228,10 +225,7 @@ def check_completion(
     stop: StopStrings | None = None,
 ) -> None:
     """Refuse responses that cannot be trained on: of another model, or of a server with its own stop rules.
-
-    Raises:
-        EngineFailed: says what is wrong.
-    """
+    Raises EngineFailed."""
     tokens, wrong = completion.tokens, ""
     unknown = [token for token in tokens if not 0 <= token < vocab_size]
     if not 0 < len(tokens) <= max_tokens:
@@ -252,10 +246,7 @@ def check_completion(
 
 def check_sampling(config: OpenAIConfig, sampling: SamplingConfig) -> None:
     """Refuse settings under which the servers' log-probabilities are not those of the tempered distribution.
-
-    Raises:
-        ConfigError: says what to set.
-    """
+    Raises ConfigError."""
     if sampling.temperature == 0:
         return
     filtered = sampling.top_p < 1 or sampling.top_k > 0

@@ -115,10 +115,7 @@ class OpenAIServer:
 
     async def first_model(self) -> str:
         """Return the name of the first model that the server lists.
-
-        Raises:
-            EngineFailed: it does not answer, or lists none.
-        """
+        Raises EngineFailed if it does not answer, or lists none."""
         listed = await self._again(lambda: self._get("/v1/models", _Models), ServerBusy)
         if not listed.data:
             raise EngineFailed(f"openai.urls: {self._url} lists no models; name one in openai.model")
@@ -153,10 +150,7 @@ class OpenAIServer:
 
     async def when_there(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return an attempt's result; retry while there is no connection.
-
-        Raises:
-            EngineFailed: the server stays away, or failed in another way.
-        """
+        Raises EngineFailed if the server stays away, or failed in another way."""
         try:
             return await self._again(attempt, ServerAway)
         except ServerBusy as error:
@@ -310,10 +304,7 @@ class ServedWeights:
 
     async def take(self, directory: Path) -> None:
         """Have the server read weights and drop its prompt cache; wait for a server that is away.
-
-        Raises:
-            EngineFailed: it did not take them; says what to do.
-        """
+        Raises EngineFailed if it did not take them; says what to do."""
         try:
             self._mark = await self._server.when_there(lambda: self._take(directory))
         except EngineFailed as error:
@@ -362,10 +353,7 @@ class ServedWeights:
 
 def open_updates(config: OpenAIConfig) -> CallPool:
     """Return the pool that calls `openai.update`, one update at a time.
-
-    Raises:
-        ConfigError: the function cannot be imported.
-    """
+    Raises ConfigError if the function cannot be imported."""
     pool = CallPool(
         Entry("workers.engines.openai.server:update", {"name": config.update}),
         what=f"openai.update: {config.update}",

@@ -152,10 +152,7 @@ class VllmEngine:
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Wait until responses finish, some tokens were drawn, or `wake` is set; return those that finished.
-
-        Raises:
-            EngineFailed: vLLM's process ended, or refused a request.
-        """
+        Raises EngineFailed if vLLM's process ended, or refused a request."""
         return [self._generation(response) for response in self._tasks.step(wake)]
 
     def cancel(self, ticket: int) -> None:
@@ -258,8 +255,8 @@ class VllmEngine:
             raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
 
     def _is_over(self, request: GenerateRequest, completion: Any, load_number: int, *, since: int) -> bool:
-        """Whether a stop string has ended a response that vLLM would continue, and it is known which weights drew
-        its tokens."""
+        """Whether a stop string ended a response that vLLM would continue, and which weights drew its tokens is
+        known."""
         stop = request.stop
         if stop is None or completion.finish_reason is not None or not stop.are_in(completion.token_ids, since=since):
             return False

@@ -56,10 +56,7 @@ class WeightMailbox:
 
     def fill(self, weights: Mapping[str, Tensor]) -> Letter:
         """Copy weights of the planned shapes; other element types are cast.
-
-        Raises:
-            WeightSyncError: shared memory is exhausted.
-        """
+        Raises WeightSyncError if shared memory is exhausted."""
         if self._slot is None:
             self._slot = SlotMemory(self._num_bytes)
         for (name, shape), offset in zip(self._shapes.items(), self._offsets, strict=True):
@@ -86,10 +83,7 @@ class MailboxReader:
 
     def read(self, letter: Letter) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors: CPU views of the shared memory, valid until the next `fill`.
-
-        Raises:
-            WeightSyncError: the memory is gone.
-        """
+        Raises WeightSyncError if the memory is gone."""
         memory = self._memory(SlotOffer(letter.pid, letter.fd, letter.num_bytes, bytes.fromhex(letter.token)))
         for name, dtype, shape, offset in zip(letter.names, letter.dtypes, letter.shapes, letter.offsets, strict=True):
             yield name, _view(memory, offset, tuple(shape), getattr(torch, dtype))

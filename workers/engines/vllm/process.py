@@ -153,10 +153,7 @@ def process_variables(
 
 def max_length(config: VllmConfig, sampling: SamplingConfig, max_prompt_tokens: int, positions: int | None) -> int:
     """Return the longest prompt plus response (tokens).
-
-    Raises:
-        ConfigError: `vllm.max_model_len` leaves no room for a prompt.
-    """
+    Raises ConfigError if `vllm.max_model_len` leaves no room for a prompt."""
     if config.max_model_len is None:
         longest = max_prompt_tokens + sampling.max_response_tokens
         return longest if positions is None else min(longest, positions)

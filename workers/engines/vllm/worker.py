@@ -1,5 +1,4 @@
-"""Our part of vLLM's worker processes, which alone import it. Weights come from the rollout's shared memory, or each
-rank receives its own."""
+"""Our part of vLLM's worker processes, which alone import it: loads weights from shared memory or its own receiver."""
 
 import multiprocessing
 from collections.abc import Callable, Iterable
@@ -89,10 +88,7 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: MailboxInitInfo) -> None:
         """Have the model scale its logits, as some model families do by configuration.
-
-        Raises:
-            RuntimeError: the model has no `logits_processor`.
-        """
+        Raises RuntimeError if the model has no `logits_processor`."""
         if init_info.logits_scale == 1.0:
             return
         processor = getattr(self._module, "logits_processor", None)
@@ -110,11 +106,7 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         return self._receiver
 
     def follow(self, following: Following) -> None:
-        """Open a receiver for this rank.
-
-        Raises:
-            RuntimeError: this vLLM does not say where the model is.
-        """
+        """Open a receiver for this rank. Raises RuntimeError if this vLLM does not say where the model is."""
         if self._module is None:
             raise RuntimeError("this vLLM is too old to receive broadcasts: set weightsync.path to staged")
         group = get_tp_group()
