@@ -1,5 +1,4 @@
-"""The interface between an algorithm and the loops that run it, and what all algorithms share. Tensors in, tensors out;
-no processes.
+"""The interface between an algorithm and the loops that run it, and what all algorithms share. Tensors in, tensors out.
 
 The column task asks for the `advantages` of whole groups. The trainer asks for `moments` and `normalized` (if
 advantages are normalized over the step), then for `counts` and `loss` of every micro-batch, and once per update for
@@ -58,8 +57,7 @@ SettingsT = TypeVar("SettingsT", bound=PolicyConfig)
 
 
 class Algorithm(ABC, Generic[SettingsT]):
-    """An objective of the actor: a loss made of `parts`, and optionally a KL penalty. Subclasses add how they compare
-    responses.
+    """An objective of the actor: a loss made of `parts`, optionally with a KL penalty; subclasses add the advantages.
 
     Args:
         max_response_tokens: longest response; for a rollout of several turns, all of them together.
@@ -89,7 +87,7 @@ class Algorithm(ABC, Generic[SettingsT]):
     def clips(self) -> tuple[Clip, ...]:
         """Return what bounds a token's step, in order: PPO's clip, then the dual clip."""
         config = self._config
-        assert isinstance(config, PPOClipConfig), f"{type(self).__name__} says its own clips"
+        assert isinstance(config, PPOClipConfig), f"{type(self).__name__} must define its own clips"
         dual = () if config.dual_clip is None else (DualClip(config.dual_clip),)
         return (PPOClip(config.eps_clip, config.upper_clip), *dual)
 
@@ -107,9 +105,8 @@ class Algorithm(ABC, Generic[SettingsT]):
         return Moments.of(token_advantages(batch)[counts_A])
 
     def normalized(self, batch: PackedBatch, moments: "Moments") -> PackedBatch:
-        """Return this rank's batch with `advantages` normalized by all ranks' `moments`; only called with
-        `whole_step`."""
-        raise AssertionError(f"{type(self).__name__} normalises nothing over a step")
+        """Return this rank's batch with `advantages` normalized by all ranks' `moments`; for `whole_step` only."""
+        raise AssertionError(f"{type(self).__name__} does not normalize over a step")
 
     def counts(self, batch: PackedBatch) -> LossCounts:
         """Return what a micro-batch adds to the divisor; a row is counted with its first sample."""

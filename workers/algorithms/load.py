@@ -58,7 +58,7 @@ def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algor
     config = own_settings(kind, given, name=name, section="algorithm", base=KlLossConfig)
     if config.has_critic or config.kl_in_reward:
         raise ConfigError(
-            f"{FIELD}: {name} has a critic, or its KL penalty in the reward; only built-in ones have that"
+            f"{FIELD}: {name} has a critic, or its KL penalty in the reward; only built-in algorithms support that"
         )
     inputs: object = config.advantage_inputs
     if not isinstance(inputs, tuple | list) or not all(isinstance(column, str) for column in inputs):
@@ -80,7 +80,7 @@ def outside_tasks(name: str, settings: KlLossConfig, *, old_log_probs: bool) -> 
     if [task.name for task in given] != names:
         raise ConfigError(
             f"{FIELD}: {name}: tasks() of its Config are {' '.join(task.name for task in given)}; return those of "
-            f"super().tasks(), {' '.join(names)} (a task of your own: section tasks)"
+            f"super().tasks(), {' '.join(names)} (tasks of your own belong in section tasks)"
         )
     for ours, its in zip(known, given, strict=True):
         grown = {part: getattr(its, part) for part in _MAY_GROW.get(ours.name, ())}

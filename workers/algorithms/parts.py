@@ -1,5 +1,4 @@
-"""The parts of a policy loss: `ratio`, `clip`, `mask`, `aggregate`. Pure; an algorithm picks them, the losses below
-combine them.
+"""The parts of a policy loss: `ratio`, `clip`, `mask`, `aggregate`; an algorithm picks them. Pure.
 
     loss = - sum over tokens:  aggregate * importance * mask * clip(ratio * advantage)
 
@@ -227,8 +226,7 @@ class Band:
 
 
 def rounding_bound(length_N: Tensor) -> Tensor:
-    """Return floating [N]: how far (nats) rounding alone can take the sum of a sample's log weights from 0,
-    on-policy."""
+    """Return floating [N]: how far from 0 (nats) rounding alone takes a sample's summed log weights, on-policy."""
     # The weights of n tokens drawn by the generating engine average 1, so with independent errors of deviation s their
     # logarithms have mean -s^2 / 2; the sum has mean -n s^2 / 2 and deviation s sqrt(n). The bound is three deviations
     # beyond the mean: it excludes one of several hundred samples, whatever their length.
@@ -435,16 +433,13 @@ class ValueLoss:
 def kl_divergence(log_probs_A: Tensor, ref_log_probs_A: Tensor, estimator: KlEstimator) -> Tensor:
     """Return an estimate, [A], of KL(policy || reference) at each token, from the token that the policy drew.
 
-    With d = log policy - log reference ("unbiased" refers to the value; the gradient is that of the term inside a
-    loss):
+    With d = log policy - log reference ("unbiased" refers to the value; gradients are those of the term inside a loss):
 
-        k1 = d                  unbiased, may be negative; its gradient averages to zero, so it does not restrain the
-        policy
+        k1 = d                  unbiased, may be negative; its gradient averages to zero and restrains nothing
         k2 = d^2 / 2            biased; its gradient averages to that of KL(policy || reference)
         k3 = exp(-d) - 1 + d    unbiased, non-negative; its gradient averages to that of KL(reference || policy)
 
-    This holds for tokens that the policy itself drew; stale tokens are not reweighted. k3 is capped at `MAX_K3`, beyond
-    which it has no gradient: the e^-d of a single token that the policy has all but given up would outweigh all others.
+    This holds for tokens that the policy itself drew; stale tokens are not reweighted.
     """
     # Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; k3: arXiv 2402.03300, eq. 4.
     difference_A = log_probs_A - ref_log_probs_A
@@ -452,6 +447,8 @@ def kl_divergence(log_probs_A: Tensor, ref_log_probs_A: Tensor, estimator: KlEst
         return difference_A
     if estimator == "k2":
         return 0.5 * difference_A.square()
+    # No gradient beyond the cap: the e^-d of a single token that the policy has all but given up would outweigh all
+    # others.
     return k3_values(difference_A).clamp(max=MAX_K3)
 
 
@@ -468,7 +465,7 @@ def clipped_value_loss(
 
         max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2) / 2
 
-    A value that moved further than `clip` (None: any distance) in a step loses its gradient.
+    `clip` is how far a value may move in a step and still be pulled; None: any distance.
     """
     # Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 28 with a quadratic penalty; the clip is that of OpenAI's
     # PPO2 (github.com/openai/baselines, `ppo2/model.py`), discussed by Engstrom et al. 2020 (arXiv 2005.12729), section

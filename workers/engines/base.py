@@ -371,7 +371,7 @@ class EngineSetup:
         context = longest_call(self.run, self.sampling)
         if context is None:
             raise ConfigError(
-                "rollout.max_context_tokens: is 0, and the model's config.json names no number of positions; set it"
+                "rollout.max_context_tokens: 0, but config.json does not say how many positions the model has; set it"
             )
         return context - self.sampling.max_response_tokens
 

@@ -166,8 +166,7 @@ def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig) -
 
 def hf_memory(model: ModelSizes, number: int, responses: int, tokens: int, *, prompt_tokens: int) -> Parts:
     """Return what the `hf` engine has with all responses at their longest."""
-    # Per token.
-    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * number
+    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * number  # bytes per token
     return {
         "weights": number * model.num_parameters,
         "KV cache": responses * tokens * cache,
@@ -182,7 +181,7 @@ def vllm_memory(model: ModelSizes, number: int, tensor: int, tokens: int) -> Par
     """Return the minimum with which vLLM starts: its share of the weights, and the cache of one longest sequence."""
     # vLLM then takes `vllm.gpu_memory_utilization` of the device, so that more responses run at a time.
     heads = max(1, model.num_kv_heads // tensor)
-    cache = 2 * model.num_layers * heads * model.head_dim * number
+    cache = 2 * model.num_layers * heads * model.head_dim * number  # bytes per token
     return {"weights": number * model.num_parameters // tensor, "KV cache": tokens * cache}
 
 

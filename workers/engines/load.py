@@ -55,7 +55,7 @@ def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "Re
 
 def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngine:
     """Return a scoring copy of the policy with the initial weights; collective over the ranks that share it."""
-    # Both must hold the same parameters.
+    # Simulated if the actor is, since both must hold the same parameters.
     if config.actor.engine == "sim":
         from workers.engines.sim.engine import SimFrozenModel
 

@@ -212,7 +212,7 @@ class _Proof:
         total = float(torch.stack([each.norm() for each in expected if each is not None]).norm())
         for (name, parameter), wanted in zip(model.named_parameters(), expected, strict=True):
             if not _alike(parameter.grad, wanted, total):
-                raise _Wrong(f"has another gradient of {name} than transformers' own attention gives")
+                raise _Wrong(f"computes another gradient of {name} than transformers' own attention")
 
     def _prove_sharded(self) -> None:
         model = empty_causal_lm(self._dir, dtype=torch.float32, attention=PACKED_ATTENTION)

@@ -38,7 +38,7 @@ PACKED_ATTENTION = "asyncflow_packed"
 
 _DOWN_RIGHT_CAUSAL = 3
 _MASK_SIDE = 2048
-# Called by their operators: SDPA does not return the log-sum-exps.
+# Called directly as operators, since SDPA does not return the log-sum-exps.
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # With up to this many keys the backward kernel is faster in float32 than in bfloat16, casts included.

@@ -66,7 +66,7 @@ def open_receiver(
         arrived: called from another thread when a newer version is ready.
         purpose: of a receiver beside this rank's main one.
         wanted: selects versions; None: all. With it, the receiver joins no broadcasts.
-        best_effort: the trainer does not wait for the memory that it reads.
+        best_effort: the trainer does not wait until it has read a version.
         keeps_on_host: see `WeightReceiver`.
         whole: the engine takes the whole model; False: its ranks share it and read the agent's single copy on the node,
             and the receiver joins no broadcasts.

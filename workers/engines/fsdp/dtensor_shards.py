@@ -90,7 +90,7 @@ def _shards_of(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterato
         raise PlanError(
             f"{name}: which part of {shape} is {tuple(local.shape)} at {tuple(coordinate)} of a mesh "
             f"{tuple(mesh.shape)} does not follow from {tensor.placements}; shard it with distribute_tensor or "
-            "fully_shard, and a fused dimension once only"
+            "fully_shard, and a fused dimension only once"
         )
     for parts in itertools.product(*map(_with_local_starts, runs)):
         values = local

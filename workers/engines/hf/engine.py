@@ -110,7 +110,7 @@ def step_attention(
     assert attention_mask is None, "a step got a mask"
     if softcap is not None or s_aux is not None:
         raise ConfigError(
-            "model.path: the hf engine does not generate with capped scores or attention sinks; set rollout.engine"
+            "model.path: the hf engine does not support capped scores or attention sinks; set another rollout.engine"
         )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     q_HTD, k_JTD, v_JTD = query[0], key[0], value[0]
@@ -248,11 +248,7 @@ class RunningBatch:
         return inputs
 
     def note_logits(self, inputs: StepInputs, logits_UV: Tensor | None) -> Tensor:
-        """Keep the newest prompts; return the step's logits followed by those of kept prompts, in the order of
-        `logit_rows`.
-
-        `logits_UV` holds one row per predictor; None: the step had none.
-        """
+        """Keep the newest prompts; return this step's logits (None: it has none), then those of kept prompts."""
         if logits_UV is not None:
             for tokens, slot, row in inputs.prompts[-_KEPT_PROMPTS:]:
                 lane = next(lane for lane in self._lanes if slot in lane.slots)
@@ -537,7 +533,7 @@ def _key_shape(model: Any, device: torch.device) -> KeyShape:
     )
 
 
-_UNIFORM_BITS = 24  # a float32 in [0, 1) is a multiple of 2**-24
+_UNIFORM_BITS = 24  # numpy draws float32 in [0, 1) as multiples of 2**-24
 # Keeps the product of a total, which rounding may push above 1, and a uniform within 63 bits.
 _WEIGHT_BITS = 37
 

@@ -180,7 +180,7 @@ class OpenAIServer:
             except passing as error:
                 if pause_s is None:
                     raise EngineFailed(f"{error}; tried {self._retries + 1} times") from error
-                logger.warning("%s; asking again", error)
+                logger.warning("%s; retrying", error)
                 await asyncio.sleep(pause_s)
         raise AssertionError("the loop returns or raises")
 
@@ -304,7 +304,7 @@ class ServedWeights:
 
     async def take(self, directory: Path) -> None:
         """Have the server read weights and drop its prompt cache; wait for a server that is away.
-        Raises EngineFailed if it did not take them; says what to do."""
+        Raises EngineFailed, which says what to do, if it did not take them."""
         try:
             self._mark = await self._server.when_there(lambda: self._take(directory))
         except EngineFailed as error:

@@ -48,11 +48,7 @@ class _Running:
 
 
 class SimGenerateEngine:
-    """Repeats one token, and ends responses that are not cut with the request's first stop token; implements
-    `GenerateEngine`.
-
-    `clock` returns the current time (s).
-    """
+    """Repeats one token, and ends with the request's first stop token unless cut; implements `GenerateEngine`."""
 
     adopts_weights = True
     interruptible = True

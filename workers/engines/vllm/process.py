@@ -159,7 +159,7 @@ def max_length(config: VllmConfig, sampling: SamplingConfig, max_prompt_tokens: 
         return longest if positions is None else min(longest, positions)
     if config.max_model_len <= sampling.max_response_tokens:
         raise ConfigError(
-            f"vllm.max_model_len: {config.max_model_len} leaves no room for a prompt beside max_response_tokens "
+            f"vllm.max_model_len: {config.max_model_len} leaves no room for a prompt next to max_response_tokens "
             f"{sampling.max_response_tokens}; raise it, or leave it out"
         )
     return config.max_model_len
