@@ -54,8 +54,7 @@ class GenerateRequest:
 class Generation:
     """One finished response."""
 
-    # `index`, `ticket`: the request's.
-    index: int
+    index: int  # the request's, like `ticket`
     response_R: Tensor  # int64 [R], including the end-of-sequence or stop token if one was produced
     log_probs_R: Tensor  # float32 [R], natural log under the tempered distribution, before top-p and top-k
     versions_R: Tensor  # int32 [R], step of the weights that drew each token

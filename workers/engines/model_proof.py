@@ -170,6 +170,7 @@ class _Proof:
                 self._failed = f"cannot be proven: a small one still has {size} parameters"
                 return
         torch.manual_seed(1)
+        # "eager" is transformers' own attention, the reference for everything else.
         self._plain: Any = automatic.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
         _randomize(self._plain)
         self._plain.save_pretrained(self._dir)

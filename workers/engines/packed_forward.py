@@ -400,6 +400,7 @@ def cut(batch: Sequences, num_pieces: int) -> Iterator[Sequences]:
     while rows < len(lengths):
         begin, start = rows, first
         share = -(-(total - first) // num_pieces)
+        # Take another sample as long as half of it still fits.
         while rows < len(lengths) and (rows == begin or first - start + lengths[rows] // 2 < share):
             first += lengths[rows]
             rows += 1
@@ -513,6 +514,7 @@ def _documents(
     first = []
     for samples in groups.values():
         one = samples[0]
+        # A shared prompt ends before the first drawn token; a lone sample is fed up to its last token but one.
         fed = prompts[one] if len(samples) > 1 else max(prompts[one], lengths[one] - 1)
         first.append(_Document(starts[one], fed, tuple(samples)))
     first.sort(key=lambda document: document.length)

@@ -83,6 +83,7 @@ class SharedModel(ABC):
                     dist.send(part, dst=0)
             return out
 
+        # All ranks walk the names in the same order, so sends and receives match.
         names = iter(shapes)
         with waiting_for_peers("for a part of the weights that are written"):
             try:

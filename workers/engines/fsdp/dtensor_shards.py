@@ -92,6 +92,7 @@ def _shards_of(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterato
             f"{tuple(mesh.shape)} does not follow from {tensor.placements}; shard it with distribute_tensor or "
             "fully_shard, and a fused dimension only once"
         )
+    # Several runs along a dimension give one box per combination.
     for parts in itertools.product(*map(_with_local_starts, runs)):
         values = local
         for axis, (local_start, (_, size)) in enumerate(parts):

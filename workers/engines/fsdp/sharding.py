@@ -81,6 +81,7 @@ class ShardedModel:
         self._twin: Bfloat16Twin | None = None
         if training.autocast == "bfloat16" and self._mesh.size() == 1:
             materialize(self._model, device)
+            # `self._model` holds the float32 weights; passes go through this copy.
             computing = self._empty_model(torch.bfloat16)
             shard(computing, self._mesh, training)
             materialize(computing, device)
@@ -178,7 +179,7 @@ class ShardedModel:
 def shard(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
     """Apply checkpointing and compilation, and FSDP2 if there are several ranks; gradients are summed, not averaged."""
     if config.gradient_checkpointing:
-        model.train()
+        model.train()  # transformers only recomputes layers in training mode; dropout is 0 in any case
         _checkpoint_activations(model)
     layers = decoder_layers(model)
     for layer in layers if config.compile else ():
@@ -190,6 +191,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
 def divide(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
     """Create FSDP2's units: one per decoder layer, and one for the rest."""
     policy = mixed_precision(config)
+    # Layers first: the root's unit takes the parameters that are left.
     for module in (*decoder_layers(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in model.modules():

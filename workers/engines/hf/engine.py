@@ -232,6 +232,7 @@ class RunningBatch:
             lane.advance()
         taken = self._take_entering()
         kept = {tokens: taken.pop(tokens) for tokens in list(taken) if tokens in self._kept}
+        # By length, so that documents of equal length are neighbours and form one bucket.
         documents = sorted(taken.items(), key=lambda document: len(document[0]))
         to_place = [*documents, *kept.items()]
         entries = [self._place(to_place[number:]) for number in range(len(to_place))]
@@ -277,6 +278,7 @@ class RunningBatch:
 
     def enter_again(self) -> None:
         """Recompute the keys and values of all running responses."""
+        # In front: responses that were already running go before new ones.
         self._entering[:0] = self._running.values()
         self._running.clear()
         self._lanes.clear()
@@ -298,6 +300,7 @@ class RunningBatch:
             tokens = tuple(response.tokens)
             if tokens not in taken:
                 num_tokens += len(tokens)
+                # The first document always enters, however long it is.
                 if taken and num_tokens > MAX_ENTERING_TOKENS:
                     break
             taken.setdefault(tokens, []).append(response)
@@ -409,6 +412,7 @@ class HfEngine:
             )
         for request in requests:
             response = Response(request, self._free.pop(), request.prompt_P.tolist())
+            # From the seed alone: a reissued row draws the same numbers, whatever else is in its batch.
             self._uniforms_SM[response.slot] = torch.from_numpy(_uniforms(request.seed, self._uniforms_SM.shape[1]))
             self._batch.enter(response)
 
@@ -436,6 +440,7 @@ class HfEngine:
         replace_weights(self._parameters, weights, adopt=adopt and self.adopts_weights)
         self._batch.forget_prompts()
         if self._sampling.on_swap == "recompute":
+            # The version stamped on a token is then exactly that of the weights behind its log-probability.
             self._batch.enter_again()
         self._loaded = True
 

@@ -201,6 +201,7 @@ class MegatronForward:
             columns += [torch.cat([one.share.spread(one.entropy_a.detach()) for one in passed])] if entropy else []
             known = torch.stack(columns)
             if self._context is not None:
+                # Each rank's values are 0 where they are another rank's.
                 dist.all_reduce(known, group=self._context)
         else:
             known = torch.empty(1 + entropy, sum(one.share.num_drawn for one in passed), device=self._device)
@@ -313,6 +314,7 @@ class MegatronEngine:
         from megatron.core.distributed import finalize_model_grads
 
         wrapped, optimizer = self._parts.wrapped, self._parts.optimizer
+        # Megatron's `optimizer.step` in parts, so that scale, clip and decay come in between.
         finalize_model_grads([wrapped])
         optimizer.prepare_grads()
         factor, stats = self._updates.next(float(optimizer.get_grad_norm()), scale)
@@ -521,7 +523,7 @@ class MegatronState:
         geometry, optimizer = self._parts.geometry, self._optimizer
         for name, parameter in self._parts.network.named_parameters():
             if parameter not in optimizer.model_param_group_index_map:
-                continue
+                continue  # this rank has no part of it
             group, order = optimizer.model_param_group_index_map[parameter]
             run = optimizer._get_model_param_range_map(parameter)["param"]
             boxes = tuple(flat_boxes(name, parameter, geometry, start=run.start, stop=run.end))

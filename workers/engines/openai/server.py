@@ -79,9 +79,8 @@ class _WeightInfo(msgspec.Struct):
 class Completion:
     """What a server generated."""
 
-    # `tokens`, `log_probs`: one per token.
     tokens: list[int]
-    log_probs: list[float]
+    log_probs: list[float]  # one per token
     truncated: bool  # cut at `max_tokens`
 
 
@@ -198,6 +197,7 @@ class OpenAIServer:
                     log_probs += choice.logprobs.token_logprobs if choice.logprobs else ()
                     reason = choice.finish_reason or reason
                 progress()
+                # Leaving the loop closes the connection, which tells the server to stop drawing.
                 if reason is None and is_over(tokens, num_seen):
                     reason = "stop"
                     break
@@ -260,6 +260,7 @@ class OpenAIServer:
         if response.is_success:
             return
         said = f"openai: {response.url} answered {response.status_code} {_short(response.text)}".rstrip()
+        # Overload and server errors may pass; any other refusal is final.
         if response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.is_server_error:
             raise ServerBusy(said)
         raise RequestRefused(said)

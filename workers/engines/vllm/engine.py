@@ -44,9 +44,8 @@ class _Response:
     """What vLLM returned for a request."""
 
     request: GenerateRequest
-    # `tokens`, `log_probs`: one per token.
     tokens: list[int]
-    log_probs: list[float]
+    log_probs: list[float]  # one per token
     truncated: bool  # cut at the request's limit
     spans: list[tuple[int, int]]  # (number of the load whose weights drew them, tokens), in order
 
@@ -82,6 +81,8 @@ class VllmEngine:
         self._vocab_size = vocab_size(skeleton)
         self._max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
         self._mailbox = WeightMailbox(self._needs, getattr(torch, config.dtype or model.dtype))
+        # Number of a load -> its version. vLLM labels tokens while weights are still loading, when the engine does not
+        # know their version yet; it is filled in when a response is handed out.
         self._versions: dict[int, int] = {}
         self._load_number = self._begun_load = 0
         self.version = 0
@@ -184,6 +185,7 @@ class VllmEngine:
         self._call_ranks("follow_weights", msgspec.to_builtins(following))
 
     def hold(self, version: Version) -> bool:
+        # All ranks hold one version, so that none moves on before the swap; if one already has, nothing is loaded.
         return all(self._call_ranks("hold_weights", list(version)))
 
     def load_held(self) -> None:
@@ -231,6 +233,7 @@ class VllmEngine:
         """Generate one response; if the task is cancelled, or a stop string completes, vLLM drops the rest."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        # The salt prevents cache hits on prompts that other weights computed.
         prompt = {"type": "token", "prompt_token_ids": request.prompt_P.tolist(), "cache_salt": str(load_number)}
         parameters = self._parameters(request)
         name = f"{load_number}-{request.index}-{request.ticket}"
@@ -255,8 +258,7 @@ class VllmEngine:
             raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
 
     def _is_over(self, request: GenerateRequest, completion: Any, load_number: int, *, since: int) -> bool:
-        """Whether a stop string ended a response that vLLM would continue, and which weights drew its tokens is
-        known."""
+        """Whether a stop string ended a response that vLLM would continue, and its tokens' weights are known."""
         stop = request.stop
         if stop is None or completion.finish_reason is not None or not stop.are_in(completion.token_ids, since=since):
             return False
@@ -279,15 +281,16 @@ class VllmEngine:
             max_tokens=request.limit(sampling.max_response_tokens),
             ignore_eos=True,  # the tokenizer's end token; `stop_token_ids` decides
             stop_token_ids=sorted({*self._eos, *request.stop_ids}),
-            logprobs=0,
+            logprobs=0,  # of the drawn token only
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=False,  # stop strings are found by `_is_over`
             output_kind=RequestOutputKind.CUMULATIVE,
             stream_interval=_STREAM_TOKENS,
             skip_clone=True,
         )
 
     async def _swap(self, letter: dict[str, object], number: int) -> None:
+        # From here on tokens may come from the new weights, which `_is_over` must know.
         self._begun_load = number
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
