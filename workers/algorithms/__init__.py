@@ -1,1 +1,1 @@
-"""Objectives: advantages, losses, and the dataflow graph of each algorithm. Tensors in, tensors out; no processes."""
+"""Objectives: advantages, losses, and each algorithm's dataflow graph. Tensors in, tensors out; no processes."""

@@ -1,16 +1,16 @@
-"""What an algorithm is to the loops that run it, and what all of them share. Tensors in, tensors out; no processes.
+"""The interface between an algorithm and the loops that run it, and what all algorithms share. Tensors in, tensors out.
 
-The column task asks for the `advantages` of whole groups. The trainer asks for `moments` and `normalized`, where
-advantages are normalised over the step, then for `counts` and `loss` of every micro-batch, and for `scale` once per
-update:
+The column task asks for the `advantages` of whole groups. The trainer asks for `moments` and `normalized` (if
+advantages are normalized over the step), then for `counts` and `loss` of every micro-batch, and once per update for
+`scale`:
 
     rounds arrive    advantages -> loss loss loss ............................ -> scale     streams
-                     advantages -> moments ... the last is there -> normalized -> loss loss loss -> scale   whole step
+                     advantages -> moments ... last row is there -> normalized -> loss loss loss -> scale   whole step
 
-To add one: a subclass with its `Config`, anywhere (`algorithm.name: module:Class`). One of the package has its settings
-in `workers.settings.algorithms`, and its name in `registry`.
+To add an algorithm, write a subclass with its own `Config` anywhere (`algorithm.name: module:Class`). Built-in ones
+have their settings and names in `workers.settings.algorithms`.
 
-Legend of shapes: N samples, A drawn tokens of these, packed.
+Legend of shapes: N samples, A their drawn tokens, packed.
 """
 
 import math
@@ -57,74 +57,60 @@ SettingsT = TypeVar("SettingsT", bound=PolicyConfig)
 
 
 class Algorithm(ABC, Generic[SettingsT]):
-    """An objective of the actor: a loss made of `parts`, optionally a KL penalty; each adds how it compares responses.
+    """An objective of the actor: a loss made of `parts`, optionally with a KL penalty; subclasses add the advantages.
 
-    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with the clips of `PPOClipConfig`.
+    Args:
+        max_response_tokens: longest response; for a rollout of several turns, all of them together.
+        mask_truncated: rows that were cut do not count.
     """
 
-    Config: ClassVar[type[PolicyConfig]]
-    """Its settings, where it is outside the package."""
+    # Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with the clips of `PPOClipConfig`.
+
+    Config: ClassVar[type[PolicyConfig]]  # its settings, if it lives outside the package
+    # Advantages are normalized over the step, so no training starts before the step's last row has arrived.
     whole_step = False
-    """Advantages are normalised over the step, so nothing trains before its last row is there."""
-    whole_samples: ClassVar[bool] = False
-    """The ratio is one of whole samples."""
+    whole_samples: ClassVar[bool] = False  # the ratio is per sample, not per token
 
     def __init__(self, config: SettingsT, *, max_response_tokens: int, mask_truncated: bool) -> None:
-        """Keep the settings.
-
-        Args:
-            max_response_tokens: longest response, of a rollout of several turns all together.
-            mask_truncated: rows that were cut do not count.
-        """
         self._config = config
         self._max_response_tokens = max_response_tokens
         self._mask_truncated = mask_truncated
         self._parts = self.parts()
 
     def parts(self) -> PolicyParts:
-        """Return what the policy's loss is made of."""
+        """Return the components of the policy loss."""
         config = self._config
         return policy_parts(
             self.clips(), config.off_policy, config.loss_normalization, whole_samples=self.whole_samples
         )
 
     def clips(self) -> tuple[Clip, ...]:
-        """Return what bounds the step of a token: PPO's clip, then the dual one."""
+        """Return what bounds a token's step, in order: PPO's clip, then the dual clip."""
         config = self._config
-        assert isinstance(config, PPOClipConfig), f"{type(self).__name__} says its own clips"
+        assert isinstance(config, PPOClipConfig), f"{type(self).__name__} must define its own clips"
         dual = () if config.dual_clip is None else (DualClip(config.dual_clip),)
         return (PPOClip(config.eps_clip, config.upper_clip), *dual)
 
     @abstractmethod
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return the outputs of task `compute_advantages_and_returns`, at least `advantages`.
+        """Return the outputs of the task `compute_advantages_and_returns`, at least `advantages`.
 
-        Args:
-            batch: the task's inputs; whole groups, the responses of a prompt are neighbours.
-            group_size: G.
-        Returns:
-            float32 columns, one value per row or one per drawn token.
+        `batch` holds the task's inputs for whole groups, with the `group_size` responses to a prompt next to each
+        other. Columns are float32, with one value per row or one per drawn token.
         """
 
     def moments(self, batch: PackedBatch) -> "Moments":
-        """Return what samples add to the moments of the step's advantages, over all tokens that count."""
+        """Return what samples contribute to the moments of the step's advantages, over all tokens that count."""
         counts_A = self._weights(batch).repeat_interleave(drawn(batch)) > 0
         return Moments.of(token_advantages(batch)[counts_A])
 
     def normalized(self, batch: PackedBatch, moments: "Moments") -> PackedBatch:
-        """Return the batch with normalised `advantages`; only algorithms with `whole_step` do.
-
-        Args:
-            batch: of this rank.
-            moments: over all ranks' rows of the step.
-        """
-        raise AssertionError(f"{type(self).__name__} normalises nothing over a step")
+        """Return this rank's batch with `advantages` normalized by all ranks' `moments`; for `whole_step` only."""
+        raise AssertionError(f"{type(self).__name__} does not normalize over a step")
 
     def counts(self, batch: PackedBatch) -> LossCounts:
-        """Return what a micro-batch of samples adds to the divisor; a row counts with its first sample.
-
-        Reads `truncated`, `rewards` and, if there, `loss_weights`.
-        """
+        """Return what a micro-batch adds to the divisor; a row is counted with its first sample."""
+        # Reads `truncated`, `rewards` and, if present, `loss_weights`.
         keep_N, begins_N = self._weights(batch) > 0, batch[ROW_BEGINS].values
         return LossCounts(
             tokens=int(drawn(batch)[keep_N].sum()),
@@ -136,10 +122,10 @@ class Algorithm(ABC, Generic[SettingsT]):
         """Return the loss of a micro-batch.
 
         Args:
-            batch: of samples (`workers.rows.rows.samples_of`), columns `rollout_log_probs`, `advantages` (one per
-                row or token), `truncated`, `rewards`, with a KL penalty `ref_log_probs`; where a task writes them also
-                `old_log_probs`, of the policy that the step found (without them: the one in training), and
-                `loss_weights`, one per row.
+            batch: samples (`workers.rows.rows.samples_of`) with the columns `rollout_log_probs`, `advantages` (one per
+                row or token), `truncated`, `rewards` and, for a KL penalty, `ref_log_probs`. Optional: `old_log_probs`,
+                of the policy at the start of the step (default: the policy in training), and `loss_weights`, one per
+                row.
             device: where the engine computes.
         """
         names = ["rollout_log_probs"]
@@ -182,12 +168,12 @@ def drawn(batch: PackedBatch) -> Tensor:
 
 
 def has_reward(batch: PackedBatch) -> Tensor:
-    """Return bool [N]: whether a sample's row has a reward; where scoring failed it is NaN, and nothing counts."""
+    """Return bool [N]: whether a sample's row has a reward. If scoring failed it is NaN, and the row counts nowhere."""
     return batch["rewards"].values.isfinite()
 
 
 def token_advantages(batch: PackedBatch) -> Tensor:
-    """Return float32 [A]: the advantage of each drawn token, from a column with one per row or per token."""
+    """Return float32 [A]: each drawn token's advantage, from a column with one value per row or per token."""
     column, length_N = batch["advantages"], drawn(batch)
     if torch.equal(column.lengths.long(), length_N):
         return column.values.float()
@@ -196,17 +182,11 @@ def token_advantages(batch: PackedBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and deviation of numbers that come in parts. Plain numbers, so that they travel as JSON.
-
-    Attributes:
-        count: how many.
-        mean: 0 without any.
-        squares: sum of the squared distances from the mean.
-    """
+    """Mean and deviation of numbers that arrive in parts. Plain numbers, so that they travel as JSON."""
 
     count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
+    mean: float = 0.0  # 0 if there are no numbers
+    squares: float = 0.0  # sum of squared distances from the mean
 
     @staticmethod
     def of(values: Tensor) -> "Moments":
@@ -219,10 +199,7 @@ class Moments:
 
     @staticmethod
     def merged(parts: Iterable["Moments"]) -> "Moments":
-        """Return the moments of all numbers together.
-
-        Source: Chan, Golub, LeVeque 1983, eq. 2.1.
-        """
+        """Return the moments of all parts together. Source: Chan, Golub, LeVeque 1983, eq. 2.1."""
         count, mean, squares = 0, 0.0, 0.0
         for part in parts:
             total = count + part.count
@@ -235,36 +212,32 @@ class Moments:
 
     @property
     def deviation(self) -> float:
-        """Population standard deviation; 0 without any numbers."""
+        """Population standard deviation; 0 if there are no numbers."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
 
 # Advantages: how much better a response, or a token of it, is than its alternatives. Pure.
 #
-# Responses are compared inside their group, or tokens with what a critic expected of them. A KL penalty inside the
-# reward is log (policy / reference), both as the trainer computes them: the generating engine rounds differently, and
-# summed over a response that would count as divergence.
+# Responses are compared within their group, or tokens with a critic's expectation. A KL penalty inside the reward is
+# log (policy / reference), both as computed by the trainer: the generating engine rounds differently, and summed over
+# a response that difference would count as divergence.
 #
-# Legend of shapes: B prompts, G responses of each, N samples, A drawn tokens of these, packed, R those of the longest.
+# Legend of shapes: B prompts, G responses per prompt, N samples, A their drawn tokens, packed, R drawn tokens of the
+# longest sample.
 
 
 def group_advantages(reward_BG: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """Center the rewards of each prompt's responses and, by default, scale them.
+    """Center the rewards of each prompt's responses and, by default, scale them; [B, G] -> float32 [B, G].
 
-    Computed in float64, so that rounding of a mean is never divided by `eps`.
-
-    Args:
-        reward_BG: floating [B, G]; NaN where a response has none; the group is then the other responses. A single
-            reward has nothing to be compared with, so all is zero.
-        scale_by_std: divide by the group's sample standard deviation (Bessel's correction, as TRL and verl do).
-        eps: added to the deviation.
-    Returns:
-        float32 [B, G], mean 0 over G; zeros for a group of equal rewards, and where there is none.
-    Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; without scaling Liu et al. 2025 (arXiv 2503.20783),
-        section 3.2 (Dr. GRPO).
+    Rewards that are NaN are left out of their group. Advantages are zero for them, for a single reward, and for a group
+    of equal rewards. `scale_by_std` divides by the sample standard deviation (Bessel's correction, as in TRL and verl)
+    plus `eps`.
     """
+    # Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; without scaling Liu et al. 2025 (arXiv 2503.20783),
+    # section 3.2 (Dr. GRPO).
     assert reward_BG.dim() == 2 and reward_BG.shape[1], f"no group: rewards of shape {tuple(reward_BG.shape)}"
     reward_BG = reward_BG.double()
+    # In float64, so that the rounding error of a mean is never divided by `eps`.
     number_B1 = reward_BG.isfinite().sum(1, keepdim=True)
     centered_BG = (reward_BG - reward_BG.nanmean(1, keepdim=True)).nan_to_num(nan=0.0)
     if scale_by_std:
@@ -274,14 +247,14 @@ def group_advantages(reward_BG: Tensor, *, scale_by_std: bool = True, eps: float
 
 
 def has_equal_rewards(reward_BG: Tensor) -> Tensor:
-    """Return bool [B, 1]: whether all rewards of a group are the same; those that are NaN are none."""
+    """Return bool [B, 1]: whether all rewards of a group are equal, ignoring NaN."""
     return reward_BG.nan_to_num(nan=-torch.inf).amax(1, keepdim=True) <= reward_BG.nan_to_num(nan=torch.inf).amin(
         1, keepdim=True
     )
 
 
 def token_penalties(batch: PackedBatch) -> Tensor:
-    """Return float64 [A]: log (policy / reference) at each token (k1), from `old_log_probs`, `ref_log_probs`."""
+    """Return float64 [A]: log (policy / reference) at each token (k1), from `old_log_probs` and `ref_log_probs`."""
     return batch["old_log_probs"].values.double() - batch["ref_log_probs"].values.double()
 
 
@@ -291,7 +264,7 @@ def response_penalties(batch: PackedBatch) -> Tensor:
 
 
 def penalties_to_come(batch: PackedBatch, length_N: Tensor) -> Tensor:
-    """Return float64 [A]: the sum from each token to the end of its sample, of the N that have `length_N` tokens."""
+    """Return float64 [A]: the sum from each token to the end of its sample; samples have `length_N` tokens."""
     length_N = length_N.long()
     penalty_A = token_penalties(batch)
     before_A = penalty_A.cumsum(0) - penalty_A
@@ -303,13 +276,10 @@ def penalties_to_come(batch: PackedBatch, length_N: Tensor) -> Tensor:
 
 
 def token_rewards(reward_N: Tensor, length_N: Tensor, penalty_A: Tensor | None = None) -> Tensor:
-    """Return float64 [A]: a sample's reward at its last drawn token, minus what each token costs.
+    """Return float64 [A]: a sample's reward at its last drawn token, minus each token's penalty.
 
-    Args:
-        reward_N: floating [N].
-        length_N: integer [N], drawn tokens of each sample; the reward of one without any is dropped.
-        penalty_A: floating [A], of each token, e.g. `kl_coef * (log policy - log reference)`
-            (Ouyang et al. 2022, arXiv 2203.02155, eq. 2); None: there is none.
+    The reward of a sample without drawn tokens is dropped. `penalty_A` is e.g. `kl_coef * (log policy - log reference)`
+    (Ouyang et al. 2022, arXiv 2203.02155, eq. 2).
     """
     length_N = length_N.long()
     reward_A = torch.zeros(int(length_N.sum()), dtype=torch.float64)
@@ -321,26 +291,18 @@ def token_rewards(reward_N: Tensor, length_N: Tensor, penalty_A: Tensor | None =
 def generalized_advantages(
     reward_A: Tensor, value_A: Tensor, length_N: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns of every token, from the rewards of tokens and a critic's values.
+    """Return every token's advantage and return, float32 [A] each, from token rewards and a critic's values V(s_t).
 
-    The drawn token y_t is the action in state s_t: all tokens of the sample before it. What the policy did not draw
-    (observations) is not an action, so s_t+1 is the state of the next drawn token. The last one is final, also where
-    the sample was cut: nothing is bootstrapped after it, since no value of what would follow exists.
-
-        delta_t = r_t + gamma V(s_t+1) - V(s_t)         V after the last token is 0
-        A_t     = delta_t + gamma lam A_t+1
-        return  = A_t + V(s_t)                          the critic's target (TD(lambda))
-
-    Args:
-        reward_A: floating [A].
-        value_A: floating [A], V(s_t), before the critic's update.
-        length_N: integer [N], drawn tokens of each sample.
-        gamma: discount per token.
-        lam: 0: one-step errors; 1: Monte Carlo.
-    Returns:
-        float32 [A] and float32 [A], computed in float64.
-    Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 11, 12 and 16.
+    The drawn token y_t is the action in state s_t: all tokens of the sample before it. Tokens that the policy did not
+    draw (observations) are not actions, so s_t+1 is the state of the next drawn token. The last one is terminal, even
+    if the sample was cut: there is no value to bootstrap from. `gamma` discounts per token; `lam` 0 gives one-step
+    errors, 1 Monte Carlo.
     """
+    #     delta_t = r_t + gamma V(s_t+1) - V(s_t)         V after the last token is 0
+    #     A_t     = delta_t + gamma lam A_t+1
+    #     return  = A_t + V(s_t)                          the critic's target (TD(lambda))
+    #
+    # Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 11, 12 and 16. Computed in float64.
     length_N = length_N.long()
     responses, tokens = len(length_N), int(length_N.max()) if len(length_N) else 0
     real_NR = torch.arange(tokens) < length_N.unsqueeze(1)
@@ -350,7 +312,7 @@ def generalized_advantages(
     next_value_N = next_advantage_N = torch.zeros(responses, dtype=torch.float64)
     for t in reversed(range(tokens)):
         delta_N = reward_NR[:, t] + gamma * next_value_N - value_NR[:, t]
-        # Behind a response's end all is 0: nothing of it reaches its tokens.
+        # Zero beyond a response's end, so that padding never reaches its tokens.
         next_advantage_N = torch.where(real_NR[:, t], delta_N + gamma * lam * next_advantage_N, 0.0)
         next_value_N = value_NR[:, t]
         advantage_NR[:, t] = next_advantage_N
@@ -358,13 +320,13 @@ def generalized_advantages(
     return advantage_A.float(), (advantage_A + value_A.double()).float()
 
 
-# GRPO: group-relative policy optimisation, and with two settings Dr. GRPO.
+# GRPO: group-relative policy optimization; two settings turn it into Dr. GRPO.
 #
 # Source: Shao et al. 2024 (arXiv 2402.03300), eq. 3.
 
 
 class GRPO(Algorithm[GroupConfig]):
-    """How much better a response is than the group's mean, in deviations."""
+    """How much better a response is than its group's mean, in standard deviations."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards`."""
@@ -376,26 +338,25 @@ class GRPO(Algorithm[GroupConfig]):
         return {"advantages": Column.of_scalars(advantage_BG)}
 
 
-# CISPO: the ratio is a clipped weight of the policy gradient, so that no token loses its gradient.
+# CISPO: the clipped ratio only weights the policy gradient, so no token loses its gradient.
 #
 # Source: MiniMax 2025 (arXiv 2506.13585), eq. 4 and 5.
 
 
 class CISPO(GRPO):
-    """GRPO's advantages; clipped weights."""
+    """GRPO's advantages, with clipped weights."""
 
     def clips(self) -> tuple[Clip, ...]:
-        """Return the bounds of the weight."""
         config = self._config
         assert isinstance(config, CISPOConfig)
         return (WeightClip(1 - config.eps_clip, 1 + config.eps_clip_high),)
 
 
-# DAPO: decoupled clip and dynamic sampling policy optimisation.
+# DAPO: decoupled clip and dynamic sampling policy optimization.
 #
-# The higher upper clip is `eps_clip_high`, the token-level loss `loss_normalization: token`. Dynamic sampling: groups
-# that teach nothing, since all their responses have the same reward, are taken out before they get here, by the filter
-# `zero_variance` (`workers.rewards.group_filter`; section 3.2).
+# The higher upper clip is `eps_clip_high`, the token-level loss `loss_normalization: token`. Dynamic sampling (section
+# 3.2): groups whose responses all have the same reward teach nothing; the filter `zero_variance`
+# (`workers.rewards.group_filter`) removes them before they get here.
 #
 # Source: Yu et al. 2025 (arXiv 2503.14476), section 3.
 #
@@ -403,10 +364,10 @@ class CISPO(GRPO):
 
 
 class DAPO(Algorithm[DAPOConfig]):
-    """GRPO's advantages, from rewards that fall for overlong responses."""
+    """GRPO's advantages, from rewards that decrease for overlong responses."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, one per row, from `rewards` and, with a buffer, the drawn tokens of each."""
+        """Return `advantages`, one per row, from `rewards` and, with a buffer, each row's count of drawn tokens."""
         reward_N = batch["rewards"].values.double()
         buffer = self._config.overlong_buffer_tokens
         if buffer:
@@ -418,27 +379,21 @@ class DAPO(Algorithm[DAPOConfig]):
 
 
 def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """Return float64 [N]: 0 for responses shorter than the buffer's begin, then falling linearly, -1 at `max_tokens`.
-
-    Args:
-        length_N: integer [N], tokens of each response.
-        max_tokens: L_max.
-        buffer_tokens: L_cache, at least 1.
-    Source: arXiv 2503.14476, eq. 13.
-    """
+    """Return float64 [N]: 0 before the buffer begins, then decreasing linearly to -1 at `max_tokens`."""
+    # Source: arXiv 2503.14476, eq. 13; `max_tokens` is its L_max, `buffer_tokens` its L_cache.
     return ((max_tokens - buffer_tokens - length_N.double()) / buffer_tokens).clamp(-1, 0)
 
 
-# DPPO: divergence proximal policy optimisation: how far a probability moved is bounded, not by which factor.
+# DPPO: divergence proximal policy optimization: bounds how far a probability moves, not by which factor.
 #
 # Source: Qi et al. 2026 (arXiv 2602.04879), eq. 11 to 14: the binary approximations of the divergence.
 
+# Largest divergence in the authors' own runs (verl, `examples/dppo_trainer`).
 AUTHORS_BOUNDS = {"tv": 0.15, "kl": 0.05}
-"""Largest divergence in the authors' runs (verl, `examples/dppo_trainer`)."""
 
 
 class DPPO(GRPO):
-    """GRPO's advantages; tokens too far from the policy that drew them do not move on."""
+    """GRPO's advantages; tokens that are too far from the policy that drew them do not move further away."""
 
     def clips(self) -> tuple[Clip, ...]:
         """Return the truncation of the ratio, then the trust region."""
@@ -448,7 +403,7 @@ class DPPO(GRPO):
         return (WeightClip(0.0, config.max_ratio), BinaryDivergence(config.divergence, bound))
 
 
-# GSPO: group sequence policy optimisation: ratio and clip belong to whole samples.
+# GSPO: group sequence policy optimization: ratio and clip apply to whole samples.
 #
 # Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
 
@@ -459,30 +414,27 @@ class GSPO(GRPO):
     whole_samples = True
 
 
-# PPO: a critic says what every token is worth, and GAE what it was better.
+# PPO: a critic estimates every token's value, and GAE how much better the token turned out.
 #
-# Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7 and 9, with a critic of its own, so that the losses are not
-# added; advantages Schulman et al. 2016 (arXiv 1506.02438); the KL penalty in the reward Ouyang et al. 2022 (arXiv
-# 2203.02155), eq. 2, at each token.
+# Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7 and 9, with a separate critic, so the two losses are not added;
+# advantages: Schulman et al. 2016 (arXiv 1506.02438); per-token KL penalty in the reward: Ouyang et al. 2022 (arXiv
+# 2203.02155), eq. 2.
 
 
 class PPO(Algorithm[PPOConfig]):
     """The clipped surrogate with an advantage per token, and the critic's loss."""
 
     def __init__(self, config: PPOConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
-        """See `Algorithm`."""
         super().__init__(config, max_response_tokens=max_response_tokens, mask_truncated=mask_truncated)
         self.whole_step = config.whole_step
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, not whitened yet, and `returns`, per token, each sample by itself.
-
-        Reads `rewards`, `values`, `sample_lengths`, `response_mask` and, with the KL penalty in the reward,
-        `old_log_probs` and `ref_log_probs`.
-        """
+        """Return `advantages`, not whitened yet, and `returns`, per token, each sample by itself."""
+        # Reads `rewards`, `values`, `sample_lengths`, `response_mask` and, with the KL penalty in the reward,
+        # `old_log_probs` and `ref_log_probs`.
         config, values, length_S = self._config, batch["values"], drawn_per_sample(batch)
         penalty_A = config.kl_coef * token_penalties(batch) if config.has_reward_penalty else None
-        reward_N = batch["rewards"].values.nan_to_num(nan=0.0)  # of one without any nothing counts
+        reward_N = batch["rewards"].values.nan_to_num(nan=0.0)  # rows without a reward count nowhere
         reward_S = reward_N.repeat_interleave(batch["sample_lengths"].lengths.long())
         reward_A = token_rewards(reward_S, length_S, penalty_A)
         advantage_A, return_A = generalized_advantages(
@@ -498,12 +450,10 @@ class PPO(Algorithm[PPOConfig]):
         return batch.with_columns({"advantages": Column(values.float(), column.lengths)})
 
     def value_loss(self, batch: PackedBatch, *, device: torch.device) -> ValueLoss:
-        """Return the critic's loss of a micro-batch; its sum is scaled as the policy's is (`counts`, `scale`).
+        """Return the critic's loss of a micro-batch; its sum is scaled like the policy's (`counts`, `scale`).
 
-        Args:
-            batch: of samples, columns `values`, `returns`, `truncated`, `rewards`, and where a task writes it
-                `loss_weights`.
-            device: where the engine computes.
+        `batch` holds samples with the columns `values`, `returns`, `truncated`, `rewards` and, optionally,
+        `loss_weights`.
         """
         columns = [self._token_weights(batch), batch["values"].values, batch["returns"].values]
         weight_A, old_value_A, return_A = to_device(columns, device)
@@ -511,21 +461,21 @@ class PPO(Algorithm[PPOConfig]):
         return ValueLoss(weight_A, old_value_A, return_A, clip=config.value_clip, coef=config.value_loss_coef)
 
 
-# REINFORCE++: rewards minus a KL penalty to come, normalised over all tokens of the step; with or without a baseline.
+# REINFORCE++: rewards minus the KL penalty to come, normalized over all tokens of the step, with or without a baseline.
 #
-# Source: Hu et al. 2025 (arXiv 2501.03262, v9), section 3, eq. 8 to 10; the weights of tokens are those of the
-# authors' code (OpenRLHF): mean and deviation are over tokens, not over responses.
+# Source: Hu et al. 2025 (arXiv 2501.03262, v9), section 3, eq. 8 to 10. Tokens are weighted as in the authors' code
+# (OpenRLHF): mean and deviation are over tokens, not over responses.
 #
-# Legend of shapes: N rows, A drawn tokens of these, packed.
+# Legend of shapes: N rows, A their drawn tokens, packed.
 
 
 class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
-    """Advantages are comparable over the whole step, and so is their deviation, whatever a single group's is."""
+    """Advantages are comparable across the whole step: one deviation scales them all, whatever a single group's is."""
 
     whole_step = True
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, not normalised yet: one per row, or per token where the KL penalty is in the reward."""
+        """Return `advantages`, not normalized yet: one per row, or per token if the KL penalty is in the reward."""
         reward_N, config = batch["rewards"].values.double(), self._config
         if config.baseline == "group":
             return {
@@ -539,21 +489,21 @@ class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
         return {"advantages": Column(advantage_A.float(), length_N)}
 
     def normalized(self, batch: PackedBatch, moments: Moments) -> PackedBatch:
-        """Center and scale `advantages` by the whole step's."""
+        """Center and scale `advantages` by the moments of the whole step."""
         column = batch["advantages"]
         values = (column.values.double() - moments.mean) / max(moments.deviation, self._config.advantage_eps)
         return batch.with_columns({"advantages": Column(values.float(), column.lengths, shapes=column.shapes)})
 
 
-# RLOO: REINFORCE leave-one-out: a response is compared with the mean of the others to its prompt.
+# RLOO: REINFORCE leave-one-out: compares a response with the mean of the other responses to its prompt.
 #
 # Source: Ahmadian et al. 2024 (arXiv 2402.14740), section 2.2.
 #
-# Legend of shapes: B prompts, G responses of each.
+# Legend of shapes: B prompts, G responses per prompt.
 
 
 class RLOO(Algorithm[RLOOConfig]):
-    """Rewards, less the KL penalty of their whole response, against those of the others."""
+    """A response's reward, minus its total KL penalty, compared with the others'."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards` and, with a penalty, the log-probabilities."""
@@ -564,11 +514,9 @@ class RLOO(Algorithm[RLOOConfig]):
 
 
 def leave_one_out(reward_BG: Tensor) -> Tensor:
-    """Return float32 [B, G]: each reward minus the mean of the others; zeros where there are no others.
-
-    One that is NaN is none, and gets zero. Computed in float64, and exactly zero in a group of equal rewards.
-    """
+    """Return float32 [B, G]: each reward minus the mean of the others; zero for NaN, and where all are equal."""
     reward_BG = reward_BG.double()
+    # NaN rewards are not counted as others.
     others_B1 = (reward_BG.isfinite().sum(1, keepdim=True) - 1).clamp(min=1)
     others_BG = (reward_BG.nansum(1, keepdim=True) - reward_BG) / others_B1
     return torch.where(has_equal_rewards(reward_BG), 0.0, (reward_BG - others_BG).nan_to_num(nan=0.0)).float()

@@ -1,4 +1,4 @@
-"""The algorithm that a configuration names, ready to be asked; the names are in `registry`."""
+"""Constructs the algorithm that a configuration names; the names are in `workers.settings.algorithms`."""
 
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -17,32 +17,28 @@ from workers.settings.algorithms import NAMES, AlgorithmConfig, KlLossConfig, Ou
 from workers.settings.dataflow import ACTOR_TRAIN, ADVANTAGES, DRAWN_COLUMNS, Task
 
 FIELD = "algorithm.name"
+# Keys of `OutsideConfig` that the class's `Config` answers itself.
 _NOT_ITS_OWN = ("name", "dataflow", "needs_group_size", "needs_whole_step")
-"""Keys of `OutsideConfig` that are answers of the class's `Config`."""
+# Task -> where an algorithm outside the package may add columns: it computes advantages and loss.
 _MAY_GROW: Mapping[str, tuple[str, ...]] = {ADVANTAGES: ("inputs", "outputs"), ACTOR_TRAIN: ("inputs",)}
-"""Task -> what an algorithm outside of the package may add columns to: it computes advantages and loss."""
-_TRIED_TOKENS = 2
-"""Of each response of the made-up group."""
+_TRIED_TOKENS = 2  # tokens of each response in the trial group
 
 
 class ResponseSettings(Protocol):
-    """What an algorithm must know of generation; `workers.settings.run.RolloutConfig` says it."""
+    """What an algorithm must know about generation; `workers.settings.run.RolloutConfig` provides it."""
 
     @property
     def longest_rollout(self) -> int:
-        """Most tokens that are drawn in a rollout."""
+        """Most tokens drawn in a rollout."""
 
     @property
     def truncated(self) -> str:
-        """`mask`: responses that were cut do not count."""
+        """`mask`: truncated responses do not count."""
 
 
 def load_algorithm(config: AlgorithmConfig, responses: ResponseSettings) -> Algorithm[Any]:
     """Return the algorithm that `config` names.
-
-    Raises:
-        ConfigError: it is outside the package, and cannot be imported any more.
-    """
+    Raises ConfigError if it is outside the package, and can no longer be imported."""
     kind: Any
     settings: PolicyConfig
     if isinstance(config, OutsideConfig):
@@ -53,11 +49,8 @@ def load_algorithm(config: AlgorithmConfig, responses: ResponseSettings) -> Algo
 
 
 def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algorithm[Any]], KlLossConfig]:
-    """Import an algorithm outside of the package; return it, and the settings as its own `Config` has them.
-
-    Raises:
-        ConfigError: there is none, it is not an algorithm, has no `Config` that a run can use, or refuses a setting.
-    """
+    """Import an algorithm from outside the package; return it, and the section's settings as its own `Config`.
+    Raises ConfigError if there is none, it is not an algorithm, has no usable `Config`, or refuses a setting."""
     kind = load_class(name, field=FIELD, methods=())
     if not issubclass(kind, Algorithm):
         raise ConfigError(f"{FIELD}: {name} is not an algorithm; derive it from workers.algorithms.algorithm.Algorithm")
@@ -65,7 +58,7 @@ def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algor
     config = own_settings(kind, given, name=name, section="algorithm", base=KlLossConfig)
     if config.has_critic or config.kl_in_reward:
         raise ConfigError(
-            f"{FIELD}: {name} has a critic, or its KL penalty in the reward; only built-in ones have that"
+            f"{FIELD}: {name} has a critic, or its KL penalty in the reward; only built-in algorithms support that"
         )
     inputs: object = config.advantage_inputs
     if not isinstance(inputs, tuple | list) or not all(isinstance(column, str) for column in inputs):
@@ -77,11 +70,8 @@ def outside_algorithm(name: str, section: Mapping[str, Any]) -> tuple[type[Algor
 
 
 def outside_tasks(name: str, settings: KlLossConfig, *, old_log_probs: bool) -> tuple[Task, ...]:
-    """Return the tasks of an algorithm outside of the package, as its `Config` has them.
-
-    Raises:
-        ConfigError: they are others than those of every algorithm, or change more of these than what it computes.
-    """
+    """Return the tasks of an algorithm outside the package, as its `Config` defines them.
+    Raises ConfigError if they are not every algorithm's tasks, or change more than the columns it may add."""
     given: object = settings.tasks(old_log_probs=old_log_probs)
     if not isinstance(given, tuple | list) or not all(isinstance(task, Task) for task in given):
         raise ConfigError(f"{FIELD}: {name}: tasks() of its Config returned {_shown(given)}; return a tuple of Task")
@@ -90,7 +80,7 @@ def outside_tasks(name: str, settings: KlLossConfig, *, old_log_probs: bool) -> 
     if [task.name for task in given] != names:
         raise ConfigError(
             f"{FIELD}: {name}: tasks() of its Config are {' '.join(task.name for task in given)}; return those of "
-            f"super().tasks(), {' '.join(names)} (a task of your own: section tasks)"
+            f"super().tasks(), {' '.join(names)} (tasks of your own belong in section tasks)"
         )
     for ours, its in zip(known, given, strict=True):
         grown = {part: getattr(its, part) for part in _MAY_GROW.get(ours.name, ())}
@@ -105,11 +95,9 @@ def outside_tasks(name: str, settings: KlLossConfig, *, old_log_probs: bool) -> 
 def try_algorithm(
     name: str, kind: Any, settings: KlLossConfig, responses: ResponseSettings, *, tasks: Sequence[Task], group_size: int
 ) -> Algorithm[Any]:
-    """Return an algorithm of a user's, which has compared a made-up group, if that has the columns.
+    """Construct a user's algorithm and try it on a made-up group, if that provides the columns it reads.
 
-    Raises:
-        ConfigError: its advantages are not such that a run can use them.
-        Exception: what it raises.
+    Raises ConfigError if a run cannot use its advantages, and whatever the algorithm raises.
     """
     algorithm, ones = _made(kind, settings, responses), [torch.ones(_TRIED_TOKENS)] * group_size
     columns = {
@@ -121,7 +109,7 @@ def try_algorithm(
     task = next(task for task in tasks if task.name == ADVANTAGES)
     inputs = task.inputs
     if not set(inputs) <= set(columns):
-        return algorithm  # a users' task writes one
+        return algorithm  # a user's task writes some of them
     batch = PackedBatch(tuple(range(group_size)), {column: columns[column] for column in inputs}, (0,) * group_size)
     made = algorithm.advantages(batch, group_size=group_size)
     for column in task.outputs:

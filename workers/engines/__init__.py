@@ -1,1 +1,1 @@
-"""Engines that generate and train, behind the two protocols of `base`; `load` picks one by configuration."""
+"""Engines for generation and training, behind the protocols of `base`; `load` picks one by configuration."""

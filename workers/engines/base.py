@@ -1,7 +1,7 @@
-"""The engine protocols and the types that they exchange. A role's loop knows these, and never which engine runs.
+"""The engine protocols and the types they exchange. A role's loop knows only these, never which engine runs.
 
-Legend of shapes: N samples, P prompt tokens, R response tokens, T tokens of a packed micro-batch (all of its samples',
-one after another, no padding), A drawn tokens of a packed micro-batch: those that the policy drew and that are trained.
+Legend of shapes: N samples, P prompt tokens, R response tokens, T tokens of a packed micro-batch (its samples back to
+back, no padding), A drawn tokens of a packed micro-batch: those that the policy drew and that are trained.
 """
 
 import logging
@@ -28,59 +28,41 @@ from workers.settings.run import RunConfig
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One response to generate.
+    """One response to generate."""
 
-    Attributes:
-        index: global row index.
-        prompt_P: int64 [P].
-        seed: of this response's random numbers; the same seed gives the same draws whatever else is in the batch.
-        ticket: tells requests of one caller apart: a row that was lost may be requested again.
-        max_tokens: longest response, at most `rollout.max_response_tokens`, which None means.
-        stop_ids: tokens that end the response besides the model's own; the one that was drawn is part of it.
-        stop: strings that end it, None if there are none. An engine that ends it later, or never looks, only draws for
-            nothing: the caller cuts what is beyond.
-    """
-
-    index: int
-    prompt_P: Tensor
-    seed: int
-    ticket: int = 0
-    max_tokens: int | None = None
+    index: int  # global row index
+    prompt_P: Tensor  # int64 [P]
+    seed: int  # of this response; the same seed gives the same draws whatever else is in the batch
+    ticket: int = 0  # distinguishes requests of one caller: a lost row may be requested again
+    max_tokens: int | None = None  # longest response; None: `rollout.max_response_tokens`, which is also the maximum
+    # Tokens that end the response besides the model's own; the drawn one is part of the response.
     stop_ids: tuple[int, ...] = ()
+    # Strings that end it. An engine may ignore them, at the cost of wasted draws: the caller cuts the response.
     stop: StopStrings | None = None
 
     def limit(self, max_response_tokens: int) -> int:
-        """Return how long the response may be (tokens), in a run with this `rollout.max_response_tokens`."""
+        """Return the longest response (tokens) in a run with this `rollout.max_response_tokens`."""
         return max_response_tokens if self.max_tokens is None else min(self.max_tokens, max_response_tokens)
 
     @property
     def signed_seed(self) -> int:
-        """The seed as a signed 64-bit integer, which some engines need."""
+        """The seed as a signed 64-bit integer, for engines that need one."""
         return self.seed % 2**63
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One finished response.
+    """One finished response."""
 
-    Attributes:
-        index: the request's row index.
-        response_R: int64 [R], with the end-of-sequence or stop token when it was produced.
-        log_probs_R: float32 [R], natural log of the tempered distribution, before top-p and top-k.
-        versions_R: int32 [R], step of the weights that drew each token.
-        truncated: cut at the request's limit.
-        ticket: the request's.
-    """
-
-    index: int
-    response_R: Tensor
-    log_probs_R: Tensor
-    versions_R: Tensor
-    truncated: bool
+    index: int  # the request's, like `ticket`
+    response_R: Tensor  # int64 [R], including the end-of-sequence or stop token if one was produced
+    log_probs_R: Tensor  # float32 [R], natural log under the tempered distribution, before top-p and top-k
+    versions_R: Tensor  # int32 [R], step of the weights that drew each token
+    truncated: bool  # cut at the request's limit
     ticket: int = 0
 
     def until(self, stop: StopStrings | None) -> "tuple[Generation, Stopped | None]":
-        """Return this response up to the token that completes one of the strings, and which; all of it if none does."""
+        """Return the response cut after the token that completes a stop string, and that stop; or whole, and None."""
         stopped = None if stop is None else stop.stopped(self.response_R.tolist())
         if stopped is None:
             return self, None
@@ -103,7 +85,7 @@ class Generation:
         versions: Sequence[int],
         truncated: bool,
     ) -> "Generation":
-        """Return the response to a request, from one number per token each."""
+        """Return the response to a request from one log-probability and version per token."""
         return Generation(
             index=request.index,
             response_R=torch.tensor(tokens, dtype=torch.int64),
@@ -115,23 +97,23 @@ class Generation:
 
 
 class GenerateEngine(Protocol):
-    """Generates responses, many at a time, with the newest weights that were loaded. Used by one thread.
+    """Generates many responses at a time with the most recently loaded weights. Used by one thread.
 
     submit(requests) -> step() ... step() -> finished responses, each as soon as it ends
-                load_weights() between steps, while nothing runs or, where the engine is `interruptible`, at any time
+                load_weights() between steps: while nothing runs, or at any time if the engine is `interruptible`
     close()
     """
 
+    # Step of the loaded weights, stamped on tokens drawn from now on; set by the caller of `load_weights`.
     version: int
-    """Step of the loaded weights, which stamps tokens drawn from now on; set by the caller of `load_weights`."""
 
     @property
     def interruptible(self) -> bool:
-        """Whether weights may be loaded while responses run, which go on with the new ones."""
+        """Whether weights may be loaded while responses run, which then continue with the new ones."""
 
     @property
     def adopts_weights(self) -> bool:
-        """Whether `load_weights` can make the given tensors the engine's own instead of copying."""
+        """Whether `load_weights` can use the given tensors in place instead of copying them."""
 
     @property
     def num_running(self) -> int:
@@ -142,31 +124,26 @@ class GenerateEngine(Protocol):
         """How many responses may be submitted now."""
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin responses, at most `free_slots`.
-
-        Raises:
-            BadRequest: a prompt is empty, leaves no room for its response, or has tokens unknown to the model; nothing
-                was begun. See `check_request`.
-        """
+        """Start at most `free_slots` responses. Raises BadRequest if a prompt is empty, leaves no room for its
+        response, or has tokens unknown to the model; nothing was started. See `check_request`."""
 
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Go on until responses finish, a token was drawn, or `wake` is set; return those that finished."""
+        """Run until responses finish, a token was drawn, or `wake` is set; return those that finished."""
 
     def cancel(self, ticket: int) -> None:
-        """Drop the running request with this ticket and free its place; `step` will not return it. Others go on as they
-        were. A ticket that does not run, or not any more, changes nothing."""
+        """Drop the running request with this ticket, if any, and free its slot. Other requests are not disturbed."""
 
     def abort(self) -> None:
         """Drop all running requests."""
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (HF names) and drop cached keys and values, but for those of running responses.
+        """Replace all weights (HF names) and drop cached keys and values, except those of running responses.
 
-        No token is drawn between this and the next `submit` or `step`, so `version` can be set.
+        No token is drawn between this call and the next `submit` or `step`, so the caller can set `version`.
 
         Args:
-            weights: of the model's shapes; other element types are cast. Their memory is written again once this has
-                returned, so a device must have read it by then (no `non_blocking` copy without a wait).
+            weights: of the model's shapes; other element types are cast. Their memory is overwritten after this
+                returns, so a device must have read it by then (no `non_blocking` copy without synchronizing).
             adopt: the caller leaves the tensors unchanged until the next call ends, so an engine may use them directly.
         """
 
@@ -180,15 +157,9 @@ class GenerateEngine(Protocol):
 def check_request(
     request: GenerateRequest, *, vocab_size: int, max_length: int | None, max_response_tokens: int
 ) -> None:
-    """Refuse a request that the model cannot answer.
+    """Raise BadRequest for a request that the model cannot answer, see `GenerateEngine.submit`.
 
-    Args:
-        request: to check.
-        vocab_size: of the model.
-        max_length: longest prompt with its response: the model's positions, or fewer; None: no limit.
-        max_response_tokens: of the run.
-    Raises:
-        BadRequest: see `GenerateEngine.submit`.
+    `max_length` is the longest prompt plus response (tokens): the model's positions, or fewer; None: no limit.
     """
     prompt_P, limit = request.prompt_P, request.limit(max_response_tokens)
     if not prompt_P.numel():
@@ -207,7 +178,7 @@ def check_request(
 
 
 def generate(engine: GenerateEngine, requests: Sequence[GenerateRequest]) -> Iterator[Generation]:
-    """Yield the responses to all requests, each as soon as it is finished, in any order."""
+    """Yield the responses to all requests, each as soon as it finishes, in any order."""
     waiting, never = deque(requests), threading.Event()
     while waiting or engine.num_running:
         number = min(engine.free_slots, len(waiting))
@@ -217,15 +188,9 @@ def generate(engine: GenerateEngine, requests: Sequence[GenerateRequest]) -> Ite
 
 
 def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
-    """Refuse a batch that no model can compute; on accelerators it would end the process.
-
-    Args:
-        batch: to check, in host memory.
-        vocab_size: of the model.
-    Raises:
-        BadRequest: there are no samples, lengths do not fit, a sample begins with a drawn token (nothing predicts it),
-            or a token is unknown.
-    """
+    """Refuse a batch (in host memory) that no model can compute; on accelerators it would kill the process. Raises
+    BadRequest if there are no samples, lengths do not match, a sample begins with a drawn token (nothing predicts
+    it), or a token is unknown."""
     if not len(batch.lengths_N):
         raise BadRequest("a micro-batch has no samples; a rank without rows passes None")
     if int(batch.lengths_N.sum()) != len(batch.tokens_T):
@@ -248,38 +213,25 @@ def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class StepStats:
-    """Figures of one optimizer update.
+    """Figures of one optimizer update."""
 
-    Attributes:
-        grad_norm: global L2 norm of the scaled gradient before clipping.
-        lr: learning rate of the update.
-        clipped: the gradient was longer than `grad_clip`.
-    """
-
-    grad_norm: float
+    grad_norm: float  # global L2 norm of the scaled gradient before clipping
     lr: float
-    clipped: bool = False
+    clipped: bool = False  # the norm exceeded `grad_clip`
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """One part of one tensor that this rank holds.
+    """The part of one tensor that this rank holds."""
 
-    Attributes:
-        name: HF name.
-        shape: of the whole tensor.
-        box: of this part.
-        values: view of the part on this rank's device; any shape and strides with the box's row-major order.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # HF name
+    shape: tuple[int, ...]  # of the whole tensor
     box: Box
-    values: Tensor
+    values: Tensor  # view on this rank's device; any shape and strides, with the box's row-major order
 
 
 class FrozenEngine(Protocol):
-    """A model that is not trained. Where several ranks share it, all of them call alike, and with the same batch."""
+    """A model that is not trained. Ranks that share it must all make the same calls with the same batch."""
 
     @property
     def adopts_weights(self) -> bool:
@@ -298,75 +250,67 @@ class FrozenEngine(Protocol):
         """Return what `load_weights` needs, by HF name; tied weights once."""
 
     def save_weights(self, target: Path) -> None:
-        """Write the weights as safetensors, in their element type, into a directory, which is made."""
+        """Create a directory and write the weights there as safetensors, in their own element type."""
 
 
 class TrainedEngine(Protocol):
-    """Common to all engines that train; methods but `zero_grad` are collective over the ranks that hold the model."""
+    """Common to all training engines; all methods but `zero_grad` are collective over the ranks that hold the model."""
 
     @property
     def optimizer_updates(self) -> int:
-        """How often `step` was called for these weights; part of `state_dict`."""
+        """How many times `step` was called for these weights; part of `state_dict`."""
 
     def forward_backward(self, batch: Sequences | None, loss: Callable[..., Tensor]) -> None:
-        """Accumulate gradients of `loss`. None: this rank has no rows; it only joins the collectives.
-
-        Raises:
-            BadRequest: see `check_sequences`; before any collective.
-        """
+        """Accumulate gradients of `loss`. None: this rank has no rows and only joins the collectives.
+        Raises BadRequest, see `check_sequences`; before any collective."""
 
     def step(self, scale: float) -> StepStats:
-        """Multiply the gradients (summed over ranks) by `scale`, clip, update, clear them."""
+        """Multiply the gradients (summed over ranks) by `scale`, clip, update, and clear them."""
 
     def zero_grad(self) -> None:
-        """Drop accumulated gradients, when the step in progress is abandoned."""
+        """Drop accumulated gradients, when the current step is abandoned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and schedule state for torch.distributed.checkpoint (load in place, then
+        """Return model, optimizer and schedule state for torch.distributed.checkpoint (load in place, then call
         `load_state_dict`). Its tensors are views that only `step` and `load_state_dict` change."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
 
+# (log_probs_A, entropy_A) -> scalar sum of the loss, not normalized; both arguments may carry gradients.
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(log_probs_A, entropy_A) -> scalar sum of the loss, not normalised; both have a gradient."""
 
 
 class TrainEngine(TrainedEngine, Protocol):
-    """Trains the policy by a `LossFunction`; `shards` and `export_hf` are not collective."""
+    """Trains the policy with a `LossFunction`; `shards` and `export_hf` are not collective."""
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: log-probabilities of the drawn tokens, without gradient. None: this rank has no
-        rows; it only joins the collectives, and gets [0].
+        """Return float32 [A]: log-probabilities of the drawn tokens, without gradient.
 
-        Raises:
-            BadRequest: see `check_sequences`; before any collective.
+        None: this rank has no rows, only joins the collectives, and gets [0]. Raises BadRequest before any collective,
+        see `check_sequences`.
         """
 
     def shards(self) -> Iterable[LocalShard]:
-        """Return this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
+        """Return this rank's pieces of all parameters, in a fixed order; views, so copy them before the next `step`."""
 
     def export_hf(self, target: Path, saved: Path) -> None:
-        """Write a Hugging Face directory (safetensors, config, tokenizer) of a saved state.
+        """Write a saved state as a Hugging Face directory (safetensors, config, tokenizer), creating `target`.
 
-        On one rank, in any thread, while training goes on.
-
-        Args:
-            target: is made.
-            saved: directory that torch.distributed.checkpoint wrote of a `state_dict`.
+        Runs on one rank, in any thread, while training continues. `saved` is where torch.distributed.checkpoint wrote a
+        `state_dict`.
         """
 
 
 class PolicyCopy(Protocol):
-    """Other weights of the policy, in the layout of the trainer; collective over the actor's ranks."""
+    """Other weights of the policy, in the trainer's layout; collective over the actor's ranks."""
 
     def take(self) -> None:
         """Copy the policy's current weights."""
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A], under the weights that are held; see `TrainEngine.log_probs`. With equal weights it is
-        equal to what the policy computes for the same batch, to the last bit."""
+        """Like `TrainEngine.log_probs`, under the copy's weights; for equal weights and batches bitwise equal to it."""
 
 
 @runtime_checkable
@@ -374,125 +318,99 @@ class CopyingEngine(TrainEngine, Protocol):
     """A training engine that can keep copies of its policy."""
 
     def open_copy(self, *, initial: bool = False) -> PolicyCopy:
-        """Return a copy without weights, or with those of the initial model; collective."""
+        """Return a copy without weights or, with `initial`, with those of the initial model; collective."""
 
 
-ValueLossFunction = Callable[[Tensor], Tensor]
-"""values_A -> scalar sum of the loss, not normalised."""
+ValueLossFunction = Callable[[Tensor], Tensor]  # values_A -> scalar sum of the loss, not normalized
 
 
 class ValueEngine(TrainedEngine, Protocol):
-    """Trains a critic, by a `ValueLossFunction`."""
+    """Trains a critic with a `ValueLossFunction`."""
 
     def values(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: the return expected before each drawn token, without gradient; None: no rows."""
+        """Return float32 [A]: the expected return before each drawn token, without gradient; None: no rows."""
 
 
-# What an engine is made from: `Class(setup)`, for classes outside of the package; built-in ones have `of_run(setup)`.
+# How an engine is constructed: `Class(setup)` for classes outside the package; built-in ones have `of_run(setup)`.
 #
 #     class MyEngine:                              # rollout.engine: my_module:MyEngine
-#         class Config(Settings): ...              # rollout.engine_options; leave it out: there are none
+#         class Config(Settings): ...              # rollout.engine_options; omit it if there are none
 #         def __init__(self, setup: EngineSetup) -> None: ...
 #
-# What it must have besides is in `base`: `GenerateEngine`, `TrainEngine`, `FrozenEngine`. A `Config` may have a method
-# `check(run)`, which raises `ConfigError` for other settings of the run that do not fit: called before anything
-# starts.
+# The class must also implement one of the protocols above: `GenerateEngine`, `TrainEngine`, `FrozenEngine`. Its
+# `Config` may have a method `check(run)`, which is called before anything starts and raises `ConfigError` if other
+# settings of the run do not fit.
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Attributes:
-    run: the resolved configuration.
-    device: where the engine computes.
-    options: of a class outside of the package: an instance of its `Config`.
-    sampling: the rollout's, or an evaluation's, which differs.
-    weights_dir: of a reference: holds its weights, as safetensors; None: the model's own.
-    """
+    """What an engine is constructed from."""
 
     run: RunConfig
     device: torch.device
-    options: Any
-    sampling: SamplingConfig
-    weights_dir: Path | None = None
+    options: Any  # for a class outside the package: an instance of its `Config`
+    sampling: SamplingConfig  # the rollout's, or an evaluation's, which differs
+    weights_dir: Path | None = None  # of a reference: holds its weights as safetensors; None: the model's own
 
     @property
     def model_dir(self) -> Path:
-        """The model's Hugging Face directory."""
         return Path(self.run.model.path)
 
     @property
     def actor(self) -> ActorConfig:
-        """How the policy is trained, with the learning rate's schedule as it stands for the run."""
+        """How the policy is trained, with the learning-rate schedule resolved for this run."""
         return self.run.actor.for_run(self.run.steps, begins_after=self.run.critic_only_steps)
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Longest prompt of a call (tokens); those of later turns hold what came before.
-
-        Raises:
-            ConfigError: the model does not say how many positions it has.
-        """
+        """Longest prompt of a call (tokens); in later turns the prompt includes all earlier ones.
+        Raises ConfigError if the model does not say how many positions it has."""
         if not self.run.rollout.is_own:
             return self.run.data.max_prompt_tokens
         context = longest_call(self.run, self.sampling)
         if context is None:
             raise ConfigError(
-                "rollout.max_context_tokens: is 0, and the model's config.json names no number of positions; set it"
+                "rollout.max_context_tokens: 0, but config.json does not say how many positions the model has; set it"
             )
         return context - self.sampling.max_response_tokens
 
 
 def longest_call(run: RunConfig, sampling: SamplingConfig) -> int | None:
-    """Return the longest prompt and reply together, of one turn of a user's rollout (tokens); None: no limit is known.
-
-    Args:
-        run: the resolved configuration.
-        sampling: the rollout's, or an evaluation's.
-    """
+    """Return the longest prompt plus reply (tokens) of one turn of a user's rollout; None: no limit is known."""
     limits = max_positions(Path(run.model.path)), run.vllm.max_model_len if sampling.engine == "vllm" else None
     return run.rollout.max_context_tokens or min((limit for limit in limits if limit is not None), default=None)
 
 
-# The optimizer updates of a training engine: their number, learning rate and clipping.
+# The optimizer updates of a training engine: count, learning rate and clipping.
 #
 #     engine.step(scale)    norm of the gradients -> Updates.next -> factor for them, learning rate -> optimizer
 #
-# Called by the engines that train; touches no gradient itself.
+# Called by the training engines; touches no gradients itself.
 
 logger = logging.getLogger(__name__)
 
-_EPS = 1e-6
-"""Added to the norm, as `torch.nn.utils.clip_grad_norm_` does."""
+_EPS = 1e-6  # added to the norm, as in `torch.nn.utils.clip_grad_norm_`
 
 
 class Updates:
     """Counts updates, and the steps that they complete, across resumes."""
 
     def __init__(self, config: ActorConfig) -> None:
-        """Args:
-        config: updates of a step, learning rate and clipping.
-        """
         self._config = config
-        self._loaded = (0, 0)
-        """Steps and updates of the state that was loaded."""
-        self.number = 0
-        """Updates in these weights."""
+        self._loaded = (0, 0)  # steps and updates of the loaded state
+        self.number = 0  # updates that these weights have received
 
     @property
     def num_steps(self) -> int:
-        """Complete steps, which warm-up counts, however many updates each makes, or made before a resume."""
+        """Complete steps, by which warm-up counts. A resume may change how many updates make a step."""
         steps, updates = self._loaded
         return steps + (self.number - updates) // self._config.num_updates
 
     def next(self, norm: float, scale: float) -> tuple[float | None, StepStats]:
-        """Count the next update.
+        """Count the next update; return the total factor on the gradients, and the update's figures.
 
-        Args:
-            norm: L2 norm of the gradients that are accumulated, over all ranks.
-            scale: factor that the caller asks for.
-        Returns:
-            The whole factor on the gradients, and the update's figures. None instead of a factor: the gradients are not
-            finite, and no weight may change.
+        `norm` is the global L2 norm of the accumulated gradients, `scale` the caller's factor. A factor of None: the
+        gradients are not finite, and no weight may change.
         """
         clip, length = self._config.grad_clip, abs(scale) * norm
         clipped = clip is not None and length > clip
@@ -504,49 +422,34 @@ class Updates:
         return scale if clip is None else scale * min(1.0, clip / (length + _EPS)), stats
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the numbers of steps and updates for torch.distributed.checkpoint."""
         return {"num_steps": torch.tensor(self.num_steps), "optimizer_updates": torch.tensor(self.number)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
         self.number = int(state["optimizer_updates"])
         self._loaded = int(state["num_steps"]), self.number
 
 
 def decay(weights: Sequence[Tensor], config: TrainingConfig, lr: float) -> None:
-    """Shrink weights as AdamW does, before its update (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2).
-
-    Done here and not by the optimizer, whose groups of parameters would otherwise be part of what is saved.
-
-    Args:
-        weights: that decay; see `decays`.
-        config: with `weight_decay`.
-        lr: of the update.
-    """
+    """Shrink weights as AdamW does before its update (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2)."""
+    # Done here rather than by the optimizer, whose parameter groups would otherwise become part of checkpoints.
     if config.weight_decay and weights:
         torch._foreach_mul_(list(weights), 1 - lr * config.weight_decay)
 
 
 def decays(parameter: Tensor) -> bool:
-    """Return whether a parameter decays: norms and biases, which have one dimension, do not."""
+    """Return whether a parameter decays: norms and biases, which are one-dimensional, do not."""
     return parameter.dim() > 1
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
-    """Return the learning rate of the updates of one step.
-
-        lr     ______                         warm-up      linear from lr / N to lr over the first N steps
-              /      \\.                       constant     lr
-             /         '.  cosine             linear       a straight line down to lr_min_ratio x lr
-            /  linear    '-.____ least        cosine       half a cosine down to it
-            0  N             decay_steps
-
-    Args:
-        config: with `lr_decay_steps` as it stands for this run, see `TrainingConfig.for_run`.
-        step: from 1; beyond `lr_decay_steps` the rate stays at its least.
-
-    Source of the cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983), eq. 5, without restarts.
-    """
+    """Return the learning rate for all updates of step `step`, which counts from 1."""
+    #     lr     ______                         warm-up      linear from lr / N to lr over the first N steps
+    #           /      \.                       constant     lr
+    #          /         '.  cosine             linear       a straight line down to lr_min_ratio x lr
+    #         /  linear    '-.____ least        cosine       half a cosine down to it
+    #         0  N             decay_steps
+    #
+    # Source of the cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983), eq. 5, without restarts.
     if step < config.lr_warmup_steps:
         return config.lr * step / config.lr_warmup_steps
     if config.lr_schedule == "constant":

@@ -1,10 +1,9 @@
-"""What the engines keep in the memory of a rank's device, estimated from a model's sizes and the configuration. Pure.
+"""Estimates what the engines keep in a rank's device memory, from model sizes and the configuration. Pure, torch-free.
 
-The one estimate of device memory: the check before a start and `--dry-run` use it, and whatever plans a run is to.
-Torch-free. Formulas are at the functions; all sizes are bytes. What libraries keep beyond it is `RUNTIME`; reward
-models are left out.
+The check before a start, `--dry-run` and the planner use this estimate. All sizes are bytes; reward models are not
+included.
 
-Letters: P parameters, L layers, D width, H and K heads of queries and of keys, d of a head, F width of the MLP, V
+Letters: P parameters, L layers, D width, H and K query and key heads, d head dimension, F width of the MLP, V
 vocabulary; T tokens of a micro-batch; c bytes of a number in the computation (4, or 2 with `autocast: bfloat16`).
 """
 
@@ -17,18 +16,16 @@ from workers.settings.megatron import MegatronLayout
 from workers.settings.run import RunConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LOGITS_TILE = 2**25
-"""Logits that the head holds at a time (`workers.engines.packed_forward`)."""
+LOGITS_TILE = 2**25  # logits that the head holds at a time (`workers.engines.packed_forward`)
+# Context, library workspaces, communicator buffers: about 0.5 GB each on CUDA (an assumption, not measured).
 RUNTIME = 10**9
-"""Context, libraries' workspaces, buffers of communicators: about 0.5 GB each on CUDA (an assumption, not measured)."""
 
-Parts = dict[str, int]
-"""What takes memory -> bytes."""
+Parts = dict[str, int]  # what takes memory -> bytes
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a decoder of Llama's kind (RMSNorm, rotary positions, gated MLP), as config.json gives them."""
+    """Sizes of a Llama-like decoder (RMSNorm, rotary positions, gated MLP), as in config.json."""
 
     num_parameters: int
     num_layers: int
@@ -42,7 +39,7 @@ class ModelSizes:
 
     @staticmethod
     def of(config: Mapping[str, Any], num_parameters: int) -> "ModelSizes | None":
-        """Read config.json; None: it names other sizes, and nothing can be said. `num_parameters`: of the files."""
+        """Read config.json; None: it lacks the usual sizes, so no estimate is possible."""
         config = config.get("text_config") or config
         try:
             hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -62,19 +59,17 @@ class ModelSizes:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the input embedding, which the head has as many of."""
+        """Parameters of the input embedding; the head has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer."""
         outside = self.embedding_parameters * (1 if self.tied else 2)
         return max(0, self.num_parameters - outside) // self.num_layers
 
 
 def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
-    """Return what each rank (the fullest one) of a role with a model has on its device; of simulated ones, and
-    users' own, nothing is known."""
+    """Return what the fullest rank of each role has on its device; nothing for simulated and users' engines."""
     roles: dict[str, Parts] = {}
     copy = DTYPE_BYTES[config.model.dtype]
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -97,25 +92,24 @@ def memory_of_roles(config: RunConfig, model: ModelSizes) -> dict[str, Parts]:
                 number = DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
                 roles[role] = vllm_memory(model, number, config.vllm.tensor_parallel_size, tokens)
     every = {"runtime": RUNTIME}
-    if config.weightsync.path == "broadcast":  # at both ends: two buckets, and the products of one that is summed
+    if config.weightsync.path == "broadcast":  # both ends: two buckets, and the products of the one being summed
         every["buckets"] = 3 * config.weightsync.bucket_bytes
         wire = DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
-        for role in {"actor_fwd", "rollout"} & roles.keys():  # they compute with a version while the next one arrives
+        for role in {"actor_fwd", "rollout"} & roles.keys():  # they compute with one version while the next one arrives
             divided = config.vllm.tensor_parallel_size if role == "rollout" and config.rollout.engine == "vllm" else 1
             roles[role]["next version"] = wire * model.num_parameters // divided
     return {role: parts | every for role, parts in roles.items()}
 
 
 def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens: int) -> Parts:
-    """Return what an FSDP2 rank has.
-
-        several ranks   weights 4P/R, gradients 4P/R, AdamW's moments 8P/R (R ranks)
-                        gathered: the root (embeddings), kept from forward to backward, and two layers, c each
-                        reduced: the gradient of the largest unit as it was computed, c, and in float32
-        one rank        16P; with bfloat16 a copy of the weights to compute with (`Bfloat16Twin`), 2P
-
-    Source: torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`; Zhao et al. 2023, arXiv 2304.11277.
-    """
+    """Return what an FSDP2 rank has."""
+    #     several ranks   weights 4P/R, gradients 4P/R, AdamW's moments 8P/R (R ranks)
+    #                     gathered: the root (embeddings), kept from forward to backward, and two layers, c each
+    #                     reduced: the gradient of the largest unit as computed, c, and in float32
+    #     one rank        16P; with bfloat16 a copy of the weights to compute with (`Bfloat16Twin`), 2P
+    #
+    # Source: torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`; Zhao et al. 2023, arXiv
+    # 2304.11277.
     number, size = DTYPE_BYTES[training.autocast], model.num_parameters
     parts = {"weights": 4 * size // ranks, "gradients": 4 * size // ranks, "moments": 8 * size // ranks}
     root = _outside_of_layers(model)
@@ -129,13 +123,11 @@ def fsdp_memory(model: ModelSizes, training: TrainingConfig, ranks: int, tokens:
 
 
 def megatron_memory(model: ModelSizes, actor: ActorConfig, ranks: int, tokens: int) -> Parts:
-    """Return what a rank of Megatron's first or last stage has, whichever is larger; p parameters of it.
-
-        p = (P - embeddings) / (TP x PP) + embeddings / TP     weights c p, gradients 4 p (float32, `main_grad`)
-        moments 8 p / n and, with bfloat16, masters 4 p / n    the distributed optimizer divides by n = CP x replicas
-
-    Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`; Rajbhandari et al. 2020, arXiv 1910.02054.
-    """
+    """Return what a rank of Megatron's first or last stage has, whichever is larger."""
+    #     p = (P - embeddings) / (TP x PP) + embeddings / TP     weights c p, gradients 4 p (float32, `main_grad`)
+    #     moments 8 p / n and, with bfloat16, masters 4 p / n    the distributed optimizer divides by n = CP x replicas
+    #
+    # Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`; Rajbhandari et al. 2020, arXiv 1910.02054.
     layout, number = actor.megatron.layout(ranks), DTYPE_BYTES[actor.autocast]
     size = _megatron_parameters(model, layout)
     divided = layout.context * layout.replicas
@@ -153,13 +145,10 @@ def megatron_memory(model: ModelSizes, actor: ActorConfig, ranks: int, tokens: i
 
 
 def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig) -> Parts:
-    """Return what a rank has of a model that only scores `tokens` on it: weights, one layer of a pass without
-    gradients, the head's tiles.
-
-        fsdp        weights c P / ranks; gathered: the root and two layers, c each
-        megatron    weights c p, p as in `megatron_memory`; the MLP's width / TP; tokens / CP
-    """
+    """Return what a rank has of a model that only scores `tokens`: weights, one layer's activations, head tiles."""
     size, gathered, tensor = model.num_parameters, 0, 1
+    # fsdp: weights c P / ranks; gathered: the root and two layers, c each. megatron: weights c p, p as in
+    # `megatron_memory`; the MLP's width / TP; tokens / CP.
     if ref.engine == "fsdp":
         gathered = number * (_outside_of_layers(model) + 2 * model.layer_parameters)
         size = size // ref.shards
@@ -176,27 +165,28 @@ def frozen_memory(model: ModelSizes, number: int, tokens: int, ref: RefConfig) -
 
 
 def hf_memory(model: ModelSizes, number: int, responses: int, tokens: int, *, prompt_tokens: int) -> Parts:
-    """Return what the `hf` engine has: weights, keys and values of all responses at their longest (2 L K d c a token),
-    four numbers for each logit of a step, and one layer of the step in which all prompts enter at once."""
-    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * number
+    """Return what the `hf` engine has with all responses at their longest."""
+    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * number  # bytes per token
     return {
         "weights": number * model.num_parameters,
         "KV cache": responses * tokens * cache,
+        # One layer of the step in which all prompts enter at once.
         "activations": responses * prompt_tokens * number * (4 * model.hidden_size + 3 * model.ffn_size),
+        # Four float32 numbers per logit of a step.
         "logits": responses * model.vocab_size * 4 * 4,
     }
 
 
 def vllm_memory(model: ModelSizes, number: int, tensor: int, tokens: int) -> Parts:
-    """Return the least with which vLLM starts: weights over TP, and keys and values of the longest sequence. It then
-    takes `vllm.gpu_memory_utilization` of the device, so more responses run at a time."""
+    """Return the minimum with which vLLM starts: its share of the weights, and the cache of one longest sequence."""
+    # vLLM then takes `vllm.gpu_memory_utilization` of the device, so that more responses run at a time.
     heads = max(1, model.num_kv_heads // tensor)
-    cache = 2 * model.num_layers * heads * model.head_dim * number
+    cache = 2 * model.num_layers * heads * model.head_dim * number  # bytes per token
     return {"weights": number * model.num_parameters // tensor, "KV cache": tokens * cache}
 
 
 def _actor(config: RunConfig, model: ModelSizes, ranks: int, longest: int) -> Parts:
-    """Return what an actor rank has, with the models that it hosts where they have no role of their own."""
+    """Return what an actor rank has, including models that it hosts because they have no role of their own."""
     actor, tokens = config.actor, _tokens(config.actor, longest)
     memory = megatron_memory if actor.engine == "megatron" else fsdp_memory
     parts = memory(model, actor, ranks, tokens)
@@ -225,7 +215,7 @@ def _megatron_parameters(model: ModelSizes, layout: MegatronLayout) -> int:
 
 
 def _tokens(training: TrainingConfig, longest: int) -> int:
-    """Return the most tokens of a micro-batch; a sample that is longer than the budget is alone."""
+    """Return the most tokens of a micro-batch; a sample longer than the budget gets one to itself."""
     budget = training.max_tokens_per_micro_batch
     return max(budget, longest) if budget else training.micro_batch_size * longest
 
@@ -233,18 +223,10 @@ def _tokens(training: TrainingConfig, longest: int) -> int:
 def _passes(
     model: ModelSizes, number: int, tokens: int, *, layers: int, recomputed: bool, tensor: int = 1
 ) -> dict[str, int]:
-    """Return what forward and backward keep.
-
-        recomputed   layers x T x D c (each layer's input) and one layer
-        kept         all layers
-        a layer, T x   2 D (4 + 2 c)           both norms: input in float32, normalised, scaled; whole on every
-                                               tensor-parallel rank
-                     + 2 c (H + K) d / TP      q, k, v, output of the attention
-                     + 4 c F / TP              gate, up, activation, product
-
-    Source: Korthikanti et al. 2022, arXiv 2205.05198, sections 4.1 and 5, counted anew for RMSNorm, a gated MLP and an
-    attention that keeps no scores.
-    """
+    """Return what forward and backward keep."""
+    # A layer keeps, times T: 2 D (4 + 2 c) for both norms (input in float32, normalized, scaled; whole on every
+    # tensor-parallel rank), 2 c (H + K) d / TP for q, k, v and the attention's output, and 4 c F / TP for gate, up,
+    # activation and product. With recomputation: each layer's input, T D c, and a single layer.
     whole = model.hidden_size * 2 * (4 + 2 * number)
     heads = number * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     layer = tokens * (whole + (heads + 4 * number * model.ffn_size) // tensor)
@@ -256,11 +238,12 @@ def _passes(
 
 
 def _logits_bytes(model: ModelSizes, number: int, *, tokens: int) -> int:
-    """Return what the head takes in training: a tile with the exponentials beside it, which the entropies want, and of
-    T tokens the hidden states and their gradient, also in float32 while it is summed."""
+    """Return what the head takes in training."""
+    # A tile with its exponentials, which the entropies need, and of T tokens the hidden states and their gradient,
+    # which is also summed in float32.
     return _tile_bytes(number) + 4 * LOGITS_TILE + tokens * model.hidden_size * (2 * number + 4)
 
 
 def _tile_bytes(number: int) -> int:
-    """Return what a tile takes: float32, and the product in bfloat16 that it is made of."""
+    """Return the size of a tile: float32, and the product in bfloat16 from which it is converted."""
     return LOGITS_TILE * (4 if number == 4 else 4 + number)

@@ -1,6 +1,6 @@
-"""Builds the engine that the configuration names; roles get it as its protocol and never know which one runs.
+"""Builds the engine that the configuration names; roles only see its protocol. Only the chosen engine is imported.
 
-Called by rollout, actor, reference, rewards and evaluation. An engine is imported only when it is chosen.
+All functions raise what the engine's constructor does, usually ConfigError.
 """
 
 from collections.abc import Mapping
@@ -23,48 +23,30 @@ from workers.settings.run import RunConfig
 if TYPE_CHECKING:
     from workers.engines.hf.frozen import RewardModel
 
+# Group of entry points -> the protocol that its classes implement.
 _PROTOCOLS: Mapping[str, Any] = {
     ENGINES.group: GenerateEngine,
     TRAIN_ENGINES.group: TrainEngine,
     REF_ENGINES.group: FrozenEngine,
 }
-"""Group of entry points -> what a class of it fulfils."""
 
 
 def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device: torch.device) -> GenerateEngine:
-    """Return the engine `sampling.engine` without weights.
-
-    Args:
-        config: of the run.
-        sampling: the rollout's, or the evaluation's.
-        device: where it computes.
-
-    Raises:
-        ConfigError: see the engine.
-    """
+    """Return the engine `sampling.engine` without weights; `sampling` is the rollout's, or an evaluation's."""
     setup = EngineSetup(config, device, sampling.engine_options, sampling)
     engine: GenerateEngine = _made(ENGINES, "rollout", sampling.engine, setup)
     return engine
 
 
 def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None) -> FrozenEngine:
-    """Return the reference `ref.engine` with the initial weights, or those in `weights_dir`; collective over the ranks
-    that share a copy.
-
-    Raises:
-        ConfigError: see the engine.
-    """
+    """Return the reference with the weights in `weights_dir` (None: initial); collective over a copy's ranks."""
     setup = EngineSetup(config, device, config.ref.engine_options, config.rollout, weights_dir)
     engine: FrozenEngine = _made(REF_ENGINES, "ref", config.ref.engine, setup)
     return engine
 
 
 def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "RewardModel":
-    """Return the model that scores responses; collective over the ranks that share it.
-
-    Raises:
-        ConfigError: see `RewardModel`.
-    """
+    """Return the model that scores responses; collective over the ranks that share it."""
     from workers.engines.hf.frozen import RewardModel
     from workers.engines.hf.model import DTYPES
 
@@ -72,30 +54,20 @@ def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "Re
 
 
 def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngine:
-    """Return a copy of the policy that only computes log-probabilities, with the initial weights; collective over the
-    ranks that share it.
-
-    It is simulated where `actor.engine` is, so both hold the same parameters; else it is the reference's, but for an
-    engine outside of the package, beside which it is transformers'.
-
-    Raises:
-        ConfigError: see the engine.
-    """
+    """Return a scoring copy of the policy with the initial weights; collective over the ranks that share it."""
+    # Simulated if the actor is, since both must hold the same parameters.
     if config.actor.engine == "sim":
         from workers.engines.sim.engine import SimFrozenModel
 
         return SimFrozenModel(config.sim, s_per_token=config.sim.policy_forward_s_per_token)
+    # The reference's engine; transformers' if that is outside the package.
     name = config.ref.engine if config.ref.engine in ("fsdp", "megatron") else "hf"
     engine: FrozenEngine = _made(REF_ENGINES, "ref", name, EngineSetup(config, device, {}, config.rollout))
     return engine
 
 
 def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine:
-    """Return the engine `actor.engine` with the initial weights; collective over the actor's default group.
-
-    Raises:
-        ConfigError: see the engine.
-    """
+    """Return the engine `actor.engine` with the initial weights; collective over the actor's default group."""
     _prepare(device)
     setup = EngineSetup(config, device, config.actor.engine_options, config.rollout)
     engine: TrainEngine = _made(TRAIN_ENGINES, "actor", config.actor.engine, setup)
@@ -103,11 +75,7 @@ def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine
 
 
 def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine:
-    """Return the critic with its initial weights; collective over the default group.
-
-    Raises:
-        ConfigError: see the engine.
-    """
+    """Return the critic with its initial weights; collective over the default group."""
     from workers.engines.fsdp.sharding import FsdpValueEngine
 
     _prepare(device)
@@ -117,17 +85,8 @@ def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine
 
 
 def outside_engine(registry: Registry, section: str, name: str, options: Mapping[str, Any]) -> tuple[Any, Settings]:
-    """Import an engine outside of the package; return its class, and the options as its own `Config` has them.
-
-    Args:
-        registry: of its kind.
-        section: of the configuration that names it.
-        name: `module:Class`.
-        options: as the configuration has them.
-
-    Raises:
-        ConfigError: there is no such class, it lacks a method, or refuses an option.
-    """
+    """Import `name` (`module:Class`) from outside the package; return the class, and `options` as its own `Config`.
+    Raises ConfigError if there is no such class, it lacks a method, or it refuses an option."""
     protocol = _PROTOCOLS[registry.group]
     methods = [each for each in dir(protocol) if not each.startswith("_") and callable(getattr(protocol, each))]
     kind = load_class(name, field=f"{section}.engine", methods=methods)
@@ -142,6 +101,6 @@ def _made(registry: Registry, section: str, name: str, setup: EngineSetup) -> An
 
 
 def _prepare(device: torch.device) -> None:
-    """Have this process keep freed memory, which every pass allocates again; accelerators' allocators do so anyway."""
     if device.type == "cpu":
+        # Every pass allocates the same memory again; accelerators' allocators keep it anyway.
         keep_freed_memory()

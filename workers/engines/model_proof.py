@@ -1,15 +1,15 @@
-"""Proves that the engines compute a model of some config rightly: a small one with random weights, part by part.
+"""Proves that the engines compute a given kind of model correctly, on a small one with random weights, part by part.
 
-    names      the model's weight files have every weight that it needs, under names that are understood
-    packed     three samples in one packed sequence, two of which share a prompt: log-probabilities and gradients are
+    names      the model's weight files hold every weight that it needs, under names that are understood
+    packed     three samples in one packed sequence, two of which share a prompt: log-probabilities and gradients equal
                those of transformers' own attention for each sample alone, and no token depends on a later one
-    sharded    the same, divided by FSDP2
-    generate   what the `hf` engine draws, around a swap of weights by the trainer's names, has the log-probabilities
-               that the trainer computes
-    export     the trainer's names are those in files, which servers of other makes take
-    checkpointing, critic, score   as the settings and models of these names compute them
+    sharded    the same, sharded by FSDP2
+    generate   tokens that the `hf` engine draws, before and after a swap of weights by the trainer's names, have the
+               log-probabilities that the trainer computes
+    export     the trainer's names are those in files, which third-party servers expect
+    checkpointing, critic, score   the settings and models of these names
 
-`launcher.checks.model_proof` runs it in a child, before a start. A model's own weights are never read.
+`launcher.checks.model_proof` runs this in a child process before a start. A model's own weights are never read.
 """
 
 import json
@@ -59,27 +59,25 @@ from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 
 GENERATES = ("names", "packed", "sharded", "checkpointing", "generate", "export", "critic")
-SCORES = ("score",)
-"""What is proven of a reward model."""
+SCORES = ("score",)  # parts to prove for a reward model
+# For log-probabilities. Float32 rounds them at about 1e-6; samples that leak into each other differ by 0.01 and more.
 _RTOL, _ATOL = 1e-4, 1e-4
-"""Of log-probabilities. Float32 rounds them at 1e-6 or so; samples that see each other differ by 0.01 and more."""
-_FIRST_TOKEN, _END_TOKEN = 4, 48
-"""Those below mean something to a model: padding, begin, end."""
-_LONGEST = 200
-"""Characters of what a model's code raises."""
+_FIRST_TOKEN, _END_TOKEN = 4, 48  # lower ids may have a meaning: padding, begin, end
+_LONGEST = 200  # characters shown of an error that a model's code raises
 _MOST_PARAMETERS = 50_000_000
 _CPU = torch.device("cpu")
+# Raised by a full disk or too little memory, whatever the model.
 _OF_THE_MACHINE = (OSError, MemoryError, SafetensorError)
-"""What a full disk or too little memory raises, whatever the model."""
 
 
 class _Wrong(Exception):
-    """What a model does, in words that follow its name."""
+    """What is wrong with a model, in words that follow its name."""
 
 
 def proving() -> Callee:
-    """Return what proves models, in a child: a list of config, names and parts -> for each `prove_model`'s result."""
-    silence = os.open(os.devnull, os.O_WRONLY)  # models' code prints and warns as it likes
+    """Return the callee that proves models in a child: list of (config, names, parts) -> their `prove_model`
+    results."""
+    silence = os.open(os.devnull, os.O_WRONLY)  # models' code prints and warns freely
     os.dup2(silence, 1)
     os.dup2(silence, 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -94,8 +92,8 @@ def prove_model(
 
     Args:
         config: config.json of a small model.
-        parts: of `GENERATES`, or `SCORES`.
-        names: in the model's files, numbers replaced by `*`; None: those of the small model's.
+        parts: from `GENERATES`, or `SCORES`.
+        names: of the tensors in the real model's files, numbers replaced by `*`; None: those of the small model.
     """
     problem = _unknown(config, scores="score" in parts)
     if problem is not None:
@@ -106,14 +104,14 @@ def prove_model(
 
 
 def saved_names(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of weights in the files of such a model, as transformers saves it."""
+    """Return the weight names in the files of such a model, as transformers saves it."""
     with tempfile.TemporaryDirectory(prefix="asyncflow-proof-") as place, _quiet():
         _Proof(Path(place), config, None, scores=False)
         return sorted(HfWeights(Path(place)).names)
 
 
 def _unknown(config: Mapping[str, Any], *, scores: bool) -> str | None:
-    """Say why transformers has no class for a config."""
+    """Return why transformers has no class for a config; None: it has one."""
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         if config.get("auto_map"):
@@ -166,12 +164,13 @@ class _Proof:
     def _build(self, automatic: Any) -> None:
         more = {"num_labels": 1} if automatic is AutoModelForSequenceClassification else {}
         config = AutoConfig.from_pretrained(self._dir, trust_remote_code=False, **more)
-        with suppress(Exception), torch.device("meta"):  # some cannot be made there; they are judged below
+        with suppress(Exception), torch.device("meta"):  # some cannot be built on meta; they are judged below
             size = sum(parameter.numel() for parameter in automatic.from_config(config).parameters())
             if size > _MOST_PARAMETERS:
                 self._failed = f"cannot be proven: a small one still has {size} parameters"
                 return
         torch.manual_seed(1)
+        # "eager" is transformers' own attention, the reference for everything else.
         self._plain: Any = automatic.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
         _randomize(self._plain)
         self._plain.save_pretrained(self._dir)
@@ -193,7 +192,7 @@ class _Proof:
         further = [each for group in aliases.values() for each in group]
         known = {name_pattern(each) for each in (*aliases, *further, *buffers)}
         ignored = names_left_out(model)
-        for name in sorted(patterns - known):  # as `hf.model.check_stored` does at the start
+        for name in sorted(patterns - known):  # as `hf.model.check_stored` does at the start of a run
             if not (ignored and ignored.search(name.replace("*", "0"))):
                 raise _Wrong(
                     f"holds {name}, for which {type(model).__name__} has no weight, so it would be dropped; use the "
@@ -214,7 +213,7 @@ class _Proof:
         total = float(torch.stack([each.norm() for each in expected if each is not None]).norm())
         for (name, parameter), wanted in zip(model.named_parameters(), expected, strict=True):
             if not _alike(parameter.grad, wanted, total):
-                raise _Wrong(f"has another gradient of {name} than transformers' own attention gives")
+                raise _Wrong(f"computes another gradient of {name} than transformers' own attention")
 
     def _prove_sharded(self) -> None:
         model = empty_causal_lm(self._dir, dtype=torch.float32, attention=PACKED_ATTENTION)
@@ -249,6 +248,7 @@ class _Proof:
         sampling = SamplingConfig(engine="hf", batch_size=5, max_response_tokens=8)
         engine = HfEngine(self._dir, ModelConfig(path=str(self._dir)), sampling=sampling, device=_CPU)
         new = {shard.name: shard.values.detach().clone() for shard in trainer.shards()}
+        # Two versions that differ, so that a key or value of the wrong one shows in the log-probabilities.
         old = {name: values * 0.8 for name, values in new.items()}
         prompts = [self._samples.tokens_T[start : start + size].long() for start, size in ((0, 4), (9, 9), (9, 9))]
         requests = [
@@ -266,6 +266,7 @@ class _Proof:
         engine.submit(requests[3:])
         while engine.num_running:
             done += engine.step(wake)
+        # Only tokens of the trainer's weights: it cannot score those drawn from the old ones.
         for one in done:
             prompt = requests[one.index].prompt_P
             expected_R = trainer.log_probs(Sequences.of([prompt], [one.response_R]))
@@ -313,7 +314,7 @@ class _Proof:
             raise _Wrong(self._blame(model))
 
     def _same_before_the_last(self, model: Any) -> None:
-        """Refuse a model that sees later tokens, with transformers' own attention, too."""
+        """Refuse a model whose tokens see later ones, even with transformers' own attention."""
         changed = _each(self._samples)[-1]
         tokens_T = changed.tokens_T.clone()
         tokens_T[-2:] = _FIRST_TOKEN
@@ -327,13 +328,13 @@ class _Proof:
             raise _Wrong("lets tokens see later ones, so it is not a causal language model")
 
     def _blame(self, model: Any) -> str:
-        """Return which module computes a packed sequence wrongly, and what it does."""
+        """Return which module computes a packed sequence incorrectly, and how."""
         samples = Sequences.of([self._samples.tokens_T[:4], self._samples.tokens_T[9:18]], [_draw(5, 1), _draw(6, 2)])
         packed = _seen(model, _fed(samples))
         alone = [_seen(self._plain, {"input_ids": one.tokens_T[:-1].long().unsqueeze(0)}) for one in _each(samples)]
 
         def wrong(name: str, which: int) -> bool:
-            """Compare what a module got (0) or gave (1); what has no row for each token counts as wrong."""
+            """Compare a module's input (0) or output (1); a value without one row per token counts as wrong."""
             parts = [each[name][which] for each in alone if name in each]
             found, whole = packed[name][which], [part for part in parts if part is not None]
             if found is None or len(whole) < len(alone) or sum(map(len, whole)) != len(found):
@@ -344,6 +345,7 @@ class _Proof:
         for name in packed:
             if packed[name][1] is None or not wrong(name, 1):
                 continue
+            # Climb to the nearest enclosing module that got correct inputs and is not one of torch's own.
             while "." in name and (
                 name not in packed or wrong(name, 0) or type(modules[name]).__module__.startswith("torch.")
             ):
@@ -354,7 +356,7 @@ class _Proof:
 
     @staticmethod
     def _mixes(model: Any, samples: Sequences, packed: "_Seen", name: str) -> bool:
-        """Return whether what a module gives for the second sample depends on the first."""
+        """Return whether a module's output for the second sample depends on the first."""
         start = int(samples.lengths_N[0]) - 1  # the last token of a sample is not fed
         tokens_T = samples.tokens_T.clone()
         tokens_T[start - 1] = _FIRST_TOKEN + (tokens_T[start - 1] + 1) % (_END_TOKEN - _FIRST_TOKEN)
@@ -377,7 +379,7 @@ class _Proof:
 
 
 def _samples() -> Sequences:
-    """One sample alone and two with one prompt, of 9, 12 and 17 tokens: longer than the small models' windows."""
+    """One lone sample and two that share a prompt, of 9, 12 and 17 tokens: longer than the small models' windows."""
     shared = _draw(9, 4)
     return Sequences.of([_draw(4, 3), shared, shared], [_draw(5, 5), _draw(3, 6), _draw(8, 7)])
 
@@ -394,7 +396,7 @@ def _each(batch: Sequences) -> list[Sequences]:
 
 @torch.no_grad()
 def _randomize(model: nn.Module) -> None:
-    """Make the weights larger than those of an untrained model, whose layers hardly change what they get."""
+    """Make the weights larger than those of an untrained model, whose layers barely change their input."""
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -421,7 +423,7 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _alike(actual: Tensor | None, expected: Tensor | None, total: float) -> bool:
-    """Compare gradients of one weight, by norm; some are 0 but for rounding, which `total`, that of all, measures."""
+    """Compare one weight's gradients by norm; the norm of all, `total`, bounds the rounding of those that are 0."""
     if actual is None or expected is None:
         return all(each is None or not bool(each.any()) for each in (actual, expected))
     return float((actual - expected).norm()) <= 1e-3 * float(expected.norm()) + 1e-5 * total
@@ -436,13 +438,13 @@ def _fed(samples: Sequences) -> dict[str, Any]:
     }
 
 
+# Name of a module -> its input and output for each token; None: nothing of that shape.
 _Seen = dict[str, tuple[Tensor | None, Tensor | None]]
-"""Name of a module -> what it got and gave for each token; None: nothing of that shape."""
 
 
 @torch.no_grad()
 def _seen(model: Any, inputs: Mapping[str, Any]) -> _Seen:
-    """Run a model; return what its modules saw, in the order in which they ended."""
+    """Run a model; return what its modules saw, in the order in which they finished."""
     found: _Seen = {}
     size = inputs["input_ids"].shape[1]
 
@@ -472,7 +474,7 @@ def _seen(model: Any, inputs: Mapping[str, Any]) -> _Seen:
 
 
 def _named(modules: Mapping[str, nn.Module], name: str, config: Any) -> str:
-    """Name a module by its class, and its layer by the config's word for it."""
+    """Name a module by its class, and its layer by the config's word for its type."""
     number = re.search(r"\.(\d+)\.", f".{name}.")
     kinds = getattr(config.get_text_config(), "layer_types", None)
     kind = f"{kinds[int(number[1])]}, " if number and kinds and int(number[1]) < len(kinds) else ""
@@ -480,7 +482,7 @@ def _named(modules: Mapping[str, nn.Module], name: str, config: Any) -> str:
 
 
 def _raised(error: Exception, place: Path) -> str:
-    """Say what a model's code raised, and in which of its classes."""
+    """Describe what a model's code raised, and in which of its classes."""
     where = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
@@ -497,7 +499,7 @@ def _raised(error: Exception, place: Path) -> str:
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """A process group of this process alone, unless there is one."""
+    """Open a process group of this process alone, unless there is one."""
     if dist.is_initialized():
         yield
         return
@@ -510,7 +512,7 @@ def _one_rank() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Neither warnings nor progress of transformers."""
+    """Silence transformers' warnings and progress bars."""
     logging: Any = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

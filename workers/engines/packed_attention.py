@@ -1,19 +1,4 @@
-"""Attention over packed documents, registered in transformers' attention interface; picks the kernel of the device.
-
-    CPU                     `cpu_attention`: torch's flash kernel per run of documents, prompt and response merged
-    CUDA (half precision)   `varlen_attention`: one variable-length flash call
-    NPU (half precision)    `npu_attention`: one fused call, layout TND
-    all else                `sdpa_attention`: document after document of one shape
-
-No kernel pads, and none makes a [T, T] mask. All compute the same (`tests/unit/engines/test_packed_attention.py`).
-
-On accelerators each document brings its queries and all keys that it sees, in one piece: a prompt's keys and values are
-copied to each of its responses (all else of a prompt is computed once), and the copy's backward sums their gradients.
-The masks of both kernels are causal from the *last* query and key backwards, so a token of a response sees its prompt
-and what comes before it in the response. Both want float16 or bfloat16. Sources:
-`torch.nn.attention.varlen.varlen_attn` (torch 2.13; its causal mask is aligned to the lower right, see
-`torch.nn.attention.bias`); `torch_npu.npu_fusion_attention`, layout TND with `sparse_mode=3` (rightDownCausal) and its
-compressed mask of 2048 x 2048, as in transformers' `integrations.npu_flash_attention`.
+"""Attention over packed documents, registered in transformers' attention interface; picks the device's fastest kernel.
 
 Legend of shapes: N documents, L tokens of a document, M tokens that its last token sees, K keys of all documents, T
 tokens in all, H heads, D head dimension.
@@ -33,20 +18,37 @@ from asyncflow.device import to_device
 from asyncflow.errors import ConfigError
 from workers.engines.packed_forward import ALONE, Block, PackedLayout
 
+#     CPU                     `cpu_attention`: torch's flash kernel per run of documents, prompt and response merged
+#     CUDA (half precision)   `varlen_attention`: one variable-length flash call
+#     NPU (half precision)    `npu_attention`: one fused call, layout TND
+#     anything else           `sdpa_attention`: one call per run of documents of one shape
+#
+# No kernel pads, and none builds a [T, T] mask. All compute the same (`tests/unit/engines/test_packed_attention.py`).
+#
+# On accelerators each document brings its queries and all keys that it sees, in one piece: a prompt's keys and values
+# are copied to each of its responses (everything else of a prompt is computed once), and the copy's backward sums their
+# gradients. Both accelerator kernels mask causally from the *last* query and key backwards, so a response token sees
+# its prompt and the response before it. Both require float16 or bfloat16. Sources:
+# `torch.nn.attention.varlen.varlen_attn` (torch 2.13; its causal mask is aligned to the lower right, see
+# `torch.nn.attention.bias`); `torch_npu.npu_fusion_attention`, layout TND with `sparse_mode=3` (rightDownCausal) and
+# its compressed mask of 2048 x 2048, as in transformers' `integrations.npu_flash_attention`.
+
+# Name in transformers' attention interface. No mask function is registered under it, so transformers builds no mask.
 PACKED_ATTENTION = "asyncflow_packed"
-"""Name in transformers' attention interface. No mask function is registered under it: transformers then builds none."""
 
 _DOWN_RIGHT_CAUSAL = 3
 _MASK_SIDE = 2048
+# Called directly as operators, since SDPA does not return the log-sum-exps.
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# With up to this many keys the backward kernel is faster in float32 than in bfloat16, casts included.
 _SHORT = 256
-"""Up to this many keys the backward kernel is faster in float32 than in bfloat16, casts included."""
 
+# (query [H, T, D], key and value with as many heads or fewer, layout, factor on the scores) -> [T, H, D].
 Kernel = Callable[[Tensor, Tensor, Tensor, PackedLayout, float], Tensor]
-"""(query [H, T, D], key and value with as many heads or fewer, layout, factor on the scores) -> [T, H, D]."""
 
 
+# Excluded from compilation: every micro-batch has another layout, and each would be compiled again.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
@@ -62,21 +64,12 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_unused: object,
 ) -> tuple[Tensor, None]:
-    """Attend inside each document; transformers' signature of an attention function.
+    """Attend within each document; query [1, H, T, D] -> [1, T, H, D], and no attention weights.
 
-    A compiled model calls it as it is: every micro-batch has another layout, which would be compiled again.
-
-    Args:
-        query: [1, H, T, D]; `key` and `value` may have fewer heads (grouped-query attention).
-        attention_mask: None.
-        packed_layout: of the T tokens.
-        scaling: factor on the scores; None: D ** -0.5.
-        sliding_window: a token sees itself and the tokens before it, this many in all; None: all before it.
-        softcap, s_aux: refused when set, since none of the kernels has either.
-    Returns:
-        [1, T, H, D], and no attention weights.
-    Raises:
-        ConfigError: the model caps its scores or has attention sinks.
+    The signature is that of transformers' attention functions. `key` and `value` may have fewer heads (grouped-query
+    attention). `scaling` is the factor on the scores (None: D ** -0.5), `sliding_window` how many tokens each token
+    sees, itself included (None: all before it). Raises ConfigError if the model caps its scores (`softcap`) or has
+    attention sinks (`s_aux`), which no kernel supports.
     """
     assert attention_mask is None, "packed attention got a mask"
     if softcap is not None or s_aux is not None:
@@ -90,7 +83,6 @@ def packed_attention(
 
 
 def kernel_of(query: Tensor) -> Kernel:
-    """Return the fastest kernel for such queries."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     match query.device.type:
         case "cpu":
@@ -106,10 +98,7 @@ def kernel_of(query: Tensor) -> Kernel:
 def sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, sliding_window: int | None = None
 ) -> Tensor:
-    """Attend with SDPA: neighbours that continue one prompt and are of one length in one call; on any device.
-
-    The keys of a prompt are copied to each of its responses. Arguments: see `Kernel`.
-    """
+    """Attend with SDPA, on any device: one call for neighbours of equal length that continue the same prompt."""
     outputs = []
     shapes = zip(layout.prompts, layout.lengths, layout.starts, strict=True)
     for (prompt, length), run in groupby(shapes, key=lambda shape: shape[:2]):
@@ -117,6 +106,7 @@ def sdpa_attention(
         tokens = slice(starts[0], starts[0] + len(starts) * length)
         q_NHLD, k_NHMD, v_NHMD = (_documents(t[:, tokens], length) for t in (query, key, value))
         if prompt != ALONE:
+            # Copy the prompt's keys and values to each of its responses.
             first, size = layout.starts[prompt], layout.lengths[prompt]
             k_NHMD, v_NHMD = (
                 torch.cat([t[:, first : first + size].expand(len(starts), -1, -1, -1), own], dim=2)
@@ -144,7 +134,7 @@ def alike_attention(
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
-    """Attend inside each document on CUDA; arguments: see `Kernel`."""
+    """Attend within each document on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
     q_THD, k_KHD, v_KHD = _gathered(query, key, value, layout)
@@ -161,12 +151,12 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
         window_size=(-1, 0),
         enable_gqa=query.shape[0] != key.shape[0],
     )
-    assert isinstance(out_THD, Tensor)  # a pair only with log-sum-exps
+    assert isinstance(out_THD, Tensor)  # it is a pair only when log-sum-exps are requested
     return out_THD
 
 
 def npu_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
-    """Attend inside each document on an Ascend NPU; arguments: see `Kernel`."""
+    """Attend within each document on an Ascend NPU."""
     from torch_npu import npu_fusion_attention
 
     q_THD, k_KHD, v_KHD = _gathered(query, key, value, layout)
@@ -203,7 +193,7 @@ def _mask(length: int, num_keys: int, window: int | None, device: torch.device) 
 
 
 def _gathered(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries [T, H, D], and keys and values [K, H, D] of one document after another."""
+    """Return queries [T, H, D], and keys and values [K, H, D], document by document."""
     q_THD, k_THD, v_THD = (each.transpose(0, 1) for each in (query, key, value))
     index_K = _key_index(layout, query.device)
     if index_K is None:
@@ -211,7 +201,7 @@ def _gathered(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -
     return q_THD.contiguous(), k_THD.index_select(0, index_K), v_THD.index_select(0, index_K)
 
 
-# All layers of a forward pass share a layout, so what is made of it on the device is cached.
+# All layers of a forward pass share a layout, so what is derived from it on the device is cached.
 
 
 @lru_cache(maxsize=4)
@@ -234,19 +224,15 @@ def _compressed_mask(device: torch.device) -> Tensor:
 
 
 def cpu_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
-    """Attend inside each document on the CPU: torch's flash kernel, run of documents by run, in one autograd function.
+    """Attend within each document on the CPU, with torch's flash kernel in one autograd function.
 
-    Each document attends to itself causally; one that continues a prompt attends to the prompt in a call of its own,
-    without a mask, together with its neighbours. The two results are merged by their log-sum-exps, l:
+    Each document attends to itself causally; neighbours that continue the same prompt attend to it in one more call,
+    without a mask. The two results are merged by their log-sum-exps, l:
 
         out = out_own exp(l_own - l) + out_prompt exp(l_prompt - l),    l = log(exp(l_own) + exp(l_prompt))
-
-    The flash backward computes probabilities again, as exp(score - l), so each part gets its exact gradients when it is
-    given the *merged* result and l. The kernel is called by its operator (`torch.ops.aten`): SDPA keeps l to itself.
-
-    Arguments: see `Kernel`. Source: the merge is that of ring attention (Liu et al. 2023, arXiv 2310.01889), and of
-    shared-prefix attention (Juravsky et al. 2024, arXiv 2402.05099).
     """
+    # Source: the merge is that of ring attention (Liu et al. 2023, arXiv 2310.01889), and of shared-prefix attention
+    # (Juravsky et al. 2024, arXiv 2402.05099).
     out_THD: Tensor = _CpuAttention.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
     return out_THD
 
@@ -256,7 +242,7 @@ class _CpuAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
         heads, tokens, size = query.shape
         out_HTD = query.new_empty(tokens, heads, size).transpose(0, 1)
-        # In the kernel's own memory order, and its accumulation type.
+        # In the kernel's own memory order and accumulation type.
         lse_HT = torch.empty(tokens, heads, dtype=torch.promote_types(query.dtype, torch.float32)).T
         for block in layout.own_blocks:
             out_NHLD, lse_NHL = _cpu_forward(*_inputs(query, key, value, block), 0.0, True, scale=scale)
@@ -284,6 +270,8 @@ class _CpuAttention(torch.autograd.Function):
         )
 
         def parts(block: Block, causal: bool) -> Any:
+            # The flash backward recomputes probabilities as exp(score - l), so each part gets its exact gradients from
+            # the *merged* output and l.
             inputs = (_queries(grad_HTD, block), *_inputs(query, key, value, block), _queries(out_HTD, block))
             cast = [each.to(exact) for each in inputs] if block.num_keys <= _SHORT else inputs
             return _cpu_backward(*cast, _queries(lse_HT, block), 0.0, causal, scale=ctx.scale)

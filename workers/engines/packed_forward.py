@@ -1,4 +1,4 @@
-"""The forward pass over a packed micro-batch, shared by trainer, its copies, critic and frozen reference.
+"""The forward pass over a packed micro-batch, shared by trainer, policy copies, critic and frozen reference.
 
 Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, V vocabulary.
 """
@@ -22,63 +22,48 @@ from workers.engines.base import check_sequences
 from workers.engines.device_memory import LOGITS_TILE
 from workers.rows.rows import Sequences
 
-# Log-probabilities and entropies from hidden states through a language model's head, without the logits as a whole.
+# Log-probabilities and entropies from hidden states through a language model's head, without materializing the logits.
 #
-# The head's rows are taken a run at a time (*tile*: all tokens x some of the vocabulary, at most `TILE` logits), and
-# each token keeps four running numbers. The backward pass computes the tiles again. So the memory does not depend on
-# the size of the vocabulary, and each row of the head gets its gradient in one matrix product, whatever the element
-# type.
+# The head is processed one block of rows at a time (a *tile*: all tokens x part of the vocabulary, at most `TILE`
+# logits), and each token keeps four running numbers. The backward pass recomputes the tiles. Memory therefore does not
+# depend on the size of the vocabulary, and each row of the head gets its gradient in one matrix product, whatever the
+# element type.
 #
 #     tile      z = (h W^T + b) / temperature          m = max z, s = sum e^(z - m), u = sum (z - m) e^(z - m)
 #     forward   log p = (z_target - m) - log s         entropy = log s - u / s
 #     backward  dz = (1[target] - p) g - p (log p + entropy) g'        p = e^(z - m - log s), g' of the entropy
 #
-# With tensor parallelism each rank has some rows of the head, and m, s, u and z_target are merged over ranks as they
-# are over tiles (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3).
+# With tensor parallelism each rank holds some rows of the head, and m, s, u and z_target are merged over ranks just as
+# over tiles (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3).
 #
 # Legend of shapes: A drawn tokens, D width, V rows of the head on this rank, n of them in a tile.
 
-TILE = LOGITS_TILE
-"""Logits of a tile; two of them are held at once (128 MiB each in float32)."""
-_ALIGNED = 64
-"""Rows of a tile are a multiple of this, which matrix units want."""
+TILE = LOGITS_TILE  # logits of a tile; two tiles are held at once (128 MiB each in float32)
+_ALIGNED = 64  # tiles have a multiple of this many rows, which suits matrix units
 
 
 @dataclass
 class HeadRequest:
-    """What is asked of a head.
+    """What to compute with a head."""
 
-    Attributes:
-        targets_A: int64 [A], tokens of the whole vocabulary.
-        temperature: divides the logits.
-        entropy: whether entropies are wanted, too.
-        first: token of the first row of the head that this rank has.
-        num_rows: rows that are tokens, the others being padding; None: all.
-        group: the ranks that have the other rows; None: there are none.
-        trains_entropy: whether the entropies' gradient is computed; None: if there is one. Where both results were
-            joined into one tensor there always is one, maybe of zeros: there `note_entropy_gradient` says it.
-    """
-
-    targets_A: Tensor
+    targets_A: Tensor  # int64 [A], token ids of the whole vocabulary
     temperature: float
     entropy: bool
-    first: int = 0
-    num_rows: int | None = None
-    group: dist.ProcessGroup | None = None
+    first: int = 0  # token id of this rank's first row of the head
+    num_rows: int | None = None  # rows that are tokens, the rest being padding; None: all
+    group: dist.ProcessGroup | None = None  # the ranks that hold the other rows; None: there are none
+    # Whether to compute the entropies' gradient; None: whenever there is one. If both results were joined into one
+    # tensor there always is one, possibly all zeros; `note_entropy_gradient` then decides.
     trains_entropy: bool | None = None
 
 
 def note_entropy_gradient(entropy_A: Tensor, request: HeadRequest) -> None:
-    """Have the gradient of entropies computed only where a loss has one: it takes a second product over each tile.
-
-    Args:
-        entropy_A: of `head_log_probs`, taken out of a tensor into which both results were joined.
-        request: that it answers.
-    """
+    """Compute the entropies' gradient only if the loss uses them; `entropy_A` was sliced out of a joined tensor."""
+    # The gradient takes a second product over each tile.
     request.trains_entropy = False
     if entropy_A.requires_grad:
 
-        def note(gradient_A: Tensor | None) -> None:  # None: torch calls it all the same
+        def note(gradient_A: Tensor | None) -> None:  # torch calls the hook with None, too
             request.trains_entropy = gradient_A is not None
 
         entropy_A.register_hook(note)  # type: ignore[no-untyped-call]
@@ -87,18 +72,12 @@ def note_entropy_gradient(entropy_A: Tensor, request: HeadRequest) -> None:
 def head_log_probs(
     hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the target tokens under the tempered distribution.
+    """Return log-probabilities of the target tokens under the tempered distribution, and entropies, float32 [A] each.
 
-    Collective over `request.group`, forward and backward; there each rank gets the whole gradient of `hidden_AD`. The
-    gradient of a weight with `main_grad` (Megatron's, float32) is added to that instead of being returned.
-
-    Args:
-        hidden_AD: what the head is applied to.
-        weight_VD, bias_V: the head, in the element type of `hidden_AD`, in which products are computed.
-        request: the rest.
-    Returns:
-        float32 [A] (float64 of a float64 head) and entropies [A], with gradient where enabled; these are 0, without, if
-        they are not wanted.
+    Collective over `request.group`, forward and backward; every rank gets the whole gradient of `hidden_AD`. The
+    gradient of a weight with `main_grad` (Megatron's, float32) is added to that instead of being returned. The head has
+    the element type of `hidden_AD`, in which products are computed; for float64 results are float64. Entropies that
+    were not requested are 0, without gradient.
     """
     found: tuple[Tensor, Tensor] = _HeadLogProbs.apply(hidden_AD, weight_VD, bias_V, request)  # type: ignore[no-untyped-call]
     return found
@@ -111,6 +90,7 @@ class _HeadLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tiles = _Tiles(hidden_AD, weight_VD, bias_V, request)
         sums = _Sums(len(hidden_AD), tiles.dtype, hidden_AD.device)
+        # The entropy needs z and e^z at once; without it, e^z overwrites the tile.
         exponentials = torch.empty_like(tiles.buffer) if request.entropy else tiles.buffer
         for rows, z_An in tiles:
             column_A1, inside_A1 = tiles.targets(rows)
@@ -127,6 +107,7 @@ class _HeadLogProbs(torch.autograd.Function):
         entropy_A = log_sum_A - sums.weighted_A / sums.sum_A if request.entropy else torch.zeros_like(log_sum_A)
         if not request.entropy:
             ctx.mark_non_differentiable(entropy_A)
+        # A None gradient stays None, so `backward` can skip the entropy's work.
         ctx.set_materialize_grads(False)
         ctx.request, ctx.main_grad = request, getattr(weight_VD, "main_grad", None)
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, sums.most_A + log_sum_A, entropy_A)
@@ -178,13 +159,13 @@ class _HeadLogProbs(torch.autograd.Function):
         if ctx.request.group is not None:
             dist.all_reduce(hidden_grad_AD, group=ctx.request.group)
         if returned:
+            # Rows of padding are in no tile, and the gradient was allocated uninitialized.
             weight_grad_VD[tiles.num_rows :] = 0
         return hidden_grad_AD.to(hidden_AD.dtype), weight_grad_VD if returned else None, bias_grad_V, None
 
 
 class _Tiles:
-    """Iterates over tiles: their rows of the head, and their tempered logits [A, n]; each takes the place of the one
-    before it."""
+    """Iterates over tiles: their rows of the head, and their tempered logits [A, n], in memory that they share."""
 
     def __init__(self, hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest) -> None:
         self._hidden_AD, self._weight_VD, self._bias_V, self._request = hidden_AD, weight_VD, bias_V, request
@@ -209,22 +190,23 @@ class _Tiles:
             yield rows, z_An
 
     def targets(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return each token's target as a column of the tile, [A, 1], and whether it is there; else any column."""
+        """Return each token's target as a column of the tile, [A, 1], and whether it really lies in the tile."""
         place_A = self._request.targets_A - (self._request.first + rows.start)
         column_A = place_A.clamp(0, rows.stop - rows.start - 1)
         return column_A.unsqueeze(1), (column_A == place_A).unsqueeze(1).to(self.dtype)
 
 
 class _Sums:
-    """Each token's running numbers: m, s, u and the target's logit of the module's formulas, [A] each."""
+    """Each token's running numbers, [A] each: m, s, u and the target's logit in the formulas above."""
 
     def __init__(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        # A rank whose rows are all padding keeps the least number: finite, so that nothing becomes 0 x infinity.
+        # A rank whose rows are all padding keeps this minimum: it is finite, so that nothing becomes 0 x infinity.
         self.most_A = torch.full((num_tokens,), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
         self.sum_A, self.weighted_A, self.target_A = torch.zeros(3, num_tokens, dtype=dtype, device=device).unbind(0)
 
     def raise_most(self, other_A: Tensor) -> None:
-        """Note logits as high as `other_A`: what was summed is of `z - m`, so it changes with m."""
+        """Raise m to at least `other_A`."""
+        # s and u are sums over `z - m`, so they have to be rescaled when m changes.
         most_A = torch.maximum(self.most_A, other_A)
         difference_A = self.most_A - most_A
         self.weighted_A += self.sum_A * difference_A
@@ -234,7 +216,7 @@ class _Sums:
         self.most_A = most_A
 
     def merge(self, group: dist.ProcessGroup) -> None:
-        """Add up what the ranks found in their rows of the head."""
+        """Combine the sums of all ranks' rows of the head."""
         most_A = self.most_A.clone()
         dist.all_reduce(most_A, op=dist.ReduceOp.MAX, group=group)
         self.raise_most(most_A)
@@ -245,54 +227,42 @@ class _Sums:
 
 # Where the documents of a packed sequence lie, and which tokens each may see. Pure.
 #
-# A document is a run of tokens that attend causally to themselves. It may continue another one, its prompt: then its
-# tokens also see all of the prompt's. So a prompt is computed once for all its responses, which never see each other:
+# A document is a run of tokens that attend causally to each other. It may continue another document, its prompt; its
+# tokens then see the whole prompt, too. A prompt is thus computed once for all its responses, which never see each
+# other:
 #
-#     sequence    p p p p | s s s s s | a a | b b b         p: a prompt, a and b: responses to it, s: a sample alone
+#     sequence    p p p p | s s s s s | a a | b b b         p: a prompt, a and b: its responses, s: a sample by itself
 #     lengths     4         5           2     3             prompts  -1 -1 0 0
 #
-#     a sees      p p p p   a a          (as if its tokens followed the prompt's)
+#     a sees      p p p p   a a          (as if it directly followed the prompt)
 #
 # Source: shared-prompt attention, arXiv 2511.18871, section 4.3.
 
-ALONE = -1
-"""In `PackedLayout.prompts`: the document continues no other."""
+ALONE = -1  # in `PackedLayout.prompts`: the document continues no other
 
 
 class Block(NamedTuple):
-    """Neighbouring queries that one call of an attention kernel computes.
+    """Neighbouring queries that one call of an attention kernel computes."""
 
-    Attributes:
-        start: first token of the queries.
-        documents: how many, each of `length` tokens.
-        length: of one.
-        keys: first token of the keys.
-        num_keys: of each document: `length` of its own, or those of the one prompt (then `documents` is 1).
-    """
-
-    start: int
-    documents: int
+    start: int  # first token of the queries
+    documents: int  # how many, of `length` tokens each
     length: int
-    keys: int
-    num_keys: int
+    keys: int  # first token of the keys
+    num_keys: int  # per document: its own `length`, or the length of its prompt (then `documents` is 1)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The documents of a packed sequence; passed to the model as the keyword argument `packed_layout`.
+    """The documents of a packed sequence; passed to the model as the keyword argument `packed_layout`."""
 
-    Attributes:
-        lengths: tokens of each document, at least 1, in the order of the sequence.
-        prompts: for each document the position of the one that it continues, which lies before it and continues none;
-            `ALONE`: it continues none.
-    """
-
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # tokens of each document, at least 1, in sequence order
+    # For each document the index of the one it continues, which precedes it and continues none; `ALONE`: it continues
+    # none.
     prompts: tuple[int, ...]
 
     @staticmethod
     def alone(lengths: Sequence[int]) -> "PackedLayout":
-        """Return the layout of documents of which none continues another."""
+        """Return the layout of documents that do not continue each other."""
         return PackedLayout(tuple(lengths), (ALONE,) * len(lengths))
 
     @cached_property
@@ -302,7 +272,7 @@ class PackedLayout:
 
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
-        """Tokens that the last token of each document sees."""
+        """How many tokens the last token of each document sees."""
         return tuple(
             length if prompt == ALONE else self.lengths[prompt] + length
             for length, prompt in zip(self.lengths, self.prompts, strict=True)
@@ -310,12 +280,12 @@ class PackedLayout:
 
     @property
     def longest(self) -> int:
-        """Positions of the longest document, with its prompt."""
+        """Positions of the longest document, its prompt included."""
         return max(self.key_lengths)
 
     @cached_property
     def own_blocks(self) -> tuple[Block, ...]:
-        """Every document to itself, causally: neighbours of one length together. They cover each token once."""
+        """Each document against itself, causal; neighbours of equal length share a block. Covers each token once."""
         blocks = []
         for length, run in groupby(range(len(self.lengths)), key=lambda document: self.lengths[document]):
             documents = list(run)
@@ -325,7 +295,7 @@ class PackedLayout:
 
     @cached_property
     def prompt_blocks(self) -> tuple[Block, ...]:
-        """Documents to the prompt that they continue, without a mask: neighbours with one prompt together."""
+        """Documents against the prompt that they continue, unmasked; neighbours with the same prompt share a block."""
         blocks = []
         for prompt, run in groupby(range(len(self.lengths)), key=lambda document: self.prompts[document]):
             documents = list(run)
@@ -335,9 +305,9 @@ class PackedLayout:
         return tuple(blocks)
 
     def key_index(self) -> Tensor | None:
-        """Return int64 [K]: which tokens each document sees, one document after another, its own ones last.
+        """Return int64 [K]: the tokens that each document sees, document by document, its own tokens last.
 
-        None: the sequence itself. For kernels that want every document's keys in one piece.
+        For kernels that need each document's keys in one piece. None: the sequence itself will do.
         """
         if not self.prompt_blocks:
             return None
@@ -348,51 +318,39 @@ class PackedLayout:
         return torch.cat(pieces)
 
 
+# The smallest batch that has a drawn token.
 _IDLE = Sequences(
     tokens_T=torch.zeros(2, dtype=torch.int64),
     lengths_N=torch.tensor([2], dtype=torch.int32),
     response_mask_T=torch.tensor([0, 1], dtype=torch.uint8),
 )
-"""The smallest batch with a drawn token."""
 
 
 @dataclass(frozen=True)
 class PackedInputs:
     """A micro-batch in the order in which the model sees it.
 
-    The last token of a sample predicts nothing, so it is left out. Samples that share a prompt (what comes before their
+    The last token of a sample predicts nothing, so it is left out. Samples that share a prompt (everything before their
     first drawn token) become one document for the prompt and one for the rest of each; the others are one document
     each, sorted by length (stable).
-
-    Attributes:
-        tokens_T: int64 [T].
-        positions_T: int64 [T], from 0 in each sample.
-        layout: of the documents in `tokens_T`.
-        predictors_A: int64 [A], position in `tokens_T` whose logits predict each drawn token; these are in the
-            micro-batch's order, not in the sorted one.
-        targets_A: int64 [A], the drawn tokens.
     """
 
-    tokens_T: Tensor
-    positions_T: Tensor
+    tokens_T: Tensor  # int64 [T]
+    positions_T: Tensor  # int64 [T], from 0 in each sample
     layout: PackedLayout
+    # int64 [A], position in `tokens_T` whose logits predict each drawn token; in the micro-batch's order, not the
+    # sorted one.
     predictors_A: Tensor
-    targets_A: Tensor
+    targets_A: Tensor  # int64 [A], the drawn tokens
 
     @staticmethod
     def of(batch: Sequences, device: torch.device, *, shared_prompt: bool = False) -> "PackedInputs":
-        """Arrange the samples of a micro-batch, and move the result to `device` in one copy, without a wait for it.
-
-        Args:
-            batch: in host memory.
-            device: of the model.
-            shared_prompt: compute a prompt that several samples have in common once.
-        """
+        """Pack a micro-batch that is in host memory, and move it to `device` in one asynchronous copy."""
         lengths, prompts = batch.lengths_N.tolist(), batch.prompt_lengths.tolist()
         starts = [0, *accumulate(lengths)][:-1]
         documents = _documents(batch.tokens_T, starts, lengths, prompts, shared_prompt=shared_prompt)
         layout = PackedLayout(tuple(one.length for one in documents), tuple(one.prompt for one in documents))
-        # Where each sample would begin if all of it lay as its prompt does, and as its rest does.
+        # Row 0: where each sample would begin, extrapolated from its prompt's place; row 1: from its rest's place.
         begins_2N = torch.zeros(2, len(lengths), dtype=torch.int64)
         for document, start in zip(documents, layout.starts, strict=True):
             for sample in document.samples:
@@ -416,26 +374,19 @@ class PackedInputs:
 
 
 class InputsOfBatch:
-    """Packs micro-batches for one or several models; a batch that repeats is packed once."""
+    """Packs micro-batches for one or several models; packs a repeated batch only once."""
 
     def __init__(self, device: torch.device, *, vocab_size: int, shared_prompt: bool) -> None:
-        """Args:
-        device: of the models.
-        vocab_size: of the models.
-        shared_prompt: see `PackedInputs.of`.
-        """
         self._device = device
         self._vocab_size = vocab_size
         self._shared_prompt = shared_prompt
         self._last: tuple[Sequences, PackedInputs] | None = None
 
     def __call__(self, batch: Sequences | None) -> PackedInputs:
-        """Return the packed batch; None: a smallest one.
-
-        Raises:
-            BadRequest: see `check_sequences`.
-        """
+        """Return the packed batch; None: a minimal one, for ranks without rows.
+        Raises BadRequest, see `check_sequences`."""
         batch = _IDLE if batch is None else batch
+        # By identity: policy and copies are given the same object in turn.
         if self._last is None or self._last[0] is not batch:
             check_sequences(batch, vocab_size=self._vocab_size)
             self._last = batch, PackedInputs.of(batch, self._device, shared_prompt=self._shared_prompt)
@@ -443,12 +394,13 @@ class InputsOfBatch:
 
 
 def cut(batch: Sequences, num_pieces: int) -> Iterator[Sequences]:
-    """Yield a micro-batch in at most `num_pieces` pieces of about equal tokens, whole samples each, in order."""
+    """Yield a micro-batch in at most `num_pieces` pieces of roughly equal tokens; whole samples each, in order."""
     lengths = batch.lengths_N.tolist()
     total, first, rows = sum(lengths), 0, 0
     while rows < len(lengths):
         begin, start = rows, first
         share = -(-(total - first) // num_pieces)
+        # Take another sample as long as half of it still fits.
         while rows < len(lengths) and (rows == begin or first - start + lengths[rows] // 2 < share):
             first += lengths[rows]
             rows += 1
@@ -457,14 +409,9 @@ def cut(batch: Sequences, num_pieces: int) -> Iterator[Sequences]:
 
 
 def response_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
-    """Return the output layer's logits of each drawn token, at the token before it.
+    """Return the logits at the predictor of each drawn token, float32 [A, V] (float64 for a float64 model).
 
-    Args:
-        model: causal language model of transformers, built with the packed attention; V is 1 for one with a head of
-            one number.
-        inputs: the micro-batch on the model's device.
-    Returns:
-        float32 [A, V] (float64 for a float64 model), with gradient where enabled.
+    `model` is a transformers causal language model built with packed attention; with a scalar head, V is 1.
     """
     logits_AV = _forward(model, inputs)
     return logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32))
@@ -473,31 +420,25 @@ def response_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
 def response_log_probs(
     model: nn.Module, inputs: PackedInputs, temperature: float, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the drawn tokens under the tempered distribution.
+    """Return log-probabilities of the drawn tokens under the tempered distribution, and entropies; float32 [A] each.
 
-    The logits never exist as a whole (`log_prob_head`), except for models that change them after the head: those that
-    scale or cap them, or whose head is not a plain linear layer.
-
-    Args:
-        model, inputs: see `response_logits`.
-        temperature: divides the logits.
-        entropy: also compute the entropy; else the second result is empty.
-    Returns:
-        float32 [A] with gradient where enabled, and float32 [A], alike (or [0], without).
+    Both have a gradient where enabled. Without `entropy` the second result is empty.
     """
     known: Any = model
+    # The logits are never materialized, except for models that change them after the head (scaling, capping) or whose
+    # head is not a plain linear layer.
     head = known.get_output_embeddings()
     if not isinstance(head, nn.Linear) or _whole_logits.get(head):
         return _of_whole_logits(response_logits(model, inputs), inputs.targets_A, temperature, entropy=entropy)
     request = HeadRequest(inputs.targets_A, temperature, entropy)
     patched: Any = head
-    # In the head's own forward: there FSDP2 has gathered its weight, and what it returns passes the model's hooks.
+    # Patch the head's own forward: FSDP2 has gathered its weight there, and its result passes the model's hooks.
     patched.forward = partial(_head_forward, head, request)
     try:
         found_A2 = _forward(model, inputs)
     finally:
         del patched.forward
-    if head not in _whole_logits:  # the first time only, for it waits for the device
+    if head not in _whole_logits:  # the first time only, since it waits for the device
         _whole_logits[head] = not bool((found_A2[-1] == _WITNESS).all())
         if _whole_logits[head]:
             return response_log_probs(model, inputs, temperature, entropy=entropy)
@@ -508,21 +449,20 @@ def response_log_probs(
     return log_probs_A, entropy_A
 
 
+# Head -> whether its model changes the logits; filled on first use.
 _whole_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Heads that were asked: whether their model changes the logits."""
-_WITNESS = 1 / 3
-"""A number that comes back otherwise from a model that scales, caps or rounds what its head returns."""
+_WITNESS = 1 / 3  # a number that any scaling, capping or rounding of the head's output would change
 
 
 def _head_forward(head: nn.Linear, request: HeadRequest, hidden_1AD: Tensor) -> Tensor:
     """Return [1, A + 1, 2] in place of logits: log-probabilities and entropies, then a row of `_WITNESS`."""
     found_A2 = torch.stack(head_log_probs(hidden_1AD[0], head.weight, head.bias, request), dim=-1)
-    # A tensor of its own: FSDP2 warns of a view.
+    # A new tensor: FSDP2 warns about views.
     return torch.cat([found_A2[None], found_A2.new_full((1, 1, 2), _WITNESS)], dim=1)
 
 
 def _forward(model: nn.Module, inputs: PackedInputs) -> Tensor:
-    """Return what the model makes of its head's result for the tokens that predict drawn ones, [A, ...]."""
+    """Return the model's output for the tokens that predict drawn ones, [A, ...]."""
     output: Any = model(
         input_ids=inputs.tokens_T.unsqueeze(0),
         position_ids=inputs.positions_T.unsqueeze(0),
@@ -543,7 +483,7 @@ def _of_whole_logits(
     log_probs_A = log_probs_AV.gather(-1, targets_A.unsqueeze(-1)).squeeze(-1)
     if not entropy:
         return log_probs_A, log_probs_A.detach()[:0]
-    # Computed again in the backward pass: it would keep two more copies of the logits, which few losses want.
+    # Recompute in the backward pass: keeping it would store two more copies of the logits, which few losses need.
     entropy_A: Tensor = checkpoint(_entropy, log_probs_AV, use_reentrant=False)
     return log_probs_A, entropy_A
 
@@ -554,27 +494,19 @@ def _entropy(log_probs_AV: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Document:
-    """Neighbouring tokens of one or several samples.
+    """Neighbouring tokens of one or several samples."""
 
-    Attributes:
-        source: first token in the micro-batch.
-        length: tokens.
-        samples: the samples that the tokens, or the shared prompt, belong to.
-        position: of the first token; 0 unless it continues a prompt.
-        prompt: position among the documents of the prompt that it continues.
-    """
-
-    source: int
+    source: int  # first token in the micro-batch
     length: int
-    samples: tuple[int, ...]
-    position: int = 0
-    prompt: int = ALONE
+    samples: tuple[int, ...]  # those that own the tokens; several for a shared prompt
+    position: int = 0  # of the first token; 0 unless it continues a prompt
+    prompt: int = ALONE  # index of the document that it continues
 
 
 def _documents(
     tokens_T: Tensor, starts: list[int], lengths: list[int], prompts: list[int], *, shared_prompt: bool
 ) -> list[_Document]:
-    """Return the documents of a micro-batch: samples alone and shared prompts by length, then what continues these."""
+    """Return a micro-batch's documents: lone samples and shared prompts by length, then what continues the latter."""
     groups: dict[object, list[int]] = {}
     for sample, start in enumerate(starts):
         key = tokens_T[start : start + prompts[sample]].numpy().tobytes() if shared_prompt else sample
@@ -582,6 +514,7 @@ def _documents(
     first = []
     for samples in groups.values():
         one = samples[0]
+        # A shared prompt ends before the first drawn token; a lone sample is fed up to its last token but one.
         fed = prompts[one] if len(samples) > 1 else max(prompts[one], lengths[one] - 1)
         first.append(_Document(starts[one], fed, tuple(samples)))
     first.sort(key=lambda document: document.length)

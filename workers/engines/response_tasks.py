@@ -1,9 +1,9 @@
-"""Responses as asyncio tasks: a thread with an event loop runs one coroutine per response; the caller waits in `step`.
+"""Runs responses as asyncio tasks: a thread's event loop has one coroutine per response; the caller waits in `step`.
 
-    caller's thread   submit ............ step: waits ....... <- finished responses, or a token was drawn, or `wake`
+    caller's thread   submit ............ step: waits ....... <- finished responses, a token was drawn, or `wake`
     loop's thread       | coroutine ... token ... token ... done |
 
-For engines whose library or server speaks asyncio. It knows nothing of models.
+For engines whose library or server speaks asyncio; knows nothing of models.
 """
 
 import asyncio
@@ -17,16 +17,14 @@ from asyncflow.errors import DeadlineExceeded
 T = TypeVar("T")
 R = TypeVar("R")
 
-_LOOK_S = 0.02
-"""How often a wait for responses looks at `wake`, which another thread sets (s)."""
+_LOOK_S = 0.02  # how often (s) a wait for responses checks `wake`, which another thread sets
 _CLOSE_S = 10.0
 
 
 class ResponseTasks(Generic[T]):
-    """Runs coroutines that return a `T`; one thread of the caller uses it."""
+    """Runs coroutines that return a `T`, in a thread called `name`; used by one thread of the caller."""
 
     def __init__(self, name: str) -> None:
-        """Start the loop's thread, of this name."""
         self._loop = asyncio.new_event_loop()
         self._news = threading.Event()
         self._lock = threading.Lock()
@@ -38,12 +36,12 @@ class ResponseTasks(Generic[T]):
 
     @property
     def num_running(self) -> int:
-        """Coroutines whose end `step` has not reported yet; those that failed count as one."""
+        """Coroutines whose end `step` has not reported yet; failed ones count as one."""
         with self._lock:
             return len(self._running) + len(self._finished) + (self._failure is not None)
 
     def start(self, responses: Sequence[tuple[int, Coroutine[Any, Any, T]]]) -> None:
-        """Begin coroutines, each under a ticket."""
+        """Start coroutines, each under a ticket."""
         for ticket, response in responses:
             future = asyncio.run_coroutine_threadsafe(response, self._loop)
             with self._lock:
@@ -51,14 +49,13 @@ class ResponseTasks(Generic[T]):
             future.add_done_callback(self._done)
 
     def progress(self) -> None:
-        """Have `step` return: a coroutine, which calls this, made progress."""
+        """Make `step` return; called by a coroutine that made progress."""
         self._news.set()
 
     def step(self, wake: threading.Event) -> list[T]:
         """Wait until coroutines end, one makes progress, or `wake` is set; return the results of those that ended.
 
-        Raises:
-            BaseException: what a coroutine raised.
+        Raises what a coroutine raised.
         """
         while self.num_running and not self._news.wait(_LOOK_S) and not wake.is_set():
             pass
@@ -71,8 +68,9 @@ class ResponseTasks(Generic[T]):
         return [result for _, result in finished]
 
     def cancel(self, ticket: int) -> None:
-        """Cancel what runs under a ticket, wait until it has ended, and forget its result; nothing else changes."""
+        """Cancel what runs under a ticket, wait for its end, and forget its result."""
         with self._lock:
+            # Forget the future first, so that `_done` ignores its result.
             running = [future for future, own in self._running.items() if own == ticket]
             for future in running:
                 del self._running[future]
@@ -80,7 +78,7 @@ class ResponseTasks(Generic[T]):
         self._end(running)
 
     def abort(self) -> None:
-        """Cancel what runs, wait until it has ended, and forget what finished."""
+        """Cancel everything, wait for its end, and forget all results."""
         with self._lock:
             running = list(self._running)
             self._running.clear()
@@ -89,17 +87,13 @@ class ResponseTasks(Generic[T]):
         self._end(running)
 
     def run(self, coroutine: Coroutine[Any, Any, R], *, what: str, timeout_s: float) -> R:
-        """Return what a coroutine returns.
-
-        Raises:
-            DeadlineExceeded: not within `timeout_s`; names `what`.
-        """
+        """Return a coroutine's result. Raises DeadlineExceeded, which names `what`, after `timeout_s`."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
             if future.done() and not future.cancelled():
-                return future.result()  # it came just now, or the coroutine itself raised TimeoutError
+                return future.result()  # it has just finished, or itself raised TimeoutError
             future.cancel()
             raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}") from error
 
@@ -125,7 +119,7 @@ class ResponseTasks(Generic[T]):
         self._loop.run_forever()
 
     def _end(self, running: Sequence["Future[T]"]) -> None:
-        """Cancel futures, which are no more in `_running`, and wait until their coroutines have ended."""
+        """Cancel futures, already removed from `_running`, and wait until their coroutines have ended."""
         for future in running:
             future.cancel()
         if running:
@@ -145,7 +139,7 @@ class ResponseTasks(Generic[T]):
         self._news.set()
 
     async def _settle(self) -> None:
-        """Wait for cancelled tasks to end: a library must handle it before anything else starts."""
+        # A library must handle the cancellation before anything else starts.
         others = [task for task in asyncio.all_tasks(self._loop) if task is not asyncio.current_task()]
         cancelled = [task for task in others if task.cancelling()]
         if cancelled:

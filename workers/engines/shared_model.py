@@ -1,6 +1,7 @@
 """A model that several ranks share and none trains: its weights come as boxes or from files, and are written whole.
 
-Each rank holds parts of Hugging Face's tensors. It asks weight sync for these boxes alone, and reads their rows alone.
+Each rank holds parts of Hugging Face's tensors; it requests only these boxes from weight sync, and reads only their
+rows.
 """
 
 from abc import ABC, abstractmethod
@@ -18,18 +19,17 @@ from workers.rank.peers import gather, waiting_for_peers
 
 
 class SharedModel(ABC):
-    """One rank of it; implements `FrozenEngine` but for `log_probs`. The ranks are those of the default group."""
+    """One rank of the model; implements `FrozenEngine` except `log_probs`. Its ranks are those of the default group."""
 
     adopts_weights = False
-    _aliases: Mapping[str, tuple[str, ...]] = {}
-    """Other names of tied weights."""
+    _aliases: Mapping[str, tuple[str, ...]] = {}  # other names of tied weights
 
     @abstractmethod
     def shards(self) -> Iterable[LocalShard]:
         """Return this rank's pieces of all parameters, in a fixed order; views."""
 
     def weight_needs(self) -> Mapping[str, Need]:
-        """Return what `load_weights` needs: a name for each box, since a rank may hold several of one tensor."""
+        """Return what `load_weights` needs: one name per box, since a rank may hold several boxes of a tensor."""
         return {
             f"{shard.name}[{number}]": Need(shard.shape, (shard.name, *self._aliases.get(shard.name, ())), shard.box)
             for number, shard in enumerate(self._held())
@@ -42,11 +42,7 @@ class SharedModel(ABC):
 
     @torch.no_grad()
     def read_weights(self, weights_dir: Path) -> None:
-        """Take the weights in files; each rank reads its own rows.
-
-        Raises:
-            ConfigError: they are not all there, or there is more.
-        """
+        """Read this rank's rows from files. Raises ConfigError if they lack weights, or hold others."""
         files = HfWeights(weights_dir)
         self._check_stored(files)
         for shard in self._held():
@@ -54,7 +50,7 @@ class SharedModel(ABC):
             shard.values.copy_(rows[(slice(None), *shard.box.slices[1:])].reshape(shard.values.shape))
 
     def save_weights(self, target: Path) -> None:
-        """Write whole weights as safetensors into `target`, which is made; collective, the first rank writes.
+        """Write whole weights as safetensors into `target`, which is created; collective, the first rank writes.
 
         Raises:
             OSError: they cannot be written; on the first rank.
@@ -63,7 +59,7 @@ class SharedModel(ABC):
         own = self._held()
         held = gather([[shard.name, shard.shape, shard.box.offset, shard.box.size] for shard in own])
         shapes: dict[str, tuple[int, ...]] = {}
-        holders: dict[str, dict[Box, tuple[int, int]]] = {}  # where several ranks have a box, the first one gives it
+        holders: dict[str, dict[Box, tuple[int, int]]] = {}  # the first rank with a box sends it
         for rank, parts in enumerate(held):
             for number, (name, shape, offset, size) in enumerate(parts):
                 shapes[name] = tuple(shape)
@@ -87,6 +83,7 @@ class SharedModel(ABC):
                     dist.send(part, dst=0)
             return out
 
+        # All ranks walk the names in the same order, so sends and receives match.
         names = iter(shapes)
         with waiting_for_peers("for a part of the weights that are written"):
             try:
@@ -94,12 +91,12 @@ class SharedModel(ABC):
                     target.mkdir(parents=True, exist_ok=True)
                     write_weights(target, shapes, lambda _: whole(next(names)))
             finally:
-                for name in names:  # the other ranks; and the first, if it cannot write: the others send anyway
+                for name in names:  # the other ranks; and the first one if it cannot write, since the others still send
                     whole(name)
 
     @abstractmethod
     def _check_stored(self, weights: HfWeights) -> None:
-        """Refuse files with tensors that the model does not use as what they are."""
+        """Refuse files with tensors that the model would not use."""
 
     def _held(self) -> list[LocalShard]:
         return [shard for shard in self.shards() if shard.box.numel]

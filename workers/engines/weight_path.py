@@ -1,5 +1,4 @@
-"""Connects trainer ranks, and the roles that hold the policy, to the configured weight path; `HeldWeights` takes newer
-weights from it."""
+"""Connects trainer ranks, and the roles that hold the policy, to the configured weight path."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,14 +19,11 @@ from workers.settings.dataflow import WEIGHTS
 
 
 def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightSender:
-    """Agree with the other trainer ranks on a plan; returns this rank's sender.
-
-    Args:
-        shards: what it holds.
+    """Agree on a plan with the other trainer ranks; return this rank's sender of its `shards`.
 
     Raises:
-        PlanError: the ranks' shards do not make one model.
-        WeightSyncError: another rank did not say what it holds in time.
+        PlanError: the ranks' shards do not form one model.
+        WeightSyncError: another rank did not report its shards in time.
     """
     config, epoch = context.config.weightsync, f"{context.job.lineage}.{context.attempt}"
     plan = agree_on_plan(
@@ -66,15 +62,14 @@ def open_receiver(
     """Return a receiver of what the trainer publishes.
 
     Args:
-        needs: what the engine wants.
-        adopts: the engine can compute with what it is given, in place; it does where the element types are the same.
-        arrived: called, by another thread, when a newer version is ready.
-        purpose: of a receiver beside the one of this rank's main engine.
-        wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
-        best_effort: the trainer does not wait for the memory that it reads.
+        adopts: the engine can compute with given tensors in place; used only if element types match.
+        arrived: called from another thread when a newer version is ready.
+        purpose: of a receiver beside this rank's main one.
+        wanted: selects versions; None: all. With it, the receiver joins no broadcasts.
+        best_effort: the trainer does not wait until it has read a version.
         keeps_on_host: see `WeightReceiver`.
-        whole: the engine takes the whole model; False: its ranks share it, and read the agent's copy, of which there is
-            one on the node. Such a receiver takes part in no broadcast.
+        whole: the engine takes the whole model; False: its ranks share it and read the agent's single copy on the node,
+            and the receiver joins no broadcasts.
     """
     config = context.config.weightsync
     name = f"{context.name}-{purpose}" if purpose else context.name
@@ -95,12 +90,9 @@ def open_receiver(
 def follow_policy(
     context: WorkerContext, engine: GenerateEngine, *, arrived: Callable[[], None], loaded: Callable[[Version], None]
 ) -> "HeldWeights":
-    """Return what has a rollout's engine follow what the trainer publishes.
+    """Return what keeps a rollout's engine up to date with the trainer's weights.
 
-    Args:
-        engine: the rollout's.
-        arrived: called, by another thread, when a newer version is ready.
-        loaded: called after each swap.
+    `arrived` is called from another thread when a newer version is ready, `loaded` after each swap.
     """
     config = context.config
     broadcast = config.weightsync.path == "broadcast"
@@ -114,30 +106,29 @@ def follow_policy(
         return HeldWeights(context, ranks, lambda _: engine.load_held(), loaded=loaded)
     receiver = open_receiver(
         context, engine.weight_needs(), adopts=engine.adopts_weights, arrived=arrived,
-        keeps_on_host=config.rollout.engine == "openai",  # it hands them on to other processes
+        keeps_on_host=config.rollout.engine == "openai",  # it passes them on to other processes
     )  # fmt: skip
     return HeldWeights(context, receiver, partial(engine.load_weights, adopt=receiver.adopts), loaded=loaded)
 
 
 def _agent(context: WorkerContext) -> str:
-    """Return this node's weight agent."""
     return next(gang.name for gang in context.job.of_role(WEIGHTS) if context.node in gang.parts)
 
 
 def _lead(context: WorkerContext) -> str:
-    """Return the agent that says which receivers take part in broadcasts, the same one for all nodes."""
+    """Return the agent, the same for all nodes, that decides which receivers join broadcasts."""
     return context.job.of_role(WEIGHTS)[0].name
 
 
+# How long a wait for a turn to swap lasts before it checks whether the run is stopping.
 _TURN_WAIT_S = 1.0
-"""How long a wait for a turn to swap lasts before it looks again whether the run stops (s)."""
 
 
 class HeldWeights:
-    """The weights that one engine computes with: wait for newer ones, ask for a turn, load.
+    """The weights that one engine computes with: waits for newer ones, asks for a turn, loads. Used by one thread.
 
-    Used by the one thread of a role that follows the policy. What arrives and is checked is `weightsync.receiver`'s
-    part.
+    `weightsync.receiver` handles arrival and checks; the receiver is closed with this object. `loaded` is called after
+    each swap.
     """
 
     def __init__(
@@ -148,11 +139,6 @@ class HeldWeights:
         *,
         loaded: Callable[[Version], None] = lambda _: None,
     ) -> None:
-        """Args:
-        receiver: has newer versions ready; closed here.
-        load: has the engine take weights.
-        loaded: is called after each swap.
-        """
         self.version: Version | None = None
         self._context = context
         self._receiver = receiver
@@ -162,22 +148,21 @@ class HeldWeights:
 
     @property
     def step(self) -> int:
-        """Step of the weights that are loaded; 0 before the first."""
+        """Step of the loaded weights; 0 before the first."""
         return 0 if self.version is None else self.version.step
 
     @property
     def has_newer(self) -> bool:
-        """Whether there is something newer to load."""
         return self._receiver.newest not in (None, self.version)
 
     @property
     def abandoned(self) -> bool:
-        """Whether the trainer went back to an earlier checkpoint, so that what these weights compute is for nothing."""
+        """Whether the trainer went back to an earlier checkpoint, which makes work with these weights useless."""
         newest = self._receiver.newest
         return newest is not None and self.version is not None and newest.lineage > self.version.lineage
 
     def load_newest(self, *, wait_s: float = 0.0) -> bool:
-        """Load what is ready, if it is this engine's turn; returns whether it was."""
+        """Load the version that is ready if it is this engine's turn; return whether it was loaded."""
 
         def load(weights: Mapping[str, Tensor]) -> None:
             with self._context.timeline.span("load weights"):
@@ -191,11 +176,7 @@ class HeldWeights:
         return True
 
     def wait_for(self, needed: Version) -> None:
-        """Load weights of `needed` or later; returns without them only when the run stops.
-
-        Raises:
-            WeightsLate: they do not come.
-        """
+        """Load weights of `needed` or later; returns without them only if the run stops. Raises WeightsLate."""
         context, timeout_s = self._context, self._timeout_s
         deadline = time.monotonic() + timeout_s
         while (self.version is None or self.version < needed) and not context.stopping.is_set():
@@ -209,9 +190,8 @@ class HeldWeights:
             if not loaded and time.monotonic() > deadline:
                 raise WeightsLate(
                     f"weights of {needed} are ready, but no turn to load them came within {timeout_s:g} s: an "
-                    f"instance that swaps does not end"
+                    f"instance that is swapping does not finish"
                 )
 
     def close(self) -> None:
-        """Leave the weight agent."""
         self._receiver.close()

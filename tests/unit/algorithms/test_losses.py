@@ -181,7 +181,7 @@ def test_an_engine_whose_entropies_have_no_gradient_is_refused() -> None:
     loss((-ones).requires_grad_(), ones)
     loss.entropy_coef = 0.1
     with pytest.raises(
-        ConfigError, match=r"^algorithm.entropy_coef: 0.1 cannot be with this training engine, whose ent"
+        ConfigError, match=r"^algorithm.entropy_coef: 0.1 cannot be used with this training engine, whose ent"
     ):
         loss((-ones).requires_grad_(), ones)
 

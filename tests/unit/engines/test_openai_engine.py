@@ -86,7 +86,7 @@ def test_limit_and_stop_tokens_of_a_request_reach_the_server(
     assert (server.bodies[0]["max_tokens"], server.bodies[0]["stop_token_ids"]) == (2, [EOS, 9])
     assert found.response_R.tolist() == [5, 9] and not found.truncated
     server.answer = stream([[5, 6, 7]], reason="length")
-    with pytest.raises(EngineFailed, match="returned 3 tokens, where 1 to 2 were asked for"):
+    with pytest.raises(EngineFailed, match="returned 3 tokens, where 1 to 2 were requested"):
         list(generate(engine, [request]))
 
 
@@ -338,13 +338,13 @@ def test_silent_server_fails_by_its_deadline(
         (stream([[5]], ids=False), "does not return token ids"),
         (events('{"choices": [{"token_ids": [1], "finish_reason": "stop"}]}'), "0 log-probabilities for 1 tokens"),
         (events('{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [null]}}]}'), "got `null`"),
-        (events('{"choices": null}'), r"/v1/completions answered in another form.*choices"),
-        (events("5"), "answered in another form"),
+        (events('{"choices": null}'), r"/v1/completions answered in an unexpected form.*choices"),
+        (events("5"), "answered in an unexpected form"),
         (stream([[]]), "returned 0 tokens, where 1 to 8"),
         (stream([[5] * 9], reason="length"), "returned 9 tokens, where 1 to 8"),
         (stream([[99, EOS]]), "returned token 99, but the model has 13 tokens"),
         (stream([[5, 6]]), "ended a response with token 6, which is not an end token"),
-        (stream([[5, EOS, 6]], reason="length"), "went on after an end token"),
+        (stream([[5, EOS, 6]], reason="length"), "continued after an end token"),
     ],
 )
 def test_what_would_go_wrong_again_is_not_repeated(

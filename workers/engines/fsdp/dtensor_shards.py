@@ -1,18 +1,6 @@
-"""Which boxes of whole tensors this rank holds, read off DTensor placements. The `fsdp` engine's `shards()` calls it.
+"""Derives which boxes of whole tensors this rank holds from DTensor placements, for the `fsdp` engine's `shards()`.
 
 Looks at shapes, meshes and placements, and takes views of local tensors; never communicates.
-
-    mesh (dp 2, tp 2), placements [Shard(1), Shard(0)] of [4, 6], rank (0, 1):    box [2:4, 0:3]
-
-FSDP2 over tensor parallelism on the same dimension cuts by tensor parallelism first, and says so by
-`[_StridedShard(0, split_factor=tp), Shard(0)]`: a rank's rows are one run. Read from left to right, as torch's
-`compute_local_shape_and_global_offset` and the split of `_StridedShard` do, the same placements give the same rows only
-where sizes divide evenly; 7 rows over (dp 3, tp 2) leave row 6 with rank (2, 1), and they say (2, 0) (torch 2.13). So
-the order of the cuts is read from the split factors first. A `_StridedShard` alone on its dimension, as of a fused
-projection, leaves a rank several runs: one shard each. With FSDP2 over it, torch writes placements that its own
-`full_tensor` misreads (2.13): refused.
-
-Legend of a run: (first index, number of indices) along one dimension.
 """
 
 import itertools
@@ -28,36 +16,36 @@ from asyncflow.errors import PlanError
 from weightsync.plan import Box
 from workers.engines.base import LocalShard
 
+#     mesh (dp 2, tp 2), placements [Shard(1), Shard(0)] of [4, 6], rank (0, 1):    box [2:4, 0:3]
+#
+# FSDP2 over tensor parallelism on the same dimension cuts by tensor parallelism first, and expresses that as
+# `[_StridedShard(0, split_factor=tp), Shard(0)]`: a rank's rows are one run. Read from left to right, as by torch's
+# `compute_local_shape_and_global_offset` and the split of `_StridedShard`, the same placements give the same rows only
+# if sizes divide evenly: 7 rows over (dp 3, tp 2) leave row 6 with rank (2, 1), but those functions say (2, 0) (torch
+# 2.13). So the order of the cuts is first read from the split factors. A `_StridedShard` alone on its dimension, as for
+# a fused projection, gives a rank several runs: one shard each. With FSDP2 over it, torch writes placements that its
+# own `full_tensor` misreads (2.13), so those are refused.
+#
+# Legend of a run: (first index, number of indices) along one dimension.
+
 Run = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How one mesh dimension cuts a tensor dimension.
+    """How one mesh dimension cuts a tensor dimension."""
 
-    Attributes:
-        parts: ranks along the mesh dimension.
-        index: this rank's.
-        split_factor: of `_StridedShard`; 1 for `Shard`.
-    """
-
-    parts: int
-    index: int
-    split_factor: int = 1
+    parts: int  # ranks along the mesh dimension
+    index: int  # this rank's
+    split_factor: int = 1  # of `_StridedShard`; 1 for `Shard`
 
 
 def local_shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[LocalShard]:
-    """Yield what this rank holds of each tensor, in their order; a rank outside of a tensor's mesh holds nothing.
+    """Yield what this rank holds of each tensor, in order, as views without gradient.
 
-    Args:
-        tensors: by Hugging Face name, as `named_parameters()` and `named_buffers()` give them: DTensors, and plain
-            tensors, which every rank holds whole.
-
-    Yields:
-        Views without gradient; a rank that has no rows of a tensor yields one empty shard of it.
-
-    Raises:
-        PlanError: a tensor is a partial sum, or its local shape does not follow from its placements.
+    `tensors` are DTensors, or plain tensors, which every rank holds whole. A rank outside a tensor's mesh gets nothing
+    for it; one inside that has no rows gets one empty shard. Raises PlanError if a tensor is a partial sum, or its
+    local shape does not follow from its placements.
     """
     for name, tensor in tensors:
         shape = tuple(tensor.shape)
@@ -70,15 +58,10 @@ def local_shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[LocalShard]:
 
 
 def local_runs(length: int, cuts: Sequence[Cut]) -> list[Run] | None:
-    """Return which indices of a dimension a rank holds, in the order in which they lie in its local tensor.
+    """Return which indices of a dimension a rank holds, in local order; at least one run, which may be empty.
 
-    Args:
-        length: of the whole dimension.
-        cuts: those of this dimension, in the order of the mesh dimensions.
-
-    Returns:
-        Disjoint runs, at least one, which is empty if the rank holds nothing; None: the split factors leave open in
-        which order the cuts were made.
+    `cuts` are those of this dimension, in the order of mesh dimensions. None: the split factors do not determine the
+    order in which the cuts were made.
     """
     order = _in_order_of_cutting([cut for cut in cuts if cut.parts > 1])
     if len(order) > 1 and any(cut.split_factor > 1 for cut in order):
@@ -107,8 +90,9 @@ def _shards_of(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterato
         raise PlanError(
             f"{name}: which part of {shape} is {tuple(local.shape)} at {tuple(coordinate)} of a mesh "
             f"{tuple(mesh.shape)} does not follow from {tensor.placements}; shard it with distribute_tensor or "
-            "fully_shard, and a fused dimension once only"
+            "fully_shard, and a fused dimension only once"
         )
+    # Several runs along a dimension give one box per combination.
     for parts in itertools.product(*map(_with_local_starts, runs)):
         values = local
         for axis, (local_start, (_, size)) in enumerate(parts):
@@ -118,11 +102,9 @@ def _shards_of(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterato
 
 
 def _in_order_of_cutting(cuts: Sequence[Cut]) -> list[Cut]:
-    """Return the cuts in the order in which they were made.
-
-    A split factor is the number of parts that later mesh dimensions had made before: such a cut is a plain one behind
-    theirs. A factor that does not fit stays.
-    """
+    """Return the cuts in the order in which they were made."""
+    # A split factor is the number of parts into which later mesh dimensions had already cut: such a cut is a plain one
+    # after theirs. Factors that do not fit are left in place.
     order: list[Cut] = []
     for cut in reversed(cuts):
         made = [math.prod(other.parts for other in order[:place]) for place in range(len(order) + 1)]

@@ -1,8 +1,9 @@
 """A model over the ranks that train it, with its optimizer: policy, its copies and critic alike.
 
-Several ranks use FSDP2, one unit per decoder layer and one for the rest. On a single rank FSDP2 would still copy every
-weight before each pass and every gradient after it (a third of a pass of a small model), so there the model stays as it
-is, in the element type in which it was built; under `autocast: bfloat16` it computes through a `Bfloat16Twin`.
+Several ranks use FSDP2, with one unit per decoder layer and one for the rest. On a single rank FSDP2 would still copy
+every weight before each pass and every gradient after it (a third of the time of a small model's pass). A single rank
+therefore keeps the plain model in the element type in which it was built; under `autocast: bfloat16` it computes
+through a `Bfloat16Twin`.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,28 +49,24 @@ from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
 
 COMPILER = "inductor"
-"""Backend of `torch.compile`."""
 
 
 class ShardedModel:
-    """What the engines of policy and critic have in common; implements `TrainedEngine` but for `forward_backward`."""
+    """Common to the engines of policy and critic; implements `TrainedEngine` except `forward_backward`.
 
-    model_key = POLICY_KEY
-    """The setting that names its directory."""
-    unused_weights: tuple[str, ...] = ()
-    """Names in files that it may leave out."""
+    Building it is collective over the ranks that train the model, which the default process group must span. Each rank
+    reads only its own rows of the Hugging Face directory; the weights are float32.
+
+    Args:
+        seed: of this process's random numbers (without dropout none are drawn).
+    Raises:
+        ConfigError: the directory does not hold the model that its config.json describes.
+    """
+
+    model_key = POLICY_KEY  # the setting that names the model's directory
+    unused_weights: tuple[str, ...] = ()  # names of weights in files that it may leave unused
 
     def __init__(self, model_dir: Path, training: ActorConfig, *, device: torch.device, seed: int) -> None:
-        """Build, shard and load the model. The default process group exists and spans the ranks that train it.
-
-        Args:
-            model_dir: Hugging Face directory; each rank reads its own rows.
-            training: optimizer and computation; the weights are float32.
-            device: this rank's.
-            seed: of this process's random numbers (none are drawn without dropout).
-        Raises:
-            ConfigError: the directory does not hold the model that its config.json describes.
-        """
         torch.manual_seed(seed)
         self._model_dir = model_dir
         self._training = training
@@ -84,6 +81,7 @@ class ShardedModel:
         self._twin: Bfloat16Twin | None = None
         if training.autocast == "bfloat16" and self._mesh.size() == 1:
             materialize(self._model, device)
+            # `self._model` holds the float32 weights; passes go through this copy.
             computing = self._empty_model(torch.bfloat16)
             shard(computing, self._mesh, training)
             materialize(computing, device)
@@ -98,8 +96,8 @@ class ShardedModel:
             betas=training.betas,
             eps=training.eps,
             weight_decay=0.0,  # `decay` does it
-            # One fused call instead of a dozen: DTensor's dispatch dominates small models. torch_npu has no fused AdamW
-            # behind this flag.
+            # One fused call instead of a dozen: DTensor's dispatch overhead dominates small models. torch_npu has no
+            # fused AdamW behind this flag.
             fused=device.type in ("cpu", "cuda"),
         )
 
@@ -109,13 +107,11 @@ class ShardedModel:
 
     @torch.no_grad()
     def step(self, scale: float) -> StepStats:
-        """Multiply the gradients (summed over ranks) by `scale`, clip, update, clear them.
-
-        A gradient that is not finite changes no weight: the step is logged and reported with its `grad_norm`.
-        """
+        """Multiply the gradients (summed over ranks) by `scale`, clip, update, and clear them."""
         gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
         assert gradients, "step() without a forward_backward() before it"
         factor, stats = self._updates.next(self._global_norm(gradients), scale)
+        # A gradient that is not finite changes no weight; the step is logged and reported with its `grad_norm`.
         if factor is not None:
             torch._foreach_mul_(gradients, factor)
             for group in self._optimizer.param_groups:
@@ -130,12 +126,12 @@ class ShardedModel:
         self._optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and numbers of steps and updates for torch.distributed.checkpoint."""
+        """Return model, optimizer, and step and update counts for torch.distributed.checkpoint."""
         fresh = not self._optimizer.state
         model, optimizer_state = get_state_dict(self._model, self._optimizer)
         optimizer: dict[str, Any] = optimizer_state
         if fresh:
-            # get_state_dict made the state by an update without gradients, which AdamW counts as its first.
+            # get_state_dict created the state by an update without gradients, which AdamW counts as its first.
             for moments in optimizer["state"].values():
                 moments["step"].zero_()
         return {"model": model, "optimizer": optimizer, **self._updates.state_dict()}
@@ -148,7 +144,7 @@ class ShardedModel:
             optim_state_dict=state["optimizer"],
         )
         for group in self._optimizer.param_groups:
-            group["weight_decay"] = 0.0  # a state of an earlier version has it there
+            group["weight_decay"] = 0.0  # states of earlier versions stored it there
         self._changed()
         self._updates.load_state_dict(state)
         self.zero_grad()
@@ -158,12 +154,10 @@ class ShardedModel:
         return self._model if self._twin is None else self._twin.refresh()
 
     def _changed(self) -> None:
-        """Note that the float32 parameters changed."""
         if self._twin is not None:
             self._twin.stale = True
 
     def _empty_model(self, dtype: torch.dtype) -> nn.Module:
-        """Build the model, with its parameters on the meta device."""
         return empty_causal_lm(self._model_dir, dtype=dtype, attention=PACKED_ATTENTION)
 
     @torch.no_grad()
@@ -183,9 +177,9 @@ class ShardedModel:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
-    """Apply FSDP2 where there are several ranks; gradients are summed over them, not averaged."""
+    """Apply checkpointing and compilation, and FSDP2 if there are several ranks; gradients are summed, not averaged."""
     if config.gradient_checkpointing:
-        model.train()
+        model.train()  # transformers only recomputes layers in training mode; dropout is 0 in any case
         _checkpoint_activations(model)
     layers = decoder_layers(model)
     for layer in layers if config.compile else ():
@@ -195,43 +189,43 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
 
 
 def divide(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
-    """Make FSDP2's units: one per decoder layer, and one for the rest."""
+    """Create FSDP2's units: one per decoder layer, and one for the rest."""
     policy = mixed_precision(config)
+    # Layers first: the root's unit takes the parameters that are left.
     for module in (*decoder_layers(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # Sum gradients over ranks; FSDP2 averages by default.
             module.set_gradient_divide_factor(1.0)
-            # Gloo has no pre-multiplied sum, which a divide factor selects otherwise.
+            # Otherwise a divide factor selects a pre-multiplied sum, which Gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
 
 
 def mixed_precision(config: TrainingConfig) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy; it gives the same numbers as `Bfloat16Twin`, so activations are not cast."""
+    """Return FSDP2's policy. It yields the same numbers as `Bfloat16Twin`, so activations are not cast."""
     if config.autocast == "float32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole parameters that a forward without a backward leaves at the root.
-
-    Else the next forward would use them, although an update has changed the shards.
-    """
+    """Free the full parameters that a forward without a backward leaves at the root."""
     if isinstance(model, FSDPModule):
+        # Otherwise the next forward would use them even after an update has changed the shards.
         model.reshard()
 
 
 def over_ranks(
     batch: Sequences, compute: Callable[[Sequences | None], Tensor], *, count: Callable[[Sequences], int]
 ) -> Tensor:
-    """Return what the ranks compute of a batch together, on every rank; collective over the default group.
+    """Split a batch over the ranks, and return the combined result on every rank; collective over the default group.
 
     Args:
-        batch: on all ranks the same; each gets samples of about as many tokens.
-        compute: a vector of some samples, in their order; collective. None: this rank has none, and what it returns
-            does not matter.
-        count: how many numbers that is.
+        batch: the same on all ranks; each gets samples of about as many tokens.
+        compute: returns a vector for some samples, in their order; collective. It is called with None on ranks without
+            samples, whose result is ignored.
+        count: how many numbers `compute` returns for some samples.
     """
     parts, rank = list(cut(batch, dist.get_world_size())), dist.get_rank()
     own = compute(parts[rank] if rank < len(parts) else None)
@@ -242,27 +236,25 @@ def over_ranks(
     if rank < len(parts):
         start = sum(counts[:rank])
         whole[start : start + counts[rank]] = own
-    dist.all_reduce(whole)  # the others add zeros: exact
+    dist.all_reduce(whole)  # the others add zeros, so the sum is exact
     return whole
 
 
 class Bfloat16Twin:
-    """A bfloat16 copy of a float32 model: what a single rank computes with under `autocast: bfloat16`.
+    """A bfloat16 copy of a float32 model, for computing on a single rank under `autocast: bfloat16`.
 
-    FSDP2 would cast every weight again in each pass, forward and backward, and every gradient on its way back. Here
-    weights are cast once an update, and gradients are added to the float32 ones as soon as autograd has them. The
-    numbers are FSDP2's: passes in bfloat16, sums of micro-batches in float32. Costs two bytes a weight.
+    Args:
+        masters: float32, with memory; the optimizer updates them, and they receive the gradients.
+        model: the same in bfloat16, with memory; its initial values do not matter.
     """
 
+    # FSDP2 would cast every weight again in each pass, forward and backward, and every gradient on its way back. Here
+    # weights are cast once per update, and gradients are added to the float32 ones as soon as autograd has them. The
+    # numbers equal FSDP2's: passes in bfloat16, sums of micro-batches in float32. Costs two bytes per weight.
+
     def __init__(self, masters: nn.Module, model: nn.Module) -> None:
-        """Args:
-        masters: float32, with memory; the optimizer updates them, and they get the gradients.
-        model: the same in bfloat16, with memory; its values do not matter.
-        """
-        self.model = model
-        """Forward and backward passes go through this one."""
-        self.stale = True
-        """Whether the float32 weights changed since `refresh`."""
+        self.model = model  # forward and backward passes go through this one
+        self.stale = True  # whether the float32 weights changed since `refresh`
         self._pairs: list[tuple[Tensor, Tensor]] = []
         named = dict(masters.named_parameters())
         for name, own in model.named_parameters():
@@ -271,7 +263,7 @@ class Bfloat16Twin:
 
     @torch.no_grad()
     def refresh(self) -> nn.Module:
-        """Return the model, with the weights as they are now."""
+        """Return the model, with up-to-date weights."""
         if self.stale:
             for own, master in self._pairs:
                 own.copy_(master)
@@ -280,7 +272,8 @@ class Bfloat16Twin:
 
 
 def _checkpoint_activations(model: nn.Module) -> None:
-    """Recompute each layer in the backward pass; transformers renamed the method, and 6 drops the old name."""
+    """Recompute each layer in the backward pass."""
+    # transformers renamed the method; version 6 drops the old name.
     new: Any = getattr(model, "activation_checkpointing_enable", None)
     if new is None:
         new = model.gradient_checkpointing_enable
@@ -301,42 +294,32 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# The default training engine, of policy and critic: FSDP2 over all ranks of the actor, or of the critic.
+# The default training engine of policy and critic: FSDP2 over all ranks of the actor, or of the critic.
 #
 # One `fully_shard` unit per decoder layer and one for the rest (embedding, norm, head). Parameters, gradients and
 # optimizer state are float32 and sharded by rows; with `autocast: bfloat16` FSDP2 gathers and computes in bfloat16.
-# One rank alone trains the plain model, under `autocast: bfloat16` through a `Bfloat16Twin`.
+# A single rank trains the plain model, under `autocast: bfloat16` through a `Bfloat16Twin`.
 #
-#     forward_backward(batch, loss)   gradients of the *sum* of the losses, summed over ranks, accumulate
+#     forward_backward(batch, loss)   accumulates gradients of the *sum* of the losses, summed over ranks
 #     forward_backward(None, loss)    a rank without rows joins the gathers and adds nothing
 #     step(scale)                     gradients * scale, clip, AdamW, gradients cleared
 #
-# Waits: every method except `shards` and `zero_grad` is collective; a rank that does not call it blocks the others.
+# Every method except `shards` and `zero_grad` is collective: a rank that does not call it blocks the others.
 # Legend of shapes: A drawn tokens of the micro-batch.
 
 
 class FsdpEngine(ShardedModel):
-    """Trains a causal language model; implements `TrainEngine`."""
+    """Trains a causal language model; implements `CopyingEngine`. For construction see `ShardedModel`."""
 
     def __init__(
         self, model_dir: Path, *, actor: ActorConfig, temperature: float, device: torch.device, seed: int
     ) -> None:
-        """Build, shard and load the model; see `ShardedModel`.
-
-        Args:
-            model_dir: Hugging Face directory.
-            actor: optimizer and computation.
-            temperature: divides the logits.
-            device: this rank's.
-            seed: of this process's random numbers.
-        """
         super().__init__(model_dir, actor, device=device, seed=seed)
         self._temperature = temperature
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "FsdpEngine":
-        """Return the engine of a run."""
         run, temperature = setup.run, setup.run.rollout.temperature
         return FsdpEngine(
             setup.model_dir, actor=setup.actor, temperature=temperature, device=setup.device, seed=run.seed
@@ -354,6 +337,7 @@ class FsdpEngine(ShardedModel):
         log_probs_A, entropy_A = response_log_probs(
             self._computing(), inputs, self._temperature, entropy=batch is not None
         )
+        # A rank without rows still needs a backward pass, to take part in FSDP2's collectives.
         total = log_probs_A.sum() * 0.0 if batch is None else loss(log_probs_A, entropy_A)
         total.backward()  # type: ignore[no-untyped-call]
 
@@ -362,7 +346,7 @@ class FsdpEngine(ShardedModel):
         return local_shards(self._model.named_parameters())
 
     def export_hf(self, target: Path, saved: Path) -> None:
-        """Write a Hugging Face directory of a saved state, in the element type of the initial model's files."""
+        """Write a saved state as a Hugging Face directory, in the element type of the initial model's files."""
         source, tensors = HfWeights(self._model_dir), SavedTensors(saved)
         copy_without_weights(self._model_dir, target)
 
@@ -382,20 +366,13 @@ class FsdpEngine(ShardedModel):
 
 
 class _Scorer(SharedModel):
-    """A causal language model without an optimizer, sharded over all ranks of the default group as the policy is.
+    """A causal language model without an optimizer or initial weights, sharded over the default group like the policy.
 
-    It computes in the same element type and kernels, so equal weights and inputs give equal log-probabilities to the
-    last bit. It begins without weights. Its shards are kept in the type of the computation: bfloat16 under
-    `autocast: bfloat16`, to which the policy's are cast anyway.
+    It uses the policy's computation type and kernels, so equal weights and inputs give bitwise equal log-probabilities.
+    Shards are kept in the computation type: under `autocast: bfloat16` the policy's are cast to it anyway.
     """
 
     def __init__(self, model_dir: Path, training: TrainingConfig, *, temperature: float, device: torch.device) -> None:
-        """Args:
-        model_dir: Hugging Face directory; only config.json is read.
-        training: how it is computed.
-        temperature: divides the logits.
-        device: this rank's.
-        """
         self._temperature = temperature
         self._model = empty_causal_lm(model_dir, dtype=DTYPES[training.autocast], attention=PACKED_ATTENTION)
         self._aliases = stored_names(self._model)
@@ -418,16 +395,15 @@ class _Scorer(SharedModel):
 
 
 class FsdpCopy(_Scorer):
-    """Other weights of the policy: the reference, or the policy as an earlier step left it; implements `PolicyCopy`."""
+    """Other weights of the policy: the reference, or the policy of an earlier step; implements `PolicyCopy`.
+
+    `take` copies the weights of the sharded model `policy`. `inputs` is shared, so that policy and copies pack each
+    micro-batch only once.
+    """
 
     def __init__(
         self, model_dir: Path, training: TrainingConfig, policy: nn.Module, *, temperature: float, inputs: InputsOfBatch
     ) -> None:
-        """Args:
-        model_dir, training, temperature: see `_Scorer`.
-        policy: the sharded model whose weights `take` copies.
-        inputs: packs each micro-batch once, for the policy and its copies.
-        """
         super().__init__(model_dir, training, temperature=temperature, device=next(policy.parameters()).device)
         self._policy = policy
         self._inputs = inputs
@@ -444,16 +420,15 @@ class FsdpCopy(_Scorer):
 
 
 class FsdpFrozenModel(_Scorer):
-    """A model that is not trained over several ranks, which divide each batch; implements `FrozenEngine`."""
+    """A model that is not trained, sharded over ranks that split each batch; implements `FrozenEngine`.
+
+    Building it is collective, and reads the weights in `weights_dir`. Raises ConfigError if the directory does not hold
+    the model that its config.json describes.
+    """
 
     def __init__(
         self, model_dir: Path, training: TrainingConfig, *, temperature: float, device: torch.device, weights_dir: Path
     ) -> None:
-        """Build the model, and read the weights in `weights_dir`; collective. The others: see `_Scorer`.
-
-        Raises:
-            ConfigError: the directory does not hold the model that its config.json describes.
-        """
         super().__init__(model_dir, training, temperature=temperature, device=device)
         self._vocab_size = vocab_size(self._model)
         self._inputs = InputsOfBatch(device, vocab_size=self._vocab_size, shared_prompt=training.shared_prompt)
@@ -461,7 +436,6 @@ class FsdpFrozenModel(_Scorer):
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "FsdpFrozenModel":
-        """Return the engine of a run."""
         return FsdpFrozenModel(
             setup.model_dir,
             setup.run.ref.computation(setup.run.model.dtype),
@@ -471,11 +445,8 @@ class FsdpFrozenModel(_Scorer):
         )
 
     def log_probs(self, batch: Sequences) -> Tensor:
-        """Return float32 [A]: every rank computes for some of the samples, and gets the results of all.
-
-        Raises:
-            BadRequest: see `check_sequences`; before any collective.
-        """
+        """Return float32 [A]: each rank computes some of the samples, and all get the results of all.
+        Raises BadRequest, see `check_sequences`; before any collective."""
         check_sequences(batch, vocab_size=self._vocab_size)
         return over_ranks(batch, lambda part: self._score(self._inputs(part)), count=_num_drawn)
 
@@ -484,18 +455,17 @@ def _num_drawn(batch: Sequences) -> int:
     return int(batch.response_mask_T.sum())
 
 
-_STORED_HEAD = f"{SCORE_HEAD}.weight"
-"""Transformers' name for the head of a reward model or a critic."""
+_STORED_HEAD = f"{SCORE_HEAD}.weight"  # transformers' name for the head of a reward model or critic
 
 
 class FsdpValueEngine(ShardedModel):
-    """Trains a critic: a language model's backbone with a head of one number; implements `ValueEngine`.
+    """Trains a critic: a language model's backbone with a scalar head; implements `ValueEngine`.
 
-    The head takes the place and the name of the output layer, so packing, attention and sharding are the policy's.
-    V(s_t) of a response token y_t: s_t is the prompt and the tokens before it.
+    The head replaces the output layer under the same name, so packing, attention and sharding are the policy's. In
+    V(s_t) of a response token y_t, s_t is the prompt and the tokens before y_t.
 
-    Its directory holds a causal language model, or a model with a head of one number; without such a head the critic
-    begins with the value 0 everywhere.
+    Its directory holds a causal language model, or a model that already has a scalar head. Without such a head the
+    critic starts with the value 0 everywhere.
     """
 
     model_key = "critic.path"
@@ -513,13 +483,13 @@ class FsdpValueEngine(ShardedModel):
         total.backward()  # type: ignore[no-untyped-call]
 
     def _forward(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A], with gradient where enabled; None: of a smallest batch."""
+        """Return float32 [A], with gradient where enabled; None: of a minimal batch."""
         return response_logits(self._computing(), self._inputs(batch))[:, 0]
 
     def _empty_model(self, dtype: torch.dtype) -> nn.Module:
         model: Any = super()._empty_model(dtype)
         inner = model.get_output_embeddings().in_features
-        model.config.tie_word_embeddings = False  # else the head would become the input embedding again
+        model.config.tie_word_embeddings = False  # otherwise the head would be tied to the input embedding again
         model.set_output_embeddings(nn.Linear(inner, 1, bias=False, device="meta", dtype=dtype))
         head = model.get_output_embeddings().weight
         (self._head,) = (name for name, parameter in model.named_parameters() if parameter is head)

@@ -1,11 +1,11 @@
-"""The default generating engine: transformers' model with a decode loop of our own, and continuous batching.
+"""The default generation engine: a transformers model, our own decode loop, and continuous batching.
 
-    submit ... step: new responses enter, every running one gets a token -> those that ended leave; submit ...
+    submit ... step: queued responses enter, every running one gets a token -> finished ones leave; submit ...
 
-A step is one forward pass over one packed sequence without padding: the distinct prompts that enter and the newest
-token of every running response. Keys and values are kept in lanes (`Lane`). A draw depends on the request's seed and
-the response's position only: random numbers are drawn beforehand, and a token is the inverse of the cumulative
-distribution at its number. Called by the rollout role; knows nothing of queues.
+A step is one forward pass over one packed sequence without padding: the distinct prompts that enter, plus the newest
+token of every running response. Keys and values live in lanes (`Lane`). A sampled token depends only on the request's
+seed and its position in the response: the random numbers are drawn up front, and each token inverts the cumulative
+distribution at its number. The rollout role calls this engine; it knows nothing of queues.
 
 Legend of shapes: S slots (responses at a time), M most response tokens, B responses that get a token in a step, T
 tokens of a step, V vocabulary, U rows of logits.
@@ -44,24 +44,24 @@ from workers.settings.run import ModelConfig
 
 # Attention of one generation step, registered in transformers' attention interface.
 #
-# A step is one packed sequence [1, T] without padding: documents that enter (each causal in itself, sorted by length
-# so that those of one length are a view), then one token of every running response, which sees its lane.
+# A step is one packed sequence [1, T] without padding: first the documents that enter (each causal in itself, sorted by
+# length so that documents of equal length form a view), then one token of every running response, which sees its lane.
 #
 #     T   prompt A  prompt B  prompt C   responses of lane 0   responses of lane 1
 #
-# So the matrix products of prompts and responses read the weights once, and a step without new documents has responses
-# only. Each key head's query heads are the rows of one small product: keys are not repeated for grouped-query
-# attention.
+# Prompts and responses therefore share each matrix product, which reads the weights once; a step without new documents
+# holds responses only. The query heads of one key head are the rows of one small product, so grouped-query attention
+# does not repeat keys.
 #
 # Legend of shapes: T tokens of the step, H query heads, J key heads, D head dimension, N rows, P tokens of a document.
 
+# Name in transformers' attention interface. No mask function is registered under it, so transformers builds no mask.
 STEP_ATTENTION = "asyncflow_step"
-"""Name in transformers' attention interface. No mask function is registered under it: transformers then builds none."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where the keys and values of a document go: rows of a lane."""
+    """The lane rows that receive a document's keys and values."""
 
     lane: Lane
     rows: slice
@@ -76,20 +76,15 @@ class Bucket:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all documents."""
         return self.length * len(self.entries)
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The documents and responses of a step; passed to the model as the keyword argument `step_plan`.
+    """The documents and responses of a step; passed to the model as the keyword argument `step_plan`."""
 
-    Attributes:
-        buckets: documents, in the order of the sequence.
-        running: lanes, how many of their first rows get a token, and the mask that is added to their scores.
-    """
-
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...]  # in sequence order
+    # Per lane, how many of its first rows get a token, and the mask added to their scores.
     running: tuple[tuple[Lane, int, Tensor | None], ...]
 
 
@@ -107,25 +102,15 @@ def step_attention(
     s_aux: Tensor | None = None,
     **_unused: object,
 ) -> tuple[Tensor, None]:
-    """Attend, and keep the keys and values; transformers' signature of an attention function.
+    """Attend, and store the keys and values; query [1, H, T, D] -> [1, T, H, D], and no attention weights.
 
-    Args:
-        module: attention layer; `layer_idx` is its number.
-        query: [1, H, T, D]; `key` and `value` [1, J, T, D].
-        attention_mask: None.
-        step_plan: of the T tokens.
-        scaling: factor on the scores; None: D ** -0.5.
-        sliding_window: a token sees itself and the tokens before it, this many in all; None: all before it.
-        softcap, s_aux: refused when set, since SDPA has neither.
-    Returns:
-        [1, T, H, D], and no attention weights.
-    Raises:
-        ConfigError: the model caps its scores or has attention sinks.
+    The signature is that of transformers' attention functions; see `packed_attention`. Raises ConfigError if the model
+    caps its scores (`softcap`) or has attention sinks (`s_aux`), which SDPA does not support.
     """
     assert attention_mask is None, "a step got a mask"
     if softcap is not None or s_aux is not None:
         raise ConfigError(
-            "model.path: the hf engine does not generate with capped scores or attention sinks; set rollout.engine"
+            "model.path: the hf engine does not support capped scores or attention sinks; set another rollout.engine"
         )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     q_HTD, k_JTD, v_JTD = query[0], key[0], value[0]
@@ -146,6 +131,7 @@ def step_attention(
         keys, values = lane.append(
             layer, k_JTD[:, begin:end].transpose(0, 1), v_JTD[:, begin:end].transpose(0, 1), sliding_window
         )
+        # G query heads per key head: SDPA sees them as query positions of one head, so keys are read once.
         q_NJGD = q_HTD[:, begin:end].reshape(keys.shape[1], -1, num_rows, q_HTD.shape[2]).permute(2, 0, 1, 3)
         seen = None if mask is None else mask[..., -keys.shape[2] :]
         out_NJGD = scaled_dot_product_attention(q_NJGD, keys, values, attn_mask=seen, scale=scaling)
@@ -157,42 +143,37 @@ def step_attention(
 AttentionInterface.register(STEP_ATTENTION, step_attention)
 
 
-# Which tokens the next step of the `hf` engine computes: responses that enter, those that run, and where each goes.
+# Which tokens the next step of the `hf` engine computes: responses that enter, responses that run, and their places.
 #
-# A response enters with all its tokens, so one whose keys and values were dropped (new weights) enters like a new one;
-# its next draw is the same either way. Responses of one prompt that enter together are one document; the keys of the
-# newest prompts are kept for responses of the group that get a slot later.
+# A response enters with all its tokens, so one whose keys and values were dropped (new weights) re-enters like a new
+# one, and its next draw is the same either way. Responses to one prompt that enter together form one document; the keys
+# of the newest prompts are kept for responses of the same group that get a slot later.
 #
 # Legend of shapes: U rows of logits, V vocabulary, L layers, J key heads, P tokens of a prompt, D head dimension.
 
+# Most document tokens that enter in one step, unless a single document is longer. Bounds memory, and how long running
+# responses wait.
 MAX_ENTERING_TOKENS = 4096
-"""Tokens of documents that enter in one step, or one document: bounds memory, and how long running responses wait."""
+# Responses start in group order, so only the newest prompts can still have responses to come.
 _KEPT_PROMPTS = 2
-"""Responses begin in the order of their groups, so only the newest prompt has responses to come."""
 
 
 @dataclass
 class Response:
-    """A response that enters or runs.
-
-    Attributes:
-        request: what was asked for.
-        slot: its place in the engine's tensors.
-        tokens: prompt and response.
-    """
+    """A response that is entering or running."""
 
     request: GenerateRequest
-    slot: int
-    tokens: list[int]
+    slot: int  # its row in the engine's tensors
+    tokens: list[int]  # prompt and response
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens generated, without the prompt's."""
+        """Number of generated tokens, without the prompt."""
         return len(self.tokens) - self.request.prompt_P.numel()
 
     @property
     def completes_stop(self) -> bool:
-        """Whether the newest token completes a string that ends the response."""
+        """Whether the newest token completes a stop string."""
         if (stop := self.request.stop) is None:
             return False
         return stop.are_in(self.tokens[-self.num_tokens :], since=self.num_tokens - 1)
@@ -200,31 +181,22 @@ class Response:
 
 @dataclass
 class StepInputs:
-    """The model's inputs of a step.
-
-    Attributes:
-        tokens: of the packed sequence.
-        positions: of each token in its response.
-        predictors: where logits are needed.
-        plan: of the attention.
-        responses: those that get a token.
-        logit_rows: of each response, among the logits of this step and those of kept prompts behind them.
-        prompts: tokens and slot of each document that is a prompt, and its row of logits.
-        kept_logits: of kept prompts.
-    """
+    """The model inputs of a step."""
 
     plan: StepPlan
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    predictors: list[int] = field(default_factory=list)
-    responses: list[Response] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # the packed sequence
+    positions: list[int] = field(default_factory=list)  # of each token within its own response
+    predictors: list[int] = field(default_factory=list)  # positions in the sequence that need logits
+    responses: list[Response] = field(default_factory=list)  # those that get a token
+    # One per response, counting this step's logits first and then those of kept prompts.
     logit_rows: list[int] = field(default_factory=list)
+    # For each document that is a prompt: its tokens, its slot, and its row of logits.
     prompts: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)
-    kept_logits: list[Tensor] = field(default_factory=list)
+    kept_logits: list[Tensor] = field(default_factory=list)  # of the kept prompts that this step reuses
     _num_logits: int = 0
 
     def add_responses(self, responses: list[Response]) -> None:
-        """Let responses draw from the next row of logits."""
+        """Let these responses draw from the next row of logits."""
         self.responses += responses
         self.logit_rows += [self._num_logits] * len(responses)
         self._num_logits += 1
@@ -239,13 +211,9 @@ class _KeptPrompt:
 
 
 class RunningBatch:
-    """The responses that enter and run."""
+    """The responses that are entering or running."""
 
     def __init__(self, shape: KeyShape, *, max_new_tokens: int) -> None:
-        """Args:
-        shape: of the model's keys.
-        max_new_tokens: of a response.
-        """
         self._shape = shape
         self._max_new_tokens = max_new_tokens
         self._entering: list[Response] = []
@@ -254,22 +222,23 @@ class RunningBatch:
         self._kept: OrderedDict[tuple[int, ...], _KeptPrompt] = OrderedDict()
 
     def enter(self, response: Response) -> None:
-        """Queue a response; the next step, or one soon after, computes all its tokens."""
+        """Queue a response; one of the next steps computes all its tokens."""
         self._entering.append(response)
 
     def next_inputs(self) -> StepInputs:
-        """Return what the next step computes: the newest token of what runs, and what enters."""
+        # Taken before anything joins: only rows that are already running get a token from this step's lane pass.
         segments = [(lane, lane.num_rows) for lane in self._lanes]
         for lane in self._lanes:
             lane.advance()
         taken = self._take_entering()
         kept = {tokens: taken.pop(tokens) for tokens in list(taken) if tokens in self._kept}
+        # By length, so that documents of equal length are neighbours and form one bucket.
         documents = sorted(taken.items(), key=lambda document: len(document[0]))
         to_place = [*documents, *kept.items()]
         entries = [self._place(to_place[number:]) for number in range(len(to_place))]
         for tokens, entry in zip(kept, entries[len(documents) :], strict=True):
             entry.lane.paste(entry.rows, self._kept[tokens].keys)
-        # masks last: a lane may have moved when responses joined it
+        # Masks come last: a lane may have moved when responses joined it.
         running = tuple((lane, num_rows, lane.mask(num_rows)) for lane, num_rows in segments)
         inputs = StepInputs(StepPlan(_buckets(documents, entries[: len(documents)]), running))
         self._add_documents(inputs, documents)
@@ -280,12 +249,7 @@ class RunningBatch:
         return inputs
 
     def note_logits(self, inputs: StepInputs, logits_UV: Tensor | None) -> Tensor:
-        """Keep the newest prompts; return the logits followed by those of kept prompts, as `logit_rows` counts them.
-
-        Args:
-            inputs: of the step.
-            logits_UV: at its predictors; None: it has none.
-        """
+        """Keep the newest prompts; return this step's logits (None: it has none), then those of kept prompts."""
         if logits_UV is not None:
             for tokens, slot, row in inputs.prompts[-_KEPT_PROMPTS:]:
                 lane = next(lane for lane in self._lanes if slot in lane.slots)
@@ -297,7 +261,6 @@ class RunningBatch:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def leave(self, responses: list[Response]) -> None:
-        """Take out responses that ended."""
         slots = {response.slot for response in responses}
         for lane in self._lanes if slots else ():
             lane.leave([slot for slot in lane.slots if slot in slots])
@@ -306,7 +269,7 @@ class RunningBatch:
             del self._running[slot]
 
     def cancel(self, ticket: int) -> list[Response]:
-        """Take out the response with this ticket, whether it runs or waits to enter; return it, if there is one."""
+        """Remove and return the response with this ticket, running or still entering; empty if there is none."""
         entering = [response for response in self._entering if response.request.ticket == ticket]
         running = [response for response in self._running.values() if response.request.ticket == ticket]
         self._entering = [response for response in self._entering if response.request.ticket != ticket]
@@ -314,29 +277,30 @@ class RunningBatch:
         return entering + running
 
     def enter_again(self) -> None:
-        """Compute the keys and values of running responses anew."""
+        """Recompute the keys and values of all running responses."""
+        # In front: responses that were already running go before new ones.
         self._entering[:0] = self._running.values()
         self._running.clear()
         self._lanes.clear()
 
     def forget_prompts(self) -> None:
-        """Drop the keys of prompts, which other weights computed."""
+        """Drop the kept prompts: other weights computed their keys."""
         self._kept.clear()
 
     def clear(self) -> None:
-        """Forget all responses."""
         self._entering.clear()
         self._running.clear()
         self._lanes.clear()
 
     def _take_entering(self) -> dict[tuple[int, ...], list[Response]]:
-        """Return the responses that enter now, by their tokens, in order."""
+        """Take the responses that enter now, grouped by their tokens, in order."""
         taken: dict[tuple[int, ...], list[Response]] = {}
         num_tokens, number = 0, 0
         for response in self._entering:
             tokens = tuple(response.tokens)
             if tokens not in taken:
                 num_tokens += len(tokens)
+                # The first document always enters, however long it is.
                 if taken and num_tokens > MAX_ENTERING_TOKENS:
                     break
             taken.setdefault(tokens, []).append(response)
@@ -346,11 +310,11 @@ class RunningBatch:
         return taken
 
     def _place(self, to_place: list[tuple[tuple[int, ...], list[Response]]]) -> Entry:
-        """Give the responses of the first document rows of a lane, an old one, or a new one with room for those of the
-        next documents that will join it."""
+        """Assign lane rows to the first document's responses."""
         length, responses = len(to_place[0][0]), to_place[0][1]
         lane = next((lane for lane in self._lanes if lane.fits(length)), None)
         if lane is None:
+            # A new lane: reserve room for the next documents too, if they are of a length that will join it.
             longest, num_rows = length, 0
             for tokens, joining in to_place:
                 if alike(len(tokens), longest):
@@ -380,7 +344,6 @@ class RunningBatch:
 
 
 def _buckets(documents: list[tuple[tuple[int, ...], list[Response]]], entries: list[Entry]) -> tuple[Bucket, ...]:
-    """Group documents of one length."""
     by_length: dict[int, list[Entry]] = {}
     for (tokens, _), entry in zip(documents, entries, strict=True):
         by_length.setdefault(len(tokens), []).append(entry)
@@ -388,19 +351,13 @@ def _buckets(documents: list[tuple[tuple[int, ...], list[Response]]], entries: l
 
 
 class HfEngine:
-    """Generates responses with transformers; implements `GenerateEngine`."""
+    """Generates responses with transformers; implements `GenerateEngine`.
+
+    Built without weights (only the JSON files in `model_dir` are read), so `load_weights` must come before `submit`.
+    Raises ConfigError if the directory describes no causal language model, or no end-of-sequence token.
+    """
 
     def __init__(self, model_dir: Path, config: ModelConfig, *, sampling: SamplingConfig, device: torch.device) -> None:
-        """Build the model without weights; `load_weights` must come before `submit`.
-
-        Args:
-            model_dir: Hugging Face directory; only its JSON files are read.
-            config: of the model.
-            sampling: how, and limits.
-            device: where it computes.
-        Raises:
-            ConfigError: the directory describes no causal language model, or no end-of-sequence token.
-        """
         self._sampling = sampling
         self._device = device
         model = empty_causal_lm(model_dir, dtype=DTYPES[config.dtype], attention=STEP_ATTENTION)
@@ -422,17 +379,16 @@ class HfEngine:
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "HfEngine":
-        """Return the engine of a run."""
         return HfEngine(setup.model_dir, setup.run.model, sampling=setup.sampling, device=setup.device)
 
     @property
     def adopts_weights(self) -> bool:
-        """On the CPU, where weights in host memory can be used as they are."""
+        """True on the CPU, where weights in host memory can be used in place."""
         return self._device.type == "cpu"
 
     @property
     def interruptible(self) -> bool:
-        """Whether responses go on with new weights, as `rollout.on_swap` says."""
+        """Whether running responses continue with new weights, as `rollout.on_swap` says."""
         return self._sampling.on_swap != "finish"
 
     @property
@@ -444,11 +400,7 @@ class HfEngine:
         return len(self._free)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin responses: the next step computes their prompts.
-
-        Raises:
-            BadRequest: see `GenerateEngine.submit`.
-        """
+        """Queue responses; the next step computes their prompts. Raises BadRequest, see `GenerateEngine.submit`."""
         assert self._loaded, "submit() before load_weights()"
         assert len(requests) <= self.free_slots
         for request in requests:
@@ -460,12 +412,13 @@ class HfEngine:
             )
         for request in requests:
             response = Response(request, self._free.pop(), request.prompt_P.tolist())
+            # From the seed alone: a reissued row draws the same numbers, whatever else is in its batch.
             self._uniforms_SM[response.slot] = torch.from_numpy(_uniforms(request.seed, self._uniforms_SM.shape[1]))
             self._batch.enter(response)
 
     @torch.inference_mode()
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Draw the next token of every running response; returns those that it finished."""
+        """Draw the next token of every running response; return those that it finished."""
         if not self.num_running:
             return []
         inputs = self._batch.next_inputs()
@@ -481,15 +434,13 @@ class HfEngine:
         self._free = list(reversed(range(self._sampling.batch_size)))
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (HF names). While responses run only where the engine is `interruptible`.
-
-        Raises:
-            PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
-        """
+        """Replace all weights (HF names). Responses may be running only if the engine is `interruptible`.
+        Raises PlanError if a weight is missing, unknown, or of another shape; nothing was replaced."""
         check_weights(weight_needs(self._model), weights)
         replace_weights(self._parameters, weights, adopt=adopt and self.adopts_weights)
         self._batch.forget_prompts()
         if self._sampling.on_swap == "recompute":
+            # The version stamped on a token is then exactly that of the weights behind its log-probability.
             self._batch.enter_again()
         self._loaded = True
 
@@ -497,7 +448,6 @@ class HfEngine:
         return weight_needs(self._model)
 
     def close(self) -> None:
-        """Drop the model."""
         self.abort()
         self._parameters.clear()
         self._model.to_empty(device="meta")
@@ -514,9 +464,10 @@ class HfEngine:
         return logits_UV
 
     def _draw(self, inputs: StepInputs, logits_UV: Tensor) -> list[tuple[Response, bool]]:
-        """Draw a token for every response; return the responses that end with it, and whether they were cut."""
+        """Draw a token for every response; return those that end with it, and whether each was cut at its limit."""
         slots_B = torch.tensor([response.slot for response in inputs.responses], device=self._device)
         columns_B = torch.tensor([response.num_tokens for response in inputs.responses], device=self._device)
+        # Skip the gather in the common case: one row of logits per response, in order.
         if inputs.logit_rows != list(range(len(logits_UV))):
             logits_UV = logits_UV[torch.tensor(inputs.logit_rows, device=self._device)]
         token_B, log_prob_B = draw_tokens(logits_UV, self._uniforms_SM[slots_B, columns_B], self._sampling)
@@ -535,9 +486,10 @@ class HfEngine:
         return ended
 
     def _finish(self, response: Response, *, truncated: bool) -> Generation:
-        """Copy a response to the CPU, as normal tensors (not of inference mode), and free its slot."""
+        """Copy a response to the CPU and free its slot."""
         self._free.append(response.slot)
         tensors = self._responses_SM, self._log_probs_SM, self._versions_SM
+        # Callers get normal tensors, not inference-mode ones.
         with torch.inference_mode(False):
             response_R, log_probs_R, versions_R = (
                 torch.empty(response.num_tokens, dtype=tensor.dtype).copy_(tensor[response.slot, : response.num_tokens])
@@ -554,17 +506,11 @@ class HfEngine:
 
 
 def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Invert each row's cumulative distribution at its random number; at temperature 0, take its likeliest token.
+    """Invert each row's cumulative distribution at its random number; at temperature 0, take the likeliest token.
 
-    A row's result depends on that row alone. Top-k is applied first, then top-p to what it left.
-
-    Args:
-        logits_BV: any floating type.
-        uniform_B: float32 in [0, 1).
-        config: temperature, top_k, top_p.
-    Returns:
-        tokens, int64 [B], and their log-probabilities, float32 [B], under the tempered distribution before filtering;
-        at temperature 0 under the untempered one.
+    Top-k applies first, then top-p to what is left. Returns tokens, int64 [B], and their log-probabilities, float32
+    [B], under the tempered distribution before filtering (at temperature 0 under the untempered one). A row's result
+    depends on that row alone; `uniform_B` is float32 in [0, 1).
     """
     logits_BV = logits_BV.float()
     if config.temperature not in (0, 1):
@@ -592,14 +538,14 @@ def _key_shape(model: Any, device: torch.device) -> KeyShape:
     )
 
 
-_UNIFORM_BITS = 24
-"""Of a float32 in [0, 1): one below 1 is below 2**24 of them."""
+_UNIFORM_BITS = 24  # numpy draws float32 in [0, 1) as multiples of 2**-24
+# Keeps the product of a total, which rounding may push above 1, and a uniform within 63 bits.
 _WEIGHT_BITS = 37
-"""The product of a total, which rounding may leave above 1, and a uniform fits into 63 bits."""
 
 
 def _uniforms(seed: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """Return float32 in [0, 1); Philox is keyed directly, so a stream costs no seeding."""
+    """Return float32 [size] in [0, 1)."""
+    # Philox takes the seed as its key, so opening a stream costs no seeding.
     return np.random.Generator(np.random.Philox(key=seed)).random(size, dtype=np.float32)
 
 
@@ -615,20 +561,18 @@ def _draw_filtered(probs_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) 
 
 
 def _invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return the first index whose cumulative weight exceeds uniform * total; never one of weight zero.
-
-    In whole numbers, since a parallel prefix sum of floats need not be monotonic: it may rise at a weight of zero, and
-    CUDA refuses it where kernels must be deterministic. A row that is not finite gets the last index, and its
-    log-probabilities are not finite either.
-    """
+    """Return the first index whose cumulative weight exceeds uniform * total; never one of weight zero."""
+    # In integers: a parallel prefix sum of floats need not be monotonic (it may rise at a weight of zero), and CUDA
+    # refuses it where kernels must be deterministic.
     cumulative_BV = _fixed_point(weights_BV).cumsum(-1)
     uniform_B1 = (uniform_B * 2**_UNIFORM_BITS).to(torch.int64).unsqueeze(-1)
     bound_B1 = (cumulative_BV[:, -1:] * uniform_B1) >> _UNIFORM_BITS
     drawn_B1 = torch.searchsorted(cumulative_BV, bound_B1, right=True)
+    # A row that is not finite gets the last index; its log-probabilities are not finite either.
     return drawn_B1.clamp_(max=weights_BV.shape[-1] - 1).squeeze(-1)
 
 
 def _fixed_point(weights_BV: Tensor) -> Tensor:
-    """Return weights of a sum of at most 1 as int64, in 2**-37; what is smaller, or not finite, is 0."""
+    """Return weights that sum to at most 1 as int64 multiples of 2**-37; smaller or non-finite ones become 0."""
     fixed_BV: Tensor = (weights_BV.nan_to_num(0.0, 0.0, 0.0) * 2**_WEIGHT_BITS).to(torch.int64)
     return fixed_BV

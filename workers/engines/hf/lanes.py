@@ -1,15 +1,5 @@
 """Keys and values of running responses, in lanes: responses of about the same length, aligned at their ends.
 
-Every step appends one token to every response, so responses keep their distances: a lane that wastes little when a
-response joins wastes less and less. All its newest tokens are in one column, so a step writes one slice and reads one.
-
-    columns   0 1 2 3 4 5 6 7 8        rows are dense: the last one takes the place of a row that leaves
-    row 0     . . a a a a a *          a: token of the prompt or the response, *: this step's, .: not seen (masked)
-    row 1     a a a a a a a *
-    row 2     . a a a a a a *          a mask is needed only if lengths differ
-
-Used by the `hf` engine; knows nothing of models and requests but sizes.
-
 Legend of shapes: L layers, N rows, J key heads, K columns, P tokens that enter, D head dimension.
 """
 
@@ -19,16 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Every step appends one token to every response, so responses keep their distances: a lane that wastes little when a
+# response joins wastes less and less. All newest tokens are in one column, so a step writes one slice and reads one.
+#
+#     columns   0 1 2 3 4 5 6 7 8        rows are dense: the last row moves into the place of one that leaves
+#     row 0     . . a a a a a *          a: token of the prompt or the response, *: this step's, .: not seen (masked)
+#     row 1     a a a a a a a *
+#     row 2     . a a a a a a *          a mask is needed only if lengths differ
+
+# Responses share a lane if their lengths differ by at most this many tokens, or this share of the longest: reading
+# unused columns costs less than one more attention call per layer.
 SPREAD_TOKENS, SPREAD_SHARE = 16, 0.25
-"""Responses share a lane when their lengths differ by at most this many tokens, or this share of the longest: reading
-unused columns costs less than one more call of attention per layer."""
-_ROOM_TOKENS = 512
-"""Most free columns of a new lane; a full lane is copied to a larger one."""
+_ROOM_TOKENS = 512  # most free columns of a new lane; a full lane is copied to a larger one
 
 
 @dataclass(frozen=True)
 class KeyShape:
-    """Layers, key heads, head dimension, element type and device of a model's keys and values."""
+    """The dimensions, element type and device of a model's keys and values."""
 
     num_layers: int
     num_heads: int
@@ -38,29 +35,24 @@ class KeyShape:
 
 
 class Lane:
-    """Responses that read and write their keys and values together."""
+    """Responses that read and write their keys and values together.
+
+    Args:
+        num_rows: initial room; the lane grows when more join.
+        length: of the longest of its first responses (tokens).
+        max_new_tokens: most that a response generates.
+    """
 
     def __init__(self, shape: KeyShape, *, num_rows: int, length: int, max_new_tokens: int) -> None:
-        """Make an empty lane.
-
-        Args:
-            shape: of the model's keys.
-            num_rows: initial room; the lane grows when more join.
-            length: of the longest of its first responses (tokens).
-            max_new_tokens: most that a response gets.
-        """
         self._shape = shape
         self._room = min(max_new_tokens, _ROOM_TOKENS)
-        self.column = length
-        """Where the next tokens go, after all others."""
-        self.slots: list[int] = []
-        """The engine's slot of each row's response."""
+        self.column = length  # where the next tokens go, after all others
+        self.slots: list[int] = []  # the engine's slot of each row's response
         self._starts: list[int] = []
         self._store = self._empty(num_rows, length + self._room)
 
     @property
     def num_rows(self) -> int:
-        """Number of responses in the lane."""
         return len(self.slots)
 
     def fits(self, length: int) -> bool:
@@ -85,7 +77,6 @@ class Lane:
         return first
 
     def leave(self, slots: Sequence[int]) -> None:
-        """Remove responses."""
         gone = {self.slots.index(slot) for slot in slots}
         left = self.num_rows - len(gone)
         movers = [row for row in range(left, self.num_rows) if row not in gone]
@@ -102,14 +93,9 @@ class Lane:
         self._store[layer, 1, rows, :, begin : self.column] = value_JPD
 
     def append(self, layer: int, key_NJD: Tensor, value_NJD: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Write the newest token of the first N rows and return all tokens that they see.
+        """Write the newest token of the first N rows; return all keys and values they see, views [N, J, K, D].
 
-        Args:
-            layer: whose keys.
-            key_NJD: of the newest tokens; `value_NJD` too.
-            window: how many tokens are seen at most; None: all.
-        Returns:
-            keys and values, [N, J, K, D], views.
+        `window` limits how many tokens each sees; None: all.
         """
         num_rows = len(key_NJD)
         begin = self.seen_from(num_rows, window)
@@ -153,9 +139,9 @@ class Lane:
         self.column, self._store = column, store
 
     def _empty(self, num_rows: int, columns: int) -> Tensor:
-        """Return zeros: masked columns are multiplied by 0, so they must not hold NaN."""
         s = self._shape
         size = s.num_layers, 2, num_rows, s.num_heads, columns, s.head_dim
+        # Zeros: masked columns are multiplied by 0, so they must not hold NaN.
         return torch.zeros(size, dtype=s.dtype, device=s.device)
 
 

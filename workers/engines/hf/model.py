@@ -1,7 +1,7 @@
-"""Builds models of transformers from a Hugging Face directory without reading or initialising weights.
+"""Builds transformers models from a Hugging Face directory without reading or initializing weights.
 
-Every engine calls `empty_causal_lm` and fills the parameters itself: the trainer from files, the generator from the
-trainer. Reads config.json; never opens a weight file.
+Every engine calls `empty_causal_lm` and fills in the parameters itself: the trainer from files, the generator from the
+trainer. Reads config.json; opens weight files only to check or fill a model.
 """
 
 import re
@@ -22,31 +22,19 @@ from weightsync.plan import Need
 from workers.engines.hf.weights import HfWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Element types by their configuration name."""
 
 
 def empty_causal_lm(model_dir: Path, *, dtype: torch.dtype, attention: str) -> nn.Module:
-    """Build the model with parameters on the meta device and real buffers on the CPU, in evaluation mode.
+    """Build the model in evaluation mode, with parameters on the meta device and real buffers on the CPU.
 
-    Dropout is off in training mode too: the probability ratio of a policy update compares two forward passes. All rows
-    of an embedding are trained, the padding token's too: nothing is filled up with it, and it often ends responses.
-
-    Args:
-        model_dir: holds config.json.
-        dtype: of the parameters.
-        attention: name in transformers' attention interface.
-    Raises:
-        ConfigError: config.json is missing, or no causal language model of transformers fits it.
+    `attention` is a name in transformers' attention interface. Raises ConfigError if config.json is missing, or no
+    causal language model of transformers fits it.
     """
     return _empty_model(AutoModelForCausalLM, model_dir, dtype=dtype, attention=attention, key="model.path")
 
 
 def empty_reward_model(model_dir: Path, *, dtype: torch.dtype, attention: str) -> nn.Module:
-    """Build a model that gives a sequence one number; arguments: see `empty_causal_lm`.
-
-    Raises:
-        ConfigError: config.json is missing, or no model of transformers for sequence classification fits it.
-    """
+    """Build a model that gives a sequence a single number; otherwise like `empty_causal_lm`, errors included."""
     kind = AutoModelForSequenceClassification
     return _empty_model(kind, model_dir, dtype=dtype, attention=attention, key="reward.model.path", num_labels=1)
 
@@ -59,6 +47,7 @@ def _empty_model(
         raise ConfigError(f"{key}: {model_dir} has no config.json; give a Hugging Face model directory")
     try:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, **changes)
+        # Dropout is off in training mode too: a policy update's probability ratio compares two forward passes.
         _without_dropout(config)
         with _parameters_on_meta():
             model: nn.Module = kind.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -66,14 +55,15 @@ def _empty_model(
         raise ConfigError(f"{key}: transformers cannot build {model_dir}: {error}") from error
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # of models whose configuration has no word for it
+            module.p = 0.0  # for models whose configuration does not mention it
         elif isinstance(module, nn.Embedding):
-            module.padding_idx = None  # else its row would get no gradient
+            module.padding_idx = None  # otherwise its row gets no gradient, though this token often ends responses
     return model.eval()
 
 
 def _without_dropout(config: Any) -> None:
-    """Set all kinds of dropout to 0: many models apply it by a function, and not by a module that could be found."""
+    """Set every dropout setting to 0."""
+    # In the configuration, because many models apply dropout by a function, with no module to find.
     for part in {id(each): each for each in (config, config.get_text_config())}.values():
         for name, value in vars(part).items():
             if "drop" in name and isinstance(value, float):
@@ -81,7 +71,7 @@ def _without_dropout(config: Any) -> None:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give every meta parameter uninitialised memory on `device`; buffers keep their values, tied weights stay tied."""
+    """Allocate uninitialized memory on `device` for every meta parameter; buffers keep their values, ties stay."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():
@@ -98,12 +88,10 @@ def parameter_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return every parameter's name, tied weights once, with the other names that files may have for the same weight.
-
-    Those are what transformers renames when it loads (GPT-NeoX' `embed_out` is `lm_head` in memory), and names without
-    the base model's prefix (GPT-2's files on the Hub have `wte.weight` for `transformer.wte.weight`).
-    """
+    """Return every parameter's name, tied weights once, with all other names that files may use for it."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    # Files differ in names that transformers renames on loading (GPT-NeoX's `embed_out` is `lm_head` in memory), and by
+    # the base model's prefix (GPT-2's files on the Hub have `wte.weight` for `transformer.wte.weight`).
     renamings = _saving_renames(model)
     names = {}
     for name, aliases in parameter_aliases(model).items():
@@ -118,7 +106,7 @@ def stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _saving_renames(model: nn.Module) -> list[Any]:
-    """Return what renames weights when transformers saves them; conversions that change a tensor are not among them."""
+    """Return transformers' renamings on saving, without conversions that change tensors."""
     known: Any = model
     conversions = get_model_conversion_mapping(known, add_legacy=False)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -132,17 +120,12 @@ def weight_needs(model: nn.Module) -> dict[str, Need]:
 
 
 def vocab_size(model: nn.Module) -> int:
-    """Return how many tokens a model knows."""
     known: Any = model
     return int(known.get_input_embeddings().num_embeddings)
 
 
 def check_weights(needs: Mapping[str, Need], weights: Mapping[str, Tensor]) -> None:
-    """Compare weights with what a model needs.
-
-    Raises:
-        PlanError: a weight is missing, unknown, or of another shape.
-    """
+    """Raise PlanError if a weight is missing, unknown, or of another shape."""
     missing, unknown = needs.keys() - weights.keys(), weights.keys() - needs.keys()
     if missing or unknown:
         raise PlanError(f"weights do not fit the model: missing {_few(missing)}, unknown {_few(unknown)}")
@@ -155,13 +138,7 @@ def check_weights(needs: Mapping[str, Need], weights: Mapping[str, Tensor]) -> N
 
 @torch.no_grad()
 def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], *, adopt: bool) -> None:
-    """Give parameters new values.
-
-    Args:
-        parameters: of the model, by name.
-        weights: of the same shapes; other element types are cast.
-        adopt: use these tensors as the parameters, where the element type is the same, instead of copying.
-    """
+    """Give parameters new values of the same shapes; other element types are cast. `adopt`: see `GenerateEngine`."""
     for name, parameter in parameters.items():
         if adopt:
             parameter.data = weights[name].to(parameter.dtype)
@@ -172,30 +149,25 @@ def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str
 def check_stored(
     model: nn.Module, weights: HfWeights, aliases: Mapping[str, tuple[str, ...]], *, unused: Iterable[str] = ()
 ) -> None:
-    """Refuse files with tensors that the model does not use as what they are; see `HfWeights.check_used`.
-
-    What transformers itself leaves out may be there (old rotary frequencies, masks, layers for several tokens at a
-    time), and a buffer with the value that the model has anyway.
+    """Refuse files with tensors that the model would not use; see `HfWeights.check_used`.
 
     Args:
-        model: with its buffers.
-        weights: of it.
-        aliases: see `stored_names`; of the model before it was sharded.
-        unused: further names that may be there: of another kind of head.
+        aliases: `stored_names` of the model before it was sharded.
+        unused: further names to tolerate, e.g. of another kind of head.
     Raises:
         ConfigError: names the tensor.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    # Tolerate buffers that equal the model's own, and what transformers itself leaves out (old rotary frequencies,
+    # masks, layers for multi-token prediction).
     stored = ((name, buffer) for own, buffer in model.named_buffers() for name in (own, own.removeprefix(prefix)))
     same = [name for name, buffer in stored if name in weights and _holds(weights, name, buffer)]
     weights.check_used(aliases, model=type(model).__name__, unused=(*same, *unused), ignored=names_left_out(model))
 
 
 def names_left_out(model: nn.Module) -> re.Pattern[str] | None:
-    """Return what finds the names in files that transformers leaves out without a word.
-
-    Source: transformers 5.24, `PreTrainedModel._adjust_missing_and_unexpected_keys`.
-    """
+    """Return a pattern for names that transformers silently leaves out; None: there are none."""
+    # Source: transformers 5.24, `PreTrainedModel._adjust_missing_and_unexpected_keys`.
     known: Any = model
     patterns = {*(known._keys_to_ignore_on_load_unexpected or ())}
     buffers = [name for name, _ in model.named_buffers()]
@@ -213,11 +185,7 @@ def _holds(weights: HfWeights, name: str, buffer: Tensor) -> bool:
 
 @torch.no_grad()
 def read_weights(model: nn.Module, weights: HfWeights) -> None:
-    """Fill all parameters of a model from files.
-
-    Raises:
-        ConfigError: they are not all there, or there is more.
-    """
+    """Fill all parameters of a model from files. Raises ConfigError if they lack weights, or hold others."""
     aliases = stored_names(model)
     check_stored(model, weights, aliases)
     for name, parameter in model.named_parameters():
@@ -225,7 +193,8 @@ def read_weights(model: nn.Module, weights: HfWeights) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a transformers model, which declares their classes as indivisible."""
+    """Return the repeated blocks of a transformers model."""
+    # transformers models declare the classes of these blocks as indivisible.
     indivisible = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in indivisible]
 
@@ -235,18 +204,16 @@ def _few(names: Set[str]) -> str:
     return " ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "") or "none"
 
 
+# Serializes builds, since each one patches `register_parameter` and restores it afterwards.
 _BUILDING = threading.RLock()
-"""Threads build one after the other, since each replaces `register_parameter` and restores it afterwards."""
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move each parameter that this thread's modules register to the meta device; buffers stay real.
-
-    Building under `torch.device("meta")` would lose buffers that no file holds (rotary frequencies), and transformers
-    offers no public way to compute them again. The method is patched for the whole process, so it checks the thread.
-    """
+    """Move each parameter that this thread's modules register to the meta device; buffers stay real."""
     patched: Any = nn.Module
+    # Building under `torch.device("meta")` would lose buffers that no file holds (rotary frequencies), and transformers
+    # offers no public way to recompute them. The patch affects the whole process, so it checks the thread.
     builder = threading.get_ident()
     with _BUILDING:
         register = nn.Module.register_parameter

@@ -1,6 +1,6 @@
 """Weights in files: safetensors of a Hugging Face directory, read and written piece by piece, and saved states.
 
-A trainer rank reads only the rows that it holds; an export never keeps more than one file's tensors in memory.
+A trainer rank reads only its own rows; an export never keeps more than one file's tensors in memory.
 """
 
 import json
@@ -36,17 +36,16 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h
 
 
 class HfWeights:
-    """The weights of the model in one directory (`stored_tensors`); its files are opened when they are read."""
+    """The weights of the model in one directory (`stored_tensors`); files are opened when they are read.
+
+    Args:
+        model_dir: Hugging Face directory, or one with the weights alone.
+        key: the setting that names it; begins messages.
+    Raises:
+        ConfigError: see `stored_tensors`.
+    """
 
     def __init__(self, model_dir: Path, *, key: str = POLICY_KEY) -> None:
-        """Find which file holds which weight.
-
-        Args:
-            model_dir: Hugging Face directory, or the weights alone.
-            key: of the setting that names it; begins messages.
-        Raises:
-            ConfigError: see `stored_tensors`.
-        """
         self._stored = stored_tensors(model_dir, key=key)
         self._opened: dict[Path, Any] = {}
         self._model_dir = model_dir
@@ -54,19 +53,13 @@ class HfWeights:
 
     @property
     def names(self) -> Iterable[str]:
-        """Of all weights in the files."""
         return self._stored.keys()
 
     def __contains__(self, name: str) -> bool:
-        """Whether the files have this weight."""
         return name in self._stored
 
     def find(self, name: str, aliases: Iterable[str] = ()) -> str:
-        """Return the first of the names that is in the files.
-
-        Raises:
-            ConfigError: none is.
-        """
+        """Return the first of the names that is in the files. Raises ConfigError if none is."""
         for candidate in (name, *aliases):
             if candidate in self._stored:
                 return candidate
@@ -80,15 +73,15 @@ class HfWeights:
         unused: Iterable[str] = (),
         ignored: re.Pattern[str] | None = None,
     ) -> None:
-        """Refuse tensors that would not be used as what they are; where a tied weight is stored twice, it is read.
+        """Refuse files with tensors that the model would not use.
 
         Args:
-            names: of all weights of the model, each with its other names.
-            model: what it is called in a message.
-            unused: names that may be there although no weight has them.
-            ignored: finds something in such names.
+            names: of all the model's weights, each with its aliases.
+            model: what messages call it.
+            unused: names to tolerate although no weight has them.
+            ignored: pattern for further such names.
         Raises:
-            ConfigError: a weight is quantized, one weight has two values, or no weight has a tensor's name.
+            ConfigError: a weight is quantized, a tied weight has two values, or no weight has a tensor's name.
         """
         for name, aliases in names.items():
             first, *others = [each for each in (name, *aliases) if each in self._stored] or [""]
@@ -107,11 +100,8 @@ class HfWeights:
             )
 
     def read_rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop` (of dimension 0) of a weight in the file's element type.
-
-        Raises:
-            ConfigError: the weight's shape is not `shape`.
-        """
+        """Return rows `start` to `stop` of a weight, in the file's element type.
+        Raises ConfigError if the weight's shape is not `shape`."""
         piece = self._slice(name)
         if tuple(piece.get_shape()) != shape:
             raise ConfigError(
@@ -126,21 +116,16 @@ class HfWeights:
         return self.read_rows(name, shape, 0, shape[0] if shape else 1)
 
     def read_shard(self, shard: LocalShard, aliases: Iterable[str]) -> Tensor:
-        """Return what the files have for the rows of a shard that is whole in its other dimensions.
-
-        Raises:
-            ConfigError: see `find` and `read_rows`.
-        """
+        """Return the rows of a shard that is whole in its other dimensions; errors as in `find` and `read_rows`."""
         start = shard.box.offset[0]
         return self.read_rows(self.find(shard.name, aliases), shard.shape, start, start + shard.box.size[0])
 
     def read_whole(self, name: str) -> Tensor:
-        """Return a tensor of whatever shape."""
+        """Return a tensor, whatever its shape."""
         values: Tensor = self._slice(name)[...]
         return values
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the element type of a weight."""
         dtype: torch.dtype = self._slice(name)[:0].dtype
         return dtype
 
@@ -152,18 +137,18 @@ class HfWeights:
 
 
 class SavedTensors:
-    """Whole tensors of a saved state, read one by one in one process: for exports while the ranks train on."""
+    """Reads a saved state tensor by tensor in a single process, so that exports can run while the ranks train on.
+
+    `saved` is a directory written by torch.distributed.checkpoint.
+    """
 
     def __init__(self, saved: Path) -> None:
-        """Args:
-        saved: directory that torch.distributed.checkpoint wrote.
-        """
         self._reader = dcp.FileSystemReader(saved)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors below a dotted path, by the rest of their path, sorted."""
+        """Return the shapes of the tensors below a dotted path, keyed by the rest of their path, sorted."""
         entries = sorted(self._metadata.state_dict_metadata.items())
         return {
             name.removeprefix(prefix): tuple(entry.size)
@@ -191,13 +176,13 @@ def write_weights(
     *,
     file_bytes: int = 4 * 2**30,
 ) -> None:
-    """Write weights as safetensors files of at most about `file_bytes`, with an index when there are several.
+    """Write weights as safetensors files of about `file_bytes` at most, with an index if there are several.
 
     Args:
         target: existing directory.
         shapes: of every weight, in the order of writing.
         read: called once per name, in that order; returns the contiguous CPU tensor to store.
-        file_bytes: size from which a new file is begun, counted at 4 bytes an element.
+        file_bytes: size at which a new file begins, counting 4 bytes per element.
     """
     groups: list[list[str]] = [[]]
     size_bytes = 0
@@ -215,7 +200,7 @@ def write_weights(
         tensors = {name: read(name) for name in names}
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, target / file, metadata={"format": "pt"})
-        (target / file).chmod(_readable(target))  # safetensors makes it readable for its owner alone
+        (target / file).chmod(_readable(target))  # safetensors makes it readable by its owner only
         weight_map.update(dict.fromkeys(names, file))
     if len(groups) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
@@ -229,12 +214,10 @@ def _readable(directory: Path) -> int:
 
 
 def copy_without_weights(source: Path, target: Path) -> None:
-    """Copy config.json, generation_config.json, tokenizer and template files, creating `target`.
-
-    The settings of an adapter stay behind, as its weights do: with them the copy would be read as that adapter.
-    """
+    """Copy config.json, generation_config.json, tokenizer and template files, creating `target`."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
+        # Adapter settings stay behind with the adapter's weights: with them the copy would be loaded as an adapter.
         is_of_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith((".index.json", "adapter_config.json"))
         if path.is_file() and not is_of_weights:
             shutil.copyfile(path, target / path.name)

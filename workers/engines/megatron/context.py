@@ -1,17 +1,8 @@
 """Context parallelism of the `megatron` engine: ranks with the same part of the model share a micro-batch's tokens.
 
-Every rank computes the layers for its tokens. Around the attention the ranks exchange tokens for heads (Ulysses), so
-each attends over all tokens with its part of the heads, by the kernels of the other engines:
-
-    rank 0   tokens 0 .. t, all heads          tokens 0 .. T, heads 0 .. h
-    rank 1   tokens t .. T, all heads   <-->   tokens 0 .. T, heads h .. H
-
-To Megatron these ranks are data-parallel replicas: it sums their gradients, and cuts the optimizer over them.
-
-Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3.
 Legend of shapes: T tokens of a micro-batch, C ranks, t = T / C tokens of this rank, H heads of a tensor-parallel rank,
-h = H / C, K key/value heads of a tensor-parallel rank, D head dimension, A drawn tokens, a those that this
-rank's tokens predict.
+h = H / C, K key/value heads of a tensor-parallel rank, D head dimension, A drawn tokens, a those that this rank's
+tokens predict.
 """
 
 from dataclasses import dataclass
@@ -27,30 +18,32 @@ from asyncflow.device import to_device
 from workers.engines.packed_attention import packed_attention
 from workers.engines.packed_forward import ALONE, PackedInputs, PackedLayout
 
+# Every rank computes the layers for its own tokens. Around the attention the ranks exchange tokens for heads (Ulysses),
+# so each attends over all tokens with its share of the heads, using the other engines' kernels:
+#
+#     rank 0   tokens 0 .. t, all heads          tokens 0 .. T, heads 0 .. h
+#     rank 1   tokens t .. T, all heads   <-->   tokens 0 .. T, heads h .. H
+#
+# To Megatron these ranks are data-parallel replicas: it sums their gradients, and splits the optimizer over them.
+#
+# Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3.
+
 
 @dataclass(frozen=True)
 class TokenShare:
-    """This rank's tokens of a micro-batch.
+    """This rank's tokens of a micro-batch."""
 
-    Attributes:
-        tokens_t, positions_t: int64 [t].
-        layout: of all T tokens; up to C - 1 that belong to nothing make T a multiple of C.
-        predictors_a, targets_a: int64 [a], see `PackedInputs`; one that does not count where this rank has none.
-        drawn_a: int64 [a], places among the A drawn tokens, or empty.
-        num_drawn: A.
-    """
-
-    tokens_t: Tensor
-    positions_t: Tensor
-    layout: PackedLayout
-    predictors_a: Tensor
-    targets_a: Tensor
-    drawn_a: Tensor
-    num_drawn: int
+    tokens_t: Tensor  # int64 [t]
+    positions_t: Tensor  # int64 [t]
+    layout: PackedLayout  # of all T tokens; up to C - 1 filler tokens make T a multiple of C
+    predictors_a: Tensor  # int64 [a], see `PackedInputs`; a single dummy if this rank has none
+    targets_a: Tensor  # likewise
+    drawn_a: Tensor  # int64 [a], places among the A drawn tokens; may be empty
+    num_drawn: int  # A
 
     @staticmethod
     def of(inputs: PackedInputs, rank: int, size: int, device: torch.device) -> "TokenShare":
-        """Return the share of one of `size` ranks on its device, of inputs in host memory."""
+        """Return the share of one of `size` ranks on its device; `inputs` are in host memory."""
         spare = -inputs.tokens_T.numel() % size
         layout = inputs.layout
         if spare:
@@ -76,21 +69,19 @@ class TokenShare:
         return TokenShare(tokens_t, positions_t, layout, predictors_a, targets_a, drawn_a, inputs.targets_A.numel())
 
     def own(self, values_A: Tensor) -> Tensor:
-        """Return [a] of values of all drawn tokens; 0 for one that does not count."""
+        """Return this rank's part [a] of values of all drawn tokens; 0 for the dummy."""
         own = values_A[self.drawn_a]
         return own if own.numel() else values_A.new_zeros(1)
 
     def spread(self, values_a: Tensor) -> Tensor:
-        """Return [A]: this rank's values in their places, and 0."""
+        """Return [A]: this rank's values in their places, 0 elsewhere."""
         return values_a.new_zeros(self.num_drawn).index_copy(0, self.drawn_a, values_a[: self.drawn_a.numel()])
 
 
 def heads_for_tokens(local_tHD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return [T, H / C, D]: all tokens of this rank's heads, from all heads of its tokens.
-
-    Where C does not divide H, heads are repeated until it does.
-    """
+    """Return [T, H / C, D]: all tokens of this rank's heads, from all heads of its tokens."""
     size = dist.get_world_size(group)
+    # Repeat heads until C divides H.
     times = size // gcd(size, local_tHD.shape[1])
     if times > 1:
         local_tHD = local_tHD.repeat_interleave(times, dim=1)
@@ -106,17 +97,12 @@ def tokens_for_heads(whole_ThD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class MegatronPackedAttention(nn.Module):
-    """Core attention of Megatron's layers over packed documents: the same function as the other engines'.
+    """Core attention of Megatron's layers over packed documents: the same function as in the other engines.
 
-    It takes the place of Megatron's `DotProductAttention` and follows its protocol `CoreAttention`. The layout, and the
-    group that has the other tokens, travel in `packed_seq_params`: layers that are recomputed get it again.
+    Replaces Megatron's `DotProductAttention` and follows its protocol `CoreAttention`.
     """
 
     def __init__(self, config: Any, layer_number: int, *_: object, softmax_scale: float | None = None, **__: object):
-        """Args:
-        config, layer_number: Megatron's; unused.
-        softmax_scale: factor on the scores; None: D ** -0.5.
-        """
         super().__init__()
         self._scale = softmax_scale
 
@@ -130,16 +116,8 @@ class MegatronPackedAttention(nn.Module):
         packed_seq_params: Any,
         **__: object,
     ) -> Tensor:
-        """Attend inside each document.
-
-        Args:
-            query: [t, H, D]; `key` and `value`: [t, K, D].
-            attention_mask: None.
-            packed_seq_params: with `packed_layout`, of all tokens, and `context`, see `MegatronParts`.
-
-        Returns:
-            [t, H * D].
-        """
+        """Attend within each document: query [t, H, D], key and value [t, K, D] -> [t, H * D]."""
+        # They travel in `packed_seq_params`, so that recomputed layers get them again.
         layout, context = packed_seq_params.packed_layout, packed_seq_params.context
         if context is not None:
             query, key, value = (heads_for_tokens(tensor, context) for tensor in (query, key, value))
@@ -151,11 +129,10 @@ class MegatronPackedAttention(nn.Module):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rank i sends its part j to rank j and receives part i of rank j in its place: its own inverse and transpose."""
+    """Rank i's part j and rank j's part i change places: its own inverse and transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return parts of the same shape, [C, ...]."""
         ctx.group = group
         given = parts.contiguous()
         taken = torch.empty_like(given)
@@ -164,7 +141,6 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of `parts`."""
         return _exchange(gradients[0], ctx.group), None
 
 

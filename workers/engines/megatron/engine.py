@@ -1,16 +1,16 @@
-"""The `megatron` training engine: tensor, context, pipeline and data parallelism, Megatron's distributed optimizer.
+"""The `megatron` training engine: tensor, context, pipeline and data parallelism, and Megatron's distributed optimizer.
 
-Every data-parallel replica has the whole model, cut over its tensor-parallel ranks and stages; optimizer state and
-float32 master weights are cut over all ranks. With `autocast: bfloat16` parameters are bfloat16.
+Every data-parallel replica holds the whole model, split over its tensor-parallel ranks and pipeline stages; optimizer
+state and float32 master weights are split over all ranks. With `autocast: bfloat16` parameters are bfloat16.
 
-    forward_backward(batch, loss)   all ranks of a replica are given the same rows; gradients of the *sum* accumulate
+    forward_backward(batch, loss)   all ranks of a replica get the same rows; gradients of the *sum* accumulate
     forward_backward(None, loss)    a replica without rows has nothing to do
     step(scale)                     sums over replicas, gradients * scale, clip, AdamW on this rank's share, all-gather
 
-State and weights have Hugging Face's names and boxes, so a checkpoint is loaded by any other division of the model.
+State and weights use Hugging Face's names and boxes, so a checkpoint loads into any other division of the model.
 
-Waits: `step` and `load_state_dict` are collective over all ranks, `log_probs` and `forward_backward` over those of a
-replica.
+Collectives: `step` and `load_state_dict` block until all ranks call them, `log_probs` and `forward_backward` until
+those of the replica do.
 Legend of shapes: A drawn tokens of the micro-batch.
 """
 
@@ -49,35 +49,28 @@ from workers.rows.rows import Sequences
 from workers.settings.engines import ActorConfig
 from workers.settings.megatron import DenseModel
 
-# One stage's forward and backward over the pieces of a micro-batch, with log-probabilities at its end.
+# One stage's forward and backward over the pieces of a micro-batch; the last stage computes log-probabilities.
 #
 # All pieces go forward through the stages, then backward in reverse order (GPipe): the loss is a function of all of a
-# micro-batch's log-probabilities, so no piece can go back before the last one came.
+# micro-batch's log-probabilities, so no piece can go back before the last one has arrived.
 #
 #     stage 0   0 1 2 3 . . . 3 2 1 0          memory: the activations of one micro-batch, as without pieces
 #     stage 1   . 0 1 2 3 L 3 2 1 0 .          L: loss
 #
-# The last stage then broadcasts the log-probabilities to its pipeline, so every rank knows the same. Where ranks share
-# the tokens of a piece (`TokenShare`), each does so for its own; without, t is T and a is A.
+# The last stage broadcasts the log-probabilities to its pipeline, so every rank has the same values. Where ranks share
+# the tokens of a piece (`TokenShare`), each handles its own; otherwise t is T and a is A.
 #
-# Legend of shapes: t tokens of a piece that this rank has, W width of the residual stream, A drawn tokens, a those
-# that this rank's tokens predict.
+# Legend of shapes: t tokens of a piece on this rank, W width of the residual stream, A drawn tokens, a those that this
+# rank's tokens predict.
 
 
 @dataclass
 class _Passed:
-    """A piece between its forward and its backward pass.
+    """A piece between its forward and its backward pass."""
 
-    Attributes:
-        received: [t, 1, W] of the stage before; None on the first.
-        output: [t, 1, W] for the next stage; on the last log-probabilities [a].
-        entropy_a: of the last stage, where it is wanted.
-        share: the tokens.
-    """
-
-    received: Tensor | None
-    output: Tensor
-    entropy_a: Tensor
+    received: Tensor | None  # [t, 1, W] from the previous stage; None on the first
+    output: Tensor  # [t, 1, W] for the next stage; on the last stage log-probabilities [a]
+    entropy_a: Tensor  # on the last stage, if requested
     share: TokenShare
 
 
@@ -85,12 +78,6 @@ class MegatronForward:
     """This rank's stage. `forward` and `backward` are collective over the ranks of a replica."""
 
     def __init__(self, parts: MegatronParts, actor: ActorConfig, *, temperature: float, device: torch.device) -> None:
-        """Args:
-        parts: the model.
-        actor: how it is computed.
-        temperature: divides the logits.
-        device: this rank's.
-        """
         from megatron.core import parallel_state
 
         self._network: Any = parts.network
@@ -116,12 +103,13 @@ class MegatronForward:
     def forward(self, batch: Sequences, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Return float32 [A] log-probabilities and entropies of the drawn tokens, on every rank of the replica.
 
-        Keeps what `backward` needs where gradients are enabled. Without `entropy` the second result is empty.
+        Keeps what `backward` needs if gradients are enabled. Without `entropy` the second result is empty.
         """
         sending, passed = [], []
         for piece in [self._share(piece) for piece in cut(batch, self._num_pieces)]:
             passed.append(self._forward_piece(piece, entropy))
             if not self._is_last:
+                # Asynchronous, so the next piece computes while this one travels.
                 sending.append(self._send(passed[-1].output.detach(), self._stage + 1))
         for work in sending:
             work.wait()
@@ -129,12 +117,7 @@ class MegatronForward:
         return self._shared(passed, entropy)
 
     def backward(self, gradient_A: Tensor, entropy_gradient_A: Tensor | None = None) -> None:
-        """Accumulate the parameters' gradients for the last `forward`.
-
-        Args:
-            gradient_A: of its log-probabilities; only the last stage's counts.
-            entropy_gradient_A: of its entropies; None: there is none.
-        """
+        """Accumulate the parameters' gradients for the last `forward`, from those of its results."""
         passed, self._passed = self._passed, []
         sizes = [one.share.num_drawn for one in passed]
         gradients = torch.split(gradient_A, sizes)
@@ -143,7 +126,7 @@ class MegatronForward:
         for number in reversed(range(len(passed))):
             one = passed[number]
             outputs = [one.output]
-            if self._is_last:
+            if self._is_last:  # only its gradients count
                 given = [one.share.own(gradients[number])]
                 if of_entropies is not None:
                     outputs.append(one.entropy_a)
@@ -190,8 +173,8 @@ class MegatronForward:
         return _Passed(received, log_probs_a, entropy_a, share)
 
     def _head(self, hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
-        """Take the place of the output layer: [t, 1, W] -> [a, 1, 2], log-probabilities and entropies, at the drawn
-        tokens' positions only. `weight` is the input embedding where that is the head, too."""
+        """Replace the output layer: [t, 1, W] -> [a, 1, 2], log-probabilities and entropies of drawn tokens."""
+        # With tied weights Megatron passes the input embedding as `weight`.
         weight = self._network.output_layer.weight if weight is None else weight
         first, num_tokens = self._geometry.tp_rank * len(weight), self._geometry.vocab_size
         request = HeadRequest(
@@ -207,8 +190,9 @@ class MegatronForward:
         return torch.stack(found, dim=-1).unsqueeze(1), None
 
     def _at_positions(self, _: object, __: object, angles: Tensor) -> Tensor:
-        """Return the angles of every token, [positions, 1, 1, D] -> [t, 1, 1, D]: a response goes on where its prompt
-        ends. Megatron takes as many angles as tokens for just this (`_apply_rotary_pos_emb_thd`, exact mapping)."""
+        """Return the rotary angles of this rank's tokens, [positions, 1, 1, D] -> [t, 1, 1, D]."""
+        # A response's positions continue its prompt's. Given exactly one angle per token, Megatron maps them one to one
+        # (`_apply_rotary_pos_emb_thd`).
         return angles[self._positions_t]
 
     def _shared(self, passed: Sequence[_Passed], entropy: bool) -> tuple[Tensor, Tensor]:
@@ -217,6 +201,7 @@ class MegatronForward:
             columns += [torch.cat([one.share.spread(one.entropy_a.detach()) for one in passed])] if entropy else []
             known = torch.stack(columns)
             if self._context is not None:
+                # Each rank's values are 0 where they are another rank's.
                 dist.all_reduce(known, group=self._context)
         else:
             known = torch.empty(1 + entropy, sum(one.share.num_drawn for one in passed), device=self._device)
@@ -236,7 +221,7 @@ class MegatronForward:
 def _packed(share: TokenShare, context: dist.ProcessGroup | None) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    # One sequence, as far as Megatron looks: `_at_positions` knows the positions, and our attention the documents.
+    # Megatron sees a single sequence: `_at_positions` handles the positions, and our attention the documents.
     (ends,) = to_device([torch.tensor([0, share.tokens_t.numel()], dtype=torch.int32)], share.tokens_t.device)
     longest = share.layout.longest
     params = PackedSeqParams(
@@ -247,7 +232,17 @@ def _packed(share: TokenShare, context: dist.ProcessGroup | None) -> Any:
 
 
 class MegatronEngine:
-    """Trains a dense Llama, Qwen2 or Qwen3 model; implements `CopyingEngine`."""
+    """Trains a dense Llama, Qwen2 or Qwen3 model; implements `CopyingEngine`.
+
+    Building it is collective over the actor's ranks, which the default process group must span; each rank reads only
+    its own rows of the Hugging Face directory.
+
+    Args:
+        seed: of this process's random numbers (without dropout none are drawn).
+        timeout_s: of collectives.
+    Raises:
+        ConfigError: the model is of another family, or the directory does not hold what its config.json says.
+    """
 
     def __init__(
         self,
@@ -259,19 +254,6 @@ class MegatronEngine:
         seed: int,
         timeout_s: float,
     ) -> None:
-        """Build and load this rank's part. The default process group exists and spans the actor's ranks.
-
-        Args:
-            model_dir: Hugging Face directory; each rank reads its own rows.
-            actor: division, optimizer and computation.
-            temperature: divides the logits.
-            device: this rank's.
-            seed: of this process's random numbers (none are drawn without dropout).
-            timeout_s: of collectives.
-
-        Raises:
-            ConfigError: the model is of another family, or the directory does not hold what its config.json says.
-        """
         prepare_megatron(device)
         layout = actor.megatron.layout(dist.get_world_size())
         self._model_dir = model_dir
@@ -290,7 +272,6 @@ class MegatronEngine:
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "MegatronEngine":
-        """Return the engine of a run."""
         run = setup.run
         return MegatronEngine(
             setup.model_dir,
@@ -307,7 +288,8 @@ class MegatronEngine:
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A] on every rank of the replica; [0] for a replica without rows. Raises BadRequest."""
+        """Return float32 [A] on every rank of the replica; [0] for a replica without rows.
+        Raises BadRequest, see `check_sequences`."""
         if batch is None:
             return torch.empty(0, device=self._device)
         check_sequences(batch, vocab_size=self._model.vocab_size)
@@ -319,6 +301,7 @@ class MegatronEngine:
             return
         check_sequences(batch, vocab_size=self._model.vocab_size)
         log_probs_A, entropy_A = self._forward.forward(batch, entropy=True)
+        # Cut the graph here: `forward` returns broadcast values, and `backward` runs the pipeline itself.
         log_probs_A, entropy_A = log_probs_A.clone().requires_grad_(), entropy_A.clone().requires_grad_()
         total = loss(log_probs_A, entropy_A)
         gradient_A, entropy_gradient_A = torch.autograd.grad(total, (log_probs_A, entropy_A), allow_unused=True)
@@ -327,18 +310,17 @@ class MegatronEngine:
 
     @torch.no_grad()
     def step(self, scale: float) -> StepStats:
-        """Multiply the gradients (summed over replicas) by `scale`, clip, update, clear them.
-
-        A gradient that is not finite changes no weight: the step is logged and reported with its `grad_norm`.
-        """
+        """Multiply the gradients (summed over replicas) by `scale`, clip, update, and clear them."""
         from megatron.core.distributed import finalize_model_grads
 
         wrapped, optimizer = self._parts.wrapped, self._parts.optimizer
+        # Megatron's `optimizer.step` in parts, so that scale, clip and decay come in between.
         finalize_model_grads([wrapped])
         optimizer.prepare_grads()
         factor, stats = self._updates.next(float(optimizer.get_grad_norm()), scale)
+        # A gradient that is not finite changes no weight; the step is logged and reported with its `grad_norm`.
         if factor is not None:
-            wrapped.scale_gradients(factor)  # in place: what the optimizer was given are views of the same buffers
+            wrapped.scale_gradients(factor)  # in place: the optimizer's gradients are views of these buffers
             for group in optimizer.param_groups:
                 group["lr"] = stats.lr
             decay(self._state.decaying, self._actor, stats.lr)
@@ -351,21 +333,21 @@ class MegatronEngine:
         self._parts.optimizer.zero_grad()
 
     def shards(self) -> Iterator[LocalShard]:
-        """Return this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
+        """Return this rank's pieces of all parameters, in a fixed order; views, so copy them before the next `step`."""
         return _shards(self._parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and numbers of steps and updates for torch.distributed.checkpoint."""
+        """Return model, optimizer, and step and update counts for torch.distributed.checkpoint."""
         return {**self._state.state_dict(), **self._updates.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; the tensors were loaded in place."""
+        """Restore a `state_dict` whose tensors were loaded in place."""
         self._state.load_state_dict(state)
         self._updates.load_state_dict(state)
         self.zero_grad()
 
     def export_hf(self, target: Path, saved: Path) -> None:
-        """Write a Hugging Face directory of a saved state, in the element type of the initial model's files."""
+        """Write a saved state as a Hugging Face directory, in the element type of the initial model's files."""
         source, tensors = HfWeights(self._model_dir), SavedTensors(saved)
         copy_without_weights(self._model_dir, target)
         shapes = tensors.shapes("model.")
@@ -381,22 +363,16 @@ class MegatronEngine:
 
 
 class _Scorer(SharedModel):
-    """A model without an optimizer, divided as configured: the same layers and kernels as the engine's."""
+    """A model without an optimizer, divided like the engine's, with the same layers and kernels."""
 
     def __init__(self, parts: MegatronParts, actor: ActorConfig, *, temperature: float, device: torch.device) -> None:
-        """Args:
-        parts: without weights.
-        actor: computation.
-        temperature: divides the logits.
-        device: this rank's.
-        """
         self._parts = parts
         self._device = device
         self._vocab_size = parts.geometry.vocab_size
         self._forward = MegatronForward(parts, actor, temperature=temperature, device=device)
         with torch.no_grad():
             for parameter in parts.network.parameters():
-                parameter.zero_()  # the vocabulary's padding is defined
+                parameter.zero_()  # so that the vocabulary's padding is defined
 
     def shards(self) -> Iterator[LocalShard]:
         return _shards(self._parts)
@@ -414,7 +390,7 @@ class _Scorer(SharedModel):
 
 
 class MegatronCopy(_Scorer):
-    """Other weights of the policy; implements `PolicyCopy`."""
+    """Other weights of the policy; implements `PolicyCopy`. `take` copies those of `policy`."""
 
     def __init__(
         self,
@@ -425,22 +401,22 @@ class MegatronCopy(_Scorer):
         temperature: float,
         device: torch.device,
     ) -> None:
-        """Args:
-        policy: whose weights `take` copies.
-        parts, actor, temperature, device: see `_Scorer`.
-        """
         super().__init__(parts, actor, temperature=temperature, device=device)
         self._policy = policy
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the policy's current weights; each rank its own."""
+        """Copy the policy's current weights; each rank copies its own."""
         for own, source in zip(self._parts.network.parameters(), self._policy.network.parameters(), strict=True):
             own.copy_(source)
 
 
 class MegatronFrozenModel(_Scorer):
-    """A model that is not trained, over all ranks of the default group; implements `FrozenEngine`."""
+    """A model that is not trained, spread over all ranks of the default group; implements `FrozenEngine`.
+
+    Building it is collective, and reads the weights in `weights_dir`. Raises ConfigError if the model is of another
+    family, or the directory does not hold what its config.json says.
+    """
 
     def __init__(
         self,
@@ -452,11 +428,6 @@ class MegatronFrozenModel(_Scorer):
         weights_dir: Path,
         timeout_s: float,
     ) -> None:
-        """Build the model, and read the weights in `weights_dir`; collective. The others: see `MegatronEngine`.
-
-        Raises:
-            ConfigError: the model is of another family, or the directory does not hold what its config.json says.
-        """
         prepare_megatron(device)
         layout = actor.megatron.layout(dist.get_world_size())
         context = join_groups(layout, timeout_s=timeout_s, seed=0)
@@ -466,7 +437,6 @@ class MegatronFrozenModel(_Scorer):
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "MegatronFrozenModel":
-        """Return the engine of a run."""
         run = setup.run
         return MegatronFrozenModel(
             setup.model_dir,
@@ -484,7 +454,7 @@ def _shards(parts: MegatronParts) -> Iterator[LocalShard]:
 
 
 def _check_stored(parts: MegatronParts, weights: HfWeights) -> None:
-    """Refuse files with tensors that the model does not use as what they are; see `HfWeights.check_used`."""
+    """Refuse files with tensors that the model would not use; see `HfWeights.check_used`."""
     config = parts.network.config
     names = hf_weight_names(parts.geometry, qkv_bias=config.add_qkv_bias, qk_norm=config.qk_layernorm)
     weights.check_used(names, model="Megatron's model", ignored=re.compile(r"rotary_emb\.inv_freq"))
@@ -495,49 +465,40 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class _Run:
-    """This rank's run of one parameter.
+    """This rank's contiguous run of one flattened parameter."""
 
-    Attributes:
-        main: float32 values, flat.
-        boxes: of them.
-        replica: others save them.
-        decays: by AdamW's weight decay.
-    """
-
-    main: Tensor
-    boxes: tuple[FlatBox, ...]
-    replica: bool
-    decays: bool
+    main: Tensor  # float32 values, flat
+    boxes: tuple[FlatBox, ...]  # the Hugging Face boxes it covers
+    replica: bool  # other ranks save them
+    decays: bool  # whether AdamW's weight decay applies
 
 
 class MegatronState:
-    """Master weights and optimizer state of one rank, under Hugging Face's names: views into its optimizer.
+    """One rank's master weights and optimizer state under Hugging Face's names: views into its optimizer.
 
-    With the distributed optimizer this rank has a run of every flattened parameter in float32, and AdamW's two moments
-    of it. Each is shown as boxes of Hugging Face tensors (`FlatBox`), so loading in place and saving need no gathering.
-    Tensor-parallel ranks that hold the same norm, and the last stage's copy of a tied embedding, read but do not save.
-
-    Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`.
+    With the distributed optimizer this rank owns a run of every flattened parameter in float32, and AdamW's two moments
+    of it. Each is presented as boxes of Hugging Face tensors (`FlatBox`), so in-place loading and saving need no
+    gathering. Tensor-parallel ranks that hold the same norm, and the last stage's copy of a tied embedding, are loaded
+    but not saved.
     """
 
+    # Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`.
+
     def __init__(self, parts: MegatronParts) -> None:
-        """Begin with zeros everywhere, so that the vocabulary's padding is defined."""
         self._parts = parts
         self._optimizer = parts.optimizer
         self._runs = tuple(self._find_runs())
+        # Views of the master weights that decay.
         self.decaying = [run.main.detach() for run in self._runs if run.decays]
-        """Views of the master weights that decay."""
         with torch.no_grad():
             for run in self._runs:
+                # Not all elements have a box: the vocabulary's padding must be defined, too.
                 run.main.zero_()
         self._begin_moments()
 
     def read_weights(self, weights: HfWeights) -> None:
         """Read this rank's boxes from safetensors; collective over replicas.
-
-        Raises:
-            ConfigError: a weight is missing or has another shape.
-        """
+        Raises ConfigError if a weight is missing or has another shape."""
         for run in self._runs:
             for flat in run.boxes:
                 rows, *columns = flat.box.slices
@@ -546,23 +507,23 @@ class MegatronState:
         self._publish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `model`, `optimizer` (moments by weight) and the number of AdamW's updates."""
+        """Return `model`, `optimizer` (moments by weight), and AdamW's update count."""
         states = self._optimizer.optimizer.state
         moments = {kind: self._boxed(partial(_moment, states, kind)) for kind in MOMENTS}
         model = self._boxed(lambda main: main.detach())
         return {"model": model, "optimizer": {**moments, "step": torch.tensor(self._adam_step())}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the count and publish the weights, which were loaded in place; collective over replicas."""
+        """Take the count, and publish the weights, which were loaded in place; collective over replicas."""
         self._set_adam_step(int(state["optimizer"]["step"]))
         self._publish()
 
     def _find_runs(self) -> Iterator[_Run]:
-        """Yield this rank's run of every parameter of which it has one, in the model's order."""
+        """Yield this rank's run of every parameter that it has a part of, in model order."""
         geometry, optimizer = self._parts.geometry, self._optimizer
         for name, parameter in self._parts.network.named_parameters():
             if parameter not in optimizer.model_param_group_index_map:
-                continue
+                continue  # this rank has no part of it
             group, order = optimizer.model_param_group_index_map[parameter]
             run = optimizer._get_model_param_range_map(parameter)["param"]
             boxes = tuple(flat_boxes(name, parameter, geometry, start=run.start, stop=run.end))
@@ -582,17 +543,17 @@ class MegatronState:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Bring the master weights of all replicas into the model."""
+        """Copy the master weights into the model, and gather those of all replicas."""
         self._optimizer._copy_main_params_to_model_params()
         self._parts.wrapped.start_param_sync(force_sync=True)
 
     def _begin_moments(self) -> None:
-        """Make AdamW's state as its first update would, so that a saved state can be loaded in place."""
+        """Create AdamW's state as its first update would, so that a saved state can be loaded in place."""
         self._optimizer.init_state_fn(self._optimizer.optimizer, self._optimizer.config)
         self._set_adam_step(0)
 
     def _adam_step(self) -> int:
-        """Torch's AdamW counts per parameter; those of Apex, Transformer Engine and MindSpeed count per group."""
+        # torch's AdamW counts per parameter; Apex, Transformer Engine and MindSpeed count per group.
         inner = self._optimizer.optimizer
         if not isinstance(inner, torch.optim.AdamW):
             return int(inner.param_groups[0].get("step", 0))

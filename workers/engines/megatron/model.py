@@ -1,8 +1,5 @@
 """Builds Megatron's model, data-parallel wrapper and distributed optimizer. Imports Megatron inside functions only.
 
-The layers are Megatron's own (`get_gpt_layer_local_spec`), on every device; their core attention is ours, since
-Megatron's local one knows no packed sequences.
-
 Source: megatron-core 0.16.1.
 """
 
@@ -24,32 +21,21 @@ from workers.settings.megatron import DenseModel, MegatronLayout
 
 @dataclass(frozen=True)
 class MegatronParts:
-    """One rank's model and optimizer.
+    """One rank's model and optimizer."""
 
-    Attributes:
-        network: the bare GPTModel of this rank's stage.
-        geometry: of the model and the rank.
-        layout: of all ranks.
-        context: the ranks that share tokens with this one; None: it has all.
-        wrapped: the network under Megatron's DistributedDataParallel, whose buffers hold parameters and gradients; None
-            of a model that is not trained.
-        optimizer: the one DistributedOptimizer, or None.
-    """
-
-    network: Any
+    network: Any  # the bare GPTModel of this rank's stage
     geometry: MegatronGeometry
-    layout: MegatronLayout
-    context: dist.ProcessGroup | None
+    layout: MegatronLayout  # of all ranks
+    context: dist.ProcessGroup | None  # the ranks that share tokens with this one; None: it has all
+    # The network in Megatron's DistributedDataParallel, whose buffers hold parameters and gradients; None if the model
+    # is not trained.
     wrapped: Any = None
-    optimizer: Any = None
+    optimizer: Any = None  # the one DistributedOptimizer, or None
 
 
 def prepare_megatron(device: torch.device) -> None:
-    """Import what must be imported before Megatron: on NPU MindSpeed, which replaces parts of it.
-
-    Raises:
-        ConfigError: this process has no device that Megatron computes on.
-    """
+    """Import what must precede Megatron: on NPU MindSpeed, which patches it.
+    Raises ConfigError if this process has no device that Megatron computes on."""
     if device.type == "npu":
         import mindspeed.megatron_adaptor  # noqa: F401 - patches Megatron when it is imported
     try:
@@ -61,15 +47,14 @@ def prepare_megatron(device: torch.device) -> None:
 
 
 def join_groups(layout: MegatronLayout, *, timeout_s: float, seed: int) -> dist.ProcessGroup | None:
-    """Make Megatron's process groups and random numbers; collective over the default group.
+    """Create Megatron's process groups and random states; collective over the default group.
 
-    Returns:
-        The ranks that share tokens with this one; None: it has all.
+    Returns the ranks that share tokens with this one; None: it has all.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    if not parallel_state.model_parallel_is_initialized():  # by an engine before this one in the process
+    if not parallel_state.model_parallel_is_initialized():  # an earlier engine of this process may have done it
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.stages,
@@ -81,7 +66,7 @@ def join_groups(layout: MegatronLayout, *, timeout_s: float, seed: int) -> dist.
         return None
     timeout = timedelta(seconds=timeout_s)
     own: dist.ProcessGroup | None = None
-    for ranks in layout.context_ranks():
+    for ranks in layout.context_ranks():  # every rank must create every group
         group = dist.new_group(list(ranks), timeout=timeout)
         own = group if dist.get_rank() in ranks else own
     return own
@@ -90,13 +75,7 @@ def join_groups(layout: MegatronLayout, *, timeout_s: float, seed: int) -> dist.
 def build_network(
     model: DenseModel, actor: ActorConfig, layout: MegatronLayout, context: dist.ProcessGroup | None
 ) -> MegatronParts:
-    """Return this rank's part of a model without weights and without an optimizer.
-
-    Args:
-        model: sizes.
-        actor: computation.
-        layout, context: see `join_groups`, which was called.
-    """
+    """Return this rank's part of a model without weights or optimizer; `join_groups` comes first."""
     place = layout.place(dist.get_rank())
     padded = -(-model.vocab_size // layout.tensor) * layout.tensor
     network = _network(model, _transformer_config(model, actor, layout), place.stage, layout.stages, padded)
@@ -121,13 +100,7 @@ def build_network(
 def build_megatron(
     model: DenseModel, actor: ActorConfig, layout: MegatronLayout, context: dist.ProcessGroup | None
 ) -> MegatronParts:
-    """Return this rank's part of a model that is trained, without weights; collective over the default group.
-
-    Args:
-        model: sizes.
-        actor: optimizer and computation.
-        layout, context: see `join_groups`, which was called.
-    """
+    """Return this rank's part of a trained model, without weights; collective. `join_groups` comes first."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -138,16 +111,16 @@ def build_megatron(
     settings = OptimizerConfig(
         optimizer="adam",
         lr=actor.lr,
-        weight_decay=0.0,  # done by the engine
+        weight_decay=0.0,  # the engine does it
         adam_beta1=actor.betas[0],
         adam_beta2=actor.betas[1],
         adam_eps=actor.eps,
         bf16=half,
         params_dtype=torch.bfloat16 if half else torch.float32,
         use_distributed_optimizer=True,
-        clip_grad=0.0,  # done by the engine, together with the scale
+        clip_grad=0.0,  # the engine does it, together with the scale
     )
-    # No overrides: one group, in which nothing decays.
+    # No overrides: a single group, without weight decay.
     chained = get_megatron_optimizer(settings, [wrapped], config_overrides={}, use_gloo_process_groups=False)
     return replace(parts, wrapped=wrapped, optimizer=chained.chained_optimizers[0])
 
@@ -184,7 +157,7 @@ def _transformer_config(model: DenseModel, actor: ActorConfig, layout: MegatronL
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights are loaded. Megatron marks what tensor parallelism cuts while it initialises, so it must do that.
+        # Weights are loaded later. Initialization must still run: Megatron marks tensor-parallel parameters in it.
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
@@ -203,6 +176,7 @@ def _network(model: DenseModel, config: Any, stage: int, stages: int, padded_voc
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model.qk_norm)
+    # Megatron's local core attention knows no packed sequences; the layers themselves are its own on every device.
     spec.submodules.self_attention.submodules.core_attention = MegatronPackedAttention
     network: nn.Module = GPTModel(
         config,

@@ -1,25 +1,6 @@
-"""From the parameters of a Megatron-core GPT model to Hugging Face names and boxes: Llama, Qwen2 and Qwen3, dense.
+"""Maps parameters of a Megatron-core GPT model to Hugging Face names and boxes: dense Llama, Qwen2 and Qwen3.
 
 Pure: a local tensor goes in, views of it come out. Knows names and layouts, but neither process groups nor Megatron.
-
-    linear_qkv     rows, per query group (one key/value head):  its query heads | key | value
-    linear_fc1     rows, per tensor-parallel rank:               gate | up
-    linear_proj, linear_fc2                                      columns cut over tensor-parallel ranks
-    word_embeddings, output_layer                                rows cut; those of padding are last and dropped
-
-The layer's own norm weights sit in the matrix that follows them (Transformer Engine) or apart (local modules). With
-fewer query groups than tensor-parallel ranks a group's rows are cut across ranks wherever the division falls.
-
-The distributed optimizer cuts parameters without regard to rows: a data-parallel rank has elements `start` to `stop` of
-the flattened parameter. Cut by query group, each shard is one run of the parameter, and `flat_boxes` splits it:
-
-    parameter (flat)    | q of group 0 | k | v | q of group 1 | k | v |
-    this rank                  |======================|
-    boxes of q_proj, k_proj, v_proj: rest of a row, whole rows, begin of a row
-
-Source: megatron-core 0.16.0, `core/transformer/attention.py` (`get_query_key_value_tensors`), `core/transformer/mlp.py`
-(`glu`), `core/models/gpt/gpt_layer_specs.py` (names of norms with and without Transformer Engine); Megatron-Bridge,
-`models/qwen/qwen2_bridge.py` and `qwen3_bridge.py`. Unchanged in megatron-core 0.20.
 """
 
 import re
@@ -33,35 +14,42 @@ from asyncflow.errors import PlanError
 from weightsync.plan import Box
 from workers.engines.base import LocalShard
 
+#     linear_qkv     rows, per query group (one key/value head):  its query heads | key | value
+#     linear_fc1     rows, per tensor-parallel rank:               gate | up
+#     linear_proj, linear_fc2                                      columns split over tensor-parallel ranks
+#     word_embeddings, output_layer                                rows split; padding rows come last and are dropped
+#
+# A layer's norm weights sit in the matrix that follows them (Transformer Engine) or apart (local modules). With fewer
+# query groups than tensor-parallel ranks, a group's rows are split across ranks wherever the division falls.
+#
+# The distributed optimizer splits parameters without regard to rows: a data-parallel rank has elements `start` to
+# `stop` of the flattened parameter. Split by query group, each shard is one run of the parameter, and `flat_boxes`
+# divides it:
+#
+#     parameter (flat)    | q of group 0 | k | v | q of group 1 | k | v |
+#     this rank                  |======================|
+#     boxes of q_proj, k_proj, v_proj: rest of a row, whole rows, beginning of a row
+#
+# Source: megatron-core 0.16.0, `core/transformer/attention.py` (`get_query_key_value_tensors`),
+# `core/transformer/mlp.py` (`glu`), `core/models/gpt/gpt_layer_specs.py` (names of norms with and without Transformer
+# Engine); Megatron-Bridge, `models/qwen/qwen2_bridge.py` and `qwen3_bridge.py`. Unchanged in megatron-core 0.20.
+
 
 @dataclass(frozen=True)
 class MegatronGeometry:
-    """Sizes of the whole model, and which part of it this rank has.
-
-    Attributes:
-        num_layers: of the whole model.
-        hidden_size: width of the residual stream.
-        num_heads: query heads.
-        num_kv_heads: key/value heads (Megatron's query groups).
-        head_dim: of one head (Megatron's `kv_channels`).
-        ffn_hidden_size: of gate and of up.
-        vocab_size: without padding.
-        tp_size, tp_rank: tensor parallelism.
-        layer_offset: number of this pipeline stage's (or model chunk's) first layer.
-        tied: input and output embedding are one; the last pipeline stage's copy is a replica of the first's.
-    """
+    """Sizes of the whole model, and which part of it this rank has."""
 
     num_layers: int
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    vocab_size: int
+    num_kv_heads: int  # Megatron's query groups
+    head_dim: int  # Megatron's `kv_channels`
+    ffn_hidden_size: int  # of gate and of up
+    vocab_size: int  # without padding
     tp_size: int = 1
     tp_rank: int = 0
-    layer_offset: int = 0
-    tied: bool = False
+    layer_offset: int = 0  # number of this pipeline stage's (or model chunk's) first layer
+    tied: bool = False  # input and output embedding are one; the last pipeline stage's copy is a replica of the first's
 
     @property
     def heads_per_group(self) -> int:
@@ -70,18 +58,10 @@ class MegatronGeometry:
 
 
 def megatron_shards(name: str, local: Tensor, geometry: MegatronGeometry) -> list[LocalShard]:
-    """Return which parts of Hugging Face's tensors a parameter holds.
+    """Return which parts of Hugging Face's tensors a parameter holds, as views of `local` without gradient.
 
-    Args:
-        name: as the unwrapped GPTModel's `named_parameters()` gives it; layers count from this stage's first.
-        local: this rank's values.
-        geometry: of the model and the rank.
-
-    Returns:
-        Shards whose values are views of `local` without gradient, of any number of dimensions.
-
-    Raises:
-        PlanError: an unknown name, or a shape that does not follow from the geometry.
+    `name` is from the unwrapped GPTModel's `named_parameters()`; its layers count from this stage's first. Raises
+    PlanError for an unknown name, or a shape that does not follow from the geometry.
     """
     rest, prefix = name, ""
     layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
@@ -100,7 +80,7 @@ def megatron_shards(name: str, local: Tensor, geometry: MegatronGeometry) -> lis
 
 
 def hf_weight_names(geometry: MegatronGeometry, *, qkv_bias: bool, qk_norm: bool) -> dict[str, tuple[str, ...]]:
-    """Return Hugging Face's names of all weights of the whole model, each with its other names."""
+    """Return Hugging Face's names of all weights of the whole model, each with its aliases."""
     optional = {".bias": qkv_bias, "q_norm.weight": qk_norm, "k_norm.weight": qk_norm}
     targets = [
         target.format(which)
@@ -121,33 +101,20 @@ def hf_weight_names(geometry: MegatronGeometry, *, qkv_bias: bool, qk_norm: bool
 
 @dataclass(frozen=True)
 class FlatBox:
-    """A box of a Hugging Face tensor, and where it lies in this rank's run.
-
-    Attributes:
-        name, shape: of the whole tensor.
-        box: which part.
-        start: its first element in the run.
-    """
+    """A box of a Hugging Face tensor, and where it lies in this rank's run."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     box: Box
-    start: int
+    start: int  # the box's first element in the run
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return its view of the run's values."""
+        """Return the box's view of the run's values."""
         return flat[self.start : self.start + self.box.numel].view(self.box.size)
 
 
 def flat_boxes(name: str, parameter: Tensor, geometry: MegatronGeometry, *, start: int, stop: int) -> Iterator[FlatBox]:
-    """Yield the boxes of elements `start` to `stop` of a flattened parameter; padding of the vocabulary is left out.
-
-    Args:
-        name: see `megatron_shards`.
-        parameter: this rank's, contiguous.
-        geometry: see `megatron_shards`.
-        start, stop: the run.
-    """
+    """Yield the boxes of elements `start` to `stop` of a flattened contiguous parameter, without vocabulary padding."""
     first = int(parameter.storage_offset())
     for shard in megatron_shards(name, parameter, geometry):
         for box, values in _runs(shard):
@@ -255,12 +222,12 @@ def _fused_parts_of_groups(parameter: _Parameter, target: str) -> Iterator[Local
 
 
 def _heads(geometry: MegatronGeometry) -> tuple[tuple[str, int], ...]:
-    """Return what a query group is made of, in order, with numbers of heads."""
+    """Return what a query group consists of, in order, with numbers of heads."""
     return ("q", geometry.heads_per_group), ("k", 1), ("v", 1)
 
 
 def _rows(target: str, num_rows: int, start: int, count: int, values: Tensor) -> LocalShard:
-    """Return rows of a matrix or vector; the last dimension of a matrix's values is whole."""
+    """Return rows of a matrix or vector; a matrix's values are whole in their last dimension."""
     tail = () if target.endswith(".bias") else tuple(values.shape[-1:])
     shape = (num_rows, *tail)
     return LocalShard(target, shape, Box.rows(shape, start, start + count), values)
@@ -280,9 +247,10 @@ def _runs(shard: LocalShard) -> Iterator[tuple[Box, Tensor]]:
 
 
 def _cut(box: Box, low: int, high: int) -> Iterator[tuple[Box, int]]:
-    """Yield (box, its first element) of elements `low` to `high` of a box with one or two dimensions."""
+    """Yield (box, its first element) of elements `low` to `high` of a one- or two-dimensional box."""
     width = box.size[1] if len(box.size) == 2 else 1
     while low < high:
+        # At most three boxes: the rest of the first row, whole rows, and the beginning of the last row.
         row, column = divmod(low, width)
         rows = max(1, (high - low) // width) if not column else 1
         count = min(rows * width, high - low) if not column else min(width - column, high - low)

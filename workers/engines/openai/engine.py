@@ -1,12 +1,4 @@
-"""Servers that speak OpenAI's completions API as the generating engine: the user's own inference cluster.
-
-    submit         one streamed request per response, to the servers in turn; prompts and responses as token ids
-    load_weights   safetensors into `weights_dir`, then every server is told; only while nothing runs
-
-A response that breaks off is asked for again, from its beginning; a server that stays away fails the rollout, which the
-supervisor starts again. Weights are never swapped inside a response, since the API does not say which tokens they drew.
-A vLLM server that lost its weights is noticed (`ServedWeights`).
-"""
+"""Servers that speak OpenAI's completions API as the generation engine: the user's own inference cluster."""
 
 import asyncio
 import logging
@@ -33,32 +25,33 @@ from workers.settings.openai import OpenAIConfig, read_api_key
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 
+#     submit         one streamed request per response, spread over the servers; prompts and responses as token ids
+#     load_weights   safetensors into `weights_dir`, then tell every server; only while nothing runs
+#
+# A response that breaks off is requested again from its beginning; a server that stays away fails the rollout, which
+# the supervisor restarts. Weights are never swapped inside a response, since the API does not say which weights drew
+# which token. `ServedWeights` notices a vLLM server that lost its weights.
+
 logger = logging.getLogger(__name__)
 
 _DIRECTORY = re.compile(r"load_(\d{6,})")
-_KEPT = 2
-"""Directories of weights that are kept: a server may still read the last but one."""
+_KEPT = 2  # weight directories to keep: a server may still be reading the last but one
 
 
 class OpenAIEngine:
-    """Has servers generate responses; implements `GenerateEngine`."""
+    """Has servers generate responses; implements `GenerateEngine`.
+
+    The servers must be running. Only the JSON files in `model_dir` are read; weights are written in `model.dtype`.
+
+    Raises:
+        ConfigError: the settings would make log-probabilities wrong.
+        EngineFailed: a server does not answer.
+    """
 
     adopts_weights = False
     interruptible = False
 
     def __init__(self, model_dir: Path, model: ModelConfig, config: OpenAIConfig, *, sampling: SamplingConfig) -> None:
-        """Connect to the servers, which must be running.
-
-        Args:
-            model_dir: Hugging Face directory; only its JSON files are read.
-            model: element type in which weights are written.
-            config: of the servers.
-            sampling: how, and limits.
-
-        Raises:
-            ConfigError: settings under which log-probabilities would be wrong.
-            EngineFailed: a server does not answer.
-        """
         check_sampling(config, sampling)
         self._model_dir = model_dir
         self._config = config
@@ -83,7 +76,6 @@ class OpenAIEngine:
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "OpenAIEngine":
-        """Return the engine of a run."""
         return OpenAIEngine(setup.model_dir, setup.run.model, setup.run.openai, sampling=setup.sampling)
 
     @property
@@ -107,19 +99,15 @@ class OpenAIEngine:
         self._tasks.start([(request.ticket, self._generate(request, self.version)) for request in requests])
 
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Wait until responses finish, some tokens came, or `wake` is set; returns those that finished.
-
-        Raises:
-            EngineFailed: a server refused a request, or stays away.
-        """
+        """Wait until responses finish, some tokens arrived, or `wake` is set; return those that finished.
+        Raises EngineFailed if a server refused a request, or stays away."""
         return self._tasks.step(wake)
 
     def cancel(self, ticket: int) -> None:
-        """Forget a response; its closed connection tells the server."""
+        """Forget a response; the closed connection tells the server."""
         self._tasks.cancel(ticket)
 
     def abort(self) -> None:
-        """Forget what runs; closed connections tell the servers."""
         self._tasks.abort()
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
@@ -136,6 +124,7 @@ class OpenAIEngine:
         self._loaded = True
         config = self._config
         if config.update == "vllm":
+            # `ServedWeights.take` makes four requests per attempt.
             timeout_s = (config.retries + 1) * 4 * config.update_timeout_s
             self._run(self._take_all(directory), "the servers to take weights", timeout_s=timeout_s)
             return
@@ -147,7 +136,7 @@ class OpenAIEngine:
         return self._needs
 
     def close(self) -> None:
-        """Close all connections; idempotent. The servers go on with the weights that they have."""
+        """Close all connections; idempotent. The servers continue with the weights they have."""
         if self._servers:
             self._tasks.abort()
             for server in self._servers:
@@ -172,7 +161,7 @@ class OpenAIEngine:
         ]
 
     async def _generate(self, request: GenerateRequest, version: int) -> Generation:
-        number = request.index % len(self._servers)  # all turns of a rollout find their prefix in one server's cache
+        number = request.index % len(self._servers)  # one server per row: later turns hit its prefix cache
         server, weights = self._servers[number], self._weights[number]
         sampling, limit = self._sampling, request.limit(self._sampling.max_response_tokens)
         ends = sorted({*self._eos, *request.stop_ids})
@@ -183,13 +172,13 @@ class OpenAIEngine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            # Else those of the model's generation_config.json apply and change what is drawn.
+            # Otherwise the values of the model's generation_config.json would apply and change the distribution.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": request.signed_seed,
-            "ignore_eos": True,  # the server's own setting; `stop_token_ids` counts
+            "ignore_eos": True,  # the server's own end tokens; `stop_token_ids` decides
             "stop_token_ids": ends,
             "skip_special_tokens": False,
         }
@@ -206,7 +195,7 @@ class OpenAIEngine:
         )
 
     def _write(self, weights: Mapping[str, Tensor]) -> Path:
-        """Write a Hugging Face directory with the next number; remove all but the newest `_KEPT`."""
+        """Write the next numbered Hugging Face directory; remove all but the newest `_KEPT`."""
         root = Path(self._config.weights_dir)
         root.mkdir(parents=True, exist_ok=True)
         old = sorted((path for path in root.iterdir() if _DIRECTORY.fullmatch(path.name)), key=_number)
@@ -222,7 +211,7 @@ class OpenAIEngine:
         await asyncio.gather(*(weights.take(directory) for weights in self._weights))
 
     def _run(self, coroutine: Any, what: str, *, timeout_s: float) -> Any:
-        """Run what may be attempted several times; `timeout_s` does not count the pauses."""
+        """Run what may be attempted several times; `timeout_s` excludes the pauses between attempts."""
         return self._tasks.run(coroutine, what=what, timeout_s=timeout_s + self._pauses_s)
 
 
@@ -235,19 +224,16 @@ def check_completion(
     max_tokens: int,
     stop: StopStrings | None = None,
 ) -> None:
-    """Refuse responses that cannot be trained on: of another model, or of a server with other stop rules.
-
-    Raises:
-        EngineFailed: says what is wrong.
-    """
+    """Refuse responses that cannot be trained on: of another model, or of a server with its own stop rules.
+    Raises EngineFailed."""
     tokens, wrong = completion.tokens, ""
     unknown = [token for token in tokens if not 0 <= token < vocab_size]
     if not 0 < len(tokens) <= max_tokens:
-        wrong = f"returned {len(tokens)} tokens, where 1 to {max_tokens} were asked for"
+        wrong = f"returned {len(tokens)} tokens, where 1 to {max_tokens} were requested"
     elif unknown:
-        wrong = f"returned token {unknown[0]}, but the model has {vocab_size} tokens: it serves another one"
+        wrong = f"returned token {unknown[0]}, but the model has {vocab_size} tokens: it serves another model"
     elif not set(ends).isdisjoint(tokens[:-1]):
-        wrong = "went on after an end token of the model; it must heed `stop_token_ids`"
+        wrong = "continued after an end token of the model; it must respect `stop_token_ids`"
     elif not completion.truncated and tokens[-1] not in ends and not (stop and stop.are_in(tokens)):
         wrong = (
             f"ended a response with token {tokens[-1]}, which is not an end token of the model (those are "
@@ -260,23 +246,20 @@ def check_completion(
 
 def check_sampling(config: OpenAIConfig, sampling: SamplingConfig) -> None:
     """Refuse settings under which the servers' log-probabilities are not those of the tempered distribution.
-
-    Raises:
-        ConfigError: says what to set.
-    """
+    Raises ConfigError."""
     if sampling.temperature == 0:
         return
     filtered = sampling.top_p < 1 or sampling.top_k > 0
     if config.logprobs_mode == "raw" and sampling.temperature != 1:
         raise ConfigError(
-            f"rollout.temperature: {sampling.temperature:g} cannot be with openai.logprobs_mode raw, whose "
+            f"rollout.temperature: {sampling.temperature:g} cannot be used with openai.logprobs_mode raw, whose "
             f"log-probabilities are those of temperature 1; start the servers with --logprobs-mode processed_logprobs "
             f"and set openai.logprobs_mode to processed, or set rollout.temperature to 1"
         )
     if config.logprobs_mode == "processed" and filtered:
         raise ConfigError(
-            "openai.logprobs_mode: processed cannot be with rollout.top_p or rollout.top_k, which would change the "
-            "log-probabilities; leave these out, or use raw with rollout.temperature 1"
+            "openai.logprobs_mode: processed cannot be used with rollout.top_p or rollout.top_k, which would change "
+            "the log-probabilities; leave these out, or use raw with rollout.temperature 1"
         )
 
 

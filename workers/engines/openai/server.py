@@ -1,7 +1,8 @@
-"""One server that speaks OpenAI's completions API: streams responses token by token, and posts other requests.
+"""A client of one server that speaks OpenAI's completions API: streams responses token by token, and posts other
+requests.
 
-Every error names the server and what it said; its class says whether asking again may help. Used by the `openai`
-engine, inside an event loop; knows nothing of runs.
+Every error names the server and its reply; its class says whether a retry may help. Used by the `openai` engine inside
+an event loop; knows nothing of runs.
 """
 
 import asyncio
@@ -24,15 +25,15 @@ from workers.calls.user_function import Callee, load_function
 from workers.settings.openai import UPDATE_ARGUMENTS, OpenAIConfig
 
 logger = logging.getLogger(__name__)
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # else two lines per response
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # otherwise it logs two lines per response
 
 T = TypeVar("T")
 
 _CONNECT_S = 10.0
 _LONGEST_PAUSE_S = 60.0
 _SHOWN = 300
+# Reasons of complete responses; others, such as `abort`, mean that the server dropped the response.
 _ENDS = ("stop", "length")
-"""How a response may finish; `abort`, for one, means that the server dropped it."""
 
 
 class ServerBusy(Exception):
@@ -40,11 +41,11 @@ class ServerBusy(Exception):
 
 
 class ServerAway(ServerBusy):
-    """There is no connection to a server: it ended, or is starting."""
+    """There is no connection to a server: it ended, or is still starting."""
 
 
 class RequestRefused(EngineFailed):
-    """A server does not know such a request, or not in this form; asking again would not help."""
+    """A server does not support this request, or its form; a retry would not help."""
 
 
 class _LogProbs(msgspec.Struct):
@@ -76,32 +77,27 @@ class _WeightInfo(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Completion:
-    """What a server generated.
-
-    Attributes:
-        tokens, log_probs: one per token.
-        truncated: cut at `max_tokens`.
-    """
+    """What a server generated."""
 
     tokens: list[int]
-    log_probs: list[float]
-    truncated: bool
+    log_probs: list[float]  # one per token
+    truncated: bool  # cut at `max_tokens`
 
 
 class OpenAIServer:
-    """A client of one server; made and used inside one event loop."""
+    """A client of one server; created and used inside one event loop.
+
+    Args:
+        url: without `/v1`.
+        api_key: "": send none.
+        timeout_s: longest silence.
+        retries: of a response.
+        retry_pause_s: before the first retry; doubles with each further one.
+    """
 
     def __init__(
         self, url: str, *, api_key: str, timeout_s: float, retries: int, retry_pause_s: float, num_connections: int
     ) -> None:
-        """Args:
-        url: without `/v1`.
-        api_key: "": none is sent.
-        timeout_s: longest silence.
-        retries: of a response.
-        retry_pause_s: before the first; each further one waits twice as long.
-        num_connections: at most.
-        """
         self._url = url.rstrip("/")
         self._retries = retries
         self._retry_pause_s = retry_pause_s
@@ -114,15 +110,11 @@ class OpenAIServer:
 
     @property
     def url(self) -> str:
-        """Address, without `/v1`."""
         return self._url
 
     async def first_model(self) -> str:
         """Return the name of the first model that the server lists.
-
-        Raises:
-            EngineFailed: it does not answer, or lists none.
-        """
+        Raises EngineFailed if it does not answer, or lists none."""
         listed = await self._again(lambda: self._get("/v1/models", _Models), ServerBusy)
         if not listed.data:
             raise EngineFailed(f"openai.urls: {self._url} lists no models; name one in openai.model")
@@ -136,15 +128,14 @@ class OpenAIServer:
         *,
         is_over: Callable[[list[int], int], bool] = lambda tokens, since: False,
     ) -> Completion:
-        """Return a response.
+        """Return a response; retry if it breaks off.
 
         Args:
             body: of the request, without the fields that say how the response is returned.
             progress: called whenever tokens arrive.
-            guard: entered for every attempt; leaving it raises ServerBusy if the response does not count.
-            is_over: (tokens so far, how many of them it was asked about) -> nothing more is wanted; the connection is
-                closed, which tells the server.
-
+            guard: entered for every attempt; raises ServerBusy on exit if the response does not count.
+            is_over: (tokens so far, how many it has already seen) -> whether to end the response here. The closed
+                connection tells the server.
         Raises:
             EngineFailed: the server refused, is gone, or does not return token ids.
         """
@@ -157,18 +148,15 @@ class OpenAIServer:
         return await self._again(attempt, ServerBusy)
 
     async def when_there(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of an attempt; repeat one that found no connection.
-
-        Raises:
-            EngineFailed: the server stays away, or failed in another way.
-        """
+        """Return an attempt's result; retry while there is no connection.
+        Raises EngineFailed if the server stays away, or failed in another way."""
         try:
             return await self._again(attempt, ServerAway)
         except ServerBusy as error:
             raise EngineFailed(str(error)) from error
 
     async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Post JSON, once.
+        """Post JSON, without retries.
 
         Raises:
             EngineFailed: the server refused.
@@ -177,26 +165,21 @@ class OpenAIServer:
         await self._send("POST", path, body, timeout_s=timeout_s)
 
     async def weights_mark(self) -> str:
-        """Return the mark of the server's weights; vLLM's own where none was set.
-
-        Raises:
-            ServerBusy: it does not answer.
-        """
+        """Return the mark of the server's weights; vLLM's own if none was set. Raises ServerBusy."""
         return (await self._get("/weight_info", _WeightInfo)).weight_version
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._client.aclose()
 
     async def _again(self, attempt: Callable[[], Awaitable[T]], passing: type[ServerBusy]) -> T:
-        """Return the result of an attempt; repeat one that raised `passing`."""
+        """Return an attempt's result; retry if it raises `passing`."""
         for pause_s in [*pauses(self._retries, self._retry_pause_s), None]:
             try:
                 return await attempt()
             except passing as error:
                 if pause_s is None:
                     raise EngineFailed(f"{error}; tried {self._retries + 1} times") from error
-                logger.warning("%s; asking again", error)
+                logger.warning("%s; retrying", error)
                 await asyncio.sleep(pause_s)
         raise AssertionError("the loop returns or raises")
 
@@ -214,6 +197,7 @@ class OpenAIServer:
                     log_probs += choice.logprobs.token_logprobs if choice.logprobs else ()
                     reason = choice.finish_reason or reason
                 progress()
+                # Leaving the loop closes the connection, which tells the server to stop drawing.
                 if reason is None and is_over(tokens, num_seen):
                     reason = "stop"
                     break
@@ -234,7 +218,6 @@ class OpenAIServer:
         return choice.token_ids
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[_Event, None]:
-        """Yield the events of a streamed response."""
         try:
             async with self._client.stream("POST", self._url + path, json=dict(body)) as response:
                 if not response.is_success:
@@ -266,32 +249,30 @@ class OpenAIServer:
         return response
 
     def _decoded(self, data: bytes, kind: type[T], path: str) -> T:
-        """Decode JSON as a `kind`."""
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as error:
-            raise EngineFailed(f"openai: {self._url}{path} answered in another form: {error}") from error
+            raise EngineFailed(f"openai: {self._url}{path} answered in an unexpected form: {error}") from error
         except msgspec.DecodeError as error:
-            raise ServerBusy(f"openai: {self._url}{path} sent what is no JSON: {error}") from error
+            raise ServerBusy(f"openai: {self._url}{path} sent invalid JSON: {error}") from error
 
     def _check(self, response: httpx2.Response) -> None:
-        """Raise unless the status is success."""
         if response.is_success:
             return
         said = f"openai: {response.url} answered {response.status_code} {_short(response.text)}".rstrip()
+        # Overload and server errors may pass; any other refusal is final.
         if response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.is_server_error:
             raise ServerBusy(said)
         raise RequestRefused(said)
 
     def _broken(self, path: str, error: httpx2.HTTPError) -> ServerBusy:
-        """Return the error for a connection that failed."""
         if isinstance(error, httpx2.TimeoutException):
             return ServerBusy(f"openai: {self._url}{path} did not answer in time ({type(error).__name__})")
         return ServerAway(f"openai: {self._url}{path} cannot be reached ({type(error).__name__}: {error})")
 
 
 def pauses(retries: int, first_s: float) -> list[float]:
-    """Return how long to wait before each attempt after the first: twice as long each time, up to a minute (s)."""
+    """Return the pauses (s) before each retry: each twice as long as the last, up to a minute."""
     doublings = [min(number, 30) for number in range(retries)]
     return [min(first_s * 2**number, max(first_s, _LONGEST_PAUSE_S)) for number in doublings]
 
@@ -300,23 +281,22 @@ def _short(text: str) -> str:
     return " ".join(text.split())[:_SHOWN]
 
 
-# How servers take new weights: by vLLM's own requests, or by the user's function `openai.update`. Torch-free.
+# How servers take new weights: through vLLM's own requests, or the user's function `openai.update`. Torch-free.
 #
 #     take        pause, reload from a directory, set a mark, resume
-#     unchanged   ask for the mark after a response: a server started again has lost it, and takes weights again
+#     unchanged   ask for the mark after a response: a restarted server has lost it, and takes the weights again
 #
-# A server that starts again answers with the weights that it was started with. The mark is vLLM's version of the
-# weights, which is lost with them: a server that still has it after a response had the right weights throughout.
+# A restarted server answers with the weights that it was started with. The mark is vLLM's version of the weights and
+# is lost together with them: a server that still has it after a response had the right weights throughout.
 
 
 class ServedWeights:
-    """The weights of one vLLM server; made and used inside one event loop."""
+    """The weights of one vLLM server that allows development requests; created and used inside one event loop.
+
+    `timeout_s` limits each request of `take`.
+    """
 
     def __init__(self, server: OpenAIServer, *, timeout_s: float) -> None:
-        """Args:
-        server: of vLLM, with its requests for developers.
-        timeout_s: of one request to take weights.
-        """
         self._server = server
         self._timeout_s = timeout_s
         self._directory: Path | None = None
@@ -324,11 +304,8 @@ class ServedWeights:
         self._taking = asyncio.Lock()
 
     async def take(self, directory: Path) -> None:
-        """Have the server read weights and drop its cache of prompts; wait for one that is away.
-
-        Raises:
-            EngineFailed: it did not take them; says what to do.
-        """
+        """Have the server read weights and drop its prompt cache; wait for a server that is away.
+        Raises EngineFailed, which says what to do, if it did not take them."""
         try:
             self._mark = await self._server.when_there(lambda: self._take(directory))
         except EngineFailed as error:
@@ -340,24 +317,25 @@ class ServedWeights:
 
     @asynccontextmanager
     async def unchanged(self) -> AsyncIterator[None]:
-        """Make sure that a response asked for inside is drawn from the weights that were taken last.
+        """Ensure that a response requested inside was drawn from the weights taken last.
 
         Raises:
-            ServerBusy: on leaving, if it may not have been; the server has taken the weights again.
+            ServerBusy: on exit, if it may not have been; the server has taken the weights again.
             EngineFailed: the server did not take them.
         """
-        async with self._taking:  # a response asked for meanwhile would not count
+        async with self._taking:  # do not start a response while weights are taken: it would not count
             mark = self._mark
         yield
         if mark is None or await self._server.weights_mark() == mark:
             return
         async with self._taking:
+            # Several responses may notice at once; only the first one restores the weights.
             if self._mark == mark and self._directory is not None:
                 logger.warning("openai: %s has lost its weights and takes them again", self._server.url)
                 await self.take(self._directory)
         raise ServerBusy(
-            f"openai: {self._server.url} had other weights than it was given: it was started again, or somebody else "
-            f"gave it some"
+            f"openai: {self._server.url} had other weights than it was given: it was restarted, or somebody else "
+            f"updated it"
         )
 
     async def _take(self, directory: Path) -> str | None:
@@ -375,11 +353,8 @@ class ServedWeights:
 
 
 def open_updates(config: OpenAIConfig) -> CallPool:
-    """Return the pool that calls `openai.update`, one update after the other.
-
-    Raises:
-        ConfigError: the function cannot be imported.
-    """
+    """Return the pool that calls `openai.update`, one update at a time.
+    Raises ConfigError if the function cannot be imported."""
     pool = CallPool(
         Entry("workers.engines.openai.server:update", {"name": config.update}),
         what=f"openai.update: {config.update}",
@@ -396,6 +371,6 @@ def open_updates(config: OpenAIConfig) -> CallPool:
 
 
 def update(name: str) -> Callee:
-    """Import the function, in the pool's child; it gets a `Path`, and its result is ignored."""
+    """Import the function in the pool's child; it gets a `Path`, and its result is ignored."""
     function = load_function(name, field="openai.update", arguments=UPDATE_ARGUMENTS)
     return Callee(function, takes=lambda texts: [Path(texts[0])], gives=lambda value, texts: None)

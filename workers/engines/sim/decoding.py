@@ -1,14 +1,6 @@
 """Responses that are generated together: the more there are, the longer each token takes. Pure.
 
-Time is counted in work: the seconds that a response would take alone. With n responses, decode_s(n) / decode_s(1)
-seconds pass for each second of everybody's work, so the order of the ends never changes and one heap is enough.
-
-    two responses of 2 s and 3 s of work; two at a time are 1.5 times as slow
-    seconds   0 ............ 3.0 ... 4.0        the first ends after 2 x 1.5 s, the other works its last second alone
-    clock     0 ............ 2.0 ... 3.0
-
-Prompts that enter hold everybody up while they are computed. Used by the `sim` engine, with the real time, and by the
-planner, with simulated time.
+Used by the `sim` engine with real time, and by the planner with simulated time.
 """
 
 import heapq
@@ -21,15 +13,25 @@ from numpy.typing import NDArray
 
 from workers.settings.sim import SimConfig
 
+# Time is counted in work: the seconds that a response would take on its own. With n responses, each second of work
+# takes decode_s(n) / decode_s(1) seconds for all of them alike, so the order in which they end never changes and one
+# heap suffices.
+#
+#     two responses of 2 s and 3 s of work; two at a time are 1.5 times as slow
+#     seconds   0 ............ 3.0 ... 4.0        the first ends after 2 x 1.5 s, the other does its last second alone
+#     clock     0 ............ 2.0 ... 3.0
+#
+# Prompts that enter stall everybody while they are computed.
+
 
 class Decoding:
-    """What one engine generates at the same time."""
+    """What one engine generates at the same time.
+
+    `decode_s` maps the number of responses to the seconds that one token of each takes. Times are seconds, and never go
+    backwards.
+    """
 
     def __init__(self, decode_s: Callable[[int], float], *, now: float = 0.0) -> None:
-        """Args:
-        decode_s: number of responses -> seconds of a token of each.
-        now: what time it is (s).
-        """
         self._decode_s = decode_s
         self._now = now
         self._clock = 0.0
@@ -38,13 +40,12 @@ class Decoding:
         self._over: list[int] = []
         self._over_since = now
         self._alone_s = decode_s(1)
-        self._rate = 1.0
-        """Seconds that pass for one of work."""
+        self._rate = 1.0  # seconds that pass per second of work
         self._num_running = 0
 
     @property
     def next_end(self) -> float | None:
-        """When the next response ends, if none begins before (s); None: nothing runs."""
+        """When the next response ends, unless another one starts before (s); None: nothing runs."""
         return self._over_since if self._over else self._first_end()
 
     def clock(self, now: float) -> float:
@@ -53,25 +54,18 @@ class Decoding:
         return self._clock
 
     def begin(self, number: int, work_s: float, now: float) -> float:
-        """A response begins; returns the clock.
-
-        Args:
-            number: names it.
-            work_s: how long it would take alone.
-            now: what time it is (s); never less than before.
-        """
+        """Start response `number`, which would take `work_s` on its own; return the clock."""
         self._advance(now)
         heapq.heappush(self._ends, (self._clock + work_s, number))
         self._count(1)
         return self._clock
 
     def stall(self, seconds: float, now: float) -> None:
-        """No response gets a token for so long: prompts are computed (s)."""
+        """Stall all responses while prompts are computed."""
         self._advance(now)
         self._now += seconds
 
     def cancel(self, number: int, now: float) -> None:
-        """A response that runs is dropped."""
         self._advance(now)
         if number in self._over:
             self._over.remove(number)
@@ -107,18 +101,13 @@ class Decoding:
             self._rate = self._decode_s(self._num_running) / self._alone_s
 
 
-# How long simulated responses are: a pure function of (seed, row). Torch-free: the planner draws the same.
+# Lengths of simulated responses: a pure function of (seed, row). Torch-free: the planner draws the same lengths.
 
 
 class SimLengths:
-    """How many tokens the responses of a run have."""
+    """How many tokens the responses of a run have; `samples_per_step` rows make a step."""
 
     def __init__(self, config: SimConfig, *, samples_per_step: int, seed: int) -> None:
-        """Args:
-        config: distribution.
-        samples_per_step: rows of a step.
-        seed: of the run.
-        """
         self._config = config
         self._samples = samples_per_step
         self._seed = seed
@@ -130,7 +119,7 @@ class SimLengths:
         return max(1, round(self._config.mean_tokens * float(self._of_step(step + 1)[place])))
 
     def _draw(self, step: int) -> NDArray[np.float64]:
-        """Return the relative lengths, float64 [samples per step], mean 1, of a step, in data order."""
+        """Return a step's relative lengths, float64 [samples per step] with mean 1, in data order."""
         config, size = self._config, self._samples
         chance = np.random.default_rng([self._seed, step])
         drawn: NDArray[np.float64]
@@ -140,7 +129,7 @@ class SimLengths:
             case "lognormal":
                 drawn = np.minimum(chance.lognormal(0.0, config.sigma, size), config.clip * np.exp(config.sigma**2 / 2))
             case "pareto":
-                mean = 1 / (1 - config.sigma)  # of shape 1 / sigma
+                mean = 1 / (1 - config.sigma)  # the mean for shape 1 / sigma
                 drawn = np.minimum(1.0 + chance.pareto(1 / config.sigma, size), config.clip * mean)
             case "file":
                 numbers = _recorded(config.lengths_file)

@@ -1,9 +1,9 @@
 """Engines that sleep instead of computing: `rollout.engine: sim`, `actor.engine: sim`, `ref.engine: sim`.
 
-A small machine stands for a cluster: the roles sleep as long as real ones would compute, while queue, weight transfer
-and launcher are real, and so are rows, versions and losses. Weights are a few tensors that every update changes, cut
-among the actor's ranks as FSDP2 cuts them. A response's length is a pure function of (seed, row), so schedules can be
-compared sample by sample.
+A small machine stands in for a cluster: roles sleep as long as real ones would compute, while queue, weight transfer,
+launcher, rows, versions and losses are real. Weights are a few tensors that every update changes, sharded over the
+actor's ranks as FSDP2 does. A response's length is a pure function of (seed, row), so schedules can be compared sample
+by sample.
 
 Legend of shapes: R response tokens, A drawn tokens of a packed micro-batch.
 """
@@ -30,18 +30,17 @@ from workers.rows.rows import Sequences
 from workers.settings.sim import SimConfig
 
 _TOKEN = 2
-_ROWS = 64
-"""Of each tensor of the model."""
+_ROWS = 64  # rows of each tensor of the model
 
 
 def sim_shapes(config: SimConfig) -> dict[str, tuple[int, int]]:
-    """Return the model's parameters, by name."""
+    """Return the shapes of the model's parameters by name."""
     return {f"sim.layers.{k}.weight": (_ROWS, -(-config.parameters // (8 * _ROWS))) for k in range(8)}
 
 
 @dataclass
 class _Running:
-    """A response. `first` is the decoding's clock when its first token began."""
+    """A running response. `first` is the decoding clock when its first token began."""
 
     request: GenerateRequest
     num_tokens: int
@@ -49,8 +48,7 @@ class _Running:
 
 
 class SimGenerateEngine:
-    """Responses with a token over and over, and the request's first stop token at the end of one that is not cut;
-    implements `GenerateEngine`."""
+    """Repeats one token, and ends with the request's first stop token unless cut; implements `GenerateEngine`."""
 
     adopts_weights = True
     interruptible = True
@@ -64,13 +62,6 @@ class SimGenerateEngine:
         max_response_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        config: speeds.
-        lengths: of the responses.
-        num_slots: responses at a time.
-        max_response_tokens: longer responses are cut.
-        clock: says what time it is (s).
-        """
         self._clock = clock
         self._config = config
         self._lengths = lengths
@@ -85,7 +76,6 @@ class SimGenerateEngine:
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "SimGenerateEngine":
-        """Return the engine of a run."""
         run, sampling = setup.run, setup.sampling
         per_step = run.schedule.rollout_batch_size * run.schedule.n_samples_per_prompt
         return SimGenerateEngine(
@@ -104,6 +94,7 @@ class SimGenerateEngine:
         self._version = version
         moment = self._decoding.clock(self._clock())
         oldest = min((one.first for one in self._running.values()), default=moment)
+        # Keep the swaps that running responses have lived through, and the last one before them.
         kept = [swap for swap in self._swaps if swap[0] > oldest]
         before = [swap for swap in self._swaps if swap[0] <= oldest][-1:]
         self._swaps = [*before, *kept, (moment, version)]
@@ -117,11 +108,7 @@ class SimGenerateEngine:
         return self._num_slots - len(self._running)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin responses.
-
-        Raises:
-            BadRequest: a string is to end one.
-        """
+        """Start responses. Raises BadRequest for a stop string, since no text is drawn."""
         assert len(requests) <= self.free_slots
         if any(request.stop is not None for request in requests):
             raise BadRequest("the sim engine draws no text, so no stop string can end a response; leave `stop` out")
@@ -134,7 +121,7 @@ class SimGenerateEngine:
             self._running[number] = _Running(request, num_tokens, began)
 
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Sleep until a response ends or `wake` is set; returns those that ended."""
+        """Sleep until a response ends or `wake` is set; return those that ended."""
         if (end := self._decoding.next_end) is not None:
             wake.wait(max(0.0, end - self._clock()))
         return [self._generation(self._running.pop(number)) for number in self._decoding.ended(self._clock())]
@@ -150,14 +137,13 @@ class SimGenerateEngine:
         self._swaps.clear()
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Take them; responses that run go on."""
         self._weights = weights if adopt else {name: tensor.clone() for name, tensor in weights.items()}
 
     def weight_needs(self) -> Mapping[str, Need]:
         return _needs(self._config)
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Nothing to release."""
 
     def _generation(self, one: _Running) -> Generation:
         size, stop_ids = one.num_tokens, one.request.stop_ids
@@ -180,7 +166,7 @@ class SimGenerateEngine:
 
 
 class SimFrozenModel:
-    """Log-probabilities of the generating engine; implements `FrozenEngine`."""
+    """Returns the log-probabilities of the generation engine; implements `FrozenEngine`."""
 
     adopts_weights = True
 
@@ -191,7 +177,6 @@ class SimFrozenModel:
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "SimFrozenModel":
-        """Return the engine of a run."""
         return SimFrozenModel(setup.run.sim, s_per_token=setup.run.sim.ref_s_per_token)
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
@@ -201,29 +186,24 @@ class SimFrozenModel:
         return _needs(self._config)
 
     def read_weights(self, weights_dir: Path) -> None:
-        """Read them from safetensors."""
         self._weights = load_file(weights_dir / "model.safetensors")
 
     def save_weights(self, target: Path) -> None:
-        """Write them as safetensors, into a directory, which is made."""
         target.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in self._weights.items()}, target / "model.safetensors")
 
     def log_probs(self, batch: Sequences) -> Tensor:
-        """Return float32 [A], after a while."""
+        """Return float32 [A] after the simulated time."""
         return _log_probs(self._s_per_token, batch)
 
 
 class SimTrainEngine:
-    """Changes its parameters with every update; implements `TrainEngine`."""
+    """Changes its parameters with every update; implements `TrainEngine`. `lr` is only reported.
+
+    Building it is collective over the actor's default group.
+    """
 
     def __init__(self, config: SimConfig, *, lr: float) -> None:
-        """Collective over the actor's default group.
-
-        Args:
-            config: speeds and size.
-            lr: is reported.
-        """
         self._config = config
         self._lr = lr
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -236,7 +216,6 @@ class SimTrainEngine:
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "SimTrainEngine":
-        """Return the engine of a run."""
         return SimTrainEngine(setup.run.sim, lr=setup.run.actor.lr)
 
     @property
@@ -244,11 +223,11 @@ class SimTrainEngine:
         return int(self._step)
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A], after a while; None: this rank has no rows."""
+        """Return float32 [A] after the simulated time; None: this rank has no rows."""
         return torch.empty(0) if batch is None else _log_probs(self._config.policy_forward_s_per_token, batch)
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
-        """Compute the loss, and sleep for the rest of the time."""
+        """Compute the real loss, and sleep for the rest of the simulated time."""
         if batch is None:
             return
         began, num_tokens = time.monotonic(), _drawn_tokens(batch)
@@ -265,14 +244,13 @@ class SimTrainEngine:
         return StepStats(grad_norm=scale, lr=self._lr)
 
     def zero_grad(self) -> None:
-        """Nothing is accumulated."""
+        """Nothing accumulates."""
 
     def shards(self) -> Iterable[LocalShard]:
-        """Return this rank's rows of all parameters."""
         return self._shards
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates: the weights follow from it."""
+        """Return the number of updates, which determines the weights."""
         return {"sim": {"step": self._step}, "optimizer_updates": self._step.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,14 +1,4 @@
-"""vLLM as the generating engine: `AsyncLLM` with continuous batching, its engine in a process of its own.
-
-    rollout process                                        vLLM's engine process (ends with the rollout)
-    submit: a task per response -> AsyncLLM ...............  scheduler, model, sampler
-    load_held: pause, resume ............................  load what its ranks received themselves (`RankReceiver`)
-    load_weights: copy to shared memory, pause, resume ..  read, load layer by layer (outside of a run, in evaluation)
-
-Running responses go on with new weights: the scheduler pauses between two tokens, nothing is lost, and vLLM says which
-version drew which tokens. Prompts are cached per version; `on_swap: keep` keeps the cache of running responses alone.
-vLLM is imported inside functions only; `AsyncFlowWorker` runs in its worker processes.
-"""
+"""vLLM as the generation engine: `AsyncLLM` with continuous batching, its engine core in a separate process."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -36,31 +26,40 @@ from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
 
-_SHUTDOWN_S = 1.0
-"""How long vLLM's process may take to end by itself (s)."""
-_STREAM_TOKENS = 8
-"""Tokens of a response between two signs of progress."""
+#     rollout process                                        vLLM's engine process (ends with the rollout)
+#     submit: a task per response -> AsyncLLM ...............  scheduler, model, sampler
+#     load_held: pause, resume ............................  load what its ranks received themselves (`RankReceiver`)
+#     load_weights: copy to shared memory, pause, resume ..  read, load layer by layer (outside of a run, in evaluation)
+#
+# Running responses continue with new weights: the scheduler pauses between two tokens, nothing is lost, and vLLM
+# reports which version drew which tokens. Prompts are cached per version; `on_swap: keep` keeps only the cache of
+# running responses. vLLM is imported inside functions only; `AsyncFlowWorker` runs in its worker processes.
+
+_SHUTDOWN_S = 1.0  # how long vLLM's process may take to end on its own
+_STREAM_TOKENS = 8  # tokens of a response between two signs of progress
 
 
 @dataclass(frozen=True)
 class _Response:
-    """What vLLM returned for a request.
-
-    Attributes:
-        tokens, log_probs: one per token.
-        truncated: cut at the request's limit.
-        spans: (number of the load whose weights drew them, tokens), in order.
-    """
+    """What vLLM returned for a request."""
 
     request: GenerateRequest
     tokens: list[int]
-    log_probs: list[float]
-    truncated: bool
-    spans: list[tuple[int, int]]
+    log_probs: list[float]  # one per token
+    truncated: bool  # cut at the request's limit
+    spans: list[tuple[int, int]]  # (number of the load whose weights drew them, tokens), in order
 
 
 class VllmEngine:
-    """Generates responses with vLLM; implements `GenerateEngine`."""
+    """Generates responses with vLLM; implements `GenerateEngine`.
+
+    Starts vLLM's process with random weights (only the JSON files in `model_dir` are read), so `load_weights` must come
+    before `submit`. Set `joins_groups` if its ranks are going to `follow`.
+
+    Raises:
+        ConfigError: vLLM is missing, or refuses the settings.
+        EngineFailed: its process did not start.
+    """
 
     def __init__(
         self,
@@ -73,21 +72,6 @@ class VllmEngine:
         device: torch.device,
         joins_groups: bool = False,
     ) -> None:
-        """Start vLLM's process with a model whose weights are random; `load_weights` must come before `submit`.
-
-        Args:
-            model_dir: Hugging Face directory; only its JSON files are read.
-            model: its element type.
-            config: of vLLM.
-            sampling: how, and limits.
-            max_prompt_tokens: longest prompt.
-            device: where it computes.
-            joins_groups: its ranks are going to `follow`.
-
-        Raises:
-            ConfigError: vLLM is missing, or refuses the settings.
-            EngineFailed: its process did not start.
-        """
         self._sampling = sampling
         self._config = config
         self._eos = list(eos_token_ids(model_dir))
@@ -97,6 +81,8 @@ class VllmEngine:
         self._vocab_size = vocab_size(skeleton)
         self._max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
         self._mailbox = WeightMailbox(self._needs, getattr(torch, config.dtype or model.dtype))
+        # Number of a load -> its version. vLLM labels tokens while weights are still loading, when the engine does not
+        # know their version yet; it is filled in when a response is handed out.
         self._versions: dict[int, int] = {}
         self._load_number = self._begun_load = 0
         self.version = 0
@@ -111,7 +97,6 @@ class VllmEngine:
 
     @staticmethod
     def of_run(setup: EngineSetup) -> "VllmEngine":
-        """Return the engine of a run."""
         return VllmEngine(
             setup.model_dir,
             setup.run.model,
@@ -132,17 +117,16 @@ class VllmEngine:
 
     @property
     def adopts_weights(self) -> bool:
-        """No: vLLM keeps weights in a layout of its own."""
-        return False
+        return False  # vLLM keeps weights in a layout of its own
 
     @property
     def interruptible(self) -> bool:
-        """Whether responses go on with new weights, as `rollout.on_swap` says; not with an older vLLM."""
+        """Whether responses continue with new weights, as `rollout.on_swap` says; never with an older vLLM."""
         return self._tells_versions and self._sampling.on_swap != "finish"
 
     @cached_property
     def _tells_versions(self) -> bool:
-        """Whether vLLM reports versions of weights; an older one also begins and ends an update by itself."""
+        """Whether vLLM reports weight versions; an older one also begins and ends updates by itself."""
         from vllm.outputs import CompletionOutput
 
         return "weight_versions" in {field.name for field in fields(CompletionOutput)}
@@ -168,11 +152,8 @@ class VllmEngine:
         self._tasks.start([(request.ticket, self._generate(request, self._load_number)) for request in requests])
 
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Wait until responses finish, some tokens were drawn, or `wake` is set; returns those that finished.
-
-        Raises:
-            EngineFailed: vLLM's process ended, or refused a request.
-        """
+        """Wait until responses finish, some tokens were drawn, or `wake` is set; return those that finished.
+        Raises EngineFailed if vLLM's process ended, or refused a request."""
         return [self._generation(response) for response in self._tasks.step(wake)]
 
     def cancel(self, ticket: int) -> None:
@@ -182,11 +163,11 @@ class VllmEngine:
         self._tasks.abort()
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (HF names); responses that run wait meanwhile, and go on.
+        """Replace all weights (HF names); running responses wait meanwhile, then continue.
 
         Raises:
             PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
-            EngineFailed: vLLM could not load them; it must be started again.
+            EngineFailed: vLLM could not load them; it must be restarted.
         """
         check_weights(self._needs, weights)
         self._load(self._mailbox.fill(weights).as_dict())
@@ -197,13 +178,14 @@ class VllmEngine:
 
     @property
     def can_follow(self) -> bool:
-        """Not with an older vLLM, which may not say where the model is."""
+        """False for an older vLLM, which may not say where the model is."""
         return self._tells_versions
 
     def follow(self, following: Following) -> None:
         self._call_ranks("follow_weights", msgspec.to_builtins(following))
 
     def hold(self, version: Version) -> bool:
+        # All ranks hold one version, so that none moves on before the swap; if one already has, nothing is loaded.
         return all(self._call_ranks("hold_weights", list(version)))
 
     def load_held(self) -> None:
@@ -214,7 +196,6 @@ class VllmEngine:
         return self._needs
 
     def close(self) -> None:
-        """End vLLM's process; idempotent."""
         if self._llm is not None:
             self._tasks.abort()
             end = partial(self._llm.shutdown, timeout=_SHUTDOWN_S)
@@ -249,9 +230,10 @@ class VllmEngine:
         await self._llm.init_weight_transfer_engine(request)
 
     async def _generate(self, request: GenerateRequest, load_number: int) -> _Response:
-        """Generate one response; when the task is cancelled, or a stop string is completed, vLLM drops the rest."""
+        """Generate one response; if the task is cancelled, or a stop string completes, vLLM drops the rest."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        # The salt prevents cache hits on prompts that other weights computed.
         prompt = {"type": "token", "prompt_token_ids": request.prompt_P.tolist(), "cache_salt": str(load_number)}
         parameters = self._parameters(request)
         name = f"{load_number}-{request.index}-{request.ticket}"
@@ -264,7 +246,7 @@ class VllmEngine:
                     if self._is_over(request, completion, load_number, since=num_seen):
                         break
                     num_seen = len(completion.token_ids)
-                tokens = list(completion.token_ids)  # before vLLM drops the rest: its lists may still grow
+                tokens = list(completion.token_ids)  # copy before vLLM drops the rest: its lists may still grow
                 return _Response(
                     request=request,
                     tokens=tokens,
@@ -276,15 +258,13 @@ class VllmEngine:
             raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
 
     def _is_over(self, request: GenerateRequest, completion: Any, load_number: int, *, since: int) -> bool:
-        """Whether a string has ended a response that vLLM goes on with, and it is known which weights drew what came.
-
-        vLLM need not say so before the end; where weights were swapped meanwhile, the end is waited for.
-        """
+        """Whether a stop string ended a response that vLLM would continue, and its tokens' weights are known."""
         stop = request.stop
         if stop is None or completion.finish_reason is not None or not stop.are_in(completion.token_ids, since=since):
             return False
         found = getattr(completion, "weight_versions", None)
         if found is None:
+            # vLLM need not report versions before the end; if weights were swapped meanwhile, wait for the end.
             return self._begun_load == load_number
         return sum(size for _, size in _spans(found, 0, load_number)) == len(completion.token_ids)
 
@@ -299,18 +279,18 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=request.limit(sampling.max_response_tokens),
-            ignore_eos=True,  # the tokenizer's; `stop_token_ids` counts
+            ignore_eos=True,  # the tokenizer's end token; `stop_token_ids` decides
             stop_token_ids=sorted({*self._eos, *request.stop_ids}),
-            logprobs=0,
+            logprobs=0,  # of the drawn token only
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=False,  # stop strings are found by `_is_over`
             output_kind=RequestOutputKind.CUMULATIVE,
             stream_interval=_STREAM_TOKENS,
             skip_clone=True,
         )
 
     async def _swap(self, letter: dict[str, object], number: int) -> None:
-        """Stop between two tokens, take the weights, go on."""
+        # From here on tokens may come from the new weights, which `_is_over` must know.
         self._begun_load = number
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -337,7 +317,7 @@ class VllmEngine:
 
 
 def _spans(found: Sequence[Any] | None, num_tokens: int, load_number: int) -> list[tuple[int, int]]:
-    """Return (number of the load, tokens) of vLLM's `WeightVersionSpan`s."""
-    if found is None:  # an older vLLM, in which nothing is swapped while responses run
+    """Return (number of the load, tokens) for each of vLLM's `WeightVersionSpan`s."""
+    if found is None:  # an older vLLM, whose weights are never swapped while responses run
         return [(load_number, num_tokens)]
     return [(int(span.version), span.end - span.start) for span in found]

@@ -1,7 +1,7 @@
-"""How vLLM is started: the arguments of its engine, the environment of its process, and the process itself.
+"""How vLLM is started: its engine arguments, the environment of its processes, and the process itself.
 
-Nothing stays behind when the rollout is killed: the kernel kills vLLM's process, from its first moment on, and sockets
-have no files once both ends are connected. vLLM is imported by `_started` alone.
+Nothing is left behind when the rollout is killed: the kernel kills vLLM's process, from its first moment on, and
+sockets have no files once both ends are connected. Only `_started` imports vLLM.
 """
 
 import math
@@ -26,32 +26,28 @@ from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
 
+# Imported by vLLM in each of its worker processes.
 WORKER_EXTENSION = "workers.engines.vllm.worker.AsyncFlowWorker"
-"""What vLLM imports in each of its worker processes."""
 _GB = 10**9
 _CPU_CACHE_GB = 1.0
-_LONGEST_SOCKET = 107
-"""Bytes in the name of a Unix socket."""
+_LONGEST_SOCKET = 107  # bytes in the name of a Unix socket
+# A typical one, below the directory for temporary files.
 _SOCKET_NAME = "/asyncflow-12345678/12345678-1234-1234-1234-123456789012"
-"""Of one, below the directory for temporary files."""
 
 
 class VllmProcess:
-    """vLLM's `AsyncLLM`, and the process of its engine, which ends with the thread that starts it."""
+    """vLLM's `AsyncLLM` and its engine process, which ends with the thread that starts it.
+
+    Args:
+        arguments: see `engine_arguments`; for the others see `process_variables`.
+    Raises:
+        ConfigError: vLLM is missing, or refuses the arguments.
+        EngineFailed: it did not start.
+    """
 
     def __init__(
         self, arguments: dict[str, Any], config: VllmConfig, device: torch.device, *, joins_groups: bool
     ) -> None:
-        """Start it.
-
-        Args:
-            arguments: see `engine_arguments`.
-            config, device, joins_groups: see `process_variables`.
-
-        Raises:
-            ConfigError: vLLM is missing, or refuses the arguments.
-            EngineFailed: it did not start.
-        """
         self._sockets = socket_directory()
         try:
             variables = process_variables(config, device, sockets=self._sockets.name, joins_groups=joins_groups)
@@ -62,32 +58,26 @@ class VllmProcess:
             raise
 
     def connected(self) -> None:
-        """Remove the sockets' files, which a kill would leave behind; both ends are connected now."""
+        """Remove the sockets' files, which a kill would leave behind; both ends are connected by now."""
         self._sockets.cleanup()
 
 
 @dataclass(frozen=True)
 class LogProbPlan:
-    """How vLLM computes log-probabilities of the tempered distribution before top-p and top-k.
+    """How vLLM computes log-probabilities of the tempered distribution before top-p and top-k."""
 
-    Attributes:
-        mode: vLLM's `logprobs_mode`: `raw_logprobs` are taken before temperature and filters, `processed_logprobs`
-            after both.
-        temperature: what the sampler applies.
-        logits_scale: what the model multiplies its logits by, before either.
-    """
-
+    # vLLM's `logprobs_mode`: `raw_logprobs` are taken before temperature and filters, `processed_logprobs` after both.
     mode: str
-    temperature: float
-    logits_scale: float = 1.0
+    temperature: float  # applied by the sampler
+    logits_scale: float = 1.0  # applied by the model to its logits, before the sampler
 
 
 def plan_log_probs(sampling: SamplingConfig) -> LogProbPlan:
-    """Let the sampler apply the temperature, or the model where filters would change the log-probabilities."""
     if sampling.temperature in (0.0, 1.0):
         return LogProbPlan("raw_logprobs", sampling.temperature)
     if sampling.top_p == 1 and sampling.top_k == 0:
         return LogProbPlan("processed_logprobs", sampling.temperature)
+    # Filters would change processed log-probabilities: the model scales its logits, and raw ones are then tempered.
     return LogProbPlan("raw_logprobs", 1.0, 1.0 / sampling.temperature)
 
 
@@ -132,10 +122,9 @@ def process_variables(
     """Return the environment of vLLM's processes.
 
     Args:
-        config: of vLLM.
         device: of its first rank.
-        sockets: directory for the sockets' files.
-        joins_groups: its ranks take part in broadcasts of weights, from wherever the trainer is.
+        sockets: directory for socket files.
+        joins_groups: its ranks join broadcasts of weights, whichever host the trainer is on.
     """
     interfaces = os.environ if joins_groups else {}
     variables = {
@@ -144,7 +133,7 @@ def process_variables(
         "VLLM_HOST_IP": LOOPBACK,
         "VLLM_RPC_BASE_PATH": sockets,
         "VLLM_NO_USAGE_STATS": "1",
-        # Ranks that share the model are on this host. NCCL reads its variable once.
+        # Ranks that share the model are on this host. NCCL reads its variable only once.
         **{name: interfaces.get(name, LOOPBACK_INTERFACE) for name in (GLOO_INTERFACE, NCCL_INTERFACE)},
         **visible_alone(device, number=config.tensor_parallel_size),
         **without_growing(device),  # vLLM's own allocator, which lets go of memory while it sleeps, refuses it
@@ -154,33 +143,30 @@ def process_variables(
         variables |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": threads,
-            # Else the first token waits a minute while the ranks of log-probabilities, which are unused, are compiled.
+            # Otherwise the first token waits a minute for the compilation of log-probability ranks, which are unused.
             "TORCHDYNAMO_DISABLE": str(int(config.enforce_eager is not False)),
-            # Only tells the CPU platform that the model may live in the engine's process, not in a third one.
+            # Only tells the CPU platform that the model may live in the engine's process rather than a third one.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
     return variables
 
 
 def max_length(config: VllmConfig, sampling: SamplingConfig, max_prompt_tokens: int, positions: int | None) -> int:
-    """Return the longest prompt with its response (tokens).
-
-    Raises:
-        ConfigError: `vllm.max_model_len` leaves no room for a prompt.
-    """
+    """Return the longest prompt plus response (tokens).
+    Raises ConfigError if `vllm.max_model_len` leaves no room for a prompt."""
     if config.max_model_len is None:
         longest = max_prompt_tokens + sampling.max_response_tokens
         return longest if positions is None else min(longest, positions)
     if config.max_model_len <= sampling.max_response_tokens:
         raise ConfigError(
-            f"vllm.max_model_len: {config.max_model_len} leaves no room for a prompt beside max_response_tokens "
+            f"vllm.max_model_len: {config.max_model_len} leaves no room for a prompt next to max_response_tokens "
             f"{sampling.max_response_tokens}; raise it, or leave it out"
         )
     return config.max_model_len
 
 
 def socket_directory() -> "tempfile.TemporaryDirectory[str]":
-    """Make a temporary directory for sockets named by UUIDs; in /tmp where the usual one makes their names too long."""
+    """Create a temporary directory for sockets; in /tmp if the usual one makes their names too long."""
     too_long = len(os.fsencode(tempfile.gettempdir() + _SOCKET_NAME)) > _LONGEST_SOCKET
     return tempfile.TemporaryDirectory(
         prefix="asyncflow-", dir="/tmp" if too_long else None, ignore_cleanup_errors=True
@@ -189,11 +175,9 @@ def socket_directory() -> "tempfile.TemporaryDirectory[str]":
 
 @contextmanager
 def tied_children() -> Iterator[None]:
-    """Have the kernel kill every process that multiprocessing spawns in here as soon as this thread ends.
-
-    vLLM imports for many seconds, and waits for this process for minutes, before it runs code of ours. So the child's
-    interpreter begins with `asyncflow.process.die_with_parent`, written out: nothing is imported.
-    """
+    """Have the kernel kill every process that multiprocessing spawns inside as soon as this thread ends."""
+    # vLLM imports for many seconds, and waits minutes for this process, before it runs any code of ours. So the child's
+    # interpreter starts with an inlined `asyncflow.process.die_with_parent`, which needs no import of ours.
     spawn: Any = multiprocessing.spawn
     plain = spawn.get_command_line
     tie = (

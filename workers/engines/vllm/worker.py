@@ -1,11 +1,4 @@
-"""Our part of vLLM's worker processes: gets weights, from the rollout's shared memory or as a receiver of its own. Only
-these processes import it.
-
-vLLM imports it as its worker extension (`worker_extension_cls`) before it builds the model; that registers the weight
-transfer engine `asyncflow`. vLLM calls it like any other: start_weight_update, update_weights with a `Letter`, or with
-nothing for the version that is held, finish_weight_update. Layers are loaded one by one and put into the kernels'
-layout, as when the model was first loaded.
-"""
+"""Our part of vLLM's worker processes, which alone import it: loads weights from shared memory or its own receiver."""
 
 import multiprocessing
 from collections.abc import Callable, Iterable
@@ -28,11 +21,16 @@ from weightsync.receiver import Following, RankReceiver
 from weightsync.version import Version
 from workers.engines.vllm.mailbox import BACKEND, Letter, MailboxReader
 
+# vLLM imports this module as its worker extension (`worker_extension_cls`) before it builds the model; that registers
+# the weight transfer engine `asyncflow`, which vLLM calls like any other: start_weight_update, update_weights with a
+# `Letter` (or with nothing, for the version that is held), finish_weight_update. Layers are loaded one by one and
+# converted to the kernels' layout, as when the model was first loaded.
+
 _CPU = torch.device("cpu")
 
 
 class AsyncFlowWorker:
-    """The worker extension: what the rollout calls in every rank. See `RanksEngine`."""
+    """The worker extension: methods that the rollout calls in every rank. See `RanksEngine`."""
 
     weight_transfer_engine: "MailboxTransfer"
 
@@ -41,28 +39,24 @@ class AsyncFlowWorker:
         self.weight_transfer_engine.follow(msgspec.convert(following, Following))
 
     def hold_weights(self, version: tuple[int, int]) -> bool:
-        """Keep a version as it is; False: it is not the newest here."""
+        """Keep a version unchanged; False: it is not the newest here."""
         return self.weight_transfer_engine.receiver.hold(Version(*version))
 
     def let_weights_go(self) -> None:
-        """The version that was held is loaded."""
+        """Release the held version, which has been loaded."""
         self.weight_transfer_engine.receiver.let_go()
 
 
 @dataclass
 class MailboxInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Settings that are sent once.
+    """Settings that are sent once."""
 
-    Attributes:
-        logits_scale: the model multiplies its logits by it.
-    """
-
-    logits_scale: float = 1.0
+    logits_scale: float = 1.0  # the model multiplies its logits by it
 
 
 @dataclass
 class MailboxUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The fields of a `Letter`; with none of them the ranks load what they hold."""
+    """The fields of a `Letter`; without names the ranks load the version they hold."""
 
     pid: int = 0
     fd: int = 0
@@ -81,10 +75,8 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
     update_info_cls = MailboxUpdateInfo
 
     def __init__(self, *args: Any) -> None:
-        """Args:
-        args: as the installed vLLM passes them: (config, vllm_config, device, model). Those that vllm-ascend builds on
-            pass (config, parallel_config, model) or, older, (config, parallel_config), and then a function that loads.
-        """
+        # The current vLLM passes (config, vllm_config, device, model). Versions that vllm-ascend builds on pass
+        # (config, parallel_config, model) or, older still, (config, parallel_config), and later a load function.
         super().__init__(*args)
         self._module: Any = args[-1] if isinstance(args[-1], nn.Module) else None
         self._model_config = getattr(args[1], "model_config", None)
@@ -92,49 +84,41 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._reader = MailboxReader(self._device)
         self._receiver: RankReceiver | None = None
         if self._module is not None and self._device.type == "cpu":
-            keep_freed_memory()  # an update allocates all packed weights again
+            keep_freed_memory()  # every update allocates all packed weights again
 
     def init_transfer_engine(self, init_info: MailboxInitInfo) -> None:
-        """Have the model scale its logits, as those of some families do by their configuration.
-
-        Raises:
-            RuntimeError: the model has no vLLM `LogitsProcessor` of that name.
-        """
+        """Have the model scale its logits, as some model families do by configuration.
+        Raises RuntimeError if the model has no `logits_processor`."""
         if init_info.logits_scale == 1.0:
             return
         processor = getattr(self._module, "logits_processor", None)
         if processor is None:
             raise RuntimeError(
-                f"{type(self._module).__name__} cannot scale its logits: leave rollout.top_p and rollout.top_k out, or "
+                f"{type(self._module).__name__} cannot scale its logits: leave out rollout.top_p and rollout.top_k, or "
                 f"set rollout.temperature to 1"
             )
         processor.scale *= init_info.logits_scale
 
     @property
     def receiver(self) -> RankReceiver:
-        """This rank's own, once it follows."""
+        """This rank's own receiver; `follow` must come first."""
         assert self._receiver is not None, "follow() comes first"
         return self._receiver
 
     def follow(self, following: Following) -> None:
-        """Have a receiver of its own from now on.
-
-        Raises:
-            RuntimeError: this vLLM does not say where the model is.
-        """
+        """Open a receiver for this rank. Raises RuntimeError if this vLLM does not say where the model is."""
         if self._module is None:
             raise RuntimeError("this vLLM is too old to receive broadcasts: set weightsync.path to staged")
         group = get_tp_group()
         self._receiver = RankReceiver(following, group.rank_in_group, group.world_size, self._device)
 
     def start_weight_update(self) -> None:
-        """Have the layers expect new weights."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self._module)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a letter's weights. The base class would synchronise an accelerator, which the CPU build lacks."""
+        # The base class would synchronize an accelerator, which the CPU build lacks.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(
@@ -142,12 +126,7 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         update_info: MailboxUpdateInfo,
         load_weights: Callable[[Iterable[tuple[str, Tensor]]], object] | None = None,
     ) -> None:
-        """Load a letter's weights.
-
-        Args:
-            update_info: the letter.
-            load_weights: takes names and tensors; None: the model's own. Older releases pass it.
-        """
+        """Load a letter's weights. Older releases pass `load_weights`; None: use the model's own."""
         load = load_weights or self._module.load_weights
         if update_info.names:
             read = self._reader.read(Letter(**vars(update_info)))
@@ -158,15 +137,14 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._wait_for_device()
 
     def finish_weight_update(self) -> None:
-        """Put the last layers into the kernels' layout."""
+        """Convert the last layers to the kernels' layout."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self._module, self._model_config)
         _pack_tied_weights(self._module)
-        self._wait_for_device()  # what was held may still be read until now
+        self._wait_for_device()  # until here the device may still be reading the held version
 
     def shutdown(self) -> None:
-        """Unmap the shared memory, and receive no more."""
         self._reader.close()
         if self._receiver is not None:
             self._receiver.close()
@@ -177,11 +155,9 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
 
 
 def _pack_tied_weights(model: Any) -> None:
-    """Have layers that use another layer's weight put it into their own kernel's layout again.
-
-    vLLM (0.32) does so only for the layer by which a weight is loaded. Where kernels keep a copy of the weight (the CPU
-    build), an output layer tied to the embedding would keep the weights that the model was built with.
-    """
+    """Have layers that use another layer's weight convert it to their own kernel's layout again."""
+    # vLLM (0.32) only does so for the layer through which a weight was loaded. Where kernels keep a copy of the weight
+    # (the CPU build), an output layer tied to the embedding would otherwise keep its initial weights.
     seen: set[int] = set()
     for layer in model.modules():
         weight, method = getattr(layer, "weight", None), getattr(layer, "quant_method", None)
@@ -191,10 +167,9 @@ def _pack_tied_weights(model: Any) -> None:
 
 
 def _tie() -> None:
-    """End this process with vLLM's engine, which ends with the rollout; vLLM itself does so once it has a model.
-
-    Ranks that share a model are children of the engine's process, so `tied_children` does not reach them.
-    """
+    """End this process with vLLM's engine, which ends with the rollout."""
+    # vLLM itself only does so once it has a model. Ranks that share a model are children of the engine's process, so
+    # `tied_children` does not reach them.
     parent = multiprocessing.parent_process()
     if parent is not None:
         die_with_parent(parent.pid)
