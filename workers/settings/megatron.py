@@ -1,4 +1,4 @@
-"""Settings of the `megatron` engine, which rank has what, and which models it trains. Torch-free, for preflight."""
+"""Settings of the `megatron` engine, its layout of ranks, and the models that it trains. Torch-free, for preflight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,33 +10,33 @@ from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""`model_type` of config.json."""
+"""Supported `model_type` values of config.json."""
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core's `rope_scaling` assumes (`RotaryEmbedding._apply_scaling`)."""
 
 
 class MegatronConfig(Settings):
-    """How an engine `megatron` divides the model; the actor's remaining factor is data-parallel replicas."""
+    """How engine `megatron` divides the model; the remaining factor of the actor's ranks is data-parallel replicas."""
 
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that share every layer."""
     context_parallel: int = Field(1, ge=1)
-    """Ranks that share the tokens of every micro-batch: long sequences."""
+    """Ranks that share the tokens of every micro-batch, for long sequences."""
     pipeline_parallel: int = Field(1, ge=1)
-    """Stages of layers."""
+    """Pipeline stages that the layers are divided into."""
     pipeline_pieces: int = Field(4, ge=1)
-    """Pieces into which a micro-batch is cut, whole samples each, so that stages work at the same time."""
+    """Pieces that a micro-batch is cut into, of whole samples each, so that stages work at the same time."""
 
     @property
     def ranks_per_copy(self) -> int:
-        """Ranks that have one copy of the model together."""
+        """Ranks that hold one copy of the model together."""
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     def layout(self, num_ranks: int) -> "MegatronLayout":
-        """Return which rank has what.
+        """Return the layout of the ranks.
 
         Raises:
-            ConfigError: the number of ranks is not a whole number of replicas.
+            ConfigError: `num_ranks` is not a whole number of replicas.
         """
         size = self.ranks_per_copy
         if num_ranks % size:
@@ -55,13 +55,13 @@ class MegatronConfig(Settings):
 
 @dataclass(frozen=True)
 class MegatronPlace:
-    """Where a rank is.
+    """Coordinates of a rank.
 
     Attributes:
-        tensor: part of every layer.
-        replica: copy of the model: the data-parallel rank.
+        tensor: its part of every layer.
+        replica: copy of the model, the data-parallel rank.
         stage: of the pipeline.
-        context: part of a micro-batch's tokens.
+        context: its part of a micro-batch's tokens.
     """
 
     tensor: int
@@ -72,7 +72,7 @@ class MegatronPlace:
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """Which rank of the actor has which part of the model, and which ranks share rows.
+    """Which part of the model each rank of the actor has, and which ranks share rows.
 
     Megatron's own order: tensor parallelism changes fastest, then context parallelism, data parallelism, pipeline
     stages. Tensor 2, data 2, pipeline 2:
@@ -84,7 +84,7 @@ class MegatronLayout:
     Source: megatron-core 0.16.1, `core/parallel_state.py`, `initialize_model_parallel(order="tp-cp-ep-dp-pp")`.
 
     Attributes:
-        tensor, replicas, stages, context: how many of each; their product is the number of ranks.
+        tensor, replicas, stages, context: their number; the product is the number of ranks.
     """
 
     tensor: int
@@ -103,7 +103,7 @@ class MegatronLayout:
         return place.tensor + self.tensor * (place.context + self.context * column)
 
     def replica_ranks(self, replica: int) -> tuple[int, ...]:
-        """Return the ranks of one copy of the model, stage after stage; the first is its lead."""
+        """Return the ranks of one copy of the model, stage by stage; the first is its lead."""
         return tuple(
             self.rank(MegatronPlace(tensor, replica, stage, context))
             for stage in range(self.stages)
@@ -123,17 +123,16 @@ class MegatronLayout:
 
 @dataclass(frozen=True)
 class DenseModel:
-    """Sizes of a dense Llama, Qwen2 or Qwen3 model, as config.json gives them.
+    """Sizes of a dense Llama, Qwen2 or Qwen3 model, from config.json. `MegatronGeometry` describes the others.
 
     Attributes:
-        num_layers, hidden_size, num_heads, num_kv_heads, head_dim, ffn_hidden_size, vocab_size: see `MegatronGeometry`.
-        max_positions: longest sequence.
+        max_positions: longest sequence (tokens).
         norm_eps: of RMSNorm.
         rope_base: base of the rotary embedding.
         rope_factor: of Llama 3's scaling; 0: none.
         qkv_bias: query, key and value have a bias.
-        qk_norm: queries and keys are normalised per head.
-        tied: input and output embedding are one.
+        qk_norm: queries and keys are normalized per head.
+        tied: input and output embedding share their weight.
     """
 
     num_layers: int
@@ -156,7 +155,7 @@ class DenseModel:
         """Read config.json.
 
         Raises:
-            ConfigError: it is of another family, or has something that is not mapped to Megatron.
+            ConfigError: another model family, or a feature that has no mapping to Megatron.
         """
         family = config.get("model_type")
         if family not in FAMILIES:
@@ -191,15 +190,13 @@ class DenseModel:
 
 
 def check_division(model: DenseModel, config: MegatronConfig, *, section: str = "actor") -> None:
-    """Refuse what cannot be divided as configured.
+    """Refuse a model that cannot be divided as configured.
 
     Args:
-        model: sizes.
-        config: of the section that is named in errors.
-        section: `actor` or `ref`.
+        section: `actor` or `ref`, for the error message.
 
     Raises:
-        ConfigError: which number does not divide which.
+        ConfigError: names the numbers that do not divide.
     """
     tensor, stages = config.tensor_parallel, config.pipeline_parallel
     for name, value in (
@@ -237,7 +234,8 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, float]:
-    """Return base and Llama 3's factor; transformers 5 writes `rope_parameters`, older ones two keys."""
+    """Return base and Llama 3's factor."""
+    # transformers 5 writes `rope_parameters`, older versions two keys.
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
