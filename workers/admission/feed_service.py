@@ -1,8 +1,8 @@
-"""What the lead controller's process says to feeders: the messages, and the service that answers them.
+"""The protocol between feeders and the lead controller's process: the messages, and the service that answers them.
 
-OpenFeed   who feeds under this name now?      -> FedUpTo: its last row
+OpenFeed   this process feeds under a name     -> FedUpTo: the name's last row
 PutFeed    rows, numbered on from there        -> FedUpTo, once they are durable; or refused, and none is stored
-EndFeed    nothing follows                     -> FedUpTo
+EndFeed    no more rows follow                 -> FedUpTo
 """
 
 import threading
@@ -21,11 +21,12 @@ SERVICE = "feed"
 
 
 class OpenFeed(msgspec.Struct, tag=True):
-    """A process feeds under a name from now on; with `again` it did before, and is refused if another one does since.
+    """A process feeds under a name from now on. With `again` it did so before, and is refused if another process does
+    now.
 
     Attributes:
         feeder: the name.
-        process: tells apart the processes that feed under it.
+        process: distinguishes processes with the same name.
     """
 
     feeder: str
@@ -49,36 +50,36 @@ class PutFeed(msgspec.Struct, tag=True):
 
 
 class EndFeed(msgspec.Struct, tag=True):
-    """No rows follow, of any feeder."""
+    """No more rows follow, from any feeder."""
 
     feeder: str
     process: str
 
 
 class FedUpTo(msgspec.Struct, tag=True):
-    """Number of the feeder's last durable row; 0: there is none."""
+    """Number of the feeder's last durable row; 0: none."""
 
     last_sequence: int
 
 
 class FeedService:
-    """Serves until `close`."""
+    """Serves until `close`.
+
+    Args:
+        prompts: checks rows; its file must be open for appending.
+        threads: of the service that this belongs to.
+    """
 
     def __init__(self, credentials: Credentials, prompts: FedPrompts, *, threads: ServiceThreads) -> None:
-        """Args:
-        credentials: store and secret.
-        prompts: check what is put; their file may be appended to.
-        threads: of the service that this is a part of.
-        """
         self._prompts = prompts
         self._lock = threading.Lock()
         self._server = ChannelServer(credentials, SERVICE, OpenFeed | PutFeed | EndFeed, self, threads=threads)
 
     def handle(self, call: Call) -> None:
-        """Carry out one request; one after the other.
+        """Handle one request at a time.
 
         Raises:
-            ConfigError: the rows cannot be trained on, or another process feeds under the name since.
+            ConfigError: the rows cannot be trained on, or another process now feeds under the name.
             QueueFull: the file system refuses.
         """
         message, rows = call.message, self._prompts.rows
@@ -95,7 +96,7 @@ class FeedService:
         call.reply(FedUpTo(last))
 
     def disconnected(self, session: Session) -> None:
-        """A feeder may come back at any time."""
+        """Do nothing: a feeder may come back at any time."""
 
     def close(self) -> None:
         """Stop serving; idempotent."""

@@ -1,8 +1,8 @@
-"""The ranks of a training gang as seen by one of them: how they meet, exchange small values, and whom a broken
+"""The ranks of a training gang as seen by one of them: how they connect, exchange small values, and whom a broken
 collective is blamed on. No pickle: msgpack over Gloo, whatever the device.
 
-A host value costs no wait for the device, and a rank that is missing is an error with a name: a backend of devices ends
-the process instead.
+With Gloo, host values do not wait for the device, and a missing rank is an error with a name; a device backend would
+end the process instead.
 """
 
 import time
@@ -30,22 +30,23 @@ from workers.settings.engines import ActorConfig
 _DECODER = msgpack_decoder(Any)
 _HEADER_BYTES = 8
 _FIRST_BYTES = 2048
-"""What goes with the first exchange: longer values need a second one."""
+"""Size of the first exchange; longer values need a second one."""
 
 
 def meet_peers(context: WorkerContext) -> None:
-    """Make the default process group, over all ranks of this gang; every later wait in it has its deadline.
+    """Make the default process group over all ranks of this gang; every later wait in it has a deadline.
 
-    Gloo meets here, the devices' own backend in its first collective. Without `device_id`, which would have that meet
-    here, too: with it a rank takes part in a split of the communicator for each group that it is *not* in, also for
-    Gloo's, whose members split nothing (torch 2.13, `_new_process_group_helper`); Megatron's groups would hang.
+    Gloo connects here, the device's own backend in its first collective.
 
     Raises:
-        DeadlineExceeded: not all of them came.
+        DeadlineExceeded: not all ranks came.
     """
     launcher, size = context.config.launcher, context.gang.num_ranks
     began = time.monotonic()
     try:
+        # No `device_id`, which would connect the device's backend here: with it a rank takes part in a split of the
+        # communicator for each group that it is *not* in, also for Gloo's, whose members split nothing (torch 2.13,
+        # `_new_process_group_helper`), and Megatron's groups would hang.
         dist.init_process_group(
             group_backends(context.device),
             store=context.group_store(),
@@ -61,14 +62,13 @@ def meet_peers(context: WorkerContext) -> None:
 
 @contextmanager
 def waiting_for_peers(what: str) -> Iterator[None]:
-    """Say who waited for whom when a collective over the default group breaks, because its deadline passed or a rank
-    left.
+    """Say who waited for whom if a collective over the default group fails: its deadline passed, or a rank left.
 
     Args:
-        what: is waited for, e.g. `in the gradients' sums`.
+        what: completes "waited 5 s ...", e.g. `in the gradients' sums`.
 
     Raises:
-        DeadlineExceeded: instead of whatever the backend raises.
+        DeadlineExceeded: instead of the backend's error.
     """
     began = time.monotonic()
     try:
@@ -93,8 +93,8 @@ def gather(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's value, in rank order, on every rank. Collective.
 
     Args:
-        value: of what JSON has, infinite numbers and NaN too.
-        group: of Gloo; None: the default one; errors of another are the caller's.
+        value: JSON types, including infinities and NaN.
+        group: a Gloo group; None: the default one. The caller handles errors of other groups.
 
     Raises:
         DeadlineExceeded: a rank of the default group does not come, or left.
@@ -144,7 +144,7 @@ def _exchange(data: bytes, size: int, group: dist.ProcessGroup | None) -> list[b
         return [part.numpy().tobytes() for part in parts]
 
 
-# Which ranks of the actor train on the same rows, and how what one of them computed gets to the others.
+# Which ranks of the actor train on the same rows, and how results of one of them reach the others.
 #
 # With FSDP every rank is a replica by itself. With `megatron` a replica is all ranks that hold parts of one copy of
 # the model: its lead (the first stage's first rank) fetches rows, computes the hosted tasks, and counts; all ranks
@@ -174,7 +174,7 @@ class ReplicaPlace:
 
     @staticmethod
     def of(actor: ActorConfig, rank: int, num_ranks: int) -> "ReplicaPlace":
-        """Return where `rank` is.
+        """Return the place of `rank`.
 
         Raises:
             ConfigError: the ranks make no whole replicas.
@@ -197,10 +197,11 @@ class ReplicaPlace:
 
 
 def open_replica(context: WorkerContext, place: ReplicaPlace) -> Replica | None:
-    """Return what shares the queue's rows among the ranks of this replica, over a group of theirs; None: one rank."""
+    """Return what distributes the queue's rows to the ranks of this replica, over a group of their own; None: a single
+    rank."""
     if len(place.ranks) == 1:
         return None
-    # Patient: a rank waits here for rows; the lead says each `tq.request_timeout_s` that there are none yet.
+    # A long timeout: ranks wait here for rows; every `tq.request_timeout_s` the lead tells them that none came.
     store = context.new_store(context.config.launcher.operation_timeout_s)
     keys = f"replica/{context.gang.name}/{context.job.lineage}/{context.attempt}/{place.index}"
     number, size = place.ranks.index(place.rank), len(place.ranks)
@@ -209,12 +210,12 @@ def open_replica(context: WorkerContext, place: ReplicaPlace) -> Replica | None:
 
 
 class ReplicaPeers:
-    """Shares columns among the ranks of each replica; constructed by all ranks of the gang together."""
+    """Distributes columns to the ranks of each replica; all ranks of the gang construct it together."""
 
     def __init__(self, place: ReplicaPlace) -> None:
         self._lead = place.ranks[0]
         self.leads = place.leads
-        """Whether this rank computes."""
+        # `new_group` is collective over all ranks, so each rank makes every replica's group.
         groups = [dist.new_group(list(ranks)) for ranks in place.members]
         self._group = groups[place.index]
 
@@ -243,5 +244,5 @@ class ReplicaPeers:
         return unpack(msgpack_decoder(list[ColumnHeader]).decode(meta.numpy().tobytes()), body)
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        dist.broadcast(tensor, src=self._lead, group=self._group)  # host values: Gloo
+        dist.broadcast(tensor, src=self._lead, group=self._group)  # Gloo, since these are host values
         return tensor

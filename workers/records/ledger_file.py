@@ -1,4 +1,4 @@
-"""The lines of `ledger.jsonl`, for its readers; `workers.records.ledger` makes them. Without torch and pydantic.
+"""The lines of `ledger.jsonl`, for readers; `workers.records.ledger` makes them. Imports neither torch nor pydantic.
 
 {"step": 3, "group": 17, ...}                                    trained in step 3
 {"step": 3, "group": 18, "dead_letter": true, "replaced_by": 24} failed too often; known when step 3 was finished
@@ -25,17 +25,16 @@ class TrainedLine(msgspec.Struct, frozen=True):
 
     Attributes:
         lineage, step: that trained it.
-        admitted_step: that it was admitted for; another one only with `schedule.fill: first_ready`.
-        group: id.
-        epoch: passes over the data before the one that it belongs to.
+        admitted_step: that it was admitted for; differs only with `schedule.fill: first_ready`.
+        epoch: number of complete passes over the data before its own.
         indices: its global row indices, ascending.
         versions: steps of the weights that drew its oldest and its newest token.
-        staleness: step - 1 - the oldest of them.
+        staleness: step - 1 - the oldest version.
         prompt_hash: xxh3-64 (hex) over the prompt's tokens (int64).
         token_hash: xxh3-64 (hex) over the rows in that order, of each its two lengths (int32), prompt and response
             (int64).
         time_s: seconds since the command started.
-        rewards: of its rows, with `data.sampler`; None: it failed.
+        rewards: of its rows, with `data.sampler`; None: the reward failed.
     """
 
     lineage: int
@@ -53,14 +52,13 @@ class TrainedLine(msgspec.Struct, frozen=True):
 
 
 class DeadLetterLine(msgspec.Struct, frozen=True):
-    """A group that some task failed on too often: in this lineage it is in no weights.
+    """A group that some task failed on too often: in this lineage it is part of no weights.
 
     Attributes:
         lineage: that gave it up; a later one may train it, since a resumed run tries again.
-        step: that was finished when this became known.
-        admitted_step: whose place it had.
-        group: id.
-        replaced_by: id of the group that has its place now.
+        step: the last finished step when this became known.
+        admitted_step: the step that it was admitted for.
+        replaced_by: id of the group that took its place.
         task: that failed on it; "": unknown.
         deliveries: how often one of its rows came back.
         time_s: seconds since the command started.
@@ -77,10 +75,10 @@ class DeadLetterLine(msgspec.Struct, frozen=True):
 
 
 class FilteredLine(msgspec.Struct, frozen=True):
-    """A group whose rewards were all equal, so that another one took its place: it is in no weights of this run.
+    """A group whose rewards were all equal, so that another one took its place: it is part of no weights of this run.
 
     Attributes:
-        lineage: that filtered it out; later ones pass it over, too.
+        lineage: that filtered it out; later ones skip it, too.
         step, admitted_step, group, replaced_by, time_s: see `DeadLetterLine`.
         task: that judged it.
     """
@@ -99,7 +97,7 @@ LedgerLine = TrainedLine | DeadLetterLine | FilteredLine
 
 
 class LedgerKey(msgspec.Struct, frozen=True):
-    """What says which groups were trained; all that a resume needs of a line."""
+    """The fields that say which groups were trained; all that a resume needs of a line."""
 
     step: int
     group: int
@@ -120,7 +118,7 @@ class Ledger:
 
     @cached_property
     def trained(self) -> list[tuple[int, TrainedLine]]:
-        """Line numbers and lines of groups that were trained."""
+        """Line numbers and lines of trained groups."""
         return [(number, line) for number, line in self.file.lines if isinstance(line, TrainedLine)]
 
     @cached_property
@@ -130,12 +128,12 @@ class Ledger:
 
     @cached_property
     def filtered(self) -> list[tuple[int, FilteredLine]]:
-        """Line numbers and lines of groups that were filtered out."""
+        """Line numbers and lines of filtered groups."""
         return [(number, line) for number, line in self.file.lines if isinstance(line, FilteredLine)]
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """Read a run's ledger, which may still be written.
+    """Read a run's ledger, which may still grow.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -152,15 +150,15 @@ def _kind_of(line: bytes) -> type[LedgerLine]:
 def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int) -> frozenset[int]:
     """Return the ids of the groups that steps 1 .. `completed` trained.
 
-    Mostly these are the groups that the steps were admitted with; not where some were a dead letter, or with
-    `schedule.fill: first_ready`.
+    Usually these are the groups admitted for the steps, but not after dead letters or with `schedule.fill:
+    first_ready`.
 
     Args:
-        run_dir: with the ledger; lines of later steps, and a last line that was torn, do not count.
+        run_dir: holds the ledger; lines of later steps and a torn last line do not count.
         completed: step of the checkpoint.
 
     Raises:
-        ConfigError: the ledger cannot be read, or does not name as many groups as that many steps have.
+        ConfigError: the ledger cannot be read, or does not name as many groups as these steps have.
     """
     path = run_dir / LEDGER_FILE
     ledger = read_lines(path, lambda _: LedgerKey)
@@ -177,7 +175,7 @@ def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int)
 
 
 def filtered_groups(run_dir: Path, *, completed: int) -> frozenset[int]:
-    """Return the ids of the groups that were filtered out, as known when step `completed` was finished.
+    """Return the ids of the groups known to be filtered out when step `completed` was finished.
 
     Raises:
         ConfigError: the ledger cannot be read.

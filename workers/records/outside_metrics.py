@@ -1,7 +1,7 @@
-"""Numbers that processes outside of a run report: written by `asyncflow.connect`'s client, read by actor rank 0.
+"""Metrics that processes outside a run report: written by the client of `asyncflow.connect`, read by actor rank 0.
 
-Each process has one key in the job store, with its newest numbers. A step's line of `metrics.jsonl` has those that are
-new since the line before; what a process reported faster than steps end is replaced, not summed.
+Each process has one key in the job store, with its latest metrics. A step's line of `metrics.jsonl` gets those that are
+new since the previous line; reports that come faster than steps end are replaced, not summed.
 """
 
 import json
@@ -16,13 +16,12 @@ _METRICS = "outside/metrics/"
 
 
 def report_metrics(store: SealedStore, name: str, metrics: Mapping[str, float], *, stamp: str) -> None:
-    """Write a process's numbers.
+    """Write a process's metrics.
 
     Args:
-        store: the job's.
         name: of the process.
         metrics: finite numbers.
-        stamp: another one for each report.
+        stamp: different for each report.
 
     Raises:
         ConfigError: a value is not a finite number; nothing is written.
@@ -43,14 +42,14 @@ def report_metrics(store: SealedStore, name: str, metrics: Mapping[str, float], 
 
 
 class OutsideMetrics:
-    """Reads what is new; one per recorder."""
+    """Reads new reports; one per recorder."""
 
     def __init__(self, store: SealedStore) -> None:
         self._store = store
         self._stamps: dict[str, str] = {}
 
     def new(self) -> dict[str, float]:
-        """Return `outside/PROCESS/METRIC` -> value of what was reported since the last call."""
+        """Return `outside/PROCESS/METRIC` -> value for what was reported since the last call."""
         if not self._store.check([_ANY]):
             return {}
         metrics: dict[str, float] = {}

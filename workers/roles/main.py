@@ -30,11 +30,10 @@ COLUMN_LOOP = "workers.tasks.task_worker:run_task"
 def run_worker(run_dir: str, gang: str) -> None:
     """Run this process's role to its end.
 
-    Stop signals are ignored here: the launcher receives them and tells the workers through the store.
-
     Raises:
-        AsyncFlowError: whatever the role could not handle.
+        AsyncFlowError: what the role could not handle.
     """
+    # The launcher receives stop signals and tells the workers through the store.
     ignore_stop_signals()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     with WorkerContext(Path(run_dir), gang) as context:
@@ -51,7 +50,7 @@ def _main() -> None:
     record(run_worker)(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads that wait in C++ would otherwise end the process with an abort
+    os._exit(0)  # a normal exit would abort, because threads still wait in C++
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The services as workers: the queue's storage units and its controller with admission, and the weight agent."""
+"""The services as workers: the queue's storage units, its controllers with admission, and the weight agent."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -58,11 +58,19 @@ _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     ),
     "compute_advantages_and_returns": lambda config: config.algorithm,
 }
-"""Task -> what its outputs depend on beside its inputs. Tasks that are not here, nor users', are done again."""
+"""Task -> settings that its outputs depend on, beside its inputs. Tasks that are neither here nor the user's are
+redone."""
 
 
 class DatasetPrompts:
-    """Admission's source of prompts: the data set in its order, or as a sampler of the user's draws it."""
+    """Admission's source of prompts: the data set in its order, or in that of a user's sampler.
+
+    Args:
+        dataset: closed together with this object, as is the sampler.
+        names: of the columns to write.
+        sampler: chooses the task of each group; None: data order.
+        report: receives this process's state before each task is made, and when all are.
+    """
 
     def __init__(
         self,
@@ -71,19 +79,13 @@ class DatasetPrompts:
         sampler: TaskSampler | None = None,
         report: Callable[[str], None] = lambda state: None,
     ) -> None:
-        """Args:
-        dataset: closed with this, as is the sampler.
-        names: of the columns that are written.
-        sampler: says which task a group has.
-        report: is told what goes on, before each task is made, and when all are.
-        """
         self._report = report
         self._dataset = dataset
         self._names = names
         self._sampler = sampler
 
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
-        """Return the columns of every row, group after group."""
+        """Return the columns of every row, group by group."""
         made = [(self._prompt(group.group), len(group.rows)) for group in groups]
         self._report(_SERVING)
         prompts = [prompt for prompt, number in made for _ in range(number)]
@@ -103,7 +105,7 @@ class DatasetPrompts:
             self._report(_SERVING)
 
     def close(self) -> None:
-        """End what makes and draws the tasks; idempotent."""
+        """Close data set and sampler; idempotent."""
         self._dataset.close()
         if self._sampler is not None:
             self._sampler.close()
@@ -119,7 +121,7 @@ def run_storage(context: WorkerContext) -> None:
     """Serve one storage unit until the run is over.
 
     Raises:
-        RoleFailed: a thread of it died.
+        RoleFailed: one of its threads died.
     """
     serve_only()
     config = context.config.tq
@@ -138,14 +140,12 @@ def run_storage(context: WorkerContext) -> None:
 def run_controller(context: WorkerContext) -> None:
     """Serve a part of the control plane until the run is over; the lead admits prompts.
 
-    A stop is passed on to all that wait.
-
     Raises:
         ConfigError: the data are not those that the run began with.
-        UserCodeFailed: the source, or the sampler, of the data failed.
+        UserCodeFailed: the data's source or sampler failed.
         TooManyFailures: too many groups of a step are dead letters.
         NothingToLearn: dynamic sampling finds too few prompts that teach something.
-        RoleFailed: a thread of it died.
+        RoleFailed: one of its threads died.
     """
     serve_only()
     config = context.config
@@ -182,7 +182,7 @@ def run_controller(context: WorkerContext) -> None:
         feed = FeedService(context.credentials(), fed, threads=service.threads)
     context.report(_SERVING)
     service.threads.wait(context.stopping)
-    service.stop()
+    service.stop()  # passes the stop on to all clients that wait
     service.threads.wait(context.exiting)
     service.close()
     if feed is not None:
@@ -223,10 +223,10 @@ def _end_with_feed(context: WorkerContext, last_step: int, num_left: int) -> Non
 
 
 def check_data(context: WorkerContext) -> None:
-    """Refuse data or a tokenizer that changed since the run began: groups would not be the prompts that they were.
+    """Refuse data or a tokenizer that changed since the run began: groups would no longer have the same prompts.
 
     Raises:
-        ConfigError: they did.
+        ConfigError: they changed.
     """
     data = context.config.data
     if data_identity(data) != context.first_data_hash():
@@ -236,7 +236,7 @@ def check_data(context: WorkerContext) -> None:
 
 
 def _first_state(context: WorkerContext) -> AdmissionState:
-    """Return where admission stands when this run begins, or goes on from a checkpoint."""
+    """Return the state of admission at the start of this run or at its resumption."""
     schedule, start = context.config.schedule, context.start_step
     return AdmissionState(
         schedule,
@@ -251,9 +251,9 @@ def _first_state(context: WorkerContext) -> AdmissionState:
 
 
 def _saved_rows(context: WorkerContext) -> SavedRows | None:
-    """Return the finished samples that the run goes on with; None: it starts anew, or generates them all again."""
+    """Return the finished samples that a resumed run reuses; None: a fresh run, or all samples are generated again."""
     config, checkpoint = context.config, Path(context.job.resume_from)
-    if not context.job.resume_from or config.deterministic:  # which responses share a batch would be another question
+    if not context.job.resume_from or config.deterministic:  # reuse would change which responses share a batch
         return None
     try:
         before = RunConfig.load(checkpoint)
@@ -272,15 +272,14 @@ def _saved_rows(context: WorkerContext) -> SavedRows | None:
 
 
 def usable_columns(before: RunConfig, now: RunConfig, *, saved_step: int) -> Usable:
-    """Return which columns of a checkpoint's finished samples still hold when a run goes on, maybe with other settings.
+    """Return which columns of a checkpoint's finished samples still hold in a resumed run, perhaps with other settings.
 
-    A column holds if the task that wrote it is the same, with the same settings, and all that it was computed from
-    holds. What depends on the newest weights (`actor_log_probs`) is computed again. The code of a user's function is
-    not compared.
+    A column holds if the task that wrote it is the same, with the same settings, and all its inputs hold. What depends
+    on the newest weights (`actor_log_probs`) is computed again. The code of user functions is not compared.
 
     Args:
-        before, now: the configurations that the checkpoint was saved, and is gone on from, with; data, seed, batch and
-            group size are the same.
+        before, now: configurations of the checkpoint and of the resumed run; data, seed, batch and group size are the
+            same.
         saved_step: of the checkpoint.
     """
     known = {task.name: task for task in graph_of(before)}
@@ -312,7 +311,7 @@ def _same_settings(task: str, before: RunConfig, now: RunConfig) -> bool:
 
 
 def _settings(task: str, config: RunConfig) -> object:
-    """Return what a task of a configuration depends on; None: it is not known."""
+    """Return what a task of a configuration depends on; None: unknown."""
     if task in _SETTINGS:
         return _SETTINGS[task](config)
     return next((user for user in config.tasks if user.name == task), None)
@@ -322,7 +321,7 @@ def run_weights(context: WorkerContext) -> None:
     """Serve this node's weight versions until the run is over.
 
     Raises:
-        RoleFailed: a thread of it died.
+        RoleFailed: one of its threads died.
     """
     serve_only()
     peers = [gang.name for gang in context.job.of_role(WEIGHTS) if gang.name != context.gang.name]

@@ -1,4 +1,4 @@
-"""One rollout: what is asked for, and what it is at its end.
+"""One rollout: the request, and the result.
 
 Legend of shapes: T tokens of all samples of a rollout, A those that the policy drew.
 """
@@ -19,10 +19,10 @@ class RolloutRequest:
 
     Attributes:
         index: global row index.
-        ticket: names it; a row that was lost may be requested again.
+        ticket: identifies the request; a lost row may be requested again.
         seed: of its random numbers, 64 bits.
         prompt_P: int64 [P], of a single-turn rollout.
-        task: the data row, JSON, of a user's function.
+        task: the data row as JSON, for a user's function.
         group, member: of the row.
     """
 
@@ -46,17 +46,18 @@ class FinishedRollout:
         response_mask_T: uint8 [T], 1 where the policy drew.
         log_probs_A: float32 [A], natural log of the tempered distribution, before top-p and top-k.
         versions_A: int32 [A], step of the weights that drew each token.
-        truncated: its response was cut, or a budget ended it.
-        reward: of its function; None: `reward.function` says. NaN: there is none.
+        truncated: its response was cut, or a limit ended it.
+        reward: from its function; None: `reward.function` decides. NaN: there is none.
         response: text to be scored; None: the drawn tokens' text.
-        metrics: numbers of its function, by name.
-        conversations: messages of each sample, for people.
-        turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
-        bridge_failures: turns that began a new sample though they went on from a reply.
-        cpu_s: see `Finished`; and of the rollout's process beside the engine, since its last rollout ended (s).
-        failure: why there is none; "" if there is one.
+        metrics: numbers from its function, by name.
+        conversations: messages of each sample, for people to read.
+        turns: calls of the policy.
+        tool_s: time since the first call in which it did not wait for the policy (s).
+        bridge_failures: turns that began a new sample although they continued a reply.
+        cpu_s: see `Finished`; plus that of the rollout's process beside the engine since its last rollout ended (s).
+        failure: why the rollout failed; "" if it did not.
         leaves: its group leaves the run, and the next prompt takes its place.
-        failures: how often it failed, where it leaves for that.
+        failures: how often it failed, if it leaves for that.
     """
 
     index: int
@@ -86,7 +87,7 @@ class FinishedRollout:
 
     @cached_property
     def prompt(self) -> Tensor:
-        """int64 [P]: the first sample's tokens before the first that was drawn."""
+        """int64 [P]: the first sample's tokens before the first drawn one."""
         drawn = self.response_mask_T[: self.sample_lengths[0]].nonzero()
         return self.tokens_T[: int(drawn[0]) if len(drawn) else self.sample_lengths[0]]
 
@@ -97,7 +98,7 @@ class FinishedRollout:
 
     @staticmethod
     def without_tokens(request: RolloutRequest, *, reward: float = math.nan, why: str = "") -> "FinishedRollout":
-        """Return a rollout in which nothing was drawn that could be trained; it only has a reward, or none (NaN)."""
+        """Return a rollout without trainable tokens; it has only a reward, or none (NaN)."""
         return FinishedRollout(
             index=request.index,
             ticket=request.ticket,

@@ -5,7 +5,7 @@ whose role was not launched is fused into its host: the host reads the fused tas
 itself, so they never travel.
 
     prompts -> actor_rollout -> tokens ... -> rewards (in rollout) -> rewards
-                             \\-> ref_log_probs -> ref_log_probs
+                             \-> ref_log_probs -> ref_log_probs
     all of them -> compute_advantages_and_returns (in actor) -> actor_train
 """
 

@@ -67,7 +67,7 @@ class ScheduleConfig(Settings):
 
     @property
     def gate_staleness(self) -> int:
-        """The gate's bound, relative to the step that a group is admitted for: training may add L of `staleness_bound`."""
+        """The gate's bound for the step that a group is admitted for; training may add L, up to `staleness_bound`."""
         return self.staleness_bound - self.lateness
 
     @property
