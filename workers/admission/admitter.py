@@ -44,56 +44,39 @@ from workers.data.feed_file import Fed, FeedFile
 
 logger = logging.getLogger(__name__)
 
+# The column with the weight version of every token.
 _VERSIONS = "versions"
-"""The column with the weight version of every token."""
 
 
 @dataclass(frozen=True)
 class SavedRow:
-    """What is known of a saved row without reading its values.
+    """What is known of a saved row without reading its values."""
 
-    Attributes:
-        partition: the step that it was admitted for.
-        oldest, newest: weight versions that generated its tokens.
-    """
-
-    partition: int
+    partition: int  # The step that it was admitted for
     columns: frozenset[str]
+    # `oldest`, `newest`: weight versions that generated its tokens
     oldest: int
     newest: int
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The part of a row that is put back.
+    """The part of a row that is put back."""
 
-    Attributes:
-        columns: their names.
-        tasks: the tasks that are done with the row.
-    """
-
-    columns: frozenset[str]
-    tasks: frozenset[str]
+    columns: frozenset[str]  # Their names
+    tasks: frozenset[str]  # The tasks that are done with the row
 
 
 @dataclass(frozen=True)
 class KeepRule:
-    """Decides which saved rows are kept, and which of their columns. Pure.
+    """Decides which saved rows are kept, and which of their columns. Pure."""
 
-    Attributes:
-        saved_step: step of the checkpoint; any later weights were abandoned.
-        max_staleness: largest age of a row in versions, relative to the step that it is admitted for.
-        tasks: the queue's current tasks.
-        generation: the generating task; a row that it is not done with is only a prompt.
-        first: columns that admission puts.
-        usable: (partition that a row was saved in, step that it is admitted for) -> columns whose values still hold.
-    """
-
-    saved_step: int
-    max_staleness: int
-    tasks: Sequence[TaskSpec]
-    generation: str
-    first: frozenset[str]
+    saved_step: int  # Step of the checkpoint; any later weights were abandoned
+    max_staleness: int  # Largest age of a row in versions, relative to the step that it is admitted for
+    tasks: Sequence[TaskSpec]  # The queue's current tasks
+    generation: str  # The generating task; a row that it is not done with is only a prompt
+    first: frozenset[str]  # Columns that admission puts
+    # (partition that a row was saved in, step that it is admitted for) -> columns whose values still hold
     usable: Callable[[int, int], Collection[str]]
 
     def kept(self, row: SavedRow, *, step: int) -> Kept | None:
@@ -189,10 +172,10 @@ def _extremes(versions: Column) -> Iterator[tuple[int, int]]:
 
 
 _GROUPS_PER_PUT = 64
+# (group ids, weight version that had to be published)
 Draw = Callable[[Sequence[int], int], None]
-"""(group ids, weight version that had to be published)"""
+# (last step of the run, rows left that fill no step)
 FeedEnded = Callable[[int, int], None]
-"""(last step of the run, rows left that fill no step)"""
 
 
 class PromptSource(Protocol):
@@ -245,8 +228,8 @@ class PromptAdmitter:
         self._refills = tuple(state.refills())
         self._missing: list[AdmittedGroup] = []
         self._reopened: list[int] = []
+        # Removed groups that wait for a row of the feed to replace them.
         self._unreplaced: list[GroupRemoved] = []
-        """Removed groups that wait for a row of the feed to replace them."""
         self._published = self._over = False
         self.started = False
         self._thread: threading.Thread | None = None

@@ -23,30 +23,21 @@ SERVICE = "feed"
 class OpenFeed(msgspec.Struct, tag=True):
     """A process feeds under a name from now on. With `again` it did so before, and is refused if another process does
     now.
-
-    Attributes:
-        feeder: the name.
-        process: distinguishes processes with the same name.
     """
 
-    feeder: str
-    process: str
+    feeder: str  # The name
+    process: str  # Distinguishes processes with the same name
     again: bool = False
 
 
 class PutFeed(msgspec.Struct, tag=True):
-    """Rows of a feeder.
+    """Rows of a feeder."""
 
-    Attributes:
-        feeder, process: as in `OpenFeed`.
-        first: number of the first row; the feeder's rows count from 1.
-        rows: JSON, an array of objects.
-    """
-
+    # `feeder`, `process`: as in `OpenFeed`
     feeder: str
     process: str
-    first: int
-    rows: bytes
+    first: int  # Number of the first row; the feeder's rows count from 1
+    rows: bytes  # JSON, an array of objects
 
 
 class EndFeed(msgspec.Struct, tag=True):

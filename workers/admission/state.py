@@ -37,17 +37,11 @@ from workers.settings.schedule import ScheduleConfig
 
 
 class AdmittedGroup(msgspec.Struct, frozen=True):
-    """One group with its place.
+    """One group with its place."""
 
-    Attributes:
-        group: id, counts admissions from 0.
-        step: whose batch it belongs to.
-        rows: its global row indices; only some of them if the others exist already.
-    """
-
-    group: int
-    step: int
-    rows: tuple[int, ...]
+    group: int  # Id, counts admissions from 0
+    step: int  # Whose batch it belongs to
+    rows: tuple[int, ...]  # Its global row indices; only some of them if the others exist already
 
 
 class AdmissionState:
@@ -88,8 +82,8 @@ class AdmissionState:
         self._over = self._trained.union(filtered)
         self._first = next(group for group in range(len(self._over) + 1) if group not in self._over)
         self._beyond = sorted(group for group in self._over if group > self._first)
+        # Sorted ids above the first that no step has in data order: trained and filtered groups, and refills.
         self._taken = list(self._beyond)
-        """Sorted ids above the first that no step has in data order: trained and filtered groups, and refills."""
         self._max_filtered = max_filtered
         self._max_dead_letters = max_dead_letters
         self._num_fed, self._feed_ended = num_fed, False

@@ -37,25 +37,18 @@ from workers.calls.user_object import UserObject
 from workers.settings.data import DataConfig
 
 _METHODS = {"next": (), "told": ("index", "rewards"), "state": (), "load": ("state",)}
+# How long the lines of a finished step may take to become visible on this node (s).
 _LEDGER_S = 60.0
-"""How long the lines of a finished step may take to become visible on this node (s)."""
 _LOOK_S = 0.05
 
 
 class Draw(msgspec.Struct, frozen=True):
-    """A line of `sampler.jsonl`.
+    """A line of `sampler.jsonl`."""
 
-    Attributes:
-        step: the weights that had to exist.
-        told: last step whose results were known.
-        indices: group -> its task.
-        state: of the sampler after the draw.
-    """
-
-    step: int
-    told: int
-    indices: dict[int, int]
-    state: Any
+    step: int  # The weights that had to exist
+    told: int  # Last step whose results were known
+    indices: dict[int, int]  # Group -> its task
+    state: Any  # Of the sampler after the draw
 
 
 class UserSampler:
@@ -242,11 +235,8 @@ class StepResults:
         self._lines: dict[int, list[Mapping[str, Any]]] = {}
 
     def of(self, step: int) -> list[tuple[int, list[float]]]:
-        """Return group and rewards of a finished step, by group; no rewards for a group that was replaced.
-
-        Raises:
-            DeadlineExceeded: the step's lines did not appear.
-        """
+        """Return group and rewards of a finished step, by group; no rewards for a group that was replaced. Raises
+        DeadlineExceeded if the step's lines did not appear."""
         deadline = self._clock() + self._timeout_s
         while not self._is_whole(step):
             if self._clock() >= deadline:
@@ -266,11 +256,7 @@ class StepResults:
 
 
 def read_draws(path: Path) -> list[Draw]:
-    """Return the lines of `sampler.jsonl`; none if there is no file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Return the lines of `sampler.jsonl`; none if there is no file. Raises ConfigError if it cannot be read."""
     lines = read_lines(path, lambda _: Draw)
     if lines.wrong:
         number, why = lines.wrong[0]

@@ -19,8 +19,8 @@ from workers.settings.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
+# Left free for metrics, ledger and logs, which are written at the same time.
 _RESERVE_BYTES = 2**24
-"""Left free for metrics, ledger and logs, which are written at the same time."""
 
 
 def beside(checkpoint: Path) -> Path:
@@ -67,14 +67,11 @@ class CheckpointDirectory:
             shutil.rmtree(directory, ignore_errors=True)
 
     def begin(self, step: int, *, num_bytes: int) -> None:
-        """Make the directory that a save writes into.
+        """Make the directory that a save writes into. Raises OSError if no room, or the file system refuses.
 
         Args:
             num_bytes: lower bound of the space it needs. With less room nothing is written, which leaves the rest to
                 the run's other files.
-
-        Raises:
-            OSError: no room, or the file system refuses.
         """
         self._root.mkdir(exist_ok=True)
         target = beside(self.path(step))
@@ -85,11 +82,8 @@ class CheckpointDirectory:
         target.mkdir()
 
     def complete(self, step: int) -> None:
-        """Make what was written durable and visible, atomically, then prune older checkpoints.
-
-        Raises:
-            OSError: the file system refuses; nothing is visible.
-        """
+        """Make what was written durable and visible, atomically, then prune older checkpoints. Raises OSError if the
+        file system refuses; nothing is visible."""
         target = self.path(step)
         written = beside(target)
         sync_tree(written)

@@ -52,11 +52,7 @@ def save_shards(state: dict[str, Any], target: Path, *, group: dist.ProcessGroup
 
 
 def load_shards(engine: SavedEngine, source: Path, *, group: dist.ProcessGroup) -> None:
-    """Restore an engine; any number of ranks may have saved it.
-
-    Raises:
-        CheckpointError: there are no shards.
-    """
+    """Restore an engine; any number of ranks may have saved it. Raises CheckpointError if there are no shards."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is missing: the run that saved it trained no such model; resume another one")
     state = engine.state_dict()
@@ -84,17 +80,11 @@ class _ShardFiles(dcp.FileSystemWriter):
 
 @dataclass(frozen=True)
 class BoxPart:
-    """A box of a tensor.
+    """A box of a tensor."""
 
-    Attributes:
-        box: its place in the whole tensor.
-        values: of the box's shape.
-        replica: another rank saves the same elements; this one only reads them.
-    """
-
-    box: Box
-    values: Tensor
-    replica: bool = False
+    box: Box  # Its place in the whole tensor
+    values: Tensor  # Of the box's shape
+    replica: bool = False  # Another rank saves the same elements; this one only reads them
 
 
 class BoxedTensor(Tensor):

@@ -56,39 +56,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What `meta.json` says beside the step.
+    """What `meta.json` says beside the step."""
 
-    Attributes:
-        lineage, model_fingerprint, data_hash, tokenizer_files: see `CheckpointMeta`.
-        config: file of the resolved configuration.
-    """
-
+    # `lineage`, `model_fingerprint`, `data_hash`, `tokenizer_files`: see `CheckpointMeta`
     lineage: int
     model_fingerprint: str
     data_hash: str
-    config: Path
+    config: Path  # File of the resolved configuration
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What rank 0 adds to the shards. The saving thread makes all of these calls.
+    """What rank 0 adds to the shards. The saving thread makes all of these calls."""
 
-    Attributes:
-        make_durable: makes ledger and metrics up to the step durable, before the checkpoint becomes visible.
-        export_hf: (target, saved state) -> writes the Hugging Face directory; None: write none.
-        snapshot: writes the queue's finished samples into a directory; None: do not keep them.
-        reference: directory of reference weights to include.
-        critic: channel to a critic in a role of its own, which writes its part into the same work directory.
-        saved: called once the checkpoint is in place.
-    """
-
+    # Makes ledger and metrics up to the step durable, before the checkpoint becomes visible
     make_durable: Callable[[], None]
+    # (target, saved state) -> writes the Hugging Face directory; None: write none
     export_hf: Callable[[Path, Path], None] | None = None
+    # Writes the queue's finished samples into a directory; None: do not keep them
     snapshot: Callable[[Path], object] | None = None
-    reference: Path | None = None
+    reference: Path | None = None  # Directory of reference weights to include
+    # Channel to a critic in a role of its own, which writes its part into the same work directory
     critic: ActorCriticChannel | None = None
-    saved: Callable[[], None] = lambda: None
+    saved: Callable[[], None] = lambda: None  # Called once the checkpoint is in place
 
 
 class CheckpointWriter:
@@ -113,16 +104,14 @@ class CheckpointWriter:
     def write(
         self, step: int, copied: Callable[[], dict[str, Any]], *, num_bytes: int, rng: dict[str, Tensor], rest: Contents
     ) -> None:
-        """Write the checkpoint of `step`, the last completed step.
+        """Write the checkpoint of `step`, the last completed step. Raises CheckpointError if a rank failed its part;
+        nothing of the save is left.
 
         Args:
             copied: waits for the copies of this rank's states and returns them, keyed by directory.
             num_bytes: size of this rank's states.
             rng: states of this rank's random number generators.
             rest: what rank 0 adds.
-
-        Raises:
-            CheckpointError: a rank failed its part; nothing of the save is left.
         """
         target = self._directory.path(step)
         work = beside(target)
@@ -207,11 +196,8 @@ class CheckpointWriter:
         self._together(target, part if self._rank == 0 else lambda: None)
 
     def _together(self, target: Path, part: Callable[[], Any]) -> list[Any]:
-        """Do this rank's part; returns the results of all ranks.
-
-        Raises:
-            CheckpointError: a rank failed; raised on all ranks.
-        """
+        """Do this rank's part; returns the results of all ranks. Raises CheckpointError if a rank failed; raised on all
+        ranks."""
         try:
             mine = [part(), ""]
         except (Exception, dcp.CheckpointException) as error:  # others wait for us; dcp's is a BaseException
@@ -305,10 +291,10 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._step = 0
         self._stalled_s = 0.0
+        # Newest step that was saved or restored; 0: none.
         self.saved_step = 0
-        """Newest step that was saved or restored; 0: none."""
+        # Why the last save failed; None: it succeeded.
         self.failure: CheckpointError | None = None
-        """Why the last save failed; None: it succeeded."""
         self.num_failures = 0
 
     @property
@@ -316,15 +302,13 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, engine: SavedEngine, step: int, rest: Contents, *, critic: SavedEngine | None = None) -> None:
-        """Begin to save the current state: the one after `step`, the last completed step.
+        """Begin to save the current state: the one after `step`, the last completed step. Raises CheckpointError if an
+        earlier save is still not written after `checkpoint.timeout_s`.
 
         Args:
             engine: may keep computing, but must not update before `before_update` returned.
             critic: trained by the same ranks, under the same condition.
             rest: what rank 0 adds.
-
-        Raises:
-            CheckpointError: an earlier save is still not written after `checkpoint.timeout_s`.
         """
         self.wait()
         began = time.monotonic()
@@ -344,11 +328,8 @@ class Checkpointer:
         self._stalled_s += time.monotonic() - began
 
     def wait(self) -> None:
-        """Wait until the last save is written or has failed (see `failure`).
-
-        Raises:
-            CheckpointError: it is not written in time.
-        """
+        """Wait until the last save is written or has failed (see `failure`). Raises CheckpointError if it is not
+        written in time."""
         if self._thread is None:
             return
         began = time.monotonic()

@@ -24,9 +24,9 @@ from asyncflow.errors import CheckpointError
 from asyncflow.run_files import CRITIC
 from asyncflow.sealed_store import SealedStore
 
+# A store's wait has a deadline, but waiting for the other trainer has none here, so the wait is repeated. The launcher
+# detects a trainer that does not come.
 _SLICE_S = 30.0
-"""A store's wait has a deadline, but waiting for the other trainer has none here, so the wait is repeated. The launcher
-detects a trainer that does not come."""
 
 
 class Kind(StrEnum):
@@ -77,11 +77,7 @@ class ActorCriticChannel:
         self._set(f"begun/{step}", begun)
 
     def recv_begun(self, step: int, *, timeout_s: float) -> bool:
-        """Wait for `send_begun`.
-
-        Raises:
-            CheckpointError: nothing arrived within `timeout_s`.
-        """
+        """Wait for `send_begun`. Raises CheckpointError if nothing arrived within `timeout_s`."""
         begun: bool = self._wait(f"begun/{step}", timeout_s=timeout_s, what=f"the actor did not begin to save {step}")
         return begun
 
@@ -90,11 +86,8 @@ class ActorCriticChannel:
         self._set(f"files/{step}", [files, error])
 
     def recv_files(self, step: int, *, timeout_s: float) -> dict[str, tuple[int, str]]:
-        """Wait for `send_files`.
-
-        Raises:
-            CheckpointError: the critic failed, did not answer within `timeout_s`, or names files that are not its own.
-        """
+        """Wait for `send_files`. Raises CheckpointError if the critic failed, did not answer within `timeout_s`, or
+        names files that are not its own."""
         files, error = self._wait(f"files/{step}", timeout_s=timeout_s, what=f"the critic did not save step {step}")
         if error:
             raise CheckpointError(f"the critic could not save step {step}: {error}")

@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 STARTING = "starting"
+# Kinds of failures in users' code that a run survives.
 REWARD, ROLLOUT = "reward", "rollout"
-"""Kinds of failures in users' code that a run survives."""
+# How long the job store may take to answer or to accept a thread's connection, whatever the thread waits for (s).
 STORE_TIMEOUT_S = 30.0
-"""How long the job store may take to answer or to accept a thread's connection, whatever the thread waits for (s)."""
 
 
 @dataclass
@@ -76,11 +76,11 @@ class WorkerContext:
         self.node = self.gang.nodes[self.rank]
         self.name = f"{gang}/{self.rank}"
         choose_interfaces(self.job.store_host)
+        # The user asked to stop, or another gang failed: finish what is cheap to finish, save, exit.
         self.stopping = threading.Event()
-        """The user asked to stop, or another gang failed: finish what is cheap to finish, save, exit."""
         self._woken_to_stop: list[threading.Event] = []
+        # Services exit, too.
         self.exiting = threading.Event()
-        """Services exit, too."""
         self._clock = self.job.local_clock()
         self.timeline = Timeline(run_dir / TIMELINE / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
@@ -92,8 +92,8 @@ class WorkerContext:
         engines = {"rollout": rollout.engine, "evaluate": self.config.evaluate.engine or rollout.engine}
         elsewhere = engines.get(role) == "vllm"
         self.device = name_device(name) if elsewhere else open_device(name)
+        # Device that this process itself copies weights to.
         self.reading_device = torch.device("cpu") if elsewhere else self.device
-        """Device that this process itself copies weights to."""
         if self.config.deterministic:
             make_deterministic(self.device)
         self._status = _Status()
@@ -137,10 +137,7 @@ class WorkerContext:
 
     def load_tokenizer(self) -> Any:
         """Return the model's tokenizer. Processes with other interpreters, or on other nodes, must have the same one.
-
-        Raises:
-            ConfigError: it cannot be loaded, or produces other tokens than that of the first process.
-        """
+        Raises ConfigError if it cannot be loaded, or produces other tokens than that of the first process."""
         tokenizer = load_tokenizer(Path(self.config.model.path), self.config.data.templates)
         libraries = " and ".join(f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
         by, probe = f"{self.name} ({libraries}, {sys.executable})", token_probe(tokenizer)

@@ -29,8 +29,8 @@ from workers.settings.engines import ActorConfig
 
 _DECODER = msgpack_decoder(Any)
 _HEADER_BYTES = 8
+# Size of the first exchange; longer values need a second one.
 _FIRST_BYTES = 2048
-"""Size of the first exchange; longer values need a second one."""
 
 
 def meet_peers(context: WorkerContext) -> None:
@@ -90,14 +90,12 @@ def _blame(who: str, whom: str, began: float, what: str, error: Exception) -> De
 
 
 def gather(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value, in rank order, on every rank. Collective.
+    """Return every rank's value, in rank order, on every rank. Collective. Raises DeadlineExceeded if a rank of the
+    default group does not come, or left.
 
     Args:
         value: JSON types, including infinities and NaN.
         group: a Gloo group; None: the default one. The caller handles errors of other groups.
-
-    Raises:
-        DeadlineExceeded: a rank of the default group does not come, or left.
     """
     if dist.get_world_size(group) == 1:
         return [value]
@@ -159,26 +157,17 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ReplicaPlace:
-    """Which rows a rank gets.
+    """Which rows a rank gets."""
 
-    Attributes:
-        index, count: of its replica.
-        members: ranks of every replica, each with its lead first.
-        rank: this one.
-    """
-
+    # `index`, `count`: of its replica
     index: int
     count: int
-    members: tuple[tuple[int, ...], ...]
-    rank: int
+    members: tuple[tuple[int, ...], ...]  # Ranks of every replica, each with its lead first
+    rank: int  # This one
 
     @staticmethod
     def of(actor: ActorConfig, rank: int, num_ranks: int) -> "ReplicaPlace":
-        """Return the place of `rank`.
-
-        Raises:
-            ConfigError: the ranks make no whole replicas.
-        """
+        """Return the place of `rank`. Raises ConfigError if the ranks make no whole replicas."""
         if actor.engine != "megatron":
             return ReplicaPlace(rank, num_ranks, tuple((one,) for one in range(num_ranks)), rank)
         layout = actor.megatron.layout(num_ranks)
@@ -220,13 +209,11 @@ class ReplicaPeers:
         self._group = groups[place.index]
 
     def share(self, columns: Mapping[str, Column] | None) -> Mapping[str, Column]:
-        """Return the lead's columns on every rank of the replica.
+        """Return the lead's columns on every rank of the replica. Raises DeadlineExceeded if a rank does not come, or
+        left.
 
         Args:
             columns: on the lead; None elsewhere.
-
-        Raises:
-            DeadlineExceeded: a rank does not come, or left.
         """
         meta, body = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
         if columns is not None:

@@ -122,13 +122,11 @@ def _row_bytes(column: Column) -> list[bytes]:
 
 
 def check_staleness(batch: PackedBatch, *, step: int, bound: int) -> None:
-    """Check the schedule's promise for every token about to be trained: 0 <= (step - 1) - version <= bound.
+    """Check the schedule's promise for every token about to be trained: 0 <= (step - 1) - version <= bound. Raises
+    AsyncFlowError if a token is older than `bound`, or newer than the weights at the start of the step.
 
     Args:
         batch: column `versions`.
-
-    Raises:
-        AsyncFlowError: a token is older than `bound`, or newer than the weights at the start of the step.
     """
     versions = batch["versions"]
     oldest, newest = step - 1 - bound, step - 1

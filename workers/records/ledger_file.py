@@ -21,74 +21,47 @@ if TYPE_CHECKING:
 
 
 class TrainedLine(msgspec.Struct, frozen=True):
-    """A group that a step trained.
+    """A group that a step trained."""
 
-    Attributes:
-        lineage, step: that trained it.
-        admitted_step: that it was admitted for; differs only with `schedule.fill: first_ready`.
-        epoch: number of complete passes over the data before its own.
-        indices: its global row indices, ascending.
-        versions: steps of the weights that drew its oldest and its newest token.
-        staleness: step - 1 - the oldest version.
-        prompt_hash: xxh3-64 (hex) over the prompt's tokens (int64).
-        token_hash: xxh3-64 (hex) over the rows in that order, of each its two lengths (int32), prompt and response
-            (int64).
-        time_s: seconds since the command started.
-        rewards: of its rows, with `data.sampler`; None: the reward failed.
-    """
-
+    # `lineage`, `step`: that trained it
     lineage: int
     step: int
-    admitted_step: int
+    admitted_step: int  # That it was admitted for; differs only with `schedule.fill: first_ready`
     group: int
-    epoch: int
-    indices: list[int]
-    versions: tuple[int, int]
-    staleness: int
-    prompt_hash: str
+    epoch: int  # Number of complete passes over the data before its own
+    indices: list[int]  # Its global row indices, ascending
+    versions: tuple[int, int]  # Steps of the weights that drew its oldest and its newest token
+    staleness: int  # Step - 1 - the oldest version
+    prompt_hash: str  # xxh3-64 (hex) over the prompt's tokens (int64)
+    # xxh3-64 (hex) over the rows in that order, of each its two lengths (int32), prompt and response (int64)
     token_hash: str
-    time_s: float
-    rewards: list[float | None] | None = None
+    time_s: float  # Seconds since the command started
+    rewards: list[float | None] | None = None  # Of its rows, with `data.sampler`; None: the reward failed
 
 
 class DeadLetterLine(msgspec.Struct, frozen=True):
-    """A group that some task failed on too often: in this lineage it is part of no weights.
+    """A group that some task failed on too often: in this lineage it is part of no weights."""
 
-    Attributes:
-        lineage: that gave it up; a later one may train it, since a resumed run tries again.
-        step: the last finished step when this became known.
-        admitted_step: the step that it was admitted for.
-        replaced_by: id of the group that took its place.
-        task: that failed on it; "": unknown.
-        deliveries: how often one of its rows came back.
-        time_s: seconds since the command started.
-    """
-
-    lineage: int
-    step: int
-    admitted_step: int
+    lineage: int  # That gave it up; a later one may train it, since a resumed run tries again
+    step: int  # The last finished step when this became known
+    admitted_step: int  # The step that it was admitted for
     group: int
-    replaced_by: int
-    task: str
-    deliveries: int
-    time_s: float
+    replaced_by: int  # Id of the group that took its place
+    task: str  # That failed on it; "": unknown
+    deliveries: int  # How often one of its rows came back
+    time_s: float  # Seconds since the command started
 
 
 class FilteredLine(msgspec.Struct, frozen=True):
-    """A group whose rewards were all equal, so that another one took its place: it is part of no weights of this run.
+    """A group whose rewards were all equal, so that another one took its place: it is part of no weights of this run."""
 
-    Attributes:
-        lineage: that filtered it out; later ones skip it, too.
-        step, admitted_step, group, replaced_by, time_s: see `DeadLetterLine`.
-        task: that judged it.
-    """
-
-    lineage: int
+    lineage: int  # That filtered it out; later ones skip it, too
+    # `step`, `admitted_step`, `group`, `replaced_by`, `time_s`: see `DeadLetterLine`
     step: int
     admitted_step: int
     group: int
     replaced_by: int
-    task: str
+    task: str  # That judged it
     time_s: float
 
 
@@ -133,11 +106,7 @@ class Ledger:
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """Read a run's ledger, which may still grow.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Read a run's ledger, which may still grow. Raises ConfigError if the file cannot be read."""
     return Ledger(read_lines(run_dir / LEDGER_FILE, _kind_of))
 
 
@@ -175,10 +144,7 @@ def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int)
 
 
 def filtered_groups(run_dir: Path, *, completed: int) -> frozenset[int]:
-    """Return the ids of the groups known to be filtered out when step `completed` was finished.
-
-    Raises:
-        ConfigError: the ledger cannot be read.
-    """
+    """Return the ids of the groups known to be filtered out when step `completed` was finished. Raises ConfigError if
+    the ledger cannot be read."""
     ledger = read_lines(run_dir / LEDGER_FILE, lambda _: LedgerKey)
     return frozenset(line.group for _, line in ledger.lines if line.step <= completed and line.filtered)

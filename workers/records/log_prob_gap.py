@@ -31,39 +31,35 @@ from workers.records.step_totals import effective_sample_size
 from workers.rows.rows import SAMPLE_DRAWN, sequences_of
 from workers.settings.run import RunConfig
 
+# Largest mean difference (nats) of a token's log-probability between two engines with the same weights, at an entropy
+# of at least one nat. Measured: 1.3e-5 and 0.037 (docs/algorithms.md).
 _FLOAT32_ERROR, _BFLOAT16_ERROR = 2e-3, 0.05
-"""Largest mean difference (nats) of a token's log-probability between two engines with the same weights, at an entropy
-of at least one nat. Measured: 1.3e-5 and 0.037 (docs/algorithms.md)."""
+# A difference of more than this many errors is a fault.
 _TIMES = 2.0
-"""A difference of more than this many errors is a fault."""
+# An older version may be this many times as far away as the trainer's own moves since, which few samples measure.
 _MOVES = 3.0
-"""An older version may be this many times as far away as the trainer's own moves since, which few samples measure."""
+# At most this many tokens and samples of a rank measure a move.
 _PROBE_TOKENS, _PROBE_SAMPLES = 512, 64
-"""At most this many tokens and samples of a rank measure a move."""
+# A mean of many tokens that is more than this many standard deviations off is no chance.
 _DEVIATIONS = 6.0
-"""A mean of many tokens that is more than this many standard deviations off is no chance."""
+# Fewer tokens of an age prove nothing: their deviation is unknown, too.
 _TOKENS = 256
-"""Fewer tokens of an age prove nothing: their deviation is unknown, too."""
+# Tokens whose entropies add up to less prove nothing, however many they are: the surprise of a confident policy is that
+# of the few unlikely tokens among them.
 _NATS = 512.0
-"""Tokens whose entropies add up to less prove nothing, however many they are: the surprise of a confident policy is
-that of the few unlikely tokens among them."""
+# Tolerated difference between surprise and entropy, as a share of the entropy.
 _SURPRISE = 0.05
-"""Tolerated difference between surprise and entropy, as a share of the entropy."""
+# This many complaining steps in a row are no chance: the run learns from samples that the policy did not draw.
 _STEPS = 2
-"""This many complaining steps in a row are no chance: the run learns from samples that the policy did not draw."""
 
 
 @dataclass(frozen=True)
 class GapLimits:
-    """How far the engines of a run may differ.
+    """How far the engines of a run may differ."""
 
-    Attributes:
-        error: mean difference due to rounding (nats), at an entropy of at least one nat.
-        surprise: whether the tokens' mean -log p must equal the entropy: responses are drawn from the whole
-            distribution, and none is selected by its outcome, as a user's own rollouts may do.
-    """
-
-    error: float
+    error: float  # Mean difference due to rounding (nats), at an entropy of at least one nat
+    # Whether the tokens' mean -log p must equal the entropy: responses are drawn from the whole distribution, and none
+    # is selected by its outcome, as a user's own rollouts may do
     surprise: bool = True
 
     @staticmethod
@@ -107,18 +103,15 @@ def _slack(mean: float, squared: float, tokens: float) -> float:
 
 @dataclass
 class LogProbGap:
-    """The difference over some tokens; plain numbers, so that they travel as JSON.
+    """The difference over some tokens; plain numbers, so that they travel as JSON."""
 
-    Attributes:
-        ages: age of tokens -> sums over them: `tokens`, `total` (absolute differences), `signed` (generating engine
-            - trainer), `squared`, `entropy`, `surprise` (-log p - entropy, with the trainer's p), `surprise_squared`,
-            `k3`, `ratio` and `ratio_squared` (trainer's policy to generating policy), and `largest`, the largest
-            difference. If the trainer holds the version that drew them, `held`, `held_signed` and `held_squared` are
-            `total`, `signed` and `squared` against that version.
-        move: of the trainer, by the previous update: `tokens`, and `total` of absolute differences; {}: unknown.
-    """
-
+    # Age of tokens -> sums over them: `tokens`, `total` (absolute differences), `signed` (generating engine - trainer),
+    # `squared`, `entropy`, `surprise` (-log p - entropy, with the trainer's p), `surprise_squared`, `k3`, `ratio` and
+    # `ratio_squared` (trainer's policy to generating policy), and `largest`, the largest difference. If the trainer
+    # holds the version that drew them, `held`, `held_signed` and `held_squared` are `total`, `signed` and `squared`
+    # against that version.
     ages: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Of the trainer, by the previous update: `tokens`, and `total` of absolute differences; {}: unknown
     move: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -230,21 +223,15 @@ class LogProbGap:
 
 @dataclass
 class Comparison:
-    """Compares the tokens of one micro-batch.
+    """Compares the tokens of one micro-batch."""
 
-    Attributes:
-        rollout_A: float32 [A], from the generating engine.
-        age_A: integer [A], versions between the weights that drew the token and the trainer's.
-        held: age -> float32 [A], from the trainer's copy of the version that drew the tokens of this age.
-        stats: set by the loss: `AGE/NAME` as in `LogProbGap.ages`, scalars on the device.
-        log_probs_A: set by the loss: float32 [A], from the trainer.
-    """
-
-    rollout_A: Tensor
-    age_A: Tensor
+    rollout_A: Tensor  # float32 [A], from the generating engine
+    age_A: Tensor  # integer [A], versions between the weights that drew the token and the trainer's
+    # Age -> float32 [A], from the trainer's copy of the version that drew the tokens of this age
     held: Mapping[int, Tensor] = field(default_factory=dict)
+    # Set by the loss: `AGE/NAME` as in `LogProbGap.ages`, scalars on the device
     stats: dict[str, Tensor] = field(default_factory=dict)
-    log_probs_A: Tensor | None = None
+    log_probs_A: Tensor | None = None  # Set by the loss: float32 [A], from the trainer
 
     @staticmethod
     def of(batch: PackedBatch, *, step: int, held: Mapping[int, Tensor] | None = None) -> "Comparison":
@@ -313,11 +300,8 @@ class GapWatch:
         return complaint
 
     def check(self, step: int, complaint: str) -> None:
-        """Refuse to continue with engines that disagree, given the last judged step and its complaint.
-
-        Raises:
-            TrainingDiverged: the step before had a complaint, too.
-        """
+        """Refuse to continue with engines that disagree, given the last judged step and its complaint. Raises
+        TrainingDiverged if the step before had a complaint, too."""
         if self._ends_run and self._num_in_a_row >= _STEPS:
             raise TrainingDiverged(
                 f"step {step}: {complaint}, as in the step before; correct that and resume from a checkpoint before, "

@@ -16,15 +16,12 @@ _METRICS = "outside/metrics/"
 
 
 def report_metrics(store: SealedStore, name: str, metrics: Mapping[str, float], *, stamp: str) -> None:
-    """Write a process's metrics.
+    """Write a process's metrics. Raises ConfigError if a value is not a finite number; nothing is written.
 
     Args:
         name: of the process.
         metrics: finite numbers.
         stamp: different for each report.
-
-    Raises:
-        ConfigError: a value is not a finite number; nothing is written.
     """
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics: {metrics!r} is not a dict; give names with a float or an int each")

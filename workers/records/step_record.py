@@ -31,10 +31,10 @@ from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 from workers.rewards.base import FailedShare
 from workers.settings.dataflow import OBSERVERS, SERVICES, roles_on_device
 
+# A larger share of responses without a reward is more than chance, such as an occasional timeout.
 _UNFAIR_SHARE = 0.1
-"""A larger share of responses without a reward is more than chance, such as an occasional timeout."""
+# Beyond this the policy is far from its reference (nats per token).
 FAR_KL = 1.0
-"""Beyond this the policy is far from its reference (nats per token)."""
 
 
 def far_from_reference(kl: float) -> str:
@@ -48,14 +48,12 @@ def far_from_reference(kl: float) -> str:
 
 
 def check_reference(step: int, kl: float, most: float | None) -> None:
-    """Refuse a policy that has moved too far from its reference.
+    """Refuse a policy that has moved too far from its reference. Raises TrainingDiverged if `kl` exceeds `most` or is
+    not a number.
 
     Args:
         kl: nats per token.
         most: `algorithm.max_kl`; None: no limit.
-
-    Raises:
-        TrainingDiverged: `kl` exceeds `most` or is not a number.
     """
     # `not kl <= most` also holds for NaN.
     if most is not None and not kl <= most:
@@ -73,29 +71,19 @@ class Model(StrEnum):
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update, the same on all ranks.
+    """One optimizer update, the same on all ranks."""
 
-    Attributes:
-        totals: sums over all ranks.
-        loss: after scaling.
-    """
-
-    totals: UpdateTotals
-    loss: float
+    totals: UpdateTotals  # Sums over all ranks
+    loss: float  # After scaling
     stats: StepStats
 
 
 @dataclass
 class UpdateLog:
-    """One model's updates in a step.
+    """One model's updates in a step."""
 
-    Attributes:
-        next_update: this rank's sums for the next update.
-        made: updates so far.
-    """
-
-    next_update: UpdateTotals = field(default_factory=UpdateTotals)
-    made: list[Update] = field(default_factory=list)
+    next_update: UpdateTotals = field(default_factory=UpdateTotals)  # This rank's sums for the next update
+    made: list[Update] = field(default_factory=list)  # Updates so far
 
     def add(self, totals: UpdateTotals, *, scale: float, stats: StepStats) -> None:
         """Record an update; later additions belong to the next one."""
@@ -121,42 +109,29 @@ class UpdateLog:
 class StepRecord:
     """One step while it is trained. "Rank, then all" values hold this rank's until `merge`, and those of all ranks
     after it.
-
-    Attributes:
-        started_at, first_batch_at: monotonic seconds; the second is None before the first round.
-        num_rows: rows that this rank got.
-        ledger: lines of this rank's groups, then all.
-        totals: sums; rank, then all.
-        gap: between the generating engine's log-probabilities and ours; rank, then all.
-        gap_complaint: what is wrong with the gap of all ranks; "": nothing.
-        policy, critic: their updates; the critic's only if it is trained here.
-        sync_exposed_s: seconds that publishing held up this rank, including the wait before the update.
-        sync_bytes: bytes of one version to each receiver; rank, then all.
-        checkpoint_stall_s: seconds that saving held up this rank since the previous step.
-        checkpoint_failures: failed saves since this rank started.
-        stopped: a stop came instead of publishing; rank, then any.
-        save_wanted: the queue is full of trained rows that wait for a checkpoint; rank, then any.
-        critic_report: metrics of a critic in a role of its own.
-        on_device: results of losses that are still on the device; see `fetch`.
     """
 
     step: int
+    # `started_at`, `first_batch_at`: monotonic seconds; the second is None before the first round
     started_at: float = field(default_factory=time.monotonic)
     first_batch_at: float | None = None
-    num_rows: int = 0
-    ledger: list[dict[str, Any]] = field(default_factory=list)
-    totals: StepTotals = field(default_factory=StepTotals)
+    num_rows: int = 0  # Rows that this rank got
+    ledger: list[dict[str, Any]] = field(default_factory=list)  # Lines of this rank's groups, then all
+    totals: StepTotals = field(default_factory=StepTotals)  # Sums; rank, then all
+    # Between the generating engine's log-probabilities and ours; rank, then all
     gap: LogProbGap = field(default_factory=LogProbGap)
-    gap_complaint: str = ""
+    gap_complaint: str = ""  # What is wrong with the gap of all ranks; "": nothing
+    # `policy`, `critic`: their updates; the critic's only if it is trained here
     policy: UpdateLog = field(default_factory=UpdateLog)
     critic: UpdateLog = field(default_factory=UpdateLog)
-    sync_exposed_s: float = 0.0
-    sync_bytes: int = 0
-    checkpoint_stall_s: float = 0.0
-    checkpoint_failures: int = 0
-    stopped: bool = False
-    save_wanted: bool = False
-    critic_report: Mapping[str, float] = field(default_factory=dict)
+    sync_exposed_s: float = 0.0  # Seconds that publishing held up this rank, including the wait before the update
+    sync_bytes: int = 0  # Bytes of one version to each receiver; rank, then all
+    checkpoint_stall_s: float = 0.0  # Seconds that saving held up this rank since the previous step
+    checkpoint_failures: int = 0  # Failed saves since this rank started
+    stopped: bool = False  # A stop came instead of publishing; rank, then any
+    save_wanted: bool = False  # The queue is full of trained rows that wait for a checkpoint; rank, then any
+    critic_report: Mapping[str, float] = field(default_factory=dict)  # Metrics of a critic in a role of its own
+    # Results of losses that are still on the device; see `fetch`
     on_device: list[tuple[Model, LossCounts, Mapping[str, Tensor], Mapping[str, Tensor]]] = field(default_factory=list)
 
     def arrived(self) -> None:
@@ -244,12 +219,9 @@ class StepRecord:
 
 @dataclass
 class LengthMean:
-    """Mean length of all responses trained so far, over all starts of the run.
+    """Mean length of all responses trained so far, over all starts of the run."""
 
-    Attributes:
-        samples, tokens: their number and total length.
-    """
-
+    # `samples`, `tokens`: their number and total length
     samples: float = 0
     tokens: float = 0.0
 
@@ -286,8 +258,8 @@ class StepRecorder:
         self._unwritten_refills: list[Refill] = []
         self._complained: set[str] = set()
         self._failed_rewards = FailedShare(_UNFAIR_SHARE)
+        # Replaced groups reported to this recorder.
         self.num_refills = 0
-        """Replaced groups reported to this recorder."""
         self._last_at = time.monotonic()
         self._waiting: dict[str, list[tuple[float, float]]] = {}
         self._idle: dict[str, float] = {}

@@ -26,17 +26,13 @@ _DIFFERENT = "different_response/"
 
 @dataclass
 class UpdateTotals:
-    """Sums of one optimizer update; plain numbers, so that they travel as JSON.
+    """Sums of one optimizer update; plain numbers, so that they travel as JSON."""
 
-    Attributes:
-        tokens, sequences, responses: see `LossCounts`.
-        loss: before scaling.
-    """
-
+    # `tokens`, `sequences`, `responses`: see `LossCounts`
     tokens: int = 0
     sequences: int = 0
     responses: int = 0
-    loss: float = 0.0
+    loss: float = 0.0  # Before scaling
 
     def add(self, counts: LossCounts, loss: float) -> None:
         self.tokens += counts.tokens
@@ -59,15 +55,10 @@ class UpdateTotals:
 
 @dataclass
 class StepTotals:
-    """Sums over the samples of a step; plain numbers, so that they travel as JSON.
+    """Sums over the samples of a step; plain numbers, so that they travel as JSON."""
 
-    Attributes:
-        sums: by name.
-        staleness_max: largest staleness of any sample; -1 without samples.
-    """
-
-    sums: dict[str, float] = field(default_factory=dict)
-    staleness_max: int = -1
+    sums: dict[str, float] = field(default_factory=dict)  # By name
+    staleness_max: int = -1  # Largest staleness of any sample; -1 without samples
 
     def add(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value

@@ -13,6 +13,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.process import die_with_parent, ignore_stop_signals
 from workers.rank.context import WorkerContext
 
+# Role -> its loop, `module:function(context)`.
 ROLE_LOOPS = {
     "rollout": "workers.rollout.loop:run_rollout",
     "actor": "workers.trainer.actor:run_actor",
@@ -22,9 +23,8 @@ ROLE_LOOPS = {
     "controller": "workers.roles.services:run_controller",
     "weights": "workers.roles.services:run_weights",
 }
-"""Role -> its loop, `module:function(context)`."""
+# The loop of all other roles, which compute columns of rows.
 COLUMN_LOOP = "workers.tasks.task_worker:run_task"
-"""The loop of all other roles, which compute columns of rows."""
 
 
 def run_worker(run_dir: str, gang: str) -> None:

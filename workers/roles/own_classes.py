@@ -25,18 +25,15 @@ from workers.settings.engines import REF_ENGINES, TRAIN_ENGINES
 from workers.settings.rollout import ENGINES
 from workers.settings.run import LOGGERS, LoggerConfig, RunConfig
 
+# Section -> valid values of its `engine`.
 _ENGINES = {"rollout": ENGINES, "evaluate": ENGINES, "actor": TRAIN_ENGINES, "ref": REF_ENGINES}
-"""Section -> valid values of its `engine`."""
 _BACKEND = "tq.backend"
 _TIMEOUT_S = 60.0
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return the configuration with the defaults of outside classes, checked by them.
-
-    Raises:
-        ConfigError: a class does not exist, cannot be used, or refuses a setting.
-    """
+    """Return the configuration with the defaults of outside classes, checked by them. Raises ConfigError if a class
+    does not exist, cannot be used, or refuses a setting."""
     for number, logger in enumerate(config.loggers):
         if logger.name in LOGGERS.built_in:
             _logger_options(number, logger)

@@ -34,8 +34,8 @@ from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, launched_tasks, prompt_columns, task_of, task_specs
 from workers.tasks.reference import reference_step
 
+# (partition that a row was saved in, step that it is admitted for) -> names of columns.
 Usable = Callable[[int, int], frozenset[str]]
-"""(partition that a row was saved in, step that it is admitted for) -> names of columns."""
 
 _SAMPLING = set(SamplingConfig.model_fields) - {"batch_size", "on_swap"}
 _SERVING = "serving"
@@ -44,6 +44,7 @@ _OWN = {
     *("timeout_s", "max_turns", "max_drawn_tokens", "max_context_tokens", "max_attempts", "on_failure"),
 }
 _REFERENCE = "ref_log_probs"
+# Task -> settings that its outputs depend on, beside its inputs. Tasks that are neither here nor the user's are redone.
 _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "actor_rollout": lambda config: (
         *(config.rollout.model_dump(include=_SAMPLING), config.model.dtype, config.sim),
@@ -58,8 +59,6 @@ _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     ),
     "compute_advantages_and_returns": lambda config: config.algorithm,
 }
-"""Task -> settings that its outputs depend on, beside its inputs. Tasks that are neither here nor the user's are
-redone."""
 
 
 class DatasetPrompts:
@@ -118,11 +117,7 @@ class DatasetPrompts:
 
 
 def run_storage(context: WorkerContext) -> None:
-    """Serve one storage unit until the run is over.
-
-    Raises:
-        RoleFailed: one of its threads died.
-    """
+    """Serve one storage unit until the run is over. Raises RoleFailed if one of its threads died."""
     serve_only()
     config = context.config.tq
     unit = StorageUnit(
@@ -223,11 +218,8 @@ def _end_with_feed(context: WorkerContext, last_step: int, num_left: int) -> Non
 
 
 def check_data(context: WorkerContext) -> None:
-    """Refuse data or a tokenizer that changed since the run began: groups would no longer have the same prompts.
-
-    Raises:
-        ConfigError: they changed.
-    """
+    """Refuse data or a tokenizer that changed since the run began: groups would no longer have the same prompts. Raises
+    ConfigError if they changed."""
     data = context.config.data
     if data_identity(data) != context.first_data_hash():
         raise ConfigError(f"{changed_data(data)}; restore {'it' if data.source else 'the file'}")
@@ -318,11 +310,7 @@ def _settings(task: str, config: RunConfig) -> object:
 
 
 def run_weights(context: WorkerContext) -> None:
-    """Serve this node's weight versions until the run is over.
-
-    Raises:
-        RoleFailed: one of its threads died.
-    """
+    """Serve this node's weight versions until the run is over. Raises RoleFailed if one of its threads died."""
     serve_only()
     peers = [gang.name for gang in context.job.of_role(WEIGHTS) if gang.name != context.gang.name]
     config = context.config.weightsync

@@ -30,17 +30,11 @@ SAMPLE_DRAWN, ROW_DRAWN, ROW_BEGINS = "sample_drawn", "row_drawn", "row_begins"
 
 @dataclass(frozen=True)
 class Sequences:
-    """A packed micro-batch of N samples.
+    """A packed micro-batch of N samples."""
 
-    Attributes:
-        tokens_T: int64 [T], one sample after the other.
-        lengths_N: int32 [N], tokens of each sample.
-        response_mask_T: uint8 [T], 1: drawn. Results for the A drawn tokens are in their order.
-    """
-
-    tokens_T: Tensor
-    lengths_N: Tensor
-    response_mask_T: Tensor
+    tokens_T: Tensor  # int64 [T], one sample after the other
+    lengths_N: Tensor  # int32 [N], tokens of each sample
+    response_mask_T: Tensor  # Uint8 [T], 1: drawn. Results for the A drawn tokens are in their order.
 
     @cached_property
     def prompt_lengths(self) -> Tensor:

@@ -490,6 +490,7 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
 
 # Section `algorithm`: its `name` chooses one of these classes.
 
+# Name -> settings, which name the class of the algorithm.
 ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
     {
         "grpo": GRPOConfig,
@@ -502,10 +503,9 @@ ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
         "ppo": PPOConfig,
     }
 )
-"""Name -> settings, which name the class of the algorithm."""
 
+# Valid values of `algorithm.name`.
 NAMES = Registry("asyncflow.algorithms", {name: kind.implementation for name, kind in ALGORITHMS.items()})
-"""Valid values of `algorithm.name`."""
 
 
 class OutsideConfig(KlLossConfig):

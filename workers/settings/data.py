@@ -11,21 +11,21 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 
+# Value of `data.source` for a run whose rows come from processes outside.
 FEED = "feed"
-"""Value of `data.source` for a run whose rows come from processes outside."""
+# Valid values of `data.source`.
 SOURCES = Registry("asyncflow.data_sources", {FEED: "workers.data.feed_file:FeedFile"})
-"""Valid values of `data.source`."""
+# Valid values of `evaluate.source`.
 HELD_OUT_SOURCES = Registry(SOURCES.group, {})
-"""Valid values of `evaluate.source`."""
 
+# Arguments of transformers that the caller sets, not the user.
 _NO_OPTIONS = frozenset(
     ("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize", "padding",
      "continue_final_message", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
      "return_assistant_tokens_mask", "strftime_now", "self")
 )  # fmt: skip
-"""Arguments of transformers that the caller sets, not the user."""
+# Over each block of this many groups a mixture has exactly its weights.
 BLOCK = 1000
-"""Over each block of this many groups a mixture has exactly its weights."""
 
 
 def _local_time(given: object) -> object:
@@ -46,15 +46,10 @@ def _refuse_time(given: object) -> NoReturn:
 
 
 class TemplateSettings(msgspec.Struct, frozen=True):
-    """What chat templates receive besides the messages.
+    """What chat templates receive besides the messages."""
 
-    Attributes:
-        time: `data.template_time`; None: the time of rendering.
-        options: `data.chat_template_options`.
-    """
-
-    time: str | None = None
-    options: dict[str, Any] = {}
+    time: str | None = None  # `data.template_time`; None: the time of rendering
+    options: dict[str, Any] = {}  # `data.chat_template_options`
 
 
 class HubPart(Settings):

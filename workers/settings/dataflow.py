@@ -19,52 +19,52 @@ from asyncflow.errors import ConfigError
 ROLES = ("rollout", "actor", "ref", "critic", "reward", "actor_fwd", "advantages", "evaluate")
 ALIASES = {"reference": "ref"}
 _WITH_MODELS = ("actor", "critic", "rollout", "ref", "reward", "actor_fwd", "evaluate")
+# Roles that train a model. Each is one gang, gets its rows in rounds, and keeps its leases until the gang ends.
 TRAINERS = frozenset({"actor", "critic"})
-"""Roles that train a model. Each is one gang, gets its rows in rounds, and keeps its leases until the gang ends."""
+# Roles without a task: they read no queue and only look at the weights, so nothing waits for them.
 OBSERVERS = frozenset({"evaluate"})
-"""Roles without a task: they read no queue and only look at the weights, so nothing waits for them."""
+# Processes without a role: the queue's, and the node's weight agent.
 CONTROLLER, STORAGE, WEIGHTS = "controller", "storage", "weights"
-"""Processes without a role: the queue's, and the node's weight agent."""
 SERVICES = frozenset({CONTROLLER, STORAGE, WEIGHTS})
 
+# Written by admission with every group: tokens, the ground truth (text), the epoch.
 PROMPT_COLUMNS = ("prompts", "ground_truth", "epochs")
-"""Written by admission with every group: tokens, the ground truth (text), the epoch."""
+# What users' tasks may read as text; `responses` is decoded from the drawn tokens.
 TEXT_COLUMNS = ("prompts", "responses", "ground_truth")
-"""What users' tasks may read as text; `responses` is decoded from the drawn tokens."""
+# Also written by admission, for the user's rollouts and rewards: the whole data row as JSON text.
 TASKS = "tasks"
-"""Also written by admission, for the user's rollouts and rewards: the whole data row as JSON text."""
+# Also written by admission, for a mixture (`data.mixture`): the name of the row's source, for the metrics.
 SOURCES = "sources"
-"""Also written by admission, for a mixture (`data.mixture`): the name of the row's source, for the metrics."""
+# All columns that admission may write.
 ADMITTED = frozenset({*PROMPT_COLUMNS, TASKS, SOURCES})
-"""All columns that admission may write."""
+# The generated samples; see `workers.rows.rows`.
 SAMPLE_COLUMNS = ("tokens", "sample_lengths", "response_mask")
-"""The generated samples; see `workers.rows.rows`."""
+# Columns of AsyncFlow's own tasks with one value per drawn token.
 DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns")
-"""Columns of AsyncFlow's own tasks with one value per drawn token."""
+# Written by users' tasks: the weight of a response's loss, 0 to 1.
 LOSS_WEIGHTS = "loss_weights"
-"""Written by users' tasks: the weight of a response's loss, 0 to 1."""
+# The parts of a user's reward: numbers by name, for the metrics.
 REWARD_PARTS = "reward_parts"
-"""The parts of a user's reward: numbers by name, for the metrics."""
+# The task that compares responses.
 ADVANTAGES = "compute_advantages_and_returns"
-"""The task that compares responses."""
+# Tasks that train; the second is folded into the first if there is no role `critic`.
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
-"""Tasks that train; the second is folded into the first if there is no role `critic`."""
+# Columns of AsyncFlow's own tasks with more than one value per response.
 TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS)
-"""Columns of AsyncFlow's own tasks with more than one value per response."""
+# Columns of AsyncFlow's own tasks with one value per response.
 SCALAR_COLUMNS = ("ground_truth", "epochs", "truncated", "rewards", "correct", "advantages")
-"""Columns of AsyncFlow's own tasks with one value per response."""
 
 
 class NeededWeights(StrEnum):
     """Which weights a consumer must hold before it gets rows of step s."""
 
     ANY = "any"
+    # As old as the schedule allows: for responses.
     BOUNDED = "bounded"
-    """As old as the schedule allows: for responses."""
+    # Those of step s - 1, on which step s trains.
     NEWEST = "newest"
-    """Those of step s - 1, on which step s trains."""
+    # The reference of step s, if it follows the policy.
     REFERENCE = "reference"
-    """The reference of step s, if it follows the policy."""
 
 
 def roles_on_device(*, reward_model: bool) -> tuple[str, ...]:
@@ -78,47 +78,31 @@ def roles_on_device(*, reward_model: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Task:
-    """One node of the graph.
-
-    Attributes:
-        role: the role that runs it when launched.
-        host: the role that runs it otherwise; equal to `role` for tasks that cannot move.
-        inputs, outputs: column names.
-        whole_groups: rows are ready only when all rows of their group are.
-        weights: what the task's own role must hold; a host holds them anyway.
-        passes_on: for a training task: it puts columns that its role computes before training and that others read.
-    """
+    """One node of the graph."""
 
     name: str
-    role: str
-    host: str
+    role: str  # The role that runs it when launched
+    host: str  # The role that runs it otherwise; equal to `role` for tasks that cannot move
+    # `inputs`, `outputs`: column names
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    whole_groups: bool = False
-    weights: NeededWeights = NeededWeights.ANY
+    whole_groups: bool = False  # Rows are ready only when all rows of their group are
+    weights: NeededWeights = NeededWeights.ANY  # What the task's own role must hold; a host holds them anyway
+    # For a training task: it puts columns that its role computes before training and that others read
     passes_on: bool = False
 
 
 @dataclass(frozen=True)
 class PlacedTask:
-    """A task that a controller serves: what the queue must know, with fused tasks folded in.
-
-    Attributes:
-        role: the role whose processes fetch it.
-        inputs: columns that must be written before a row is ready; excludes what fused tasks compute.
-        outputs: columns that this role puts.
-        whole_groups: hand out whole groups only.
-        fused: names of the tasks that the role computes inside this one, in order.
-        weights: what its processes must hold.
-    """
+    """A task that a controller serves: what the queue must know, with fused tasks folded in."""
 
     name: str
-    role: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    whole_groups: bool
-    fused: tuple[str, ...]
-    weights: NeededWeights = NeededWeights.ANY
+    role: str  # The role whose processes fetch it
+    inputs: tuple[str, ...]  # Columns that must be written before a row is ready; excludes what fused tasks compute
+    outputs: tuple[str, ...]  # Columns that this role puts
+    whole_groups: bool  # Hand out whole groups only
+    fused: tuple[str, ...]  # Names of the tasks that the role computes inside this one, in order
+    weights: NeededWeights = NeededWeights.ANY  # What its processes must hold
 
 
 AnyTask = TypeVar("AnyTask", Task, PlacedTask)

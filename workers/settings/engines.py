@@ -9,6 +9,7 @@ from asyncflow.settings import Settings
 from workers.settings.megatron import MegatronConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+# Valid values of `actor.engine`.
 TRAIN_ENGINES = Registry(
     "asyncflow.actor_engines",
     {
@@ -17,7 +18,7 @@ TRAIN_ENGINES = Registry(
         "sim": "workers.engines.sim.engine:SimTrainEngine.of_run",
     },
 )
-"""Valid values of `actor.engine`."""
+# Valid values of `ref.engine`.
 REF_ENGINES = Registry(
     "asyncflow.ref_engines",
     {
@@ -27,7 +28,6 @@ REF_ENGINES = Registry(
         "sim": "workers.engines.sim.engine:SimFrozenModel.of_run",
     },
 )
-"""Valid values of `ref.engine`."""
 
 
 class TrainingConfig(Settings):
@@ -100,11 +100,8 @@ class ActorConfig(TrainingConfig):
     older policies; see `workers.trainer.tri_model`."""
 
     def num_replicas(self, num_ranks: int) -> int:
-        """Return how many groups of ranks train on rows of their own.
-
-        Raises:
-            ConfigError: the ranks make no whole replicas.
-        """
+        """Return how many groups of ranks train on rows of their own. Raises ConfigError if the ranks make no whole
+        replicas."""
         return self.megatron.layout(num_ranks).replicas if self.engine == "megatron" else num_ranks
 
     @property

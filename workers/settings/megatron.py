@@ -9,10 +9,10 @@ from pydantic import Field
 from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
 
+# Supported `model_type` values of config.json.
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Supported `model_type` values of config.json."""
+# What megatron-core's `rope_scaling` assumes (`RotaryEmbedding._apply_scaling`).
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core's `rope_scaling` assumes (`RotaryEmbedding._apply_scaling`)."""
 
 
 class MegatronConfig(Settings):
@@ -33,11 +33,7 @@ class MegatronConfig(Settings):
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     def layout(self, num_ranks: int) -> "MegatronLayout":
-        """Return the layout of the ranks.
-
-        Raises:
-            ConfigError: `num_ranks` is not a whole number of replicas.
-        """
+        """Return the layout of the ranks. Raises ConfigError if `num_ranks` is not a whole number of replicas."""
         size = self.ranks_per_copy
         if num_ranks % size:
             raise ConfigError(
@@ -55,19 +51,12 @@ class MegatronConfig(Settings):
 
 @dataclass(frozen=True)
 class MegatronPlace:
-    """Coordinates of a rank.
+    """Coordinates of a rank."""
 
-    Attributes:
-        tensor: its part of every layer.
-        replica: copy of the model, the data-parallel rank.
-        stage: of the pipeline.
-        context: its part of a micro-batch's tokens.
-    """
-
-    tensor: int
-    replica: int
-    stage: int
-    context: int = 0
+    tensor: int  # Its part of every layer
+    replica: int  # Copy of the model, the data-parallel rank
+    stage: int  # Of the pipeline
+    context: int = 0  # Its part of a micro-batch's tokens
 
 
 @dataclass(frozen=True)
@@ -82,11 +71,9 @@ class MegatronLayout:
         replica         0     1     0     1        replica 0 is ranks 0 1 4 5: they train on the same rows
 
     Source: megatron-core 0.16.1, `core/parallel_state.py`, `initialize_model_parallel(order="tp-cp-ep-dp-pp")`.
-
-    Attributes:
-        tensor, replicas, stages, context: their number; the product is the number of ranks.
     """
 
+    # `tensor`, `replicas`, `stages`, `context`: their number; the product is the number of ranks
     tensor: int
     replicas: int
     stages: int
@@ -123,17 +110,7 @@ class MegatronLayout:
 
 @dataclass(frozen=True)
 class DenseModel:
-    """Sizes of a dense Llama, Qwen2 or Qwen3 model, from config.json. `MegatronGeometry` describes the others.
-
-    Attributes:
-        max_positions: longest sequence (tokens).
-        norm_eps: of RMSNorm.
-        rope_base: base of the rotary embedding.
-        rope_factor: of Llama 3's scaling; 0: none.
-        qkv_bias: query, key and value have a bias.
-        qk_norm: queries and keys are normalized per head.
-        tied: input and output embedding share their weight.
-    """
+    """Sizes of a dense Llama, Qwen2 or Qwen3 model, from config.json. `MegatronGeometry` describes the others."""
 
     num_layers: int
     hidden_size: int
@@ -142,21 +119,17 @@ class DenseModel:
     head_dim: int
     ffn_hidden_size: int
     vocab_size: int
-    max_positions: int
-    norm_eps: float
-    rope_base: float
-    rope_factor: float
-    qkv_bias: bool
-    qk_norm: bool
-    tied: bool
+    max_positions: int  # Longest sequence (tokens)
+    norm_eps: float  # Of RMSNorm
+    rope_base: float  # Base of the rotary embedding
+    rope_factor: float  # Of Llama 3's scaling; 0: none
+    qkv_bias: bool  # Query, key and value have a bias
+    qk_norm: bool  # Queries and keys are normalized per head
+    tied: bool  # Input and output embedding share their weight
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "DenseModel":
-        """Read config.json.
-
-        Raises:
-            ConfigError: another model family, or a feature that has no mapping to Megatron.
-        """
+        """Read config.json. Raises ConfigError if another model family, or a feature that has no mapping to Megatron."""
         family = config.get("model_type")
         if family not in FAMILIES:
             raise _cannot(f"model_type {family!r}", f"use one of {' '.join(FAMILIES)}")

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator
 from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
 
+# Arguments of the user's function `update`.
 UPDATE_ARGUMENTS = ("directory",)
-"""Arguments of the user's function `update`."""
 
 
 class OpenAIConfig(Settings):
@@ -58,11 +58,8 @@ class OpenAIConfig(Settings):
 
 
 def check_address(url: str) -> None:
-    """Check the address of a server.
-
-    Raises:
-        ValueError: no request can be sent there, or it holds what must not appear in logs.
-    """
+    """Check the address of a server. Raises ValueError if no request can be sent there, or it holds what must not
+    appear in logs."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or any(map(str.isspace, url)):
         raise ValueError(f"{url!r} is not an http:// or https:// address")

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, field_validator
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 
+# Valid values of `reward.function`; the last two run in child processes, like users' functions.
 REWARDS = Registry(
     "asyncflow.rewards",
     {
@@ -18,7 +19,6 @@ REWARDS = Registry(
     },
     "module:function or a URL",
 )
-"""Valid values of `reward.function`; the last two run in child processes, like users' functions."""
 ISOLATED = ("math_verify", "regex")
 
 

@@ -10,8 +10,8 @@ from asyncflow.settings import Settings
 from workers.settings.openai import check_address
 
 _COLDEST = 0.01
+# However small a step is, this many of its prompts may fail or kill their processes.
 _BORNE_DEAD_LETTERS = 8
-"""However small a step is, this many of its prompts may fail or kill their processes."""
 
 
 def _is_drawable(temperature: float) -> float:
@@ -22,6 +22,7 @@ def _is_drawable(temperature: float) -> float:
 
 Temperature = Annotated[float, AfterValidator(_is_drawable)]
 
+# Valid values of `rollout.engine` and `evaluate.engine`.
 ENGINES = Registry(
     "asyncflow.rollout_engines",
     {
@@ -31,9 +32,8 @@ ENGINES = Registry(
         "sim": "workers.engines.sim.engine:SimGenerateEngine.of_run",
     },
 )
-"""Valid values of `rollout.engine` and `evaluate.engine`."""
+# Valid values of `rollout.function`.
 FUNCTIONS = Registry("asyncflow.rollouts", {"tools": "workers.agents.api:call_tools"}, "module:function")
-"""Valid values of `rollout.function`."""
 
 
 def of_rollout(what: str, failed: str) -> str:

@@ -27,8 +27,9 @@ from workers.settings.sim import SimConfig
 from workers.settings.tasks import UserTaskConfig
 from workers.settings.vllm import VllmConfig
 
+# Valid values of `evaluate.engine`. Not `openai`: its servers hold the weights of one version, the rollout's.
 EVALUATE_ENGINES = Registry(ENGINES.group, {name: at for name, at in ENGINES.built_in.items() if name != "openai"})
-"""Valid values of `evaluate.engine`. Not `openai`: its servers hold the weights of one version, the rollout's."""
+# Valid values of `loggers[].name`; a built-in one has the name of its library and of the extra that installs it.
 LOGGERS = Registry(
     "asyncflow.loggers",
     {
@@ -39,7 +40,6 @@ LOGGERS = Registry(
         "trackio": "launcher.loggers.backends:Trackio",
     },
 )
-"""Valid values of `loggers[].name`; a built-in one has the name of its library and of the extra that installs it."""
 
 
 class ModelConfig(Settings):

@@ -6,6 +6,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from asyncflow.settings import Settings
 
+# vLLM's engine arguments that this engine sets itself, or that have a field here.
 OWN_ARGUMENTS = frozenset({
     "model", "tokenizer", "skip_tokenizer_init", "load_format", "seed", "logprobs_mode", "worker_extension_cls",
     "weight_transfer_config", "generation_config", "dtype", "max_model_len", "max_num_seqs", "enforce_eager",
@@ -13,7 +14,6 @@ OWN_ARGUMENTS = frozenset({
     "data_parallel_size", "enable_prefix_caching", "disable_log_stats", "enable_log_requests",
     "distributed_executor_backend",
 })  # fmt: skip
-"""vLLM's engine arguments that this engine sets itself, or that have a field here."""
 
 
 class VllmConfig(Settings):

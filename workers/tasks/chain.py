@@ -74,11 +74,8 @@ class UserTask(ColumnTask):
             raise
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return the output, float32 [N].
-
-        Raises:
-            UserCodeFailed: the function raised or returned no usable number; names task and function.
-        """
+        """Return the output, float32 [N]. Raises UserCodeFailed if the function raised or returned no usable number;
+        names task and function."""
         rows = list(self._rows(batch))
         # NaN means that the reward failed, so the row has no weight: skip the function. Its loss weight is 0, any other
         # output NaN.

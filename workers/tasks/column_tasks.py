@@ -32,20 +32,20 @@ from workers.settings.rewards import RewardModelConfig
 from workers.settings.run import RunConfig
 from workers.tasks.reference import Reference, reference_step
 
+# Number of whole groups whose advantages are computed at a time.
 _GROUPS = 8
-"""Number of whole groups whose advantages are computed at a time."""
 
 
 class ColumnTask(ABC):
     """Computes the outputs of one task of the graph. Used by one thread."""
 
+    # Most rows at a time; a multiple of the group size for a task over whole groups.
     num_rows: int
-    """Most rows at a time; a multiple of the group size for a task over whole groups."""
+    # If set, forward passes are cut at sample borders like this model's micro-batches, the columns have one value per
+    # drawn token, and `num_rows` only limits fetching. None: each row is one sample.
     cut: TrainingConfig | None = None
-    """If set, forward passes are cut at sample borders like this model's micro-batches, the columns have one value per
-    drawn token, and `num_rows` only limits fetching. None: each row is one sample."""
+    # All ranks of the gang compute together, equally often; a rank without rows gets a batch without columns.
     collective = False
-    """All ranks of the gang compute together, equally often; a rank without rows gets a batch without columns."""
 
     @property
     def version(self) -> int | None:
@@ -63,11 +63,8 @@ class ColumnTask(ABC):
         """
 
     def take_weights(self, step: int) -> None:
-        """Wait for weights of `step` or later and compute with them from now on; returns early if the run stops.
-
-        Raises:
-            WeightSyncError: they do not arrive.
-        """
+        """Wait for weights of `step` or later and compute with them from now on; returns early if the run stops. Raises
+        WeightSyncError if they do not arrive."""
         raise AssertionError(f"{type(self).__name__} depends on no weights")
 
     @abstractmethod
@@ -95,11 +92,8 @@ class Rewards(ColumnTask):
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return `rewards` and `correct`. The function gets the drawn tokens as text, the model the row's last sample.
-        If ranks share the model, only the first one returns columns.
-
-        Raises:
-            UserCodeFailed: the reward model gave a response no finite number.
-        """
+        If ranks share the model, only the first one returns columns. Raises UserCodeFailed if the reward model gave a
+        response no finite number."""
         if self._scorer is None:
             self._model.scores(sequences_of(batch))
             return {}

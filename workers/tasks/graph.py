@@ -37,11 +37,8 @@ from workers.settings.tasks import UserTaskConfig
 
 
 def graph_of(config: RunConfig) -> tuple[Task, ...]:
-    """Return the run's tasks, producers before consumers.
-
-    Raises:
-        ConfigError: a user's task does not fit into this graph.
-    """
+    """Return the run's tasks, producers before consumers. Raises ConfigError if a user's task does not fit into this
+    graph."""
     graph = config.algorithm.tasks(old_log_probs=config.needs_old_log_probs)
     if config.rollout.is_own:
         graph = with_own_rollout(graph)
@@ -121,10 +118,7 @@ def with_reward_parts(graph: Sequence[Task]) -> tuple[Task, ...]:
 
 def without_models(graph: Sequence[Task], config: RunConfig) -> tuple[Task, ...]:
     """Return the graph without the tasks of old policy and reference, which `actor.tri_model` computes during training.
-
-    Raises:
-        ConfigError: they cannot be computed there.
-    """
+    Raises ConfigError if they cannot be computed there."""
     engine = config.actor.engine
     if engine not in ("fsdp", "megatron"):
         raise ConfigError(f"actor.tri_model: engine {engine} keeps no copies of the policy; use fsdp or megatron")
@@ -216,10 +210,10 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
 
 
 _OWN_COLUMNS = (*TOKEN_COLUMNS, *SCALAR_COLUMNS, *TEXT_COLUMNS, REWARD_PARTS, TASKS, SOURCES)
+# Columns behind a text that is not a column itself.
 _COLUMNS_OF = {"responses": ("tokens", "response_mask")}
-"""Columns behind a text that is not a column itself."""
+# Former names of columns, for hints.
 _RENAMED = {"answers": "ground_truth", "log_probs": "old_log_probs", "loss_masks": LOSS_WEIGHTS}
-"""Former names of columns, for hints."""
 
 
 def _hint(name: str, known: Sequence[str]) -> str:

@@ -27,8 +27,8 @@ from workers.rows.rows import Sequences
 
 logger = logging.getLogger(__name__)
 
+# In the run directory: the last references; in a checkpoint: the one that its next step needs.
 DIRECTORY = "reference"
-"""In the run directory: the last references; in a checkpoint: the one that its next step needs."""
 _KEPT = 2
 
 

@@ -9,8 +9,8 @@ from asyncflow.errors import UserCodeFailed
 from workers.calls.user_function import Callee, load_function
 from workers.rewards.base import as_number
 
+# Arguments of a task's function.
 ARGUMENTS = ("row",)
-"""Arguments of a task's function."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,13 @@ class TaskRow:
 
 
 def task_function(what: str, function: str, field_name: str) -> Callee:
-    """Import a task's function in the child; it takes the fields of a row and returns a number.
+    """Import a task's function in the child; it takes the fields of a row and returns a number. Raises ConfigError if
+    there is no such function.
 
     Args:
         what: starts error messages.
         function: `module:function`.
         field_name: setting that names it.
-
-    Raises:
-        ConfigError: there is no such function.
     """
 
     def number(value: Any, _: Sequence[Any]) -> float:

@@ -44,8 +44,8 @@ from workers.trainer.tri_model import TriModel
 
 logger = logging.getLogger(__name__)
 
+# After a failed publication, how long to wait for the stop that the launcher sends when an agent died (s).
 STOP_GRACE_S = 15.0
-"""After a failed publication, how long to wait for the stop that the launcher sends when an agent died (s)."""
 
 
 def run_actor(context: WorkerContext) -> None:
@@ -150,12 +150,9 @@ class Actor:
         record.add_rows(batch, lines, admitted_step=self._loader.round_partition)
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
-        """Finish every step whose rows all arrived, and notify a critic in a role of its own.
-
-        Raises:
-            UserCodeFailed: no response of the step has a reward, or too many lack one; on all ranks, before any update.
-                The last completed step is saved.
-        """
+        """Finish every step whose rows all arrived, and notify a critic in a role of its own. Raises UserCodeFailed if
+        no response of the step has a reward, or too many lack one; on all ranks, before any update. The last completed
+        step is saved."""
         if stopped:
             return False
         if (error := self._too_many_failures(record)) is not None:
@@ -205,8 +202,7 @@ class Actor:
         record.sync_exposed_s += held_up_s or 0.0
 
     def record(self, record: StepRecord) -> None:
-        """Acknowledge the step's rows, merge and write the metrics of all ranks, and end a run that exceeds its limits.
-        """
+        """Acknowledge the step's rows, merge and write the metrics of all ranks, and end a run that exceeds its limits."""
         self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
         record.checkpoint_stall_s = self._checkpointer.take_stalled_s()
@@ -255,11 +251,7 @@ class Actor:
         self._checkpointer.begin(self._engine, step, contents, critic=self._critic)
 
     def _save_last(self) -> None:
-        """Save the last completed step and wait until it is written.
-
-        Raises:
-            LastSaveFailed: it could not be written.
-        """
+        """Save the last completed step and wait until it is written. Raises LastSaveFailed if it could not be written."""
         self._checkpointer.wait()
         saved = self._checkpointer.saved_step
         if saved == self._completed:
@@ -298,8 +290,8 @@ class Actor:
             self._channel.send(message)
 
 
+# What ranks other than 0 add to a checkpoint.
 _NOTHING = Contents(make_durable=lambda: None)
-"""What ranks other than 0 add to a checkpoint."""
 
 
 def _open_checkpointer(context: WorkerContext) -> Checkpointer:
@@ -394,8 +386,7 @@ class Critic:
         self._loader.put({name: batch[name] for name in self._outputs} if len(batch) else {})
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
-        """Wait until the actor commits to this step or ends the run. A save that arrives first is of the step before.
-        """
+        """Wait until the actor commits to this step or ends the run. A save that arrives first is of the step before."""
         stopped = sum_over_ranks(int(stopped)) > 0
         while not self._over:
             if (committed := self._receive()) is not None:
@@ -471,19 +462,13 @@ class CriticSaver:
         self._step = 0
 
     def restore(self, source: Path) -> None:
-        """Load the critic's part of a checkpoint, whether a critic or the actor saved it.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Load the critic's part of a checkpoint, whether a critic or the actor saved it. Raises CheckpointError if it
+        cannot be read."""
         load_shards(self._engine, source / CRITIC, group=self._group)
 
     def begin(self, step: int) -> None:
-        """Begin to save the current state: the one after `step`.
-
-        Raises:
-            CheckpointError: an earlier save is still not written after `timeout_s`.
-        """
+        """Begin to save the current state: the one after `step`. Raises CheckpointError if an earlier save is still not
+        written after `timeout_s`."""
         self.wait()
         state = self._copy.begin(self._engine.state_dict())
         self._step = step
@@ -496,11 +481,8 @@ class CriticSaver:
         return 0.0
 
     def wait(self) -> None:
-        """Wait until the last save is written or has failed.
-
-        Raises:
-            CheckpointError: it is not written in time. Its thread may still read the copy, so no other save can begin.
-        """
+        """Wait until the last save is written or has failed. Raises CheckpointError if it is not written in time. Its
+        thread may still read the copy, so no other save can begin."""
         if self._thread is None:
             return
         self._thread.join(self._timeout_s)

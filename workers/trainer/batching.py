@@ -32,19 +32,13 @@ from workers.settings.engines import ActorConfig
 
 @dataclass(frozen=True)
 class Round:
-    """One rank's part of a round, with all columns.
+    """One rank's part of a round, with all columns."""
 
-    Attributes:
-        batch: the samples of this rank's rows; empty if the rank got no rows.
-        micro_batches: positions of samples. All ranks have equally many, so the last ones may be empty.
-        total_rows: rows (not samples) over all ranks.
-        drawn_by: policy versions that drew its tokens, on any rank; only with `actor.tri_model`.
-    """
-
-    batch: PackedBatch
+    batch: PackedBatch  # The samples of this rank's rows; empty if the rank got no rows
+    # Positions of samples. All ranks have equally many, so the last ones may be empty.
     micro_batches: Sequence[Sequence[int]]
-    total_rows: int
-    drawn_by: Sequence[int] = ()
+    total_rows: int  # Rows (not samples) over all ranks
+    drawn_by: Sequence[int] = ()  # Policy versions that drew its tokens, on any rank; only with `actor.tri_model`
 
 
 class StepRounds:

@@ -104,11 +104,8 @@ class Trainer:
         self._whole_step = self._algorithm.whole_step and any(one.model is Model.POLICY for one in learners)
 
     def train(self, step: int) -> StepRecord | None:
-        """Train the loader's current step; None if a stop came before all its rows arrived.
-
-        Raises:
-            TrainingDiverged: a loss or a gradient is not finite; on all ranks, with the weights of before the update.
-        """
+        """Train the loader's current step; None if a stop came before all its rows arrived. Raises TrainingDiverged if
+        a loss or a gradient is not finite; on all ranks, with the weights of before the update."""
         record, rounds = StepRecord(step), self._step_rounds(step)
         if self._move_probe is not None:
             move = self._move_probe.move()
@@ -273,15 +270,12 @@ class Learner:
     """A model in training: its engine and its loss.
 
     The actor holds the policy, and the critic unless that has a role of its own; the role `critic` holds the critic.
-
-    Attributes:
-        first_step: the first step that trains the model.
     """
 
     model: Model
     engine: TrainedEngine
     loss: Callable[[PackedBatch, torch.device], MicroLoss]
-    first_step: int = 1
+    first_step: int = 1  # The first step that trains the model
 
     def train(
         self,

@@ -31,8 +31,8 @@ from workers.engines.base import CopyingEngine, PolicyCopy, TrainEngine
 from workers.rows.rows import Sequences, sequences_of
 from workers.settings.run import RunConfig
 
+# (a batch with all columns) -> the algorithm's loss for it.
 MakeLoss = Callable[[PackedBatch], MicroLoss]
-"""(a batch with all columns) -> the algorithm's loss for it."""
 
 
 class TriModel:
