@@ -61,8 +61,6 @@ class SavedRow:
 
 @dataclass(frozen=True)
 class Kept:
-    """The part of a row that is put back."""
-
     columns: frozenset[str]  # Their names
     tasks: frozenset[str]  # The tasks that are done with the row
 
@@ -99,11 +97,8 @@ class _Found:
 
 
 class SavedRows:
-    """The rows of one snapshot, by row number. Used by one thread; reads nothing before the first `take`.
-
-    Args:
-        warn: called if the snapshot is missing or damaged; then nothing of it is used.
-    """
+    """The rows of one snapshot, by row number. Used by one thread; reads nothing before the first `take`. `warn` is
+    called if the snapshot is missing or damaged; then nothing of it is used."""
 
     def __init__(
         self,
@@ -179,17 +174,14 @@ FeedEnded = Callable[[int, int], None]
 
 
 class PromptSource(Protocol):
-    """Where admission takes prompts from."""
-
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
         """Return the first columns of all rows of `groups`, group by group."""
 
 
 class PromptAdmitter:
-    """Owns the admission state and its thread.
+    """Owns the admission state and its thread; closes its client.
 
     Args:
-        client: puts the rows; closed together with this object.
         num_units: storage units; a step is put in at least as many parts, so that it spreads over them.
         save: makes a mark durable before it returns.
         saved: finished samples of the checkpoint that the run resumes from.
@@ -245,13 +237,8 @@ class PromptAdmitter:
         return self._refills
 
     def start(self, known_rows: Mapping[int, Collection[int]] | None) -> None:
-        """Start the thread.
-
-        Args:
-            known_rows: after a restart, step -> rows that exist or are finished; admitted rows missing from it are put
-                again.
-                None: the first start.
-        """
+        """Start the thread. `known_rows`: after a restart, step -> rows that exist or are finished; admitted rows
+        missing from it are put again. None: the first start."""
         self.started = True
         self._published = known_rows is not None
         if known_rows is not None:
@@ -264,7 +251,6 @@ class PromptAdmitter:
         self._events.put(event)
 
     def close(self) -> None:
-        """Stop the thread and close the client; idempotent."""
         self._events.put(None)
         if self._thread is not None:
             self._thread.join(timeout=5)
@@ -310,7 +296,6 @@ class PromptAdmitter:
                 self._put_new([group])
 
     def _refill(self, event: GroupRemoved) -> AdmittedGroup | None:
-        """Replace a group; adds the reason of the last failure to `TooManyFailures`."""
         try:
             return self._state.refill(event.partition, event.group, event.cause)
         except TooManyFailures as error:
@@ -336,7 +321,6 @@ class PromptAdmitter:
         self._client.open_partition(step, sum(len(group.rows) for group in self._state.groups_of(step)))
 
     def _put_new(self, groups: Sequence[AdmittedGroup]) -> None:
-        """Put groups for the first time in this run, or since it was resumed."""
         done: set[int] = set()
         most = self._groups_per_put(len(groups)) * self._state.group_size
         for piece in () if self._saved is None else self._saved.take(groups, most=most):
@@ -382,7 +366,6 @@ class PromptAdmitter:
                 )
 
     def _groups_per_put(self, num_groups: int) -> int:
-        """Return how many groups to put together so that a step spreads over the units."""
         return max(1, min(_GROUPS_PER_PUT, -(-num_groups // self._num_units)))
 
 
@@ -399,14 +382,9 @@ def prompt_admission(
     feed_ended: FeedEnded = lambda last_step, num_left: None,
     last_failure: Callable[[], str] = lambda: "",
 ) -> MakeAdmission:
-    """Return the factory that a controller calls once to make its admission.
+    """Return the factory that a controller calls once to make its admission; see `PromptAdmitter`.
 
-    Args:
-        name: of the controller's service.
-        state: at a first start; later starts restore the controller's mark.
-        saved: finished samples of the checkpoint that the run resumes from.
-        draw, feed_ended, last_failure: see `PromptAdmitter`.
-        feed: if prompts are fed, the file that reports new rows to admission.
+    `state` is that of a first start; later starts restore the controller's mark. `feed` reports new rows to admission.
     """
 
     def make(place: AdmissionPlace) -> PromptAdmitter:

@@ -21,9 +21,7 @@ SERVICE = "feed"
 
 
 class OpenFeed(msgspec.Struct, tag=True):
-    """A process feeds under a name from now on. With `again` it did so before, and is refused if another process does
-    now.
-    """
+    """A process feeds under a name from now on. With `again` it did before, and is refused if another one does now."""
 
     feeder: str  # The name
     process: str  # Distinguishes processes with the same name
@@ -54,12 +52,7 @@ class FedUpTo(msgspec.Struct, tag=True):
 
 
 class FeedService:
-    """Serves until `close`.
-
-    Args:
-        prompts: checks rows; its file must be open for appending.
-        threads: of the service that this belongs to.
-    """
+    """Serves feeders until `close`; `prompts` checks their rows, and its file must be open for appending."""
 
     def __init__(self, credentials: Credentials, prompts: FedPrompts, *, threads: ServiceThreads) -> None:
         self._prompts = prompts
@@ -67,12 +60,8 @@ class FeedService:
         self._server = ChannelServer(credentials, SERVICE, OpenFeed | PutFeed | EndFeed, self, threads=threads)
 
     def handle(self, call: Call) -> None:
-        """Handle one request at a time.
-
-        Raises:
-            ConfigError: the rows cannot be trained on, or another process now feeds under the name.
-            QueueFull: the file system refuses.
-        """
+        """Handle one request at a time. Raises ConfigError if the rows cannot be trained on, or another process now
+        feeds under the name; QueueFull if the file system refuses."""
         message, rows = call.message, self._prompts.rows
         with self._lock:
             if isinstance(message, OpenFeed) and not message.again:
@@ -90,7 +79,6 @@ class FeedService:
         """Do nothing: a feeder may come back at any time."""
 
     def close(self) -> None:
-        """Stop serving; idempotent."""
         self._server.close()
 
     def _put(self, message: PutFeed) -> None:

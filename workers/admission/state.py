@@ -37,24 +37,20 @@ from workers.settings.schedule import ScheduleConfig
 
 
 class AdmittedGroup(msgspec.Struct, frozen=True):
-    """One group with its place."""
-
     group: int  # Id, counts admissions from 0
     step: int  # Whose batch it belongs to
     rows: tuple[int, ...]  # Its global row indices; only some of them if the others exist already
 
 
 class AdmissionState:
-    """The prompt cursor and its gate.
+    """The prompt cursor and its gate. Training continues with step `version + 1`.
 
     Args:
-        version: step of the weights at the start; training continues with step `version + 1`.
-        last_step: later steps are never admitted.
         trained: groups trained into the weights that the run started or resumed from, as many as their steps have;
             empty: they are a prefix.
         filtered: groups that were filtered out before the run was resumed.
-        max_filtered: most groups of a step that may be filtered out; None: any number.
-        max_dead_letters: most groups of a step that may be dead letters; None: any number.
+        max_filtered, max_dead_letters: most groups of a step that may be filtered out or dead letters; None: any
+            number.
         num_fed: rows of the feed so far; None: there is no feed, and each group has a prompt.
     """
 
@@ -102,7 +98,6 @@ class AdmissionState:
 
     @property
     def version(self) -> int:
-        """Newest weights."""
         return self._version
 
     def gate(self, step: int) -> int:
@@ -115,11 +110,9 @@ class AdmissionState:
 
     @property
     def replaced(self) -> frozenset[int]:
-        """Groups that others replaced: dead letters and filtered ones."""
         return frozenset(self._replaced)
 
     def mark(self) -> AdmissionMark:
-        """Return what a restarted admission needs to continue."""
         return AdmissionMark(self._version, self._next_step, list(self._refills))
 
     def admissible(self) -> list[int]:
@@ -136,7 +129,6 @@ class AdmissionState:
         return range(max(first, self._version + 1 - self._schedule.lateness), self._next_step)
 
     def published(self, version: int) -> None:
-        """Note that weights of `version` exist."""
         self._version = max(self._version, version)
 
     def fed(self, num_rows: int, *, ended: bool) -> None:
@@ -151,7 +143,6 @@ class AdmissionState:
 
     @property
     def num_left(self) -> int:
-        """Rows of the feed that no group has."""
         return max(0, (self._num_fed or 0) - self.admitted_groups)
 
     @property
@@ -172,10 +163,7 @@ class AdmissionState:
 
     def refill(self, step: int, group: int, cause: RemovalCause = UNKNOWN) -> AdmittedGroup | None:
         """Replace a group of a step by the next one; None: it was replaced before, or does not belong to this step.
-
-        Raises:
-            NothingToLearn: too many groups of this step were filtered out.
-            TooManyFailures: too many are dead letters.
+        Raises NothingToLearn or TooManyFailures if too many groups of the step were filtered out or are dead letters.
         """
         if group in self._replaced or not self._admitted(group) or self.step_of(group) != step:
             return None
@@ -187,7 +175,6 @@ class AdmissionState:
         return self._group(self._refills[-1].group, step)
 
     def step_of(self, group: int) -> int:
-        """Return the step of an admitted group."""
         earlier = bisect_left(self._refills, group, key=lambda refill: refill.group)
         if earlier < len(self._refills) and self._refills[earlier].group == group:
             return self._refills[earlier].step
@@ -204,11 +191,8 @@ class AdmissionState:
         return [AdmittedGroup(group, self.step_of(group), tuple(members)) for group, members in found.items()]
 
     def missing(self, present: Mapping[int, Collection[int]]) -> list[AdmittedGroup]:
-        """Return the untrained groups of admitted steps to put again after a restart, each with its absent rows.
-
-        Args:
-            present: step -> rows that exist somewhere, or are finished.
-        """
+        """Return the untrained groups to put again after a restart, each with its absent rows. `present`: step -> rows
+        that exist somewhere, or are finished."""
         missing = []
         for step in self.untrained():
             there = set(present.get(step, ()))

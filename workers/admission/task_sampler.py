@@ -43,8 +43,6 @@ _LOOK_S = 0.05
 
 
 class Draw(msgspec.Struct, frozen=True):
-    """A line of `sampler.jsonl`."""
-
     step: int  # The weights that had to exist
     told: int  # Last step whose results were known
     indices: dict[int, int]  # Group -> its task
@@ -53,12 +51,8 @@ class Draw(msgspec.Struct, frozen=True):
 
 class UserSampler:
     """The user's class, in its child process. All methods raise UserCodeFailed if it raises, hangs, or returns no valid
-    value.
-
-    Raises:
-        ConfigError: the object cannot be made.
-        UserCodeNotStarted: its process did not start.
-    """
+    value; the constructor raises ConfigError if the object cannot be made, UserCodeNotStarted if its process did not
+    start."""
 
     def __init__(self, config: DataConfig, *, size: int | None, seed: int) -> None:
         assert config.sampler is not None
@@ -74,7 +68,6 @@ class UserSampler:
         )
 
     def next(self) -> int:
-        """Return the index of the next task."""
         index = self._made.call("next", on="next()")
         if type(index) is not int or index < 0 or (self._size is not None and index >= self._size):
             wanted = "0 or more" if self._size is None else f"0 to {self._size - 1}"
@@ -82,7 +75,6 @@ class UserSampler:
         return index
 
     def told(self, index: int, rewards: Sequence[float]) -> None:
-        """Report the rewards of a task."""
         self._made.call("told", index, list(rewards), on=f"told(index={index}, rewards={list(rewards)})")
 
     def state(self) -> Any:
@@ -93,20 +85,14 @@ class UserSampler:
             raise UserCodeFailed(f"{self._made.what} returned on state() what JSON has not: {error}") from error
 
     def load(self, state: Any) -> None:
-        """Continue from a state."""
         self._made.call("load", state, on="load(state)")
 
     def close(self) -> None:
-        """End the child; idempotent."""
         self._made.close()
 
 
 def try_sampler(config: DataConfig, *, size: int | None, seed: int) -> None:
-    """Call each method once, before a run starts.
-
-    Raises:
-        ConfigError, UserCodeFailed: see `UserSampler`.
-    """
+    """Call each method once, before a run starts; raises as `UserSampler` does."""
     sampler = UserSampler(config, size=size, seed=seed)
     try:
         index = sampler.next()
@@ -120,16 +106,8 @@ def try_sampler(config: DataConfig, *, size: int | None, seed: int) -> None:
 class TaskSampler:
     """Draws the tasks of new groups and remembers them; continues where the run's file ends.
 
-    Args:
-        sampler: new; closed together with this object.
-        run_dir: with ledger and `sampler.jsonl`.
-        batch: groups that a step trains.
-        start_step: of the checkpoint that the run resumed from; 0: none.
-        progress: called before each call of the sampler.
-
-    Raises:
-        ConfigError: the run was resumed, and the file is missing or damaged.
-        UserCodeFailed: the state cannot be loaded.
+    The constructor raises ConfigError if the run was resumed and the file is missing or damaged, UserCodeFailed if its
+    state cannot be loaded. `batch`: groups that a step trains; `progress` is called before each call of the sampler.
     """
 
     def __init__(
@@ -157,24 +135,17 @@ class TaskSampler:
             sampler.load(draws[-1].state)
 
     def close(self) -> None:
-        """End the child and close the file; idempotent."""
         self._sampler.close()
         self._file.close()
 
     def index_of(self, group: int) -> int:
-        """Return the task of a group that was drawn."""
         return self._indices[group]
 
     def draw(self, groups: Sequence[int], version: int) -> None:
-        """Draw tasks for those groups that have none, durably; waits while the disk is full.
+        """Draw tasks for those groups that have none, durably; waits while the disk is full. `version`, of the weights
+        that had to exist, never decreases between calls.
 
-        Args:
-            version: of the weights that had to exist; it never decreases between calls.
-
-        Raises:
-            UserCodeFailed: the sampler failed.
-            DeadlineExceeded: the ledger's lines did not appear.
-            OSError: the file system refuses for another reason than a full disk.
+        Raises UserCodeFailed if the sampler failed, DeadlineExceeded if the ledger's lines did not appear.
         """
         new = [group for group in groups if group not in self._indices]
         if not new:
@@ -210,11 +181,8 @@ class TaskSampler:
 class StepResults:
     """Reads the results of each step's groups from the ledger, in order.
 
-    Args:
-        batch: groups that a step trains.
-        timeout_s: how long its lines may take (s).
-        is_full: whether the disk of a directory is full; then the lines are still in the trainer's memory, and this
-            waits.
+    A step with `batch` groups may take `timeout_s` to appear; while `is_full` says that the disk is full, its lines are
+    still in the trainer's memory, and the wait continues.
     """
 
     def __init__(
@@ -235,8 +203,8 @@ class StepResults:
         self._lines: dict[int, list[Mapping[str, Any]]] = {}
 
     def of(self, step: int) -> list[tuple[int, list[float]]]:
-        """Return group and rewards of a finished step, by group; no rewards for a group that was replaced. Raises
-        DeadlineExceeded if the step's lines did not appear."""
+        """Return group and rewards of a finished step, by group; no rewards for a replaced group. Raises
+        DeadlineExceeded."""
         deadline = self._clock() + self._timeout_s
         while not self._is_whole(step):
             if self._clock() >= deadline:

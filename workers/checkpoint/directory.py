@@ -29,13 +29,8 @@ def beside(checkpoint: Path) -> Path:
 
 
 def prunable(steps: Collection[int], *, keep_last: int, keep_every: int, in_use: Collection[int]) -> list[int]:
-    """Return the steps whose checkpoints to remove.
-
-    Args:
-        keep_last: number of newest ones to keep.
-        keep_every: keep multiples of this; 0: none.
-        in_use: further steps to keep.
-    """
+    """Return the steps whose checkpoints to remove: not the `keep_last` newest, multiples of `keep_every` (0: none), or
+    `in_use`."""
     newest = sorted(steps)[-keep_last:]
     return [
         step
@@ -45,11 +40,8 @@ def prunable(steps: Collection[int], *, keep_last: int, keep_every: int, in_use:
 
 
 class CheckpointDirectory:
-    """The directory that checkpoints are written to and renamed in.
-
-    Args:
-        restored_from: checkpoint that the run resumed from; never removed, because restarted processes still read it.
-    """
+    """The directory that checkpoints are written to and renamed in. `restored_from`, which the run resumed from, is
+    never removed, because restarted processes still read it."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, *, restored_from: Path | None) -> None:
         self._run_dir = run_dir
@@ -58,21 +50,15 @@ class CheckpointDirectory:
         self._restored_from = restored_from
 
     def path(self, step: int) -> Path:
-        """Return the place of a complete checkpoint."""
         return checkpoint_path(self._run_dir, step)
 
     def clean(self) -> None:
-        """Remove what an interrupted save or removal left behind."""
         for directory in self._root.glob(".step_*.tmp"):
             shutil.rmtree(directory, ignore_errors=True)
 
     def begin(self, step: int, *, num_bytes: int) -> None:
-        """Make the directory that a save writes into. Raises OSError if no room, or the file system refuses.
-
-        Args:
-            num_bytes: lower bound of the space it needs. With less room nothing is written, which leaves the rest to
-                the run's other files.
-        """
+        """Make the directory that a save of at least `num_bytes` writes into. Raises OSError if the file system
+        refuses, or has less room; then nothing is written, which leaves the rest to the run's other files."""
         self._root.mkdir(exist_ok=True)
         target = beside(self.path(step))
         shutil.rmtree(target, ignore_errors=True)
@@ -82,8 +68,8 @@ class CheckpointDirectory:
         target.mkdir()
 
     def complete(self, step: int) -> None:
-        """Make what was written durable and visible, atomically, then prune older checkpoints. Raises OSError if the
-        file system refuses; nothing is visible."""
+        """Make what was written durable and visible, atomically, then prune. Raises OSError, with nothing visible, if
+        the file system refuses."""
         target = self.path(step)
         written = beside(target)
         sync_tree(written)
@@ -94,11 +80,9 @@ class CheckpointDirectory:
         self._prune()
 
     def discard(self, step: int) -> None:
-        """Remove what a failed save wrote."""
         shutil.rmtree(beside(self.path(step)), ignore_errors=True)
 
     def free_bytes(self) -> int:
-        """Return the free space of the file system."""
         return shutil.disk_usage(self._root).free
 
     def _prune(self) -> None:

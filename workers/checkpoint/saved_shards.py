@@ -1,8 +1,5 @@
 """An engine's state on its way to disk: its copy in host memory, and its shards in one directory, written by
-torch.distributed.checkpoint; collective over its ranks.
-
-Used for checkpoints by the actor's ranks, and by those of a critic in a role of its own.
-"""
+torch.distributed.checkpoint. Collective over its ranks: the actor's, or those of a critic in a role of its own."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -40,13 +37,8 @@ class SavedEngine(Protocol):
 
 
 def save_shards(state: dict[str, Any], target: Path, *, group: dist.ProcessGroup) -> None:
-    """Write this rank's part of a state that is in host memory.
-
-    Args:
-        state: from `state_dict`, or a copy.
-        target: directory, created here.
-        group: all ranks that hold the state, on the CPU.
-    """
+    """Write this rank's part of a state that is in host memory into a new directory. `group`: all ranks that hold the
+    state, on the CPU."""
     # The copy is in host memory already, so read nothing ahead on streams that training uses.
     dcp.save(state, storage_writer=_ShardFiles(target, per_thread_copy_ahead=0), process_group=group)
 
@@ -80,8 +72,6 @@ class _ShardFiles(dcp.FileSystemWriter):
 
 @dataclass(frozen=True)
 class BoxPart:
-    """A box of a tensor."""
-
     box: Box  # Its place in the whole tensor
     values: Tensor  # Of the box's shape
     replica: bool = False  # Another rank saves the same elements; this one only reads them
@@ -91,15 +81,11 @@ class BoxedTensor(Tensor):
     """A tensor of which this rank holds any number of boxes, for torch.distributed.checkpoint.
 
     DTensor supports only regular cuts. Megatron's distributed optimizer gives a rank a run of a flattened parameter,
-    which itself is part of one or three Hugging Face tensors: a few boxes of each, which this class describes.
+    which itself is part of one or three Hugging Face tensors: a few boxes of each, all of one dtype and device.
 
         whole [8, 4], this rank holds elements 6 .. 21:      [1:2, 2:4]  [2:5, 0:4]  [5:6, 0:2]
 
     It has the whole tensor's shape but no memory of its own, so nothing can be computed with it.
-
-    Args:
-        shape: of the whole tensor.
-        parts: at least one, all of one dtype and device.
     """
 
     parts: tuple[BoxPart, ...]
@@ -125,7 +111,6 @@ class BoxedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # the stub takes it for a plain function
         cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse: there are no values of the whole tensor."""
         raise AssertionError(f"{function} of a BoxedTensor; compute with its parts")
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -137,7 +122,6 @@ class BoxedTensor(Tensor):
         return [_chunk(part.box) for part in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the values of one part; called by torch."""
         return next(part.values for part in self.parts if index.offset == torch.Size(part.box.offset))
 
     def _write_item(self, name: str, part: BoxPart) -> WriteItem:
@@ -158,11 +142,8 @@ class HostCopy:
         begin(state) ---- copies run: the state may be read, not changed ---- wait() ---- the copy is written ...
                           forward and backward of the next step continue     before the update
 
-    There is one such copy per rank, which bounds the host memory that saving needs. Used by one thread; another may
-    read the copy until the next one begins.
-
-    Args:
-        device: that holds the state; on an accelerator the copy's memory is page-locked.
+    There is one such copy per rank, which bounds the host memory that saving needs; on an accelerator it is
+    page-locked. Used by one thread; another may read the copy until the next one begins.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -178,12 +159,8 @@ class HostCopy:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def begin(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a state, whose tensors are complete once `wait` returned.
-
-        Args:
-            state: nested dicts and lists of tensors, DTensors and plain values. With DTensors on an accelerator, the
-                first call is collective over their meshes.
-        """
+        """Return a copy of a state (nested dicts and lists of tensors, DTensors and plain values), complete once `wait`
+        returned. With DTensors on an accelerator, the first call is collective over their meshes."""
         self.wait()
         pairs: dict[str, tuple[Tensor, Tensor]] = {}
         copied: dict[str, Any] = self._mirrored(state, "", pairs)
@@ -204,7 +181,6 @@ class HostCopy:
             self._done.wait()
 
     def close(self) -> None:
-        """Stop the copying thread; idempotent."""
         self._stream.close()
 
     def _mirrored(self, value: Any, path: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> Any:
@@ -234,7 +210,6 @@ class HostCopy:
         return self._room(source.nbytes).view(source.dtype).view(source.shape)
 
     def _room(self, num_bytes: int) -> Tensor:
-        """Return page-locked uint8 [num_bytes]."""
         fitting = (k for k, (chunk, used) in enumerate(self._chunks) if used + num_bytes <= chunk.numel())
         number = next(fitting, len(self._chunks))
         if number == len(self._chunks):

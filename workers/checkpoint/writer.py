@@ -83,13 +83,6 @@ class Contents:
 
 
 class CheckpointWriter:
-    """One rank's part of writing a checkpoint.
-
-    Args:
-        group: all ranks, on the CPU, used by the saving thread alone.
-        timeout_s: how long a critic may take to write its part (s).
-    """
-
     def __init__(
         self, directory: CheckpointDirectory, facts: RunFacts, *, group: dist.ProcessGroup, timeout_s: float
     ) -> None:
@@ -105,13 +98,11 @@ class CheckpointWriter:
         self, step: int, copied: Callable[[], dict[str, Any]], *, num_bytes: int, rng: dict[str, Tensor], rest: Contents
     ) -> None:
         """Write the checkpoint of `step`, the last completed step. Raises CheckpointError if a rank failed its part;
-        nothing of the save is left.
+        nothing of the save is left then.
 
         Args:
             copied: waits for the copies of this rank's states and returns them, keyed by directory.
             num_bytes: size of this rank's states.
-            rng: states of this rank's random number generators.
-            rest: what rank 0 adds.
         """
         target = self._directory.path(step)
         work = beside(target)
@@ -147,14 +138,12 @@ class CheckpointWriter:
             logger.warning("checkpoint of step %d is without the queue's finished samples: %s", step, error)
 
     def _write_shards(self, work: Path, copied: Callable[[], dict[str, Any]]) -> list[str]:
-        """Write the states one after the other; returns their directories."""
         states = copied()
         for name, state in states.items():
             save_shards(state, work / name, group=self._group)
         return list(states)
 
     def _write_own(self, work: Path, rng: dict[str, Tensor], parts: list[str]) -> dict[str, tuple[int, str]]:
-        """Write the files of this rank alone; returns the checksums of all its files."""
         (work / RNG).mkdir(exist_ok=True)
         own = f"{RNG}/rank_{self._rank}.safetensors"
         save_file(rng, work / own)
@@ -196,8 +185,7 @@ class CheckpointWriter:
         self._together(target, part if self._rank == 0 else lambda: None)
 
     def _together(self, target: Path, part: Callable[[], Any]) -> list[Any]:
-        """Do this rank's part; returns the results of all ranks. Raises CheckpointError if a rank failed; raised on all
-        ranks."""
+        """Do this rank's part; returns the results of all ranks, or raises CheckpointError on all of them."""
         try:
             mine = [part(), ""]
         except (Exception, dcp.CheckpointException) as error:  # others wait for us; dcp's is a BaseException
@@ -256,13 +244,9 @@ def _parts(engine: SavedEngine, critic: SavedEngine | None) -> dict[str, SavedEn
 class Checkpointer:
     """Saves and restores one rank of the actor; all ranks construct and call it together.
 
-    The constructor removes what an interrupted save or removal left behind.
-
-    Args:
-        config: which checkpoints to keep, and the deadline of a save.
-        restored_from: checkpoint that the run resumed from; never removed.
-        waits: called every second while training waits for a save.
-        warn: called in the saving thread when a save fails, and with "" when one succeeds after a failure.
+    The constructor removes what an interrupted save or removal left behind. `waits` is called every second while
+    training waits for a save; `warn`, in the saving thread, when a save fails, and with "" when one succeeds after a
+    failure.
     """
 
     def __init__(
@@ -305,10 +289,8 @@ class Checkpointer:
         """Begin to save the current state: the one after `step`, the last completed step. Raises CheckpointError if an
         earlier save is still not written after `checkpoint.timeout_s`.
 
-        Args:
-            engine: may keep computing, but must not update before `before_update` returned.
-            critic: trained by the same ranks, under the same condition.
-            rest: what rank 0 adds.
+        Engine and critic, which the same ranks train, may keep computing, but not update before `before_update`
+        returned.
         """
         self.wait()
         began = time.monotonic()
@@ -328,8 +310,7 @@ class Checkpointer:
         self._stalled_s += time.monotonic() - began
 
     def wait(self) -> None:
-        """Wait until the last save is written or has failed (see `failure`). Raises CheckpointError if it is not
-        written in time."""
+        """Wait until the last save is written or has failed (see `failure`). Raises CheckpointError at the deadline."""
         if self._thread is None:
             return
         began = time.monotonic()
@@ -347,14 +328,10 @@ class Checkpointer:
     def restore(
         self, engine: SavedEngine, source: Path, *, seed: int, critic: SavedEngine | None = None
     ) -> CheckpointMeta:
-        """Load a checkpoint into the engine, and into the critic that the same ranks train; returns its metadata.
+        """Load a checkpoint into engine and critic; returns its metadata. Raises CheckpointError if it cannot be read.
 
         The ranks continue with their saved random states if there are as many as saved them. Otherwise they start new
-        ones,
-        seeded by seed, step and rank.
-
-        Raises:
-            CheckpointError: it cannot be read.
+        ones, seeded by seed, step and rank.
         """
         try:
             meta = CheckpointMeta.read(source)
@@ -372,7 +349,6 @@ class Checkpointer:
         return meta
 
     def close(self) -> None:
-        """Stop the copying thread; idempotent."""
         self._copy.close()
 
     def _join(self, thread: threading.Thread) -> None:

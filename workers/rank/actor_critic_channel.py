@@ -30,8 +30,6 @@ _SLICE_S = 30.0
 
 
 class Kind(StrEnum):
-    """Kinds of messages from actor to critic."""
-
     COMMIT = "commit"
     SAVE = "save"
     END = "end"
@@ -58,13 +56,11 @@ class ActorCriticChannel:
         self._next += 1
 
     def recv(self) -> Message:
-        """Wait for the actor's next message."""
         kind, step = self._wait(f"message/{self._next}")
         self._next += 1
         return Message(Kind(kind), step)
 
     def send_report(self, step: int, figures: dict[str, float]) -> None:
-        """Report that the critic finished a step, with its metrics."""
         self._set(f"report/{step}", figures)
 
     def recv_report(self, step: int) -> dict[str, float]:
@@ -101,7 +97,6 @@ class ActorCriticChannel:
         self._keys.set(key, json.dumps(value))
 
     def _wait(self, key: str, *, timeout_s: float = 0.0, what: str = "") -> Any:
-        """Wait for a key, at most `timeout_s`; 0: without limit."""
         left_s = timeout_s
         while not self._comes(key, min(_SLICE_S, left_s) if timeout_s else _SLICE_S):
             left_s -= _SLICE_S

@@ -57,12 +57,8 @@ class _Status:
 
 
 class WorkerContext:
-    """One rank's surroundings; a context manager.
-
-    Args:
-        run_dir: holds `job.json` and `config.yaml`.
-        gang: this process's gang. Rank and attempt come from torchrun's environment variables.
-    """
+    """One rank's surroundings; a context manager. `run_dir` holds `job.json` and `config.yaml`; rank and attempt come
+    from torchrun's environment variables."""
 
     def __init__(self, run_dir: Path, gang: str) -> None:
         self.run_dir = run_dir
@@ -123,8 +119,8 @@ class WorkerContext:
         return int(json.loads((Path(self.job.resume_from) / META_FILE).read_text())["step"])
 
     def first_data_hash(self) -> str:
-        """Return the identity of the data that the run began with (`data_identity`): from its checkpoint, otherwise
-        from the first rank that read them."""
+        """Return the identity of the data that the run began with: from its checkpoint, otherwise from their first
+        reader."""
         if self.job.resume_from:
             return CheckpointMeta.read(Path(self.job.resume_from)).data_hash
         return self.said_first("data_hash", data_identity(self.config.data))
@@ -164,18 +160,15 @@ class WorkerContext:
         return SealedStore(self.new_store(timeout_s), bytes.fromhex(self.job.secret))
 
     def group_store(self) -> Store:
-        """Return the store for this gang's own process group, new for every attempt, so that old addresses are never
-        read."""
+        """Return the store for this gang's process group, new for every attempt: old addresses are never read."""
         return PrefixStore(f"pg/{self.gang.name}/{self.job.lineage}/{self.attempt}", self.new_store())
 
     def credentials(self) -> Credentials:
-        """Return the credentials that open channels of this job."""
         timeout_s = self.config.launcher.start_timeout_s
         store = self.new_store(min(timeout_s, STORE_TIMEOUT_S))  # its clones connect with this deadline
         return Credentials(store, bytes.fromhex(self.job.secret), timeout_s)
 
     def queue_client(self) -> QueueClient:
-        """Return this process's client of the queue."""
         return QueueClient(
             self.credentials(), self.name, config=self.config.tq, stop=self.stopping, attempt=self.attempt
         )
@@ -192,10 +185,8 @@ class WorkerContext:
         """Set what this rank does from now on; the next heartbeat reports it.
 
         Args:
-            state: a few words, e.g. `generating`, `waiting for weights`.
-            detail: more, e.g. `64 responses`.
-            step, version: None: unchanged.
-            rollouts: `Rollouts.figures`; None: unchanged.
+            state: a few words, e.g. `generating`, `waiting for weights`; `detail`: more, e.g. `64 responses`.
+            step, version, rollouts: None: unchanged; the last are `Rollouts.figures`.
         """
         self.progress()
         old = self._status
@@ -222,12 +213,10 @@ class WorkerContext:
         self._progress_at = time.monotonic()
 
     def warn(self, text: str) -> None:
-        """Show the user, in one line, a problem that the run survives; "" clears it. Any thread may call.
-
-        The launcher shows the store key `warning/GANG/RANK`: JSON with `time` (unix time, s) and `text`.
-        """
+        """Show the user, in one line, a problem that the run survives; "" clears it. Any thread may call."""
         if text:
             logger.warning("%s", text)
+        # The launcher shows this key.
         self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
 
     def reward_failed(self, why: str) -> None:
@@ -244,7 +233,6 @@ class WorkerContext:
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
 
     def _failed(self, kind: str, why: str) -> None:
-        """Report a failure; any thread may call."""
         # The launcher shows the first failure; `asyncflow status`, and the error that ends the run, show the last.
         if kind not in self._told_failures:
             self.said_first(f"{kind}_failure", why)
@@ -252,8 +240,7 @@ class WorkerContext:
         self._store.put(f"{kind}_failure", why)  # before the trainer gets the response, which may end the run
 
     def said_first(self, key: str, value: str) -> str:
-        """Return the value that any rank set first for `key` since the user's command started; sets `value` if none
-        did."""
+        """Return the value that any rank set first for `key` since the user's command started, or set it."""
         return self._store.set_first(f"first/{key}", value).decode()
 
     def wake_to_stop(self, wake: threading.Event) -> None:
@@ -275,7 +262,6 @@ class WorkerContext:
         return f"last_step/{self.job.lineage}"  # an earlier lineage may have ended later
 
     def mark_done(self) -> None:
-        """Tell the launcher that the last step is trained and saved."""
         self._store.set("done", "1")
 
     def waiting_seconds(self) -> dict[str, list[tuple[float, float]]]:

@@ -34,19 +34,15 @@ _FIRST_BYTES = 2048
 
 
 def meet_peers(context: WorkerContext) -> None:
-    """Make the default process group over all ranks of this gang; every later wait in it has a deadline.
-
-    Gloo connects here, the device's own backend in its first collective.
-
-    Raises:
-        DeadlineExceeded: not all ranks came.
-    """
+    """Make the default process group over all ranks of this gang; every later wait in it has a deadline. Raises
+    DeadlineExceeded if not all ranks came."""
     launcher, size = context.config.launcher, context.gang.num_ranks
     began = time.monotonic()
     try:
         # No `device_id`, which would connect the device's backend here: with it a rank takes part in a split of the
         # communicator for each group that it is *not* in, also for Gloo's, whose members split nothing (torch 2.13,
         # `_new_process_group_helper`), and Megatron's groups would hang.
+        # Gloo connects here, the device's own backend in its first collective.
         dist.init_process_group(
             group_backends(context.device),
             store=context.group_store(),
@@ -62,14 +58,8 @@ def meet_peers(context: WorkerContext) -> None:
 
 @contextmanager
 def waiting_for_peers(what: str) -> Iterator[None]:
-    """Say who waited for whom if a collective over the default group fails: its deadline passed, or a rank left.
-
-    Args:
-        what: completes "waited 5 s ...", e.g. `in the gradients' sums`.
-
-    Raises:
-        DeadlineExceeded: instead of the backend's error.
-    """
+    """Raise DeadlineExceeded, saying who waited for whom `what` (e.g. `in the gradients' sums`), if a collective over
+    the default group fails because its deadline passed or a rank left."""
     began = time.monotonic()
     try:
         yield
@@ -90,12 +80,10 @@ def _blame(who: str, whom: str, began: float, what: str, error: Exception) -> De
 
 
 def gather(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value, in rank order, on every rank. Collective. Raises DeadlineExceeded if a rank of the
-    default group does not come, or left.
+    """Return every rank's value (JSON types, infinities and NaN), in rank order, on every rank. Collective.
 
-    Args:
-        value: JSON types, including infinities and NaN.
-        group: a Gloo group; None: the default one. The caller handles errors of other groups.
+    Over the default group it raises DeadlineExceeded if a rank does not come or left; errors of another, a Gloo group,
+    are the caller's.
     """
     if dist.get_world_size(group) == 1:
         return [value]
@@ -134,7 +122,6 @@ def _reduced(value: int, operation: dist.ReduceOp.RedOpType, where: str) -> int:
 
 
 def _exchange(data: bytes, size: int, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return the bytes of every rank, each padded to `size`."""
     mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     parts: list[Tensor] = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with waiting_for_peers("in an exchange of all ranks' figures") if group is None else nullcontext():
@@ -167,7 +154,7 @@ class ReplicaPlace:
 
     @staticmethod
     def of(actor: ActorConfig, rank: int, num_ranks: int) -> "ReplicaPlace":
-        """Return the place of `rank`. Raises ConfigError if the ranks make no whole replicas."""
+        """Return the place of `rank`; raises ConfigError if the ranks make no whole replicas."""
         if actor.engine != "megatron":
             return ReplicaPlace(rank, num_ranks, tuple((one,) for one in range(num_ranks)), rank)
         layout = actor.megatron.layout(num_ranks)
@@ -176,7 +163,6 @@ class ReplicaPlace:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's replica."""
         return self.members[self.index]
 
     @property
@@ -186,8 +172,7 @@ class ReplicaPlace:
 
 
 def open_replica(context: WorkerContext, place: ReplicaPlace) -> Replica | None:
-    """Return what distributes the queue's rows to the ranks of this replica, over a group of their own; None: a single
-    rank."""
+    """Return what distributes the queue's rows to the ranks of this replica, over their own group; None: a single rank."""
     if len(place.ranks) == 1:
         return None
     # A long timeout: ranks wait here for rows; every `tq.request_timeout_s` the lead tells them that none came.
@@ -209,12 +194,8 @@ class ReplicaPeers:
         self._group = groups[place.index]
 
     def share(self, columns: Mapping[str, Column] | None) -> Mapping[str, Column]:
-        """Return the lead's columns on every rank of the replica. Raises DeadlineExceeded if a rank does not come, or
-        left.
-
-        Args:
-            columns: on the lead; None elsewhere.
-        """
+        """Return the lead's columns on every rank of the replica; the others pass None. Raises DeadlineExceeded if a
+        rank does not come, or left."""
         meta, body = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
         if columns is not None:
             headers, payload = describe(columns, narrow=False)

@@ -24,8 +24,7 @@ def ledger_lines(
 
     Args:
         batch: columns `prompts`, `versions`, `epochs` and the sample columns; whole groups.
-        step, lineage: that trained it.
-        admitted_step: that it was admitted for; differs only with `schedule.fill: first_ready`.
+        admitted_step: differs from `step` only with `schedule.fill: first_ready`.
         time_s: seconds since the command started.
         with_rewards: include column `rewards`, for a sampler; null: the reward failed.
     """
@@ -67,10 +66,8 @@ def _known(reward: float) -> float | None:
 def refill_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: float) -> list[dict[str, Any]]:
     """Return one JSON object per replaced group; see `workers.records.ledger_file.DeadLetterLine` and `FilteredLine`.
 
-    Args:
-        refills: that became known since the last step.
-        step: the finished step; a resume from an earlier one forgets them.
-        time_s: seconds since the command started.
+    `step` is the finished step, since a resume from an earlier one forgets them; `time_s` counts from the command's
+    start.
     """
     return [
         {
@@ -123,11 +120,7 @@ def _row_bytes(column: Column) -> list[bytes]:
 
 def check_staleness(batch: PackedBatch, *, step: int, bound: int) -> None:
     """Check the schedule's promise for every token about to be trained: 0 <= (step - 1) - version <= bound. Raises
-    AsyncFlowError if a token is older than `bound`, or newer than the weights at the start of the step.
-
-    Args:
-        batch: column `versions`.
-    """
+    AsyncFlowError if a token is older, or newer than the weights at the start of the step."""
     versions = batch["versions"]
     oldest, newest = step - 1 - bound, step - 1
     wrong_A = (versions.values < oldest) | (versions.values > newest)

@@ -53,7 +53,7 @@ class DeadLetterLine(msgspec.Struct, frozen=True):
 
 
 class FilteredLine(msgspec.Struct, frozen=True):
-    """A group whose rewards were all equal, so that another one took its place: it is part of no weights of this run."""
+    """A group whose rewards were all equal, so that another one took its place: it is in no weights of this run."""
 
     lineage: int  # That filtered it out; later ones skip it, too
     # `step`, `admitted_step`, `group`, `replaced_by`, `time_s`: see `DeadLetterLine`
@@ -79,29 +79,23 @@ class LedgerKey(msgspec.Struct, frozen=True):
 
     @property
     def replaced(self) -> bool:
-        """Whether another group took its place."""
         return self.dead_letter or self.filtered
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """A ledger file."""
-
     file: Lines[LedgerLine]
 
     @cached_property
     def trained(self) -> list[tuple[int, TrainedLine]]:
-        """Line numbers and lines of trained groups."""
         return [(number, line) for number, line in self.file.lines if isinstance(line, TrainedLine)]
 
     @cached_property
     def dead_letters(self) -> list[tuple[int, DeadLetterLine]]:
-        """Line numbers and lines of dead-letter groups."""
         return [(number, line) for number, line in self.file.lines if isinstance(line, DeadLetterLine)]
 
     @cached_property
     def filtered(self) -> list[tuple[int, FilteredLine]]:
-        """Line numbers and lines of filtered groups."""
         return [(number, line) for number, line in self.file.lines if isinstance(line, FilteredLine)]
 
 
@@ -117,17 +111,11 @@ def _kind_of(line: bytes) -> type[LedgerLine]:
 
 
 def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int) -> frozenset[int]:
-    """Return the ids of the groups that steps 1 .. `completed` trained.
+    """Return the ids of the groups that steps 1 .. `completed` trained; lines of later steps and a torn last line do
+    not count.
 
     Usually these are the groups admitted for the steps, but not after dead letters or with `schedule.fill:
-    first_ready`.
-
-    Args:
-        run_dir: holds the ledger; lines of later steps and a torn last line do not count.
-        completed: step of the checkpoint.
-
-    Raises:
-        ConfigError: the ledger cannot be read, or does not name as many groups as these steps have.
+    first_ready`. Raises ConfigError if the ledger cannot be read, or does not name as many groups as these steps have.
     """
     path = run_dir / LEDGER_FILE
     ledger = read_lines(path, lambda _: LedgerKey)

@@ -64,8 +64,7 @@ class GapLimits:
 
     @staticmethod
     def of(config: RunConfig) -> "GapLimits | None":
-        """Return the limits for the least precise dtype that computes or sends the policy; None: an engine is
-        simulated."""
+        """Return the limits for the least precise dtype that computes or sends the policy; None: a simulated engine."""
         rollout = config.rollout
         if "sim" in (rollout.engine, config.actor.engine):
             return None
@@ -116,7 +115,6 @@ class LogProbGap:
 
     @staticmethod
     def of(stats: Mapping[str, float]) -> "LogProbGap":
-        """Return the gap over one micro-batch from the values of `Comparison.stats`."""
         gap = LogProbGap()
         for key, value in stats.items():
             age, _, name = key.partition("/")
@@ -318,11 +316,8 @@ class MoveProbe:
         self._updated = False
 
     def keep(self, batch: PackedBatch, log_probs_A: Tensor) -> None:
-        """Keep samples of a step's first micro-batch; later calls in the step do nothing.
-
-        Args:
-            log_probs_A: of the samples' drawn tokens, before the step's first update.
-        """
+        """Keep samples, and their drawn tokens' log-probabilities, of a step's first micro-batch; later calls in the
+        step do nothing."""
         if self._kept is not None:
             return
         drawn_N = batch[SAMPLE_DRAWN].values.long()
@@ -331,7 +326,6 @@ class MoveProbe:
         self._kept = batch.select(first), log_probs_A[: int(drawn_N[: len(first)].sum())].clone()
 
     def updated(self) -> None:
-        """Note an update of the policy; called on all ranks."""
         self._updated = True
 
     def move(self) -> dict[str, float]:

@@ -16,13 +16,8 @@ _METRICS = "outside/metrics/"
 
 
 def report_metrics(store: SealedStore, name: str, metrics: Mapping[str, float], *, stamp: str) -> None:
-    """Write a process's metrics. Raises ConfigError if a value is not a finite number; nothing is written.
-
-    Args:
-        name: of the process.
-        metrics: finite numbers.
-        stamp: different for each report.
-    """
+    """Write a process's metrics; `stamp` differs for each report. Raises ConfigError, and writes nothing, if a value is
+    not a finite number."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics: {metrics!r} is not a dict; give names with a float or an int each")
     for metric, value in metrics.items():

@@ -25,11 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class SampleLog:
-    """Writes the responses of the first few groups of each step that this instance generated.
+    """Writes the responses of the first `shown` groups (`rollout.samples_per_step`) of each step that this instance
+    generated.
 
     Args:
-        run_dir, gang: determine the file.
-        shown: `rollout.samples_per_step`.
         groups_per_step: since group ids continue from step to step.
         tokenizer: for rollouts of several turns; None: do not show their tokens.
     """
@@ -43,7 +42,6 @@ class SampleLog:
         self._groups_per_step = groups_per_step
 
     def write(self, rollout: FinishedRollout, scored: ScoredResponse, *, step: int, group: int) -> None:
-        """Write one finished rollout if its group is among those shown."""
         if group % self._groups_per_step >= self._shown or self._file.closed:
             return
         line: dict[str, Any] = {
@@ -81,11 +79,7 @@ class SampleLog:
 
 
 def version_spans(versions_A: Tensor) -> list[list[int]]:
-    """Return [version, tokens] of each run of tokens from the same weights, in response order.
-
-    Args:
-        versions_A: int32 [A], of the drawn tokens.
-    """
+    """Return [version, tokens] of each run of drawn tokens (int32 [A]) from the same weights, in response order."""
     versions, counts = versions_A.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
     return [[version, count] for version, count in zip(versions.tolist(), counts.tolist(), strict=True)]
 

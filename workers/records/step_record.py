@@ -48,13 +48,7 @@ def far_from_reference(kl: float) -> str:
 
 
 def check_reference(step: int, kl: float, most: float | None) -> None:
-    """Refuse a policy that has moved too far from its reference. Raises TrainingDiverged if `kl` exceeds `most` or is
-    not a number.
-
-    Args:
-        kl: nats per token.
-        most: `algorithm.max_kl`; None: no limit.
-    """
+    """Raise TrainingDiverged if `kl` (nats per token) exceeds `algorithm.max_kl` or is not a number; None: no limit."""
     # `not kl <= most` also holds for NaN.
     if most is not None and not kl <= most:
         raise TrainingDiverged(
@@ -80,13 +74,10 @@ class Update:
 
 @dataclass
 class UpdateLog:
-    """One model's updates in a step."""
-
     next_update: UpdateTotals = field(default_factory=UpdateTotals)  # This rank's sums for the next update
     made: list[Update] = field(default_factory=list)  # Updates so far
 
     def add(self, totals: UpdateTotals, *, scale: float, stats: StepStats) -> None:
-        """Record an update; later additions belong to the next one."""
         self.made.append(Update(totals, totals.loss * scale, stats))
         self.next_update = UpdateTotals()
 
@@ -107,9 +98,7 @@ class UpdateLog:
 
 @dataclass
 class StepRecord:
-    """One step while it is trained. "Rank, then all" values hold this rank's until `merge`, and those of all ranks
-    after it.
-    """
+    """One step while it is trained. "Rank, then all": this rank's value until `merge`, that of all ranks after it."""
 
     step: int
     # `started_at`, `first_batch_at`: monotonic seconds; the second is None before the first round
@@ -135,7 +124,6 @@ class StepRecord:
     on_device: list[tuple[Model, LossCounts, Mapping[str, Tensor], Mapping[str, Tensor]]] = field(default_factory=list)
 
     def arrived(self) -> None:
-        """Note the arrival of a round; only the first counts."""
         if self.first_batch_at is None:
             self.first_batch_at = time.monotonic()
 
@@ -148,12 +136,8 @@ class StepRecord:
     def add_loss(
         self, model: Model, counts: LossCounts, stats: Mapping[str, Tensor], gap: Mapping[str, Tensor]
     ) -> None:
-        """Count a trained micro-batch, in any pass, without waiting for the device.
-
-        Args:
-            stats: of the loss.
-            gap: of the comparison with the generating engine; may be empty.
-        """
+        """Count a trained micro-batch, in any pass, without waiting for the device. `gap`, of the comparison with the
+        generating engine, may be empty."""
         self.on_device.append((model, counts, stats, gap))
 
     def fetch(self) -> None:
@@ -181,7 +165,6 @@ class StepRecord:
 
     @property
     def num_updates(self) -> int:
-        """Updates so far of whichever model is trained here."""
         return max(len(self.policy.made), len(self.critic.made))
 
     def part(self) -> dict[str, Any]:
@@ -203,7 +186,6 @@ class StepRecord:
         return {**self.policy.metrics(), "masked_fraction": masked / max(1, responses), **critic}
 
     def critic_metrics(self) -> dict[str, float]:
-        """Return the metrics of a critic that is trained here."""
         updates = {f"critic_{name}": value for name, value in self.critic.metrics().items()}
         return {**updates, **self.totals.critic_metrics()}
 
@@ -234,20 +216,15 @@ class LengthMean:
         return mean
 
     def add(self, step_mean: float, samples: float) -> float:
-        """Count a step's responses; returns the step's mean minus the mean so far, this step included (tokens).
-
-        A schedule that trains short responses earlier is biased towards them at first, and against them once the long
-        ones
-        arrive. Nothing is discarded and lateness is bounded, so this averages to about 0 over a run.
-        """
+        """Count a step's responses; returns the step's mean minus the mean so far, this step included (tokens)."""
         self.samples += samples
         self.tokens += step_mean * samples
+        # A schedule that trains short responses earlier is biased towards them at first, and against them once the long
+        # ones arrive. Nothing is discarded and lateness is bounded, so this averages to about 0 over a run.
         return step_mean - self.tokens / self.samples
 
 
 class StepRecorder:
-    """Writes records in order."""
-
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._lengths = LengthMean.so_far(context.run_dir / METRICS_FILE)
@@ -265,12 +242,8 @@ class StepRecorder:
         self._idle: dict[str, float] = {}
 
     def update_made(self, step: int, number: int, optimizer_updates: int) -> None:
-        """Write an optimizer update down, whatever becomes of its step.
-
-        Args:
-            number: of the update within its step, from 1.
-            optimizer_updates: total in the engine's state, including this one.
-        """
+        """Write an optimizer update down, whatever becomes of its step: its number in the step, from 1, and the
+        engine's total."""
         line = {
             "lineage": self._context.job.lineage,
             "step": step,
@@ -334,7 +307,6 @@ class StepRecorder:
             self._context.warn(f"step {record.step}: {'; '.join(new.values())}")
 
     def sync(self) -> None:
-        """Make everything written so far durable."""
         for file in (self._updates, self._ledger, self._metrics):
             file.sync()
 

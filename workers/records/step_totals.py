@@ -42,7 +42,6 @@ class UpdateTotals:
 
     @property
     def counts(self) -> LossCounts:
-        """The parts of the loss's divisor."""
         return LossCounts(self.tokens, self.sequences, self.responses)
 
     @staticmethod
@@ -64,13 +63,8 @@ class StepTotals:
         self.sums[name] = self.sums.get(name, 0.0) + value
 
     def add_batch(self, batch: PackedBatch, *, step: int, admitted_step: int) -> None:
-        """Count the samples of a batch.
-
-        Args:
-            batch: columns `tokens rewards correct truncated versions`, optionally `reward_parts sources`; N >= 1 rows.
-            step: that trains it.
-            admitted_step: that it was admitted for.
-        """
+        """Count N >= 1 samples that `step` trains: columns `tokens rewards correct truncated versions`, optionally
+        `reward_parts sources`."""
         lengths = batch["versions"].lengths.double()  # drawn tokens; a row without any is not stale
         oldest_N, _ = batch["versions"].extremes()
         staleness_N = (step - 1 - oldest_N) * (lengths > 0)
@@ -210,8 +204,7 @@ class StepTotals:
         return self.sums.get("loss/kl", 0.0) / max(1.0, self.sums.get("loss/tokens", 0.0))
 
     def histograms(self) -> dict[str, dict[str, int]]:
-        """Return, by name, how many responses have each value. Values have two digits, so that the ranks' counts add
-        up."""
+        """Return, by name, how many responses have each value, to two digits, so that the ranks' counts add up."""
         found: dict[str, dict[str, int]] = {"reward": {}, "response_tokens": {}, "staleness": {}}
         for path, count in self.sums.items():
             if path.startswith("histogram/"):
@@ -220,7 +213,6 @@ class StepTotals:
         return found
 
     def _means(self) -> dict[str, float]:
-        """Return means over the responses that have the value: parts of the reward, and everything of a source."""
         names = sorted(name.removeprefix("means/") for name in self.sums if name.startswith("means/"))
         return {name: self.sums[f"mean/{name}"] / self.sums[f"means/{name}"] for name in names}
 
@@ -253,10 +245,8 @@ def numbers(each: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
 
 
 def effective_sample_size(total: float, squared: float, count: float) -> float:
-    """Return (sum of ratios)^2 / (count x sum of their squares): 1 on-policy, 1 / count if one token dominates.
-
-    Source: Kong 1992; as a share of the tokens.
-    """
+    """Return (sum of ratios)^2 / (count x sum of their squares): 1 on-policy, 1 / count if one token dominates (Kong
+    1992)."""
     return total**2 / (count * squared) if squared > 0 else 1.0
 
 

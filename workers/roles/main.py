@@ -28,11 +28,7 @@ COLUMN_LOOP = "workers.tasks.task_worker:run_task"
 
 
 def run_worker(run_dir: str, gang: str) -> None:
-    """Run this process's role to its end.
-
-    Raises:
-        AsyncFlowError: what the role could not handle.
-    """
+    """Run this process's role to its end; raises the AsyncFlowError that it could not handle."""
     # The launcher receives stop signals and tells the workers through the store.
     ignore_stop_signals()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)

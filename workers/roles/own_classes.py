@@ -32,8 +32,8 @@ _TIMEOUT_S = 60.0
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return the configuration with the defaults of outside classes, checked by them. Raises ConfigError if a class
-    does not exist, cannot be used, or refuses a setting."""
+    """Return the configuration with the defaults of outside classes, checked by them. Raises ConfigError if one does
+    not exist, cannot be used, or refuses a setting."""
     for number, logger in enumerate(config.loggers):
         if logger.name in LOGGERS.built_in:
             _logger_options(number, logger)
@@ -67,11 +67,8 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def resolving(run: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Callee:
-    """Import the classes and check their settings, in the child; the callee returns section -> settings or options.
-
-    Raises:
-        ConfigError: see `resolve`.
-    """
+    """Import the classes and check their settings, in the child; raises as `resolve`. The callee returns section ->
+    settings."""
     config = RunConfig.model_validate(run)
     found: dict[str, Any] = {}
     for field, registry, name in _outside(config):
@@ -127,14 +124,12 @@ def _settings_of(
 
 
 def _logger_options(number: int, logger: LoggerConfig) -> dict[str, Any]:
-    """Return the arguments of a logger; raises ConfigError if its class refuses them."""
     field = f"loggers.{number}"
     kind = load_class(LOGGERS.locate(logger.name), field=f"{field}.name", methods=("log", "show", "rewind", "close"))
     return own_options(kind, logger.options, name=logger.name, section=f"{field}.options", first=(None,))
 
 
 def _with(config: RunConfig, found: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with the child's results."""
     update: dict[str, Any] = {}
     for section in _ENGINES.keys() & found.keys():
         update[section] = getattr(config, section).model_copy(update={"engine_options": found[section]})
@@ -150,11 +145,8 @@ def _with(config: RunConfig, found: Mapping[str, Any]) -> RunConfig:
 
 
 def check_policy(config: RunConfig) -> None:
-    """Refuse a policy that cannot be made, or that chooses among rows in a run that must not depend on timing.
-
-    Raises:
-        ConfigError: says which.
-    """
+    """Raise ConfigError for a policy that cannot be made, or that chooses among rows in a run that must not depend on
+    timing."""
     try:
         policy = load_policy(config.tq.policy)
     except ConfigError as error:
@@ -179,7 +171,6 @@ def _outside(config: RunConfig) -> list[tuple[str, Registry, str]]:
 
 
 def _check_run(settings: Settings, config: RunConfig) -> None:
-    """Let a class's own settings check the run's, if they have a `check`."""
     check = getattr(settings, "check", None)
     if check is not None:
         check(config)

@@ -62,13 +62,9 @@ _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
 
 
 class DatasetPrompts:
-    """Admission's source of prompts: the data set in its order, or in that of a user's sampler.
+    """Admission's source of prompts: the data set in its order, or in that of a user's sampler; closes both.
 
-    Args:
-        dataset: closed together with this object, as is the sampler.
-        names: of the columns to write.
-        sampler: chooses the task of each group; None: data order.
-        report: receives this process's state before each task is made, and when all are.
+    `names`: of the columns to write. `report` receives this process's state before each task is made, and when all are.
     """
 
     def __init__(
@@ -84,7 +80,6 @@ class DatasetPrompts:
         self._sampler = sampler
 
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
-        """Return the columns of every row, group by group."""
         made = [(self._prompt(group.group), len(group.rows)) for group in groups]
         self._report(_SERVING)
         prompts = [prompt for prompt, number in made for _ in range(number)]
@@ -98,13 +93,11 @@ class DatasetPrompts:
         return {name: columns[name] for name in self._names}
 
     def draw(self, groups: Sequence[int], version: int) -> None:
-        """Draw the tasks of new groups; see `TaskSampler.draw`."""
         if self._sampler is not None:
             self._sampler.draw(groups, version)
             self._report(_SERVING)
 
     def close(self) -> None:
-        """Close data set and sampler; idempotent."""
         self._dataset.close()
         if self._sampler is not None:
             self._sampler.close()
@@ -135,12 +128,9 @@ def run_storage(context: WorkerContext) -> None:
 def run_controller(context: WorkerContext) -> None:
     """Serve a part of the control plane until the run is over; the lead admits prompts.
 
-    Raises:
-        ConfigError: the data are not those that the run began with.
-        UserCodeFailed: the data's source or sampler failed.
-        TooManyFailures: too many groups of a step are dead letters.
-        NothingToLearn: dynamic sampling finds too few prompts that teach something.
-        RoleFailed: one of its threads died.
+    Raises ConfigError if the data are not those that the run began with, UserCodeFailed for their source or sampler,
+    TooManyFailures for too many dead letters, NothingToLearn if dynamic sampling finds too few prompts that teach
+    something.
     """
     serve_only()
     config = context.config
@@ -218,8 +208,7 @@ def _end_with_feed(context: WorkerContext, last_step: int, num_left: int) -> Non
 
 
 def check_data(context: WorkerContext) -> None:
-    """Refuse data or a tokenizer that changed since the run began: groups would no longer have the same prompts. Raises
-    ConfigError if they changed."""
+    """Raise ConfigError if data or tokenizer changed since the run began: groups would not have the same prompts."""
     data = context.config.data
     if data_identity(data) != context.first_data_hash():
         raise ConfigError(f"{changed_data(data)}; restore {'it' if data.source else 'the file'}")
@@ -228,7 +217,6 @@ def check_data(context: WorkerContext) -> None:
 
 
 def _first_state(context: WorkerContext) -> AdmissionState:
-    """Return the state of admission at the start of this run or at its resumption."""
     schedule, start = context.config.schedule, context.start_step
     return AdmissionState(
         schedule,
@@ -268,11 +256,6 @@ def usable_columns(before: RunConfig, now: RunConfig, *, saved_step: int) -> Usa
 
     A column holds if the task that wrote it is the same, with the same settings, and all its inputs hold. What depends
     on the newest weights (`actor_log_probs`) is computed again. The code of user functions is not compared.
-
-    Args:
-        before, now: configurations of the checkpoint and of the resumed run; data, seed, batch and group size are the
-            same.
-        saved_step: of the checkpoint.
     """
     known = {task.name: task for task in graph_of(before)}
     same = [
@@ -303,7 +286,6 @@ def _same_settings(task: str, before: RunConfig, now: RunConfig) -> bool:
 
 
 def _settings(task: str, config: RunConfig) -> object:
-    """Return what a task of a configuration depends on; None: unknown."""
     if task in _SETTINGS:
         return _SETTINGS[task](config)
     return next((user for user in config.tasks if user.name == task), None)

@@ -15,8 +15,6 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RolloutRequest:
-    """One rollout to make."""
-
     index: int  # Global row index
     ticket: int  # Identifies the request; a lost row may be requested again
     seed: int  # Of its random numbers, 64 bits
@@ -29,8 +27,6 @@ class RolloutRequest:
 
 @dataclass(frozen=True, eq=False)
 class FinishedRollout:
-    """One rollout at its end."""
-
     # `index`, `ticket`: of the request
     index: int
     ticket: int
@@ -55,7 +51,6 @@ class FinishedRollout:
 
     @property
     def skipped(self) -> bool:
-        """Whether it leaves because its function says so."""
         return self.leaves and not self.failures
 
     @cached_property

@@ -11,14 +11,11 @@ from tq.policies import split_by_tokens
 
 
 class MiniBatchAssigner:
-    """Assigns the rounds of one pass to mini-batches; the same on all ranks, since all see the same rounds.
+    """Assigns the rounds of one pass to mini-batches of `size` rows; the same on all ranks, since all see the same
+    rounds.
 
     If all rounds have the same size, every order is equally likely. Otherwise they go where there is room, so a
     mini-batch differs from `size` by less than the largest round; if that is no larger than `size`, none stays empty.
-
-    Args:
-        size: rows of a mini-batch.
-        seed: determines the order.
     """
 
     def __init__(self, *, num_mini_batches: int, size: int, seed: str) -> None:
@@ -39,21 +36,18 @@ class MiniBatchAssigner:
 
 def cut_by_rows(begins: Sequence[int], num_samples: int, micro_batch_size: int) -> list[Sequence[int]]:
     """Return the positions of samples in each micro-batch: runs of `micro_batch_size` rows with all their samples.
-
-    Args:
-        begins: positions of the samples that begin a row, ascending.
-    """
+    `begins`: ascending positions of the samples that begin a row."""
     borders = [*begins[::micro_batch_size], num_samples]
     return [range(start, end) for start, end in itertools.pairwise(borders)]
 
 
 def cut_by_tokens(prompts: Sequence[Hashable], lengths: Sequence[tuple[int, int]], budget: int) -> list[list[int]]:
-    """Put whole groups, or parts of those that do not fit, into micro-batches; returns positions of samples.
+    """Put whole groups, or parts of those that do not fit `budget` tokens, into micro-batches; returns positions of
+    samples.
 
     Args:
         prompts: of each sample; equal ones are computed once per micro-batch.
         lengths: (prompt, rest) of each sample (tokens).
-        budget: of a micro-batch (tokens).
     """
     groups: dict[Hashable, list[int]] = {}
     for position, prompt in enumerate(prompts):

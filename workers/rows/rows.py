@@ -117,11 +117,7 @@ def _ones(mask_T: Tensor, length_K: Tensor) -> Tensor:
 
 
 def sequences_of(batch: PackedBatch) -> Sequences:
-    """Return the engines' packed sequences, one sample after the other, neither padded nor sorted.
-
-    Args:
-        batch: columns `tokens`, `sample_lengths`, `response_mask`, N >= 1 rows.
-    """
+    """Return the packed sequences of N >= 1 rows with the sample columns, neither padded nor sorted."""
     return Sequences(*(batch[name].values for name in SAMPLE_COLUMNS))
 
 

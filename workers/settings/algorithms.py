@@ -25,8 +25,8 @@ from workers.settings.dataflow import CRITIC_TRAIN, SAMPLE_COLUMNS, Task, critic
 
 
 class OffPolicyConfig(Settings):
-    """Correction for tokens that a slightly different policy drew: the generating engine rounds differently from the
-    trainer, and its weights may be older. See `workers.algorithms.parts.policy_parts`."""
+    """Correction for tokens that another policy drew: the generating engine rounds differently from the trainer, and
+    its weights may be older. See `workers.algorithms.parts.policy_parts`."""
 
     method: Literal["none", "truncated_is", "decoupled", "icepop"] | None = "truncated_is"
     """`truncated_is` (TIS; also null): a token's weight is the ratio of the policy at the start of the step to the
@@ -200,21 +200,17 @@ class PolicyConfig(Settings):
         return self.group_filter is not None
 
     def max_filtered(self, batch: int) -> int:
-        """Return how many groups may be filtered from a step of `batch` groups: the largest share of all that were
+        """Return how many groups may be filtered from a step of `batch` groups: the largest share of all that are
         generated."""
         return int(batch * self.max_filtered_share / (1 - self.max_filtered_share) + 1e-6)
 
     @property
     def advantage_inputs(self) -> tuple[str, ...]:
-        """Columns that advantages are computed from."""
         return ("rewards", "old_log_probs", "ref_log_probs") if self.has_reward_penalty else ("rewards",)
 
     def tasks(self, *, old_log_probs: bool = False) -> tuple[Task, ...]:
         """Return the algorithm's dataflow graph, producers before consumers; the last task trains the policy.
-
-        Args:
-            old_log_probs: loss or reward need log-probabilities under the weights at the start of the step.
-        """
+        `old_log_probs`: loss or reward need log-probabilities under the weights at the start of the step."""
         return critic_free_tasks(
             self.advantage_inputs,
             whole_groups=self.filters_groups,
@@ -223,11 +219,7 @@ class PolicyConfig(Settings):
         )
 
     def check(self, run: Any) -> None:
-        """Refuse other settings of the run (a `RunConfig`) that the algorithm cannot train with.
-
-        Raises:
-            ConfigError: names the setting.
-        """
+        """Raise ConfigError for other settings of the run (a `RunConfig`) that the algorithm cannot train with."""
 
 
 class KlLossConfig(PolicyConfig):
@@ -450,7 +442,6 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
 
     @property
     def min_group_size(self) -> int:
-        """1: responses are compared with values, not with each other."""
         return 1
 
     @property
@@ -462,11 +453,8 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
         return (*super().advantage_inputs, "values", "sample_lengths", "response_mask")
 
     def tasks(self, *, old_log_probs: bool = False) -> tuple[Task, ...]:
-        """Return the tasks: a critic computes values, advantages and returns, puts the advantages, and trains on the
-        returns.
-
-        Source: Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
-        """
+        """Return the tasks (arXiv 1707.06347, algorithm 1): a critic computes values, advantages and returns, puts the
+        advantages, and trains on the returns."""
         *others, advantages, train = super().tasks(old_log_probs=old_log_probs)
         values = Task(
             name="values",
@@ -539,7 +527,6 @@ class OutsideConfig(KlLossConfig):
 
 
 def _name_of(section: Any) -> Any:
-    """Return the name of a section's algorithm; without a name it is GRPO."""
     name = section.get("name", "grpo") if isinstance(section, Mapping) else getattr(section, "name", None)
     with contextlib.suppress(ValueError):  # an unknown name is reported by the discriminator
         return "outside" if isinstance(name, str) and ":" in NAMES.resolve(name) else name

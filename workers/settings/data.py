@@ -29,7 +29,6 @@ BLOCK = 1000
 
 
 def _local_time(given: object) -> object:
-    """Return a time as text to the second, without a zone: wall-clock time."""
     if type(given) is date:  # YAML parses a bare day as a date
         given = datetime(given.year, given.month, given.day)
     try:
@@ -64,7 +63,6 @@ class HubPart(Settings):
 
     @property
     def is_part(self) -> bool:
-        """Whether it selects any part."""
         return any((self.subset, self.split, self.revision))
 
 
@@ -171,12 +169,10 @@ class DataConfig(HubPart):
 
     @property
     def is_feed(self) -> bool:
-        """Whether processes outside put the rows."""
         return self.source == FEED
 
     @property
     def name(self) -> str:
-        """What messages call the data."""
         return self.path or self.source or f"a mixture of {len(self.mixture)}"
 
     @property
@@ -187,7 +183,6 @@ class DataConfig(HubPart):
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """What metrics call the sources of the mixture."""
         return tuple(one.name or str(number) for number, one in enumerate(self.mixture))
 
     @property

@@ -68,18 +68,12 @@ class NeededWeights(StrEnum):
 
 
 def roles_on_device(*, reward_model: bool) -> tuple[str, ...]:
-    """Return the roles that take a device per rank, in the order in which they get them.
-
-    Args:
-        reward_model: the role `reward` computes with a model, not only with a function.
-    """
+    """Return the roles that take a device per rank, in order; `reward` does if it computes with a model."""
     return tuple(role for role in _WITH_MODELS if reward_model or role != "reward")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One node of the graph."""
-
     name: str
     role: str  # The role that runs it when launched
     host: str  # The role that runs it otherwise; equal to `role` for tasks that cannot move
@@ -111,14 +105,12 @@ AnyTask = TypeVar("AnyTask", Task, PlacedTask)
 def critic_free_tasks(
     advantage_inputs: tuple[str, ...], *, whole_groups: bool, reference: bool, old_log_probs: bool
 ) -> tuple[Task, ...]:
-    """Return the tasks of an algorithm without a critic, producers before consumers.
+    """Return the tasks of an algorithm without a critic (arXiv 2402.03300, algorithm 1), producers before consumers.
 
     Args:
         whole_groups: responses are scored together with their group, so that groups can be filtered.
         reference: there is a KL penalty to the reference policy.
         old_log_probs: loss or reward need log-probabilities under the weights at the start of the step.
-
-    Source: Shao et al. 2024 (arXiv 2402.03300), algorithm 1.
     """
     rollout = Task(
         name="actor_rollout",
@@ -196,15 +188,10 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
     """Assign every task to a launched role; fold all tasks of a role, hosted ones too, into its last own task.
 
     A task is folded *after* that main task if it reads what the main task writes (rewards into rollout), otherwise
-    before it (reference and advantages into actor_train).
+    before it (reference and advantages into actor_train). Tasks come producers before consumers; observers are ignored.
 
-    Args:
-        tasks: producers before consumers.
-        launched: canonical role names; observers are ignored.
-
-    Raises:
-        ConfigError: a launched role has no task in this graph, a task's host was not launched, or a task would wait for
-            a column that exists only inside another role's task.
+    Raises ConfigError if a launched role has no task in this graph, a task's host was not launched, or a task would
+    wait for a column that exists only inside another role's task.
     """
     useful = {task.role for task in tasks}
     launched = [role for role in launched if role not in OBSERVERS]
@@ -245,8 +232,7 @@ def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collectio
 
 
 def _refuse_circles(placed: Collection[PlacedTask]) -> None:
-    """Refuse roles that wait for each other. A role computes all its tasks at once, so this can happen without a circle
-    of tasks."""
+    """A role computes all its tasks at once, so roles may wait for each other although no two tasks do."""
     _, circle = producers_first(placed)
     if circle:
         roles = " ".join(task.role for task in circle)

@@ -70,12 +70,8 @@ class TrainingConfig(Settings):
     CPU). Attention is not compiled."""
 
     def for_run(self, steps: int, *, begins_after: int = 0) -> Self:
-        """Return this with `lr_decay_steps` resolved for a run and counted from the first step that trains this model.
-
-        Args:
-            steps: of the run, the meaning of `lr_decay_steps: 0`.
-            begins_after: number of first steps that do not train this model.
-        """
+        """Return this with `lr_decay_steps` resolved for a run of `steps`, counted from the first step that trains this
+        model; `begins_after`: the number of steps before it."""
         return self.model_copy(update={"lr_decay_steps": max(1, (self.lr_decay_steps or steps) - begins_after)})
 
 
@@ -100,13 +96,12 @@ class ActorConfig(TrainingConfig):
     older policies; see `workers.trainer.tri_model`."""
 
     def num_replicas(self, num_ranks: int) -> int:
-        """Return how many groups of ranks train on rows of their own. Raises ConfigError if the ranks make no whole
+        """Return how many groups of ranks train on rows of their own; raises ConfigError if they make no whole
         replicas."""
         return self.megatron.layout(num_ranks).replicas if self.engine == "megatron" else num_ranks
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates per step."""
         return self.num_mini_batches * self.ppo_epochs
 
 
@@ -130,8 +125,7 @@ class CriticConfig(TrainingConfig):
     policy's warm-up begins after them; `actor.lr_decay_steps` includes them."""
 
     def training(self, actor: ActorConfig) -> ActorConfig:
-        """Return what the critic's engine must know: its own optimizer settings, and as many updates as the actor
-        makes."""
+        """Return what the critic's engine must know: its own optimizer settings, and the actor's number of updates."""
         own = {name: getattr(self, name) for name in TrainingConfig.model_fields}
         return actor.model_copy(update=own)
 
@@ -157,7 +151,6 @@ class RefConfig(Settings):
 
     @property
     def ranks_per_copy(self) -> int:
-        """Ranks that hold one copy of the model together."""
         return {"fsdp": self.shards, "megatron": self.megatron.ranks_per_copy}.get(self.engine, 1)
 
     def computation(self, dtype: Literal["float32", "bfloat16"]) -> ActorConfig:

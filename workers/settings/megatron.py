@@ -51,8 +51,6 @@ class MegatronConfig(Settings):
 
 @dataclass(frozen=True)
 class MegatronPlace:
-    """Coordinates of a rank."""
-
     tensor: int  # Its part of every layer
     replica: int  # Copy of the model, the data-parallel rank
     stage: int  # Of the pipeline
@@ -129,7 +127,7 @@ class DenseModel:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "DenseModel":
-        """Read config.json. Raises ConfigError if another model family, or a feature that has no mapping to Megatron."""
+        """Read config.json. Raises ConfigError for another family, or a feature that has no mapping to Megatron."""
         family = config.get("model_type")
         if family not in FAMILIES:
             raise _cannot(f"model_type {family!r}", f"use one of {' '.join(FAMILIES)}")
@@ -163,14 +161,7 @@ class DenseModel:
 
 
 def check_division(model: DenseModel, config: MegatronConfig, *, section: str = "actor") -> None:
-    """Refuse a model that cannot be divided as configured.
-
-    Args:
-        section: `actor` or `ref`, for the error message.
-
-    Raises:
-        ConfigError: names the numbers that do not divide.
-    """
+    """Raise ConfigError, about `section` (`actor` or `ref`), if the model cannot be divided as configured."""
     tensor, stages = config.tensor_parallel, config.pipeline_parallel
     for name, value in (
         ("num_attention_heads", model.num_heads),

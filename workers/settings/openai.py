@@ -58,8 +58,7 @@ class OpenAIConfig(Settings):
 
 
 def check_address(url: str) -> None:
-    """Check the address of a server. Raises ValueError if no request can be sent there, or it holds what must not
-    appear in logs."""
+    """Raise ValueError if no request can be sent to a server's address, or it holds what must not appear in logs."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or any(map(str.isspace, url)):
         raise ValueError(f"{url!r} is not an http:// or https:// address")
@@ -76,11 +75,8 @@ def check_address(url: str) -> None:
 
 
 def read_api_key(variable: str, field: str) -> str:
-    """Return the key in an environment variable that the setting `field` names; "" if it is not set.
-
-    Raises:
-        ConfigError: the key has characters that no request can carry.
-    """
+    """Return the key in an environment variable that the setting `field` names; "" if it is not set. Raises ConfigError
+    if it has characters that no request can carry."""
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(

@@ -166,10 +166,8 @@ class RolloutConfig(SamplingConfig):
         return f"rollout.{given}: {named if isinstance(named, str) else ' '.join(named)}"
 
     def max_dead_letters(self, batch: int) -> int | None:
-        """Return how many groups may become dead letters in a step of `batch` groups; None: any number.
-
-        That is the mean at the largest failed share of all groups, plus four standard deviations for chance.
-        """
+        """Return how many groups of a step of `batch` may become dead letters, at the largest failed share of all
+        groups: the mean plus four standard deviations for chance; None: any number."""
         share = self.max_failed_share
         if share == 1:
             return None

@@ -234,8 +234,7 @@ class RunConfig(Settings):
         return tuple(role for role, number in self.roles.items() if not number)
 
     def ranks_per_copy(self, role: str) -> int:
-        """Return how many ranks of a role share one copy of its model; for roles that compute with a model without
-        training it."""
+        """Return how many ranks share one copy of a role's model, if the role computes with it without training it."""
         if role == "reward":
             return 1 if self.reward.model is None else self.reward.model.shards
         return self.ref.ranks_per_copy if role in ("ref", "actor_fwd") else 1
@@ -247,11 +246,9 @@ class RunConfig(Settings):
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether log-probabilities under the weights at the start of a step take a forward pass of their own.
-
-        Before the step's first update they are those of the policy in training, so the loss has them. But a reward that
-        is charged for the KL divergence is computed before the loss.
-        """
+        """Whether log-probabilities under the weights at the start of a step take a forward pass of their own."""
+        # Before the step's first update they are those of the policy in training, so the loss has them; but a reward
+        # that is charged for the KL divergence is computed before the loss.
         updated = self.actor.num_updates > 1 and self.algorithm.off_policy.has_proximal_policy
         return updated or self.algorithm.has_reward_penalty
 
@@ -267,7 +264,7 @@ class RunConfig(Settings):
 
     @property
     def num_old_policies(self) -> int:
-        """Earlier policies that `actor.tri_model` keeps: the one at the start of a step with several updates, and those
+        """Earlier policies that `actor.tri_model` keeps: that at the start of a step with several updates, and those
         that drew tokens, if they are PPO's old policy."""
         drew = 0 if self.algorithm.off_policy.has_proximal_policy else self.schedule.staleness_bound
         return drew + (self.actor.num_updates > 1)
@@ -283,7 +280,6 @@ class RunConfig(Settings):
 
     @property
     def critic_only_steps(self) -> int:
-        """First steps that do not train the policy."""
         return self.critic.num_critic_only_steps if self.algorithm.has_critic else 0
 
     def save(self, run_dir: Path) -> None:

@@ -24,7 +24,6 @@ class ScheduleMode(StrEnum):
 
         Args:
             interruptible: the engine can continue running responses with newer weights.
-            num_running: running responses.
             boundary: the next responses belong to a later step than the running ones, or need newer weights.
         """
         return num_running == 0 or (interruptible and (boundary or self is ScheduleMode.SUBSTEP))

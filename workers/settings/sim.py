@@ -43,7 +43,6 @@ class SimConfig(Settings):
 
     @property
     def policy_forward_s_per_token(self) -> float:
-        """`forward_s_per_token` with its default resolved."""
         return self.train_s_per_token / 3 if self.forward_s_per_token is None else self.forward_s_per_token
 
     def decode_s(self, num_running: int) -> float:

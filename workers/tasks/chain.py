@@ -40,16 +40,8 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class UserTask(ColumnTask):
-    """Calls a user's function on each row, in child processes, and writes the one column that the task names. An
-    exception in the function ends the run.
-
-    Args:
-        decoder: of the model's tokens.
-        num_rows: most rows at a time.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
+    """Calls a user's function on each row, in child processes; an exception in it ends the run. The constructor raises
+    ConfigError if there is no such function."""
 
     def __init__(self, config: UserTaskConfig, decoder: TextDecoder, *, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -125,8 +117,8 @@ class TaskChain:
     """Several column tasks as one.
 
     Args:
-        names: of the tasks, producers before consumers.
-        engine: of the actor that hosts them; None in a role of its own.
+        names: producers before consumers.
+        engine: of the actor that hosts the tasks; None in a role of its own.
         critic: the critic that this process trains; its training is not a column task.
         peers: ranks with the same rows, where one computes non-collective tasks for all; None: there are none.
     """
@@ -146,7 +138,6 @@ class TaskChain:
 
     @property
     def num_rows(self) -> int:
-        """Most rows that all tasks take at a time."""
         return min(task.num_rows for task in self._tasks.values())
 
     @property
@@ -155,12 +146,8 @@ class TaskChain:
         return min((task.version for task in self._tasks.values() if task.version is not None), default=None)
 
     def add_columns(self, batch: PackedBatch, *, step: int, round_rows: int = 0) -> PackedBatch:
-        """Return the batch with the outputs of all tasks.
-
-        Args:
-            batch: the inputs of all tasks, except outputs of earlier ones.
-            round_rows: most rows of any rank of the gang, the same on all ranks; 0: there is only one rank.
-        """
+        """Return the batch with the outputs of all tasks. `round_rows`: most rows of any rank of the gang, the same on
+        all ranks; 0: there is only one rank."""
         for name, task in self._tasks.items():
             if len(batch) or task.collective:
                 with self._context.timeline.span(name, step=step, rows=len(batch)):
@@ -169,7 +156,6 @@ class TaskChain:
         return batch
 
     def take_weights(self, step: int) -> None:
-        """Let the tasks whose rows are gated take weights of `step` or later."""
         for task in self._tasks.values():
             if task.version is not None and task.version < step:
                 task.take_weights(step)
@@ -215,12 +201,7 @@ def _compute(task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -
 def open_task(
     name: str, context: WorkerContext, engine: TrainEngine | None, critic: ValueEngine | None = None
 ) -> ColumnTask:
-    """Return the task `name` of this run's graph.
-
-    Args:
-        engine: of the actor that hosts the task; None in a role of its own.
-        critic: the critic that this process trains.
-    """
+    """Return the task `name` of this run's graph; see `TaskChain` for the arguments."""
     config = context.config
     match name:
         case "rewards":

@@ -54,13 +54,8 @@ class ColumnTask(ABC):
 
     @abstractmethod
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
-        """Return the task's output columns.
-
-        Args:
-            batch: at least the task's input columns; N >= 1 rows unless `collective`, in whole groups if the task needs
-                them.
-            step: that the rows belong to.
-        """
+        """Return the task's output columns for rows of `step`: N >= 1 unless `collective`, in whole groups if the task
+        needs them."""
 
     def take_weights(self, step: int) -> None:
         """Wait for weights of `step` or later and compute with them from now on; returns early if the run stops. Raises
@@ -73,10 +68,8 @@ class ColumnTask(ABC):
 
 
 class Rewards(ColumnTask):
-    """Task `rewards` in a role of its own: the score of the reward function, and of the reward model if there is one.
-
-    Inside the rollout every response is scored as soon as it ends (`workers.rollout.outbox`).
-    """
+    """Task `rewards` in a role of its own. Inside the rollout every response is scored as it ends
+    (`workers.rollout.outbox`)."""
 
     def __init__(self, context: WorkerContext) -> None:
         config = context.config
@@ -146,7 +139,6 @@ class ReferenceLogProbs(ColumnTask):
         return None if self._is_hosted else self._reference.version
 
     def take_weights(self, step: int) -> None:
-        """Wait for the reference that follows `step`, or a later one."""
         self._reference.take_weights(step)
 
     def close(self) -> None:
@@ -154,14 +146,8 @@ class ReferenceLogProbs(ColumnTask):
 
 
 class HostedColumn(ColumnTask):
-    """A column computed by an engine in training. Rows of a step come before its first update, so the engine holds the
-    right weights.
-
-    Args:
-        compute: the engine's function: float32 [A] of a batch; collective.
-        num_rows: responses per forward pass.
-        cut: see `ColumnTask`.
-    """
+    """A column that `compute`, of an engine in training, returns: float32 [A]; collective. Rows of a step come before
+    its first update, so the engine holds the right weights."""
 
     collective = True
 
@@ -179,7 +165,6 @@ class HostedColumn(ColumnTask):
         self._compute = compute
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return the column, float32 per drawn token."""
         if not len(batch):
             self._compute(None)
             return {}
@@ -260,7 +245,6 @@ def _column(log_probs_A: Tensor, batch: PackedBatch) -> Column:
 
 
 def _combined(scored: ScoredResponse, model_score: float, config: RewardModelConfig) -> ScoredResponse:
-    """Return the response with the weighted sum of both rewards."""
     if scored.failure:  # no reward where the function failed; and only the function decides `correct`
         return scored
     reward = config.weight * model_score + config.function_weight * scored.reward

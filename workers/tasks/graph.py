@@ -55,7 +55,6 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
 
 
 def prompt_columns(config: RunConfig) -> tuple[str, ...]:
-    """Return the columns that admission writes."""
     wanted = {TASKS: config.sends_tasks, SOURCES: bool(config.data.mixture)}
     return (*PROMPT_COLUMNS, *(name for name, is_wanted in wanted.items() if is_wanted))
 
@@ -73,12 +72,10 @@ def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
 
 
 def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
-    """Return the task that a launched role's processes fetch."""
     return next(task for task in launched_tasks(config, job) if task.role == role)
 
 
 def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]:
-    """Return what the controllers must know of each placed task under the run's schedule."""
     schedule, interval = config.schedule, config.algorithm.ref_update_interval
     bounds = {
         NeededWeights.ANY: None,
@@ -142,15 +139,9 @@ _OF_MODELS = frozenset({"ref_log_probs", "actor_log_probs"})
 
 
 def with_user_tasks(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> tuple[Task, ...]:
-    """Return the graph with users' tasks before its training task, which reads `loss_weights` if one of them writes it.
-
-    Args:
-        graph: of the algorithm; the training task is the last.
-        users: in any order.
-
-    Raises:
-        ConfigError: names that clash, columns without a writer or a reader, tasks that wait for each other.
-    """
+    """Return the graph with users' tasks before its training task, the last one, which reads `loss_weights` if one of
+    them writes it. Raises ConfigError for names that clash, columns without a writer or a reader, and tasks that wait
+    for each other."""
     *others, train = graph
     _check_names(graph, users)
     _check_columns(graph, users)
@@ -222,7 +213,6 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 def _sorted(others: Sequence[Task], users: Sequence[UserTaskConfig]) -> list[Task]:
-    """Return all tasks, producers before consumers."""
     nodes = [
         Task(
             user.name,

@@ -33,21 +33,16 @@ _KEPT = 2
 
 
 def reference_step(step: int, interval: int) -> int:
-    """Return the step whose weights are the reference of `step` (from 1); 0: the initial model.
-
-    Args:
-        interval: `algorithm.ref_update_interval`; 0: the reference never changes.
-    """
+    """Return the step whose weights are the reference of `step` (from 1); 0: the initial model. Interval 0: it never
+    changes."""
     return 0 if interval == 0 else (step - 1) // interval * interval
 
 
 def saved_reference(context: WorkerContext, completed: int) -> Path | None:
-    """Return the reference directory that a checkpoint of step `completed` must include; None: it needs none.
-
-    The next step's reference is the initial model, the checkpoint's own weights, or in that directory, which was
-    written before the step's rows could be trained.
-    """
+    """Return the reference directory that a checkpoint of step `completed` must include; None: it needs none."""
     step = reference_step(completed + 1, context.config.algorithm.ref_update_interval)
+    # The next step's reference is the initial model, the checkpoint's own weights, or in that directory, which was
+    # written before the step's rows could be trained.
     if context.config.algorithm.kl_coef == 0 or step in (0, completed):
         return None
     if step < context.start_step:
@@ -106,10 +101,8 @@ class Reference:
     def log_probs(self, batch: Sequences, *, step: int) -> Tensor:
         """Return float32 [A]: log-probabilities of the drawn tokens under the reference of `step`.
 
-        Waits for that reference, which the caller must have published.
-
-        Raises:
-            WeightSyncError: it did not arrive in time.
+        Waits for that reference, which the caller must have published; raises WeightSyncError if it does not arrive in
+        time.
         """
         needed = reference_step(step, self._interval)
         if needed > self._step and self._receiver is not None and self._wait_for(self._receiver, needed):
@@ -118,14 +111,7 @@ class Reference:
 
     def take_weights(self, step: int) -> None:
         """Become the reference of step `step` + 1, or a later one if that is gone; no rows may be in hand. Returns
-        early if the run stops.
-
-        Args:
-            step: a published one after which the reference changes.
-
-        Raises:
-            WeightSyncError: the weights do not arrive in time, or are gone.
-        """
+        early if the run stops; raises WeightSyncError if the weights do not arrive in time or are gone."""
         receiver = self._receiver
         assert receiver is not None, "a reference that stays the same waits for no weights"
         while self._wait_for(receiver, step):
@@ -142,7 +128,6 @@ class Reference:
             self._receiver.close()
 
     def _wait_for(self, receiver: WeightReceiver, step: int) -> bool:
-        """Wait for weights of `step` or later; False: the run stops."""
         context = self._context
         with context.reporting("waiting for weights"), context.timeline.span("wait for weights", step=step):
             came = receiver.wait_for(
@@ -151,7 +136,6 @@ class Reference:
             return self._all(came)
 
     def _newest_there(self, receiver: WeightReceiver, least: int) -> int:
-        """Return the newest reference from step `least` on that this rank can load; `least` if it knows of none."""
         lineage, newest = self._context.job.lineage, receiver.newest
         steps = [least, *_kept_steps(self._context)]
         if newest is not None and newest.lineage == lineage and newest.step % self._interval == 0:
@@ -159,7 +143,6 @@ class Reference:
         return max(steps)
 
     def _load(self, receiver: WeightReceiver, needed: int) -> None:
-        """Compute with exactly the weights of `needed` from now on."""
         with self._context.timeline.span("load weights", step=needed):
             loaded = None
             if receiver.newest is not None and receiver.newest.step == needed:
@@ -173,7 +156,6 @@ class Reference:
             self._write(target)
 
     def _all(self, value: bool) -> bool:
-        """Return whether `value` holds on all ranks that share the model."""
         return all_ranks(value) if self._shared else value
 
     def _read(self, needed: int) -> None:
@@ -213,6 +195,5 @@ def _kept_as(context: WorkerContext, step: int) -> Path:
 
 
 def _kept_steps(context: WorkerContext) -> list[int]:
-    """Return the steps of this lineage's references in the run directory."""
     directories = (context.run_dir / DIRECTORY).glob(f"lineage{context.job.lineage:04d}-step_*")
     return [int(path.name.rpartition("_")[2]) for path in directories]

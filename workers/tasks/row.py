@@ -31,13 +31,7 @@ class TaskRow:
 
 def task_function(what: str, function: str, field_name: str) -> Callee:
     """Import a task's function in the child; it takes the fields of a row and returns a number. Raises ConfigError if
-    there is no such function.
-
-    Args:
-        what: starts error messages.
-        function: `module:function`.
-        field_name: setting that names it.
-    """
+    there is no such function. `what` starts error messages, `field_name` is the setting that names it."""
 
     def number(value: Any, _: Sequence[Any]) -> float:
         try:

@@ -30,7 +30,6 @@ from workers.tasks.graph import task_of
 
 
 def run_task(context: WorkerContext) -> None:
-    """Serve this role's task until the queue stops."""
     task = task_of(context.gang.role, context.config, context.job)
     ranks = tuple(range(context.gang.num_ranks))
     if len(ranks) > 1:
@@ -67,12 +66,7 @@ def run_task(context: WorkerContext) -> None:
 
 
 def is_held_back(item: Round | NoRows, before: bool) -> bool:
-    """Return whether rows are ready but wait for weights that do not exist yet.
-
-    Args:
-        item: result of the last request.
-        before: the previous return value.
-    """
+    """Return whether rows are ready but wait for weights that do not exist yet; `before`: the previous return value."""
     if not isinstance(item, NoRows):
         return False
     # A request that expires says nothing new, so an earlier answer still holds.
@@ -80,8 +74,6 @@ def is_held_back(item: Round | NoRows, before: bool) -> bool:
 
 
 class _Lead:
-    """The queue's side of the loop; one lease at a time."""
-
     def __init__(self, context: WorkerContext, task: PlacedTask, chain: TaskChain) -> None:
         self._context = context
         self._task = task
@@ -93,7 +85,6 @@ class _Lead:
         self._lease: Lease | None = None
 
     def rounds(self) -> Iterator[Round | NoRows]:
-        """Yield rows, and answers without rows, until the queue stops."""
         context, task, chain = self._context, self._task, self._chain
         monitor = StallMonitor(producers_timeout_s=0.0)
         held_back = False
@@ -117,7 +108,6 @@ class _Lead:
                 yield answer
 
     def put(self, batch: PackedBatch) -> None:
-        """Put the outputs of the rows that were yielded last."""
         lease = self._lease
         assert lease is not None, "rounds() gave no rows"
         with self._context.timeline.span("put", step=lease.partition, rows=len(batch)):
@@ -131,7 +121,6 @@ class _Lead:
             self._group_filter.close()
 
     def _filtered(self, lease: Lease, batch: PackedBatch) -> PackedBatch:
-        """Take refused groups out of the queue, if this role scores; returns the rest of the batch."""
         if self._group_filter is None:
             return batch
         refused = self._group_filter.refused(lease.groups, batch["rewards"].values.tolist())

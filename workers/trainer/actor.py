@@ -125,7 +125,6 @@ class Actor:
         self._send(Message(Kind.END))
 
     def close(self) -> None:
-        """Disconnect from the queue and leave the weight groups."""
         self._checkpointer.close()
         self._loader.close()
         self._sender.close()
@@ -150,9 +149,8 @@ class Actor:
         record.add_rows(batch, lines, admitted_step=self._loader.round_partition)
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
-        """Finish every step whose rows all arrived, and notify a critic in a role of its own. Raises UserCodeFailed if
-        no response of the step has a reward, or too many lack one; on all ranks, before any update. The last completed
-        step is saved."""
+        """Finish every step whose rows all arrived, and notify a critic in a role of its own. Raises UserCodeFailed, on
+        all ranks and before any update, if too few responses have a reward; the last completed step is saved."""
         if stopped:
             return False
         if (error := self._too_many_failures(record)) is not None:
@@ -202,7 +200,7 @@ class Actor:
         record.sync_exposed_s += held_up_s or 0.0
 
     def record(self, record: StepRecord) -> None:
-        """Acknowledge the step's rows, merge and write the metrics of all ranks, and end a run that exceeds its limits."""
+        """Acknowledge the step's rows, merge and write all ranks' metrics, and end a run that exceeds its limits."""
         self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
         record.checkpoint_stall_s = self._checkpointer.take_stalled_s()
@@ -251,7 +249,6 @@ class Actor:
         self._checkpointer.begin(self._engine, step, contents, critic=self._critic)
 
     def _save_last(self) -> None:
-        """Save the last completed step and wait until it is written. Raises LastSaveFailed if it could not be written."""
         self._checkpointer.wait()
         saved = self._checkpointer.saved_step
         if saved == self._completed:
@@ -375,7 +372,6 @@ class Critic:
         self._saver.wait()
 
     def close(self) -> None:
-        """Disconnect from the queue."""
         self._saver.close()
         self._loader.close()
         self._columns.close()
@@ -386,7 +382,7 @@ class Critic:
         self._loader.put({name: batch[name] for name in self._outputs} if len(batch) else {})
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
-        """Wait until the actor commits to this step or ends the run. A save that arrives first is of the step before."""
+        """Wait until the actor commits to this step or ends the run. A save that comes first is of the step before."""
         stopped = sum_over_ranks(int(stopped)) > 0
         while not self._over:
             if (committed := self._receive()) is not None:
@@ -494,7 +490,6 @@ class CriticSaver:
         self._thread = None
 
     def close(self) -> None:
-        """Stop the copying thread; idempotent."""
         self._copy.close()
 
     def _write(self, step: int, state: dict[str, Any]) -> None:

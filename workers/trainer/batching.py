@@ -42,13 +42,8 @@ class Round:
 
 
 class StepRounds:
-    """The rounds of one step on one rank.
-
-    Args:
-        step_rows: rows of the step over all ranks.
-        seed: of the step; determines which rounds form which update.
-        streams: True: train the first mini-batch's rounds on arrival. False: train nothing before the last round.
-    """
+    """The rounds of one step, of `step_rows` rows over all ranks, on one rank. The seed determines which rounds form
+    which update. `streams`: train the first mini-batch's rounds on arrival; otherwise nothing before the last round."""
 
     def __init__(self, config: ActorConfig, *, step_rows: int, seed: str, streams: bool = True) -> None:
         self._num_passes = config.ppo_epochs
@@ -67,11 +62,8 @@ class StepRounds:
         return self._arriving.assign(arrived.total_rows) == 0 and self._streams
 
     def mini_batches(self, normalize: Callable[[list[PackedBatch]], list[PackedBatch]]) -> Iterator[Sequence[Round]]:
-        """Yield the rounds that each update still has to train. Call it after the last round has arrived.
-
-        Args:
-            normalize: without streaming, maps the batches of all rounds to normalized ones.
-        """
+        """Yield the rounds that each update still has to train, after the last round has arrived. Without streaming,
+        `normalize` maps the batches of all rounds to normalized ones."""
         if not self._streams:
             batches = normalize([one.batch for one in self._kept])
             self._kept = [replace(one, batch=batch) for one, batch in zip(self._kept, batches, strict=True)]

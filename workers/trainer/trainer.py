@@ -47,11 +47,8 @@ class TrainingRole(Protocol):
         """Take a round with its columns, once. It holds rows of whole groups and may be empty."""
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
-        """Decide, identically on all ranks, whether to finish the step; called after all its rows were requested.
-
-        Args:
-            stopped: a stop came before all rows arrived.
-        """
+        """Decide, identically on all ranks, whether to finish a step whose rows were all requested. `stopped`: a stop
+        came before all of them arrived."""
 
     def before_update(self) -> float:
         """Wait until nothing reads the weights; returns the seconds waited."""
@@ -72,8 +69,6 @@ class Trainer:
     Args:
         learners: the trained models; every micro-batch trains them one after the other.
         columns: the tasks that this process computes before training.
-        training: sets the size of micro-batches and the number of updates per step.
-        tri_model: scores the policy's micro-batches with its older copies and the reference.
         counts: False if another rank of the replica counts the same rows.
     """
 
@@ -267,10 +262,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Learner:
-    """A model in training: its engine and its loss.
-
-    The actor holds the policy, and the critic unless that has a role of its own; the role `critic` holds the critic.
-    """
+    """A model in training. The actor holds the policy, and the critic unless that has a role of its own."""
 
     model: Model
     engine: TrainedEngine
@@ -289,7 +281,6 @@ class Learner:
         Args:
             batch: None if this rank has no rows.
             scored: with `actor.tri_model`, the micro-batch scored by older policies and the reference.
-            comparison: receives the policy's log-probabilities.
         """
         if batch is None:
             self.engine.forward_backward(None, _no_loss)
@@ -335,10 +326,9 @@ def open_loader(
     num_ranks: int,
     replica: Replica | None = None,
 ) -> StreamingDataLoader:
-    """Return the loader of a training task's rows, starting at the step after the weights that the run starts from.
+    """Return the loader of a training task's rows, from the step after the weights that the run starts from.
 
     Args:
-        training: of the trained model; sets how many rows a rank gets at a time.
         rank, num_ranks: this rank's share of the rows; all ranks of a replica have the same share.
         replica: distributes the rows among the replica's ranks.
     """

@@ -67,7 +67,6 @@ class TriModel:
         Args:
             batch: N >= 1 samples; None if this rank has none, which returns None.
             drawn_by: versions that drew tokens of this round, on any rank.
-            updated: whether the step made its first update.
         """
         sequences = None if batch is None else sequences_of(batch)
         reference_A = None if self._reference is None else self._reference.log_probs(sequences)
@@ -114,12 +113,8 @@ class MicroStep:
         self._own_A = own_A
 
     def with_own(self, log_probs_A: Tensor) -> PackedBatch:
-        """Return the batch with the policy's own log-probabilities where the policy drew the tokens and is the old
-        policy.
-
-        Args:
-            log_probs_A: the policy's, as passed to the loss.
-        """
+        """Return the batch with the policy's own log-probabilities (those passed to the loss) where it drew the tokens
+        and is the old policy."""
         if self._own_A is None:
             return self.batch
         own_A = log_probs_A.detach().float()
