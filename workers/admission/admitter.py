@@ -120,7 +120,7 @@ class SavedRows:
             yield from self._pieces(groups, most)
         except CheckpointError as error:
             self._warn(f"{error}; its samples are generated again")
-            self._found = {}
+            self._found = {}  # use nothing of it from now on
 
     def _pieces(self, groups: Sequence[AdmittedGroup], most: int) -> Iterator[SnapshotChunk]:
         alike: dict[tuple[str, int, int, Kept], list[tuple[_Found, int, int]]] = {}
@@ -305,6 +305,7 @@ class PromptAdmitter:
     def _admit(self) -> None:
         for step in self._state.admissible():
             self._draw([group.group for group in self._state.groups_of(step)], self._state.gate(step))
+            # Durable before the rows exist, so that no group id is ever given out twice.
             self._save(self._state.mark())
             self._open(step)
             self._put_new(self._state.groups_of(step))
@@ -351,6 +352,7 @@ class PromptAdmitter:
 
     def _put(self, groups: Sequence[AdmittedGroup]) -> None:
         by_step: dict[int, list[AdmittedGroup]] = defaultdict(list)
+        # Some of these rows exist: put the others one by one.
         for group in groups:
             by_step[group.step].append(group)
         for step, members in by_step.items():

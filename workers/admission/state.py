@@ -37,7 +37,7 @@ from workers.settings.schedule import ScheduleConfig
 
 
 class AdmittedGroup(msgspec.Struct, frozen=True):
-    group: int  # Id, counts admissions from 0
+    group: int  # id, counts admissions from 0
     step: int  # Whose batch it belongs to
     rows: tuple[int, ...]  # Its global row indices; only some of them if the others exist already
 
@@ -232,6 +232,7 @@ class AdmissionState:
     def _in_order(self, place: int) -> int:
         """Return the id of the place-th group of all steps, refills aside."""
         group, taken = self._first + place - self._num_trained, self._taken
+        # `taken[k] - k` counts the free ids below the k-th taken one.
         return group + bisect_right(range(len(taken)), group, key=lambda k: taken[k] - k)
 
     def _add(self, refill: Refill) -> None:

@@ -80,6 +80,7 @@ class UserSampler:
     def state(self) -> Any:
         state = self._made.call("state", on="state()")
         try:
+            # A round trip, so that the running sampler and a resumed one see the same state.
             return msgspec.json.decode(msgspec.json.encode(state))
         except (TypeError, msgspec.MsgspecError) as error:
             raise UserCodeFailed(f"{self._made.what} returned on state() what JSON has not: {error}") from error

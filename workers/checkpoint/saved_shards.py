@@ -100,7 +100,7 @@ class BoxedTensor(Tensor):
         return tensor
 
     def __init__(self, shape: tuple[int, ...], parts: Sequence[BoxPart]) -> None:
-        """See `__new__`."""
+        """`__new__` has set everything."""
 
     def mapped(self, copy: Callable[[int, Tensor], Tensor]) -> "BoxedTensor":
         """Return the same boxes with the values that `copy` returns for (number of the part, its values)."""

@@ -116,7 +116,7 @@ class CheckpointWriter:
         except CheckpointError:
             if self._rank == 0:
                 if rest.critic is not None:
-                    rest.critic.send_begun(step, begun=False)
+                    rest.critic.send_begun(step, begun=False)  # it may still wait to write its part
                 self._directory.discard(step)
             raise
         if self._rank == 0:

@@ -75,8 +75,7 @@ class WorkerContext:
         # The user asked to stop, or another gang failed: finish what is cheap to finish, save, exit.
         self.stopping = threading.Event()
         self._woken_to_stop: list[threading.Event] = []
-        # Services exit, too.
-        self.exiting = threading.Event()
+        self.exiting = threading.Event()  # services exit, too
         self._clock = self.job.local_clock()
         self.timeline = Timeline(run_dir / TIMELINE / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
@@ -88,8 +87,7 @@ class WorkerContext:
         engines = {"rollout": rollout.engine, "evaluate": self.config.evaluate.engine or rollout.engine}
         elsewhere = engines.get(role) == "vllm"
         self.device = name_device(name) if elsewhere else open_device(name)
-        # Device that this process itself copies weights to.
-        self.reading_device = torch.device("cpu") if elsewhere else self.device
+        self.reading_device = torch.device("cpu") if elsewhere else self.device  # where this process copies weights to
         if self.config.deterministic:
             make_deterministic(self.device)
         self._status = _Status()

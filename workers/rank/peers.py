@@ -39,10 +39,9 @@ def meet_peers(context: WorkerContext) -> None:
     launcher, size = context.config.launcher, context.gang.num_ranks
     began = time.monotonic()
     try:
-        # No `device_id`, which would connect the device's backend here: with it a rank takes part in a split of the
-        # communicator for each group that it is *not* in, also for Gloo's, whose members split nothing (torch 2.13,
-        # `_new_process_group_helper`), and Megatron's groups would hang.
-        # Gloo connects here, the device's own backend in its first collective.
+        # Gloo connects here, the device's own backend in its first collective. `device_id` would connect that here, too,
+        # but with it a rank takes part in a split of the communicator for each group that it is *not* in, also for Gloo's,
+        # whose members split nothing (torch 2.13, `_new_process_group_helper`), and Megatron's groups would hang.
         dist.init_process_group(
             group_backends(context.device),
             store=context.group_store(),
@@ -92,6 +91,7 @@ def gather(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
     parts = _exchange(len(data).to_bytes(_HEADER_BYTES, "little") + first, _FIRST_BYTES, group)
     sizes = [int.from_bytes(part[:_HEADER_BYTES], "little") for part in parts]
     parts = [part[_HEADER_BYTES:] for part in parts]
+    # All ranks see the same sizes, so all make the second exchange, or none.
     if max(sizes) > len(parts[0]):
         parts = _exchange(data, max(sizes), group)
     return [_DECODER.decode(part[:size]) for part, size in zip(parts, sizes, strict=True)]
@@ -172,7 +172,7 @@ class ReplicaPlace:
 
 
 def open_replica(context: WorkerContext, place: ReplicaPlace) -> Replica | None:
-    """Return what distributes the queue's rows to the ranks of this replica, over their own group; None: a single rank."""
+    """Return what distributes the queue's rows to the ranks of this replica, over their own group; None: one rank."""
     if len(place.ranks) == 1:
         return None
     # A long timeout: ranks wait here for rows; every `tq.request_timeout_s` the lead tells them that none came.

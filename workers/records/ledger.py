@@ -72,6 +72,8 @@ def refill_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: 
     return [
         {
             "lineage": lineage,
+            # Not the step that it was admitted for: replacements shift the ids behind them, so a ledger cut at a resume
+            # must keep all lines known by then.
             "step": step,
             "admitted_step": refill.step,
             "group": refill.replaced,

@@ -31,7 +31,7 @@ class TrainedLine(msgspec.Struct, frozen=True):
     epoch: int  # Number of complete passes over the data before its own
     indices: list[int]  # Its global row indices, ascending
     versions: tuple[int, int]  # Steps of the weights that drew its oldest and its newest token
-    staleness: int  # Step - 1 - the oldest version
+    staleness: int  # step - 1 - the oldest version
     prompt_hash: str  # xxh3-64 (hex) over the prompt's tokens (int64)
     # xxh3-64 (hex) over the rows in that order, of each its two lengths (int32), prompt and response (int64)
     token_hash: str

@@ -328,6 +328,7 @@ class StepRecorder:
             before = self._waiting.get(role)
             if role in SERVICES:
                 continue
+            # Without earlier reports of the same ranks there is no interval yet.
             if before is None or len(before) != len(ranks):
                 self._waiting[role] = ranks
                 continue

@@ -32,7 +32,7 @@ class FinishedRollout:
     ticket: int
     tokens_T: Tensor  # int64 [T], one sample after the other
     sample_lengths: Sequence[int]  # Tokens of each sample
-    response_mask_T: Tensor  # Uint8 [T], 1 where the policy drew
+    response_mask_T: Tensor  # uint8 [T], 1 where the policy drew
     log_probs_A: Tensor  # float32 [A], natural log of the tempered distribution, before top-p and top-k
     versions_A: Tensor  # int32 [A], step of the weights that drew each token
     truncated: bool  # Its response was cut, or a limit ended it

@@ -26,6 +26,7 @@ class MiniBatchAssigner:
         """Return the number of the mini-batch for the next round, which has `num_rows` rows over all ranks."""
         fitting = [room if room >= num_rows else 0 for room in self._room]
         if any(fitting):
+            # Weighted by room, which makes every order of equal rounds equally likely.
             (number,) = self._chance.choices(range(len(fitting)), fitting)
         else:
             # It fits nowhere: overfill the emptiest one.

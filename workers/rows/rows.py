@@ -34,7 +34,7 @@ class Sequences:
 
     tokens_T: Tensor  # int64 [T], one sample after the other
     lengths_N: Tensor  # int32 [N], tokens of each sample
-    response_mask_T: Tensor  # Uint8 [T], 1: drawn. Results for the A drawn tokens are in their order.
+    response_mask_T: Tensor  # uint8 [T], 1: drawn. Results for the A drawn tokens are in their order.
 
     @cached_property
     def prompt_lengths(self) -> Tensor:

@@ -39,6 +39,7 @@ from workers.tasks.row import TaskRow
 _LARGEST = torch.finfo(torch.float32).max
 
 
+# A response can be left out of training, but nothing replaces a missing column, so a failure ends the run.
 class UserTask(ColumnTask):
     """Calls a user's function on each row, in child processes; an exception in it ends the run. The constructor raises
     ConfigError if there is no such function."""
@@ -180,6 +181,7 @@ class TaskChain:
         for _ in range(most - len(cuts)):
             task.compute(_EMPTY, step)
         order = [position for cut in cuts for position in cut]
+        # Cuts reorder samples: this puts the results back into the rows' order.
         back = sorted(range(len(order)), key=order.__getitem__)
         joined = {name: Column.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
         return {name: Column(column.select(back).values, drawn_per_row(batch)) for name, column in joined.items()}

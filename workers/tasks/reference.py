@@ -181,6 +181,7 @@ class Reference:
             self._model.save_weights(beside)
             if not self._leads:
                 return
+            # Atomic: other processes see all of it or nothing.
             beside.rename(target)
         except OSError as error:
             shutil.rmtree(beside, ignore_errors=True)

@@ -80,6 +80,7 @@ class Actor:
         self._failed_rewards = FailedShare(config.reward.max_failed_share)
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
         self._channel = self._open_channel() if context.rank == 0 and context.job.of_role("critic") else None
+        # The saving thread needs a store client of its own.
         self._save_channel = None if self._channel is None else self._open_channel()
         place = ReplicaPlace.of(config.actor, context.rank, context.gang.num_ranks)
         peers = ReplicaPeers(place) if len(place.ranks) > 1 else None
@@ -109,7 +110,9 @@ class Actor:
         )
 
     def train(self) -> None:
-        """Run every step. A stop abandons the step that still lacks rows, and the last completed step is saved."""
+        """Run every step. A stop abandons a step that still lacks rows; the last completed step is saved."""
+        # Generators wait for this version instead of reading the model directory, so a fresh start and a resume take
+        # the same path, and both sides hold equal weights.
         self._publish(self._completed)
         while step := self._loader.next_partition():
             record = self._trainer.train(step)
@@ -150,7 +153,8 @@ class Actor:
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
         """Finish every step whose rows all arrived, and notify a critic in a role of its own. Raises UserCodeFailed, on
-        all ranks and before any update, if too few responses have a reward; the last completed step is saved."""
+        all ranks and before any update, if too many rollouts failed or responses lack a reward; the last completed step
+        is saved."""
         if stopped:
             return False
         if (error := self._too_many_failures(record)) is not None:
@@ -230,8 +234,7 @@ class Actor:
                     stop=self._context.stopping,
                 )
         except WeightSyncError:
-            # A receiver that died also fails the publication. If the launcher is already stopping the run, this is no
-            # error.
+            # Probably an agent died: then the launcher sends a stop, and this is no error of its own.
             if self._context.stopping.wait(STOP_GRACE_S):
                 logger.warning("weights of step %d were not sent: the run is stopping", step)
                 return None
@@ -273,6 +276,7 @@ class Actor:
         return Contents(
             make_durable=recorder.sync,
             export_hf=self._engine.export_hf if config.checkpoint.export_hf else None,
+            # Reused samples would change which responses share a batch.
             snapshot=None if config.deterministic else snapshot,
             reference=saved_reference(self._context, step),
             critic=self._save_channel,
@@ -367,6 +371,7 @@ class Critic:
         while step := self._loader.next_partition():
             if self._trainer.train(step) is None:
                 break
+        # The actor may still save after its last step.
         while not self._over:
             self._receive()
         self._saver.wait()

@@ -110,7 +110,7 @@ class Trainer:
             if rounds.add(arrived):
                 self._accumulate(arrived, record)
         if not self._role.commit(record, self._loader.stopped):
-            self._forget_gradients()
+            self._forget_gradients()  # of rounds trained on arrival: nothing else has changed yet
             return None
         for mini_batch in rounds.mini_batches(self._normalized):
             self._report(record)
@@ -153,6 +153,7 @@ class Trainer:
         round_rows = self._loader.round_rows
         batch = self._columns.add_columns(batch, step=record.step, round_rows=round_rows)
         self._role.take(batch, record)
+        # Only the assignment to several mini-batches needs the total over all ranks.
         several = self._training.num_updates > 1 or self._whole_step
         total_rows = sum_over_ranks(len(batch) * self._counts) if several else len(batch)
         samples = samples_of(batch)
@@ -173,6 +174,7 @@ class Trainer:
         else:
             # By count, the number of micro-batches follows from the round's rows: no need to ask the other ranks.
             most = -(-round_rows // training.micro_batch_size)
+        # Passes are collective, so ranks with fewer micro-batches add empty ones.
         return [*cuts, *([range(0)] * (most - len(cuts)))]
 
     def _normalized(self, batches: list[PackedBatch]) -> list[PackedBatch]:
@@ -200,6 +202,7 @@ class Trainer:
                     scored = self._tri_model.micro_step(
                         batch, one.drawn_by, step=record.step, updated=updated, device=self._context.device
                     )
+                # After an update the policy is not the version that the tokens' ages are counted from.
                 if batch is not None and not updated:
                     held = None if scored is None else scored.drew
                     comparison = Comparison.of(batch, step=record.step, held=held)
@@ -245,6 +248,8 @@ class Trainer:
     def _check_finite(self, what: str, value: float, learner: "Learner", record: StepRecord) -> None:
         if math.isfinite(value):
             return
+        # End the run instead of skipping the update: the next ones would come from the same rows, rewards and learning
+        # rate.
         saved = next(reversed(list_checkpoints(self._context.run_dir).values()), None)
         source = f"go back to checkpoint {saved.name}" if saved else "start again (there is no checkpoint yet)"
         whose, section = ("", "actor") if learner.model is Model.POLICY else ("critic's ", "critic")

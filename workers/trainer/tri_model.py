@@ -51,7 +51,7 @@ class TriModel:
 
     def before_update(self, step: int) -> None:
         """Before the step's first update, copy the weights that the step started with, replacing the oldest copy."""
-        if step - 1 in self._held:
+        if step - 1 in self._held:  # not the step's first update
             return
         if not self._free and self._held:
             self._free.append(self._held.pop(min(self._held)))
