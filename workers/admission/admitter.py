@@ -2,10 +2,8 @@
 
 Published versions, rows lost with a storage unit, groups that became dead letters, and fed rows wake it. The mark is
 durable before the rows of a group are put, so no group id is ever given out twice. When a run resumes from a
-checkpoint,
-finished samples in it (`SavedRows`) replace prompts as their groups are admitted; rows put again after a loss are
-always
-prompts.
+checkpoint, finished samples in it (`SavedRows`) replace prompts as their groups are admitted; rows put again after a
+loss are always prompts.
 """
 
 import contextlib

@@ -85,7 +85,7 @@ class FeedService:
         try:
             given: list[dict[str, Any]] = json_decoder(list[dict[str, Any]]).decode(message.rows)
         except UNREADABLE as error:
-            raise ConfigError(f"feeder {message.feeder}: a put of something else than objects ({error})") from error
+            raise ConfigError(f"feeder {message.feeder}: a put must be an array of objects ({error})") from error
         new = given[self._prompts.rows.num_known(message.feeder, message.first, given) :]
         self._prompts.check(new)
         if new:

@@ -208,8 +208,8 @@ class AdmissionState:
             batch = self._schedule.rollout_batch_size
             raise NothingToLearn(
                 f"step {step}: {number} groups, {number / (number + batch):.0%} of those that were generated for it, "
-                f"were refused by algorithm.group_filter or skipped by the rollout function; look at samples/ whether "
-                f"the reward function is right, give prompts that are sometimes answered right, or raise "
+                f"were refused by algorithm.group_filter or skipped by the rollout function; check in samples/ whether "
+                f"the reward function is right, use prompts that are sometimes answered correctly, or raise "
                 f"algorithm.max_filtered_share"
             )
 

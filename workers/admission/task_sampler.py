@@ -83,7 +83,7 @@ class UserSampler:
             # A round trip, so that the running sampler and a resumed one see the same state.
             return msgspec.json.decode(msgspec.json.encode(state))
         except (TypeError, msgspec.MsgspecError) as error:
-            raise UserCodeFailed(f"{self._made.what} returned on state() what JSON has not: {error}") from error
+            raise UserCodeFailed(f"{self._made.what} returned a state that JSON cannot hold: {error}") from error
 
     def load(self, state: Any) -> None:
         self._made.call("load", state, on="load(state)")
@@ -229,7 +229,9 @@ def read_draws(path: Path) -> list[Draw]:
     lines = read_lines(path, lambda _: Draw)
     if lines.wrong:
         number, why = lines.wrong[0]
-        raise ConfigError(f"{lines.where(number)}: no draw of a sampler ({why}); restore the file, or start a new run")
+        raise ConfigError(
+            f"{lines.where(number)}: not a draw of a sampler ({why}); restore the file, or start a new run"
+        )
     return [draw for _, draw in lines.lines]
 
 

@@ -46,7 +46,9 @@ def save_shards(state: dict[str, Any], target: Path, *, group: dist.ProcessGroup
 def load_shards(engine: SavedEngine, source: Path, *, group: dist.ProcessGroup) -> None:
     """Restore an engine; any number of ranks may have saved it. Raises CheckpointError if there are no shards."""
     if not source.is_dir():
-        raise CheckpointError(f"{source} is missing: the run that saved it trained no such model; resume another one")
+        raise CheckpointError(
+            f"{source} is missing: the run that saved it trained no such model; resume from another one"
+        )
     state = engine.state_dict()
     dcp.load(state, checkpoint_id=source, process_group=group)
     engine.load_state_dict(state)

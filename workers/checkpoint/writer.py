@@ -5,8 +5,7 @@ training.
     rank 0  config.yaml, hf/ -> ledger durable -> meta.json -> into place -> remove older ones
 
 After each part the ranks agree whether all of them succeeded, so a save fails on all ranks or on none, and no rank
-waits
-for one that gave up. These collectives use the saving thread's own group, because training uses the default group.
+waits for one that gave up. These collectives use the saving thread's own group: training uses the default group.
 """
 
 import logging
@@ -135,7 +134,7 @@ class CheckpointWriter:
         try:
             rest.snapshot(work / QUEUE)
         except (AsyncFlowError, OSError) as error:
-            logger.warning("checkpoint of step %d is without the queue's finished samples: %s", step, error)
+            logger.warning("checkpoint of step %d lacks the queue's finished samples: %s", step, error)
 
     def _write_shards(self, work: Path, copied: Callable[[], dict[str, Any]]) -> list[str]:
         states = copied()
@@ -359,7 +358,7 @@ class Checkpointer:
             if thread.is_alive() and time.monotonic() >= deadline:
                 raise CheckpointError(
                     f"the checkpoint of step {self._step} is not written after {self._config.timeout_s:g} s "
-                    f"(checkpoint.timeout_s); look whether the file system answers"
+                    f"(checkpoint.timeout_s); check whether the file system responds"
                 )
 
     def _write(self, step: int, state: dict[str, Any], rng: dict[str, Tensor], rest: Contents) -> None:
@@ -373,7 +372,7 @@ class Checkpointer:
         except CheckpointError as error:
             self._failed(error)
         except Exception as error:  # thread boundary: the failure must reach `failure`
-            logger.exception("saving step %d", step)
+            logger.exception("saving step %d failed", step)
             self._failed(CheckpointError(f"checkpoint of step {step}: {type(error).__name__}: {error}"))
         else:
             if self.failure is not None:

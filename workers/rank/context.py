@@ -284,7 +284,7 @@ class WorkerContext:
                     return
         except RuntimeError:
             if not self._closed.is_set():
-                logger.error("%s: the job store is gone, so the launcher is; leaving", self.name)
+                logger.error("%s: the job store is gone, and with it the launcher; exiting", self.name)
                 os._exit(1)
 
     def _say(self, store: SealedStore) -> None:

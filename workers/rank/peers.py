@@ -39,9 +39,10 @@ def meet_peers(context: WorkerContext) -> None:
     launcher, size = context.config.launcher, context.gang.num_ranks
     began = time.monotonic()
     try:
-        # Gloo connects here, the device's own backend in its first collective. `device_id` would connect that here, too,
-        # but with it a rank takes part in a split of the communicator for each group that it is *not* in, also for Gloo's,
-        # whose members split nothing (torch 2.13, `_new_process_group_helper`), and Megatron's groups would hang.
+        # Gloo connects here, the device's own backend in its first collective. `device_id` would connect that here,
+        # too, but with it a rank takes part in a split of the communicator for each group that it is *not* in, also
+        # for Gloo's, whose members split nothing (torch 2.13, `_new_process_group_helper`): Megatron's groups would
+        # hang.
         dist.init_process_group(
             group_backends(context.device),
             store=context.group_store(),

@@ -125,7 +125,7 @@ def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int)
     expected = completed * schedule.rollout_batch_size
     if len(groups) != expected:
         raise ConfigError(
-            f"{path}: names {len(groups)} groups of steps 1 to {completed}, not {expected}, so nobody knows which "
+            f"{path}: names {len(groups)} groups of steps 1 to {completed}, not {expected}, so it is unknown which "
             f"ones are left; restore the file, or start a new run from the checkpoint's hf/ (--set model.path=...)"
         )
     return frozenset(groups)

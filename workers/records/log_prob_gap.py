@@ -83,9 +83,8 @@ class GapLimits:
     def signed(self, entropy: float) -> float:
         """Return how far from 0 the mean difference may be (nats).
 
-        Over tokens that the generating engine drew, it is KL(generating || trainer), half the square of the errors. So
-        an
-        error in one direction shows here long before it shows in the absolute difference.
+        Over tokens that the generating engine drew, it is KL(generating || trainer), half the square of the errors, so
+        an error in one direction shows here long before it shows in the absolute difference.
         """
         return (_TIMES * self.error) ** 2 * _spread(entropy) + self.error / 8
 
@@ -172,19 +171,21 @@ class LogProbGap:
         mean, signed, squared = (sums[name] / tokens for name in names)
         entropy = sums["entropy"] / tokens
         of = "tokens of the same weights" if age == 0 else f"tokens of weights {age} versions older"
-        wrong = "one of the two computes wrongly: temperature, weights, or which log-probabilities it reports"
+        wrong = (
+            "one of the two engines is wrong: its temperature, its weights, or the log-probabilities that it reports"
+        )
         limit = limits.mean(entropy) + _MOVES * moved
         if mean > limit + _slack(mean, squared, tokens):
             return (
                 f"the generating engine's log-probabilities are {mean:.2g} nats from the trainer's on average, for "
-                f"{of}, where {limit:.2g} is the most that is right; {wrong} (rollout_log_prob_diff_mean)"
+                f"{of}, where at most {limit:.2g} is expected; {wrong} (rollout_log_prob_diff_mean)"
             )
         limit = limits.signed(entropy) + _MOVES * moved
         if abs(signed) > limit + _slack(signed, squared, tokens):
             return (
                 f"the generating engine's log-probabilities are {abs(signed):.2g} nats "
-                f"{'above' if signed > 0 else 'below'} the trainer's on average, for {of}, where {limit:.2g} is the "
-                f"most that is right; {wrong} (rollout_log_prob_diff_mean)"
+                f"{'above' if signed > 0 else 'below'} the trainer's on average, for {of}, where at most {limit:.2g} "
+                f"is expected; {wrong} (rollout_log_prob_diff_mean)"
             )
         return self._surprise(tokens, sums, entropy) if age == 0 and limits.surprise else ""
 
@@ -302,8 +303,8 @@ class GapWatch:
         TrainingDiverged if the step before had a complaint, too."""
         if self._ends_run and self._num_in_a_row >= _STEPS:
             raise TrainingDiverged(
-                f"step {step}: {complaint}, as in the step before; correct that and resume from a checkpoint before, "
-                f"or go on with algorithm.engine_gap: warn"
+                f"step {step}: {complaint}, as in the step before; correct that and resume from an earlier checkpoint, "
+                f"or continue with algorithm.engine_gap: warn"
             )
 
 

@@ -26,7 +26,7 @@ def report_metrics(store: SealedStore, name: str, metrics: Mapping[str, float], 
         try:
             finite = math.isfinite(value)
         except OverflowError:
-            raise ConfigError(f"metric {metric}: an integer that no float holds; leave it out") from None
+            raise ConfigError(f"metric {metric}: an integer too large for a float; leave it out") from None
         if not finite:
             raise ConfigError(f"metric {metric}: {value} is not finite; leave it out")
     store.set(f"{_METRICS}{name}", json.dumps({"stamp": stamp, "metrics": dict(metrics)}))

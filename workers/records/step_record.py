@@ -42,8 +42,8 @@ def far_from_reference(kl: float) -> str:
     if kl <= FAR_KL:
         return ""
     return (
-        f"kl {kl:.3g}: so many nats per token away from the reference, beyond {FAR_KL:g}, the policy may be of no use "
-        f"any more; look at samples/, and try a smaller actor.lr or a larger algorithm.kl_coef"
+        f"kl {kl:.3g}: the policy is this many nats per token away from the reference; beyond {FAR_KL:g} it may be "
+        f"useless; look at samples/, and try a smaller actor.lr or a larger algorithm.kl_coef"
     )
 
 
@@ -53,7 +53,7 @@ def check_reference(step: int, kl: float, most: float | None) -> None:
     if most is not None and not kl <= most:
         raise TrainingDiverged(
             f"step {step}: kl {kl:.3g}, more nats per token away from the reference than algorithm.max_kl {most:g}, so "
-            f"the policy is of no use any more; resume from a checkpoint before that with a smaller actor.lr or a "
+            f"the policy is useless; resume from an earlier checkpoint with a smaller actor.lr or a "
             f"larger algorithm.kl_coef, or raise algorithm.max_kl"
         )
 

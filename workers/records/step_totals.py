@@ -116,18 +116,18 @@ class StepTotals:
         if sums["truncated"] == samples:
             return (
                 f"all {samples} responses are truncated: none drew a token that ends it; raise "
-                f"rollout.max_response_tokens, or see whether eos_token_id of generation_config.json is what this "
-                f"model says at an end"
+                f"rollout.max_response_tokens, or check whether eos_token_id in generation_config.json is the token "
+                f"with which this model ends a response"
             )
         if sums["empty"] == samples:
             return (
-                f"all {samples} responses are empty, they end with their first token; see whether the prompts in "
+                f"all {samples} responses are empty: they end with their first token; check whether the prompts in "
                 f"samples/ end as this model's prompts do"
             )
         if sum(name.startswith(_DIFFERENT) for name in self.sums) == 1:
             return (
-                f"all {samples} responses are the same, so nothing can be learnt from them; see samples/, and whether "
-                f"rollout.temperature is 0"
+                f"all {samples} responses are the same, so nothing can be learned from them; look at samples/, and "
+                f"check whether rollout.temperature is 0"
             )
         return ""
 

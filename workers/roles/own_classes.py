@@ -41,7 +41,8 @@ def resolve(config: RunConfig) -> RunConfig:
         own = getattr(config, section)
         if own.engine_options and own.engine in registry.built_in:
             raise ConfigError(
-                f"{section}.engine_options: are for an engine of yours, {section}.engine is {own.engine}; remove them"
+                f"{section}.engine_options: are only for an engine of your own, not {section}.engine {own.engine}; "
+                f"remove them"
             )
     outside = _outside(config)
     if not outside:

@@ -57,16 +57,15 @@ class OffPolicyConfig(Settings):
     @classmethod
     def _name_the_mask(cls, method: object) -> object:
         if method == "sequence_mask":
-            raise ValueError("give algorithm.off_policy.mask: geometric, which it was, and leave method out")
+            raise ValueError("give algorithm.off_policy.mask: geometric, its new name, and leave method out")
         return method
 
     @model_validator(mode="before")
     @classmethod
     def _name_the_bound(cls, section: object) -> object:
         if isinstance(section, Mapping) and "mask_log_ratio" in section:
-            if (
-                section.get("mask") is None and section["mask_log_ratio"] == 0.5
-            ):  # an old default in a saved config.yaml
+            # A saved config.yaml may hold this former default.
+            if section.get("mask") is None and section["mask_log_ratio"] == 0.5:
                 return {name: value for name, value in section.items() if name != "mask_log_ratio"}
             raise ValueError(
                 "mask_log_ratio was one bound of a sum and of a mean; give sequence_log_ratio or geometric_log_ratio, "
@@ -86,9 +85,8 @@ class OffPolicyConfig(Settings):
             "geometric_log_ratio": (self.mask != "geometric", "mask geometric"),
         }
         for name, (unread, reader) in idle.items():
-            if (
-                unread and getattr(self, name) != type(self).model_fields[name].default
-            ):  # saved configs contain defaults
+            # Defaults pass: a saved config.yaml contains them all.
+            if unread and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is for {reader}; set that, or leave {name} out")
         return self
 
@@ -114,7 +112,7 @@ class PPOClipConfig(Settings):
 
     @model_validator(mode="after")
     def _dual_clip_is_beyond_the_upper_one(self) -> Self:
-        default = type(self).model_fields["dual_clip"].default  # saved configs contain it
+        default = type(self).model_fields["dual_clip"].default  # passes: a saved config.yaml contains it
         if self.dual_clip not in (None, default) and self.dual_clip <= 1 + self.upper_clip:
             raise ValueError(
                 f"dual_clip {self.dual_clip} must be greater than 1 + eps_clip_high = {1 + self.upper_clip}"
@@ -326,8 +324,8 @@ class DAPOConfig(PPOClipConfig, KlLossConfig):
         rollout, tokens = run.rollout, self.overlong_buffer_tokens
         if tokens and rollout.is_own and not rollout.max_drawn_tokens:
             raise ConfigError(
-                f"algorithm.overlong_buffer_tokens: {tokens} is a price of long rollouts, but rollout.max_drawn_tokens "
-                f"0 sets them no limit; set that, or overlong_buffer_tokens to 0"
+                f"algorithm.overlong_buffer_tokens: {tokens} penalizes long rollouts, but rollout.max_drawn_tokens 0 "
+                f"sets them no limit; set that, or overlong_buffer_tokens to 0"
             )
         if tokens > rollout.longest_rollout:
             limit = "max_drawn_tokens" if rollout.is_own else "max_response_tokens"

@@ -41,7 +41,7 @@ def _local_time(given: object) -> object:
 
 
 def _refuse_time(given: object) -> NoReturn:
-    raise ValueError(f"{given!r} is no time; write one as 2026-11-26T09:00:00")
+    raise ValueError(f"{given!r} is not a time; write it like 2026-11-26T09:00:00")
 
 
 class TemplateSettings(msgspec.Struct, frozen=True):
@@ -160,7 +160,7 @@ class DataConfig(HubPart):
     @classmethod
     def _are_options_of_templates(cls, options: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(options.keys() & _NO_OPTIONS):
-            raise ValueError(f"{taken[0]} is what AsyncFlow itself says of a conversation; remove it")
+            raise ValueError(f"{taken[0]} is set by AsyncFlow itself; remove it")
         return options
 
     @property

@@ -135,7 +135,7 @@ class DenseModel:
         try:
             return DenseModel._read(config, family)
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            what = f"a config.json whose numbers are not all there ({type(error).__name__}: {error})"
+            what = f"a config.json that lacks numbers ({type(error).__name__}: {error})"
             raise _cannot(what, "use the one that belongs to the weights") from error
 
     @staticmethod
@@ -207,7 +207,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, float]:
         return base, 0.0
     if kind == "llama3" and all(rope.get(name) == value for name, value in LLAMA3_SCALING.items()):
         return base, float(rope["factor"])
-    raise _cannot(f"rope scaling {rope}", "Megatron has Llama 3's with its usual numbers")
+    raise _cannot(f"rope scaling {rope}", "Megatron supports only Llama 3's with its usual numbers")
 
 
 def _cannot(what: str, advice: str) -> ConfigError:

@@ -51,7 +51,9 @@ class OpenAIConfig(Settings):
         for url in urls:
             check_address(url)
             if urlsplit(url).path.rstrip("/").endswith("/v1"):
-                raise ValueError(f"{url!r} ends with /v1; leave that out, other requests of the server do not have it")
+                raise ValueError(
+                    f"{url!r} ends with /v1; leave that out, since other requests to the server do not use it"
+                )
         if len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("a server is named twice; name each once")
         return urls
@@ -65,11 +67,11 @@ def check_address(url: str) -> None:
     try:
         number = parts.port
     except ValueError as error:
-        raise ValueError(f"{url!r} has a port that is none; give a number from 1 to 65535") from error
+        raise ValueError(f"{url!r} has an invalid port; give a number from 1 to 65535") from error
     if number == 0:
-        raise ValueError(f"{url!r} has a port that is none; give a number from 1 to 65535")
+        raise ValueError(f"{url!r} has an invalid port; give a number from 1 to 65535")
     if parts.username is not None:
-        raise ValueError("an address with a user's name: it would be in logs; put a key into api_key_variable")
+        raise ValueError("the address has a user name, which would appear in logs; put a key into api_key_variable")
     if parts.query or parts.fragment:
         raise ValueError(f"{url!r} has more than a host and a path; leave that out")
 

@@ -16,7 +16,7 @@ _BORNE_DEAD_LETTERS = 8
 
 def _is_drawable(temperature: float) -> float:
     if 0 < temperature < _COLDEST:
-        raise ValueError(f"give {_COLDEST:g} or more: vLLM draws at that instead, and others overflow")
+        raise ValueError(f"give {_COLDEST:g} or more: below that vLLM uses that instead, and other engines overflow")
     return temperature
 
 

@@ -70,5 +70,5 @@ class SimConfig(Settings):
         if self.lengths == "pareto" and self.sigma >= 1:
             raise ValueError(f"sigma {self.sigma:g} gives a Pareto distribution without a mean; set it below 1")
         if self.lengths == "file" and not self.lengths_file:
-            raise ValueError("lengths: file needs lengths_file, a text file with one number a line")
+            raise ValueError("lengths: file needs lengths_file, a text file with one number per line")
         return self

@@ -99,9 +99,8 @@ class Rewards(ColumnTask):
         if self._config is None:
             return self._scorer.columns([future.result() for future in futures])
         last_N = batch["sample_lengths"].lengths.cumsum(0) - 1
-        model_scores = self._model.scores(sequences_of(batch))[
-            last_N
-        ].tolist()  # while the function runs in other threads
+        # The reward function runs meanwhile, in the scorer.
+        model_scores = self._model.scores(sequences_of(batch))[last_N].tolist()
         pairs = zip((future.result() for future in futures), model_scores, strict=True)
         return self._scorer.columns([_combined(scored, score, self._config) for scored, score in pairs])
 
@@ -126,9 +125,7 @@ class ReferenceLogProbs(ColumnTask):
 
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
         """Return `ref_log_probs`, float32 per drawn token."""
-        held = (
-            self.version
-        )  # may be newer: a lost row of a step trained since may come again, but nobody reads the result
+        held = self.version  # may be newer: a lost row of a trained step may come again, but nobody reads the result
         assert held is None or held >= reference_step(step, self._interval), f"step {step} came to reference {held}"
         return {"ref_log_probs": _column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
 

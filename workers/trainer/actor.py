@@ -490,7 +490,7 @@ class CriticSaver:
         if self._thread.is_alive():
             raise CheckpointError(
                 f"the critic's part of the checkpoint of step {self._step} is not written after {self._timeout_s:g} s "
-                f"(checkpoint.timeout_s); look whether the file system answers"
+                f"(checkpoint.timeout_s); check whether the file system responds"
             )
         self._thread = None
 
@@ -510,7 +510,9 @@ class CriticSaver:
             files = self._shards(step, state)
         except (Exception, dcp.CheckpointException) as failure:  # dcp.CheckpointException is a BaseException
             expected = isinstance(failure, (AsyncFlowError, OSError))
-            logger.warning("the critic's part of step %d", step, exc_info=None if expected else failure)
+            logger.warning(
+                "the critic's part of step %d cannot be written", step, exc_info=None if expected else failure
+            )
             error = f"rank {dist.get_rank()}: {one_line(failure)}"
         parts = gather([files, error], group=self._group)
         if dist.get_rank() == 0:
