@@ -59,8 +59,8 @@ class SavedRow:
 
 @dataclass(frozen=True)
 class Kept:
-    columns: frozenset[str]  # Their names
-    tasks: frozenset[str]  # The tasks that are done with the row
+    columns: frozenset[str]
+    tasks: frozenset[str]  # Tasks that are done with the row
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from workers.settings.schedule import ScheduleConfig
 
 class AdmittedGroup(msgspec.Struct, frozen=True):
     group: int  # id, counts admissions from 0
-    step: int  # Whose batch it belongs to
+    step: int  # The step whose batch it belongs to
     rows: tuple[int, ...]  # Its global row indices; only some of them if the others exist already
 
 

@@ -46,7 +46,7 @@ class Draw(msgspec.Struct, frozen=True):
     step: int  # The weights that had to exist
     told: int  # Last step whose results were known
     indices: dict[int, int]  # Group -> its task
-    state: Any  # Of the sampler after the draw
+    state: Any  # The sampler's state after the draw
 
 
 class UserSampler:

@@ -147,11 +147,11 @@ _CPU = torch.device("cpu")
 class ReplicaPlace:
     """Which rows a rank gets."""
 
-    # `index`, `count`: of its replica
+    # Its replica's number, and how many there are
     index: int
     count: int
     members: tuple[tuple[int, ...], ...]  # Ranks of every replica, each with its lead first
-    rank: int  # This one
+    rank: int  # This rank
 
     @staticmethod
     def of(actor: ActorConfig, rank: int, num_ranks: int) -> "ReplicaPlace":

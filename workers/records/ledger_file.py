@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class TrainedLine(msgspec.Struct, frozen=True):
     """A group that a step trained."""
 
-    # `lineage`, `step`: that trained it
+    # The lineage and step that trained it
     lineage: int
     step: int
-    admitted_step: int  # That it was admitted for; differs only with `schedule.fill: first_ready`
+    admitted_step: int  # The step that it was admitted for; differs only with `schedule.fill: first_ready`
     group: int
     epoch: int  # Number of complete passes over the data before its own
     indices: list[int]  # Its global row indices, ascending
@@ -36,18 +36,18 @@ class TrainedLine(msgspec.Struct, frozen=True):
     # xxh3-64 (hex) over the rows in that order, of each its two lengths (int32), prompt and response (int64)
     token_hash: str
     time_s: float  # Seconds since the command started
-    rewards: list[float | None] | None = None  # Of its rows, with `data.sampler`; None: the reward failed
+    rewards: list[float | None] | None = None  # The rows' rewards, with `data.sampler`; None: scoring failed
 
 
 class DeadLetterLine(msgspec.Struct, frozen=True):
     """A group that some task failed on too often: in this lineage it is part of no weights."""
 
-    lineage: int  # That gave it up; a later one may train it, since a resumed run tries again
+    lineage: int  # The one that gave it up; a later one may train it, since a resumed run tries again
     step: int  # The last finished step when this became known
     admitted_step: int  # The step that it was admitted for
     group: int
     replaced_by: int  # Id of the group that took its place
-    task: str  # That failed on it; "": unknown
+    task: str  # The one that failed on it; "": unknown
     deliveries: int  # How often one of its rows came back
     time_s: float  # Seconds since the command started
 
@@ -55,13 +55,13 @@ class DeadLetterLine(msgspec.Struct, frozen=True):
 class FilteredLine(msgspec.Struct, frozen=True):
     """A group whose rewards were all equal, so that another one took its place: it is in no weights of this run."""
 
-    lineage: int  # That filtered it out; later ones skip it, too
+    lineage: int  # The one that filtered it out; later ones skip it, too
     # `step`, `admitted_step`, `group`, `replaced_by`, `time_s`: see `DeadLetterLine`
     step: int
     admitted_step: int
     group: int
     replaced_by: int
-    task: str  # That judged it
+    task: str  # The one that judged it
     time_s: float
 
 

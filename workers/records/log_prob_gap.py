@@ -40,7 +40,7 @@ _TIMES = 2.0
 _MOVES = 3.0
 # At most this many tokens and samples of a rank measure a move.
 _PROBE_TOKENS, _PROBE_SAMPLES = 512, 64
-# A mean of many tokens that is more than this many standard deviations off is no chance.
+# A mean of many tokens that is more than this many standard deviations off is not due to chance.
 _DEVIATIONS = 6.0
 # Fewer tokens of an age prove nothing: their deviation is unknown, too.
 _TOKENS = 256
@@ -49,7 +49,7 @@ _TOKENS = 256
 _NATS = 512.0
 # Tolerated difference between surprise and entropy, as a share of the entropy.
 _SURPRISE = 0.05
-# This many complaining steps in a row are no chance: the run learns from samples that the policy did not draw.
+# This many complaints in a row are not due to chance: the run learns from samples that the policy did not draw.
 _STEPS = 2
 
 
@@ -109,7 +109,7 @@ class LogProbGap:
     # holds the version that drew them, `held`, `held_signed` and `held_squared` are `total`, `signed` and `squared`
     # against that version.
     ages: dict[str, dict[str, float]] = field(default_factory=dict)
-    # Of the trainer, by the previous update: `tokens`, and `total` of absolute differences; {}: unknown
+    # The trainer's move by the previous update: `tokens`, and `total` of absolute differences; {}: unknown
     move: dict[str, float] = field(default_factory=dict)
 
     @staticmethod

@@ -17,17 +17,17 @@ from torch import Tensor
 class RolloutRequest:
     index: int  # Global row index
     ticket: int  # Identifies the request; a lost row may be requested again
-    seed: int  # Of its random numbers, 64 bits
+    seed: int  # Seed of its random numbers, 64 bits
     prompt_P: Tensor  # int64 [P], of a single-turn rollout
     task: str = "{}"  # The data row as JSON, for a user's function
-    # `group`, `member`: of the row
+    # The row's group, and its place in it
     group: int = 0
     member: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class FinishedRollout:
-    # `index`, `ticket`: of the request
+    # From the request
     index: int
     ticket: int
     tokens_T: Tensor  # int64 [T], one sample after the other

@@ -59,12 +59,9 @@ class NeededWeights(StrEnum):
     """Which weights a consumer must hold before it gets rows of step s."""
 
     ANY = "any"
-    # As old as the schedule allows: for responses.
-    BOUNDED = "bounded"
-    # Those of step s - 1, on which step s trains.
-    NEWEST = "newest"
-    # The reference of step s, if it follows the policy.
-    REFERENCE = "reference"
+    BOUNDED = "bounded"  # As old as the schedule allows: for responses
+    NEWEST = "newest"  # Those of step s - 1, on which step s trains
+    REFERENCE = "reference"  # The reference of step s, if it follows the policy
 
 
 def roles_on_device(*, reward_model: bool) -> tuple[str, ...]:
@@ -74,6 +71,8 @@ def roles_on_device(*, reward_model: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Task:
+    """One node of the graph."""
+
     name: str
     role: str  # The role that runs it when launched
     host: str  # The role that runs it otherwise; equal to `role` for tasks that cannot move

@@ -53,7 +53,7 @@ class MegatronConfig(Settings):
 class MegatronPlace:
     tensor: int  # Its part of every layer
     replica: int  # Copy of the model, the data-parallel rank
-    stage: int  # Of the pipeline
+    stage: int  # Pipeline stage
     context: int = 0  # Its part of a micro-batch's tokens
 
 
@@ -118,9 +118,9 @@ class DenseModel:
     ffn_hidden_size: int
     vocab_size: int
     max_positions: int  # Longest sequence (tokens)
-    norm_eps: float  # Of RMSNorm
+    norm_eps: float  # RMSNorm's epsilon
     rope_base: float  # Base of the rotary embedding
-    rope_factor: float  # Of Llama 3's scaling; 0: none
+    rope_factor: float  # Llama 3's scaling factor; 0: none
     qkv_bias: bool  # Query, key and value have a bias
     qk_norm: bool  # Queries and keys are normalized per head
     tied: bool  # Input and output embedding share their weight

@@ -143,7 +143,7 @@ class LauncherConfig(Settings):
     """Processes and devices."""
 
     device: str = "auto"
-    """Where model ranks run: `cpu`, `cuda`, `npu`, or the device of an installed vendor plugin; `auto`: the available
+    """Where model ranks run: `cpu`, `cuda`, `npu`, or the device of another installed vendor; `auto`: the available
     accelerator, otherwise the CPU."""
     threads_per_worker: int = Field(1, ge=1)
     """Intra-op threads of every worker on the CPU."""

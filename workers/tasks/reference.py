@@ -74,9 +74,8 @@ class Reference:
         self._context = context
         self._leads = context.rank == 0
         self._shared = config.ref.ranks_per_copy > 1
-        # The reference of the next step: neither the initial model nor the weights resumed from, it must come from the
-        # checkpoint.
         first = reference_step(context.start_step + 1, self._interval)
+        # Neither the initial model nor the checkpoint's own weights: the checkpoint holds it as a directory.
         restored = 0 < first < context.start_step
         self._step = first if restored else 0
         weights_dir = Path(context.job.resume_from) / DIRECTORY if restored else None
