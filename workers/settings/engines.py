@@ -144,8 +144,9 @@ class RefConfig(Settings):
     megatron: MegatronConfig = MegatronConfig()
     """With `megatron`: like `actor.megatron`."""
     micro_batch_size: int = Field(32, ge=1)
-    """Responses per forward pass of a copy, and of what actor and critic compute before they train by tokens. Rollouts
-    of several turns are cut like those of the trained model (`max_tokens_per_micro_batch`)."""
+    """Responses per forward pass of a copy; also the limit for what actor and critic compute before training, if they
+    train by tokens. Rollouts of several turns are cut like those of the trained model (`max_tokens_per_micro_batch`).
+    """
     shared_prompt: bool = True
     """Like `actor.shared_prompt`."""
 

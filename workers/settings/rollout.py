@@ -16,7 +16,7 @@ _BORNE_DEAD_LETTERS = 8
 
 def _is_drawable(temperature: float) -> float:
     if 0 < temperature < _COLDEST:
-        raise ValueError(f"give {_COLDEST:g} or more: below that vLLM uses that instead, and other engines overflow")
+        raise ValueError(f"give {_COLDEST:g} or more: vLLM raises lower ones to that, and other engines overflow")
     return temperature
 
 
@@ -108,7 +108,7 @@ class RolloutConfig(SamplingConfig):
     as `module:Class`, or `tools`, which calls `rollout.tools` until a reply calls none; null: one response to each
     prompt (docs/agents.md)."""
     agent: str | None = None
-    """Instead of `function`: `async def agent(task, base_url, api_key)` as `module:function`, which uses OpenAI's API.
+    """Instead of `function`: an `async def agent(task, base_url, api_key)` as `module:function`; it calls OpenAI's API.
     """
     agent_command: tuple[str, ...] = ()
     """Instead of `function`: a program with its arguments, which finds the policy through OPENAI_BASE_URL and
