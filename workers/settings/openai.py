@@ -20,7 +20,7 @@ class OpenAIConfig(Settings):
     """
 
     urls: tuple[str, ...] = ()
-    """Servers of one and the same model, e.g. `[http://10.0.0.7:8000]`; all calls of a rollout go to the same server.
+    """Servers of one and the same model, e.g. `[http://10.0.0.7:8000]`; a rollout sends all its calls to one of them.
     """
     model: str = ""
     """Name under which they serve the model; empty: the first that they list."""
