@@ -399,7 +399,7 @@ def test_template_is_told_the_options_of_the_run_and_only_such_as_it_uses(model_
     ):
         check_prompts(ROWS, wrong, model_dir=model_dir)
     for name in ("tools", "self"):
-        with pytest.raises(ValidationError, match=f"{name} is what AsyncFlow itself says of a conversation"):
+        with pytest.raises(ValidationError, match=f"{name} is set by AsyncFlow itself"):
             data(chat_template=True, chat_template_options={name: []})
 
 

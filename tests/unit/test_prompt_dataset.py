@@ -262,5 +262,5 @@ def test_time_of_a_template_is_a_local_time(given: object) -> None:
 
 @pytest.mark.parametrize("given", ["noon", 7, ["2026-11-26"]])
 def test_time_that_is_none_is_refused(given: object) -> None:
-    with pytest.raises(ValueError, match="is no time; write one as 2026-11-26T09:00:00"):
+    with pytest.raises(ValueError, match="is not a time; write it like 2026-11-26T09:00:00"):
         DataConfig.model_validate({"path": "r", "template_time": given})

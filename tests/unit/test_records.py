@@ -199,7 +199,9 @@ def test_a_policy_far_from_its_reference_is_told_once_and_ends_the_run_beyond_th
         records.write(record)
         check_reference(step, record.totals.kl, 5.0)
     records.close()
-    assert len(told) == 1 and told[0].startswith("step 2: kl 1.5: so many nats per token away from the reference")
+    assert len(told) == 1 and told[0].startswith(
+        "step 2: kl 1.5: the policy is this many nats per token away from the ref"
+    )
     for kl in (4.6e8, math.nan):
         with pytest.raises(
             TrainingDiverged, match=r"^step 4: kl .*, more nats .* than algorithm.max_kl 5, so the polic"

@@ -91,7 +91,7 @@ def test_names_of_installed_packages_are_import_paths_in_a_run(install: Install,
         ("evaluate.engine=openai", "evaluate.engine: 'openai' .*one of hf vllm sim or"),
         (
             "ref={engine_options: {a: 1}}",
-            "ref.engine_options: are for an engine of yours, ref.engine is hf; remove",
+            "ref.engine_options: are only for an engine of your own, not ref.engine hf; remove",
         ),
         ("actor.engine=deepspeed", "actor.engine: 'deepspeed' .*one of fsdp megatron sim or"),
         ("ref.engine=vllm", "ref.engine: 'vllm' .*one of hf fsdp megatron sim or"),

@@ -1,9 +1,9 @@
-"""Puts new prompts: the shell around `AdmissionState`, a client of the queue in a thread of the lead's process.
+"""Puts new prompts into the queue: the shell around `AdmissionState`, a queue client in a thread of the lead's process.
 
-Woken by published versions, by rows that were lost with a unit, by groups that became a dead letter, and by rows that
-were fed. Its mark is durable before the rows of a group are put, so a group id is never given out twice. When a run
-goes on from a checkpoint, finished samples that it holds (`SavedRows`) take the place of prompts as their groups are
-admitted; what is put a second time, after a loss, is always a prompt.
+Published versions, rows lost with a storage unit, groups that became dead letters, and fed rows wake it. The mark is
+durable before the rows of a group are put, so no group id is ever given out twice. When a run resumes from a
+checkpoint, finished samples in it (`SavedRows`) replace prompts as their groups are admitted; rows put again after a
+loss are always prompts.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from tq.snapshot import ChunkPlace, SnapshotChunk, chunk_places, read_manifest
 from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.data.feed_file import Fed, FeedFile
 
-# Finished samples of a checkpoint: put back when their group is admitted again, instead of being generated anew.
+# Finished samples of a checkpoint are put back when their group is admitted again, instead of being regenerated.
 #
-# They are a cache, never the truth about admission: which groups come, and in which steps, is `AdmissionState`'s; a
-# row that is not used here is generated again. `KeepRule` decides (pure); `SavedRows` reads the snapshot.
+# They are a cache and never decide admission: `AdmissionState` decides which groups come in which steps, and a row that
+# is not used here is generated again. `KeepRule` decides (pure); `SavedRows` reads the snapshot.
 #
 #     snapshot of step 20    row 88: partition 21, versions 20..20, columns prompts tokens rewards ref_log_probs
 #     admitted for step 21   put with all columns; rollout and ref are done with it
@@ -42,61 +42,41 @@ from workers.data.feed_file import Fed, FeedFile
 
 logger = logging.getLogger(__name__)
 
+# The column with the weight version of every token.
 _VERSIONS = "versions"
-"""Column with the version of every token's weights."""
 
 
 @dataclass(frozen=True)
 class SavedRow:
-    """What is known of a saved row without its values.
+    """What is known of a saved row without reading its values."""
 
-    Attributes:
-        partition: the step that it was admitted for.
-        columns: that it has.
-        oldest, newest: versions of the weights that generated it.
-    """
-
-    partition: int
+    partition: int  # The step that it was admitted for
     columns: frozenset[str]
+    # `oldest`, `newest`: weight versions that generated its tokens
     oldest: int
     newest: int
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What of a row is put back.
-
-    Attributes:
-        columns: names.
-        tasks: that are done with it.
-    """
-
     columns: frozenset[str]
-    tasks: frozenset[str]
+    tasks: frozenset[str]  # Tasks that are done with the row
 
 
 @dataclass(frozen=True)
 class KeepRule:
-    """Which saved rows are worth keeping, and what of them. Pure.
+    """Decides which saved rows are kept, and which of their columns. Pure."""
 
-    Attributes:
-        saved_step: step of the checkpoint: later weights were abandoned.
-        max_staleness: of a row by the step that it is admitted for.
-        tasks: of the queue as it is now.
-        generation: the task that generates: a row that it is not done with is a prompt.
-        first: columns that admission puts.
-        usable: (partition that a row was saved in, step that it is admitted for) -> columns whose values still hold.
-    """
-
-    saved_step: int
-    max_staleness: int
-    tasks: Sequence[TaskSpec]
-    generation: str
-    first: frozenset[str]
+    saved_step: int  # Step of the checkpoint; any later weights were abandoned
+    max_staleness: int  # Largest age of a row in versions, relative to the step that it is admitted for
+    tasks: Sequence[TaskSpec]  # The queue's current tasks
+    generation: str  # The generating task; a row that it is not done with is only a prompt
+    first: frozenset[str]  # Columns that admission puts
+    # (partition that a row was saved in, step that it is admitted for) -> columns whose values still hold
     usable: Callable[[int, int], Collection[str]]
 
     def kept(self, row: SavedRow, *, step: int) -> Kept | None:
-        """Return what of a row is kept when its group is admitted for `step`; None: it is generated again."""
+        """Return what to keep of a row whose group is admitted for `step`; None: generate it again."""
         if row.newest > self.saved_step or (step - 1) - row.oldest > self.max_staleness:
             return None
         columns = row.columns.intersection(self.usable(row.partition, step))
@@ -115,7 +95,8 @@ class _Found:
 
 
 class SavedRows:
-    """The rows of one snapshot, by number. Used by one thread."""
+    """The rows of one snapshot, by row number. Used by one thread; reads nothing before the first `take`. `warn` is
+    called if the snapshot is missing or damaged; then nothing of it is used."""
 
     def __init__(
         self,
@@ -124,30 +105,20 @@ class SavedRows:
         *,
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Args:
-        directory: of the snapshot; nothing is read yet.
-        rule: what is kept.
-        warn: is told when the snapshot is missing or damaged: nothing of it is used then.
-        """
         self._directory = directory
         self._rule = rule
         self._warn = warn
         self._found: dict[int, _Found] | None = None
 
     def take(self, groups: Sequence[AdmittedGroup], *, most: int) -> Iterator[SnapshotChunk]:
-        """Yield what is kept of groups that are admitted, in pieces that can be put; each row once.
-
-        Args:
-            groups: with their steps.
-            most: rows of a piece.
-        """
+        """Yield what is kept of admitted groups, in pieces of at most `most` rows that can be put; each row once."""
         try:
             if self._found is None:
                 self._found = self._index()
             yield from self._pieces(groups, most)
         except CheckpointError as error:
-            self._warn(f"{error}; what it holds is generated again")
-            self._found = {}
+            self._warn(f"{error}; its samples are generated again")
+            self._found = {}  # use nothing of it from now on
 
     def _pieces(self, groups: Sequence[AdmittedGroup], most: int) -> Iterator[SnapshotChunk]:
         alike: dict[tuple[str, int, int, Kept], list[tuple[_Found, int, int]]] = {}
@@ -194,21 +165,29 @@ def _extremes(versions: Column) -> Iterator[tuple[int, int]]:
 
 
 _GROUPS_PER_PUT = 64
+# (group ids, weight version that had to be published)
 Draw = Callable[[Sequence[int], int], None]
-"""(ids of groups, weights that had to be there)"""
+# (last step of the run, rows left that fill no step)
 FeedEnded = Callable[[int, int], None]
-"""(the run's last step, rows that no step has)"""
 
 
 class PromptSource(Protocol):
-    """Where admission takes prompts from."""
-
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
-        """Return the first columns of all rows of `groups`, group after group."""
+        """Return the first columns of all rows of `groups`, group by group."""
 
 
 class PromptAdmitter:
-    """Owns the admission state and its thread."""
+    """Owns the admission state and its thread; closes its client.
+
+    Args:
+        num_units: storage units; a step is put in at least as many parts, so that it spreads over them.
+        save: makes a mark durable before it returns.
+        saved: finished samples of the checkpoint that the run resumes from.
+        draw: durably records which tasks new groups have, before any other effect of their admission.
+        feed_ended: called once the weights of the last step that a feed has rows for are published; then the queue
+            stops.
+        last_failure: returns why the last failed rollout failed; "" if none did.
+    """
 
     def __init__(
         self,
@@ -224,19 +203,6 @@ class PromptAdmitter:
         feed_ended: FeedEnded = lambda last_step, num_left: None,
         last_failure: Callable[[], str] = lambda: "",
     ) -> None:
-        """Args:
-        state: where admission stands.
-        client: puts the rows; closed with this.
-        prompts: of the groups.
-        num_units: a step is put in at least so many parts, so that it spreads.
-        save: makes a mark durable; returns when it is.
-        threads: the lead's.
-        saved: finished samples of the checkpoint that the run goes on from.
-        draw: says durably which tasks new groups have, before anything else is.
-        feed_ended: is told when the weights of the last step that a feed has rows for are published; then the queue is
-            stopped.
-        last_failure: returns why a rollout failed last; "" if none did.
-        """
         self._draw = draw
         self._last_failure = last_failure
         self._warnings = RepeatedWarnings(logger)
@@ -252,30 +218,25 @@ class PromptAdmitter:
         self._refills = tuple(state.refills())
         self._missing: list[AdmittedGroup] = []
         self._reopened: list[int] = []
+        # Removed groups that wait for a row of the feed to replace them.
         self._unreplaced: list[GroupRemoved] = []
-        """Groups that left, and wait for a row of the feed."""
         self._published = self._over = False
         self.started = False
-        """Whether `start` was called."""
         self._thread: threading.Thread | None = None
 
     @property
     def admitted_groups(self) -> int:
-        """How many groups were admitted: the high-water mark of ids."""
+        """High-water mark of the group ids."""
         return self._state.admitted_groups
 
     @property
     def refills(self) -> tuple[Refill, ...]:
-        """Which groups were replaced so far, in order; durable, so a later incarnation begins with the same."""
+        """The groups replaced so far, in order. Durable, so a later incarnation starts with the same ones."""
         return self._refills
 
     def start(self, known_rows: Mapping[int, Collection[int]] | None) -> None:
-        """Begin.
-
-        Args:
-            known_rows: after a restart, per step, the rows that exist or are finished: admitted ones that are not among
-                them are put again. None: the first start.
-        """
+        """Start the thread. `known_rows`: after a restart, step -> rows that exist or are finished; admitted rows
+        missing from it are put again. None: the first start."""
         self.started = True
         self._published = known_rows is not None
         if known_rows is not None:
@@ -284,18 +245,17 @@ class PromptAdmitter:
         self._thread = self._threads.start(self._run, name="admission")
 
     def add(self, event: int | Lost | GroupRemoved | Fed) -> None:
-        """A version was published, rows were lost, a group needs a replacement, or rows were fed."""
+        """Queue an event: a published version, lost rows, a removed group, or fed rows. Any thread may call."""
         self._events.put(event)
 
     def close(self) -> None:
-        """Stop; idempotent."""
         self._events.put(None)
         if self._thread is not None:
             self._thread.join(timeout=5)
         self._client.close()
 
     def _run(self) -> None:
-        for step in self._reopened:  # the mark is durable before a step is opened
+        for step in self._reopened:  # the mark is saved before a step is opened, so some may not have been opened
             self._open(step)
         self._put_again(self._missing)
         self._admit()
@@ -322,7 +282,8 @@ class PromptAdmitter:
             case GroupRemoved():
                 group = self._refill(event)
                 if group is None:
-                    return  # two controllers reported it
+                    return  # already replaced: two controllers reported it
+                # The order matters: tasks and mark must be durable before the rows exist.
                 self._draw([group.group], self._state.version)
                 self._save(self._state.mark())
                 self._refills = tuple(self._state.refills())
@@ -333,7 +294,6 @@ class PromptAdmitter:
                 self._put_new([group])
 
     def _refill(self, event: GroupRemoved) -> AdmittedGroup | None:
-        """Replace a group; raises as `AdmissionState.refill` does, with why it failed."""
         try:
             return self._state.refill(event.partition, event.group, event.cause)
         except TooManyFailures as error:
@@ -343,12 +303,13 @@ class PromptAdmitter:
     def _admit(self) -> None:
         for step in self._state.admissible():
             self._draw([group.group for group in self._state.groups_of(step)], self._state.gate(step))
+            # Durable before the rows exist, so that no group id is ever given out twice.
             self._save(self._state.mark())
             self._open(step)
             self._put_new(self._state.groups_of(step))
 
     def _end_with_feed(self) -> None:
-        """Stop the queue after the last step, and not while the trainer still sends the weights that it begins with."""
+        """Stop the queue after the last step, but not while the trainer still sends the weights that it starts with."""
         last_step, may = self._state.ended_at, self._published and not self._over
         if may and last_step is not None and self._state.version >= last_step:
             self._over = True
@@ -359,7 +320,6 @@ class PromptAdmitter:
         self._client.open_partition(step, sum(len(group.rows) for group in self._state.groups_of(step)))
 
     def _put_new(self, groups: Sequence[AdmittedGroup]) -> None:
-        """Put groups for the first time in this run, or since it was resumed."""
         done: set[int] = set()
         most = self._groups_per_put(len(groups)) * self._state.group_size
         for piece in () if self._saved is None else self._saved.take(groups, most=most):
@@ -379,7 +339,7 @@ class PromptAdmitter:
         self._put(groups)
 
     def _put_again(self, groups: Sequence[AdmittedGroup]) -> None:
-        """Put rows that were in the queue before; a unit that was away may have brought some of them back."""
+        """Put rows that were in the queue before. A returning unit may have brought some of them back."""
         try:
             self._put(groups)
         except RowsExist:
@@ -390,6 +350,7 @@ class PromptAdmitter:
 
     def _put(self, groups: Sequence[AdmittedGroup]) -> None:
         by_step: dict[int, list[AdmittedGroup]] = defaultdict(list)
+        # Some of these rows exist: put the others one by one.
         for group in groups:
             by_step[group.step].append(group)
         for step, members in by_step.items():
@@ -405,7 +366,6 @@ class PromptAdmitter:
                 )
 
     def _groups_per_put(self, num_groups: int) -> int:
-        """Return how many groups are put together, so that a step spreads over the units."""
         return max(1, min(_GROUPS_PER_PUT, -(-num_groups // self._num_units)))
 
 
@@ -422,17 +382,9 @@ def prompt_admission(
     feed_ended: FeedEnded = lambda last_step, num_left: None,
     last_failure: Callable[[], str] = lambda: "",
 ) -> MakeAdmission:
-    """Return what a controller makes its admission with, once.
+    """Return the factory that a controller calls once to make its admission; see `PromptAdmitter`.
 
-    Args:
-        credentials: store and secret.
-        name: of the controller's service.
-        prompts: of the groups.
-        state: as it is at a first start.
-        config: of the queue.
-        saved: finished samples of the checkpoint that the run goes on from.
-        draw, feed_ended, last_failure: see `PromptAdmitter`.
-        feed: where prompts are fed: it tells admission of rows.
+    `state` is that of a first start; later starts restore the controller's mark. `feed` reports new rows to admission.
     """
 
     def make(place: AdmissionPlace) -> PromptAdmitter:

@@ -1,8 +1,8 @@
-"""What the lead controller's process says to feeders: the messages, and the service that answers them.
+"""The protocol between feeders and the lead controller's process: the messages, and the service that answers them.
 
-OpenFeed   who feeds under this name now?      -> FedUpTo: its last row
+OpenFeed   this process feeds under a name     -> FedUpTo: the name's last row
 PutFeed    rows, numbered on from there        -> FedUpTo, once they are durable; or refused, and none is stored
-EndFeed    nothing follows                     -> FedUpTo
+EndFeed    no more rows follow                 -> FedUpTo
 """
 
 import threading
@@ -21,66 +21,47 @@ SERVICE = "feed"
 
 
 class OpenFeed(msgspec.Struct, tag=True):
-    """A process feeds under a name from now on; with `again` it did before, and is refused if another one does since.
+    """A process feeds under a name from now on. With `again` it did before, and is refused if another one does now."""
 
-    Attributes:
-        feeder: the name.
-        process: tells apart the processes that feed under it.
-    """
-
-    feeder: str
-    process: str
+    feeder: str  # The name
+    process: str  # Distinguishes processes with the same name
     again: bool = False
 
 
 class PutFeed(msgspec.Struct, tag=True):
-    """Rows of a feeder.
+    """Rows of a feeder."""
 
-    Attributes:
-        feeder, process: as in `OpenFeed`.
-        first: number of the first row; the feeder's rows count from 1.
-        rows: JSON, an array of objects.
-    """
-
+    # `feeder`, `process`: as in `OpenFeed`
     feeder: str
     process: str
-    first: int
-    rows: bytes
+    first: int  # Number of the first row; the feeder's rows count from 1
+    rows: bytes  # JSON, an array of objects
 
 
 class EndFeed(msgspec.Struct, tag=True):
-    """No rows follow, of any feeder."""
+    """No more rows follow, from any feeder."""
 
     feeder: str
     process: str
 
 
 class FedUpTo(msgspec.Struct, tag=True):
-    """Number of the feeder's last durable row; 0: there is none."""
+    """Number of the feeder's last durable row; 0: none."""
 
     last_sequence: int
 
 
 class FeedService:
-    """Serves until `close`."""
+    """Serves feeders until `close`; `prompts` checks their rows, and its file must be open for appending."""
 
     def __init__(self, credentials: Credentials, prompts: FedPrompts, *, threads: ServiceThreads) -> None:
-        """Args:
-        credentials: store and secret.
-        prompts: check what is put; their file may be appended to.
-        threads: of the service that this is a part of.
-        """
         self._prompts = prompts
         self._lock = threading.Lock()
         self._server = ChannelServer(credentials, SERVICE, OpenFeed | PutFeed | EndFeed, self, threads=threads)
 
     def handle(self, call: Call) -> None:
-        """Carry out one request; one after the other.
-
-        Raises:
-            ConfigError: the rows cannot be trained on, or another process feeds under the name since.
-            QueueFull: the file system refuses.
-        """
+        """Handle one request at a time. Raises ConfigError if the rows cannot be trained on, or another process now
+        feeds under the name; QueueFull if the file system refuses."""
         message, rows = call.message, self._prompts.rows
         with self._lock:
             if isinstance(message, OpenFeed) and not message.again:
@@ -95,17 +76,16 @@ class FeedService:
         call.reply(FedUpTo(last))
 
     def disconnected(self, session: Session) -> None:
-        """A feeder may come back at any time."""
+        """Do nothing: a feeder may come back at any time."""
 
     def close(self) -> None:
-        """Stop serving; idempotent."""
         self._server.close()
 
     def _put(self, message: PutFeed) -> None:
         try:
             given: list[dict[str, Any]] = json_decoder(list[dict[str, Any]]).decode(message.rows)
         except UNREADABLE as error:
-            raise ConfigError(f"feeder {message.feeder}: a put of something else than objects ({error})") from error
+            raise ConfigError(f"feeder {message.feeder}: a put must be an array of objects ({error})") from error
         new = given[self._prompts.rows.num_known(message.feeder, message.first, given) :]
         self._prompts.check(new)
         if new:

@@ -1,4 +1,4 @@
-"""Admission: the only place that owns the prompt cursor, group ids, row indices, steps and the staleness gate. Pure.
+"""Admission: the only owner of prompt cursor, group ids, row indices, steps and the staleness gate. Pure.
 
 In data order, group g belongs to step g // rollout_batch_size + 1, and its rows are g * G ... g * G + G - 1. A step is
 admitted once weights exist that may start it: (s - 1) - v <= max_staleness for the newest version v.
@@ -6,23 +6,23 @@ admitted once weights exist that may start it: (s - 1) - v <= max_staleness for 
     AdmissionState(..., version=0)  admits steps 1 .. 1 + max_staleness
     version 1 is published          admits step 2 + max_staleness
 
-A dead-letter group, or one that was filtered out since it would teach nothing, is replaced by the next id, in its
-step; later steps go on behind it. So ids stay contiguous, and steps and refills alone say where every group belongs:
+A dead-letter group, or a group filtered out because it would teach nothing, is replaced in its step by the next id;
+later steps continue behind it. So ids stay contiguous, and steps and refills alone determine the place of every group:
 
     batch 2, group 1 of step 1 is replaced:  step 1: 0 (1) 4   step 2: 2 3   step 3: 5 6
 
-When a run is resumed, the groups that were trained may be no prefix: some were a dead letter, and with `fill:
-first_ready` the step that a group belongs to is not always the one that trains it. So they are named, and the others
-fill the steps that follow, in order; those that were a dead letter are tried again, those that were filtered are not:
+When a run is resumed, the trained groups may not be a prefix: some were dead letters, and with `fill: first_ready` a
+group's step is not always the one that trains it. So the trained groups are listed, and the others fill the following
+steps in order; dead letters are tried again, filtered groups are not:
 
     batch 2, trained 0 4:               step 2: 1 2   step 3: 3 5   step 4: 6 7
     batch 2, trained 0 4, filtered 2:   step 2: 1 3   step 3: 5 6
 
-Where prompts are fed (`data.source: feed`), group g has row g of the feed, so a step also waits until all of its groups
-are there. The first step that the feed ended before is not admitted, nor are later ones:
+If prompts are fed (`data.source: feed`), group g has row g of the feed, so a step also waits until all its groups have
+rows. The first step that the ended feed cannot fill is not admitted, nor are later ones:
 
     batch 2, rows 0 1 2 fed:        step 1
-    rows 3 4 fed, then the end:     step 2, the last one; row 4 takes the place of a group that leaves, or is left over
+    rows 3 4 fed, then the end:     step 2, the last one; row 4 replaces a group that leaves, or is left over
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -37,21 +37,22 @@ from workers.settings.schedule import ScheduleConfig
 
 
 class AdmittedGroup(msgspec.Struct, frozen=True):
-    """One group with its place.
-
-    Attributes:
-        group: id, counts admissions from 0.
-        step: whose batch it belongs to.
-        rows: its global row indices; only some of them when the others exist already.
-    """
-
-    group: int
-    step: int
-    rows: tuple[int, ...]
+    group: int  # id, counts admissions from 0
+    step: int  # The step whose batch it belongs to
+    rows: tuple[int, ...]  # Its global row indices; only some of them if the others exist already
 
 
 class AdmissionState:
-    """The prompt cursor and its gate."""
+    """The prompt cursor and its gate. Training continues with step `version + 1`.
+
+    Args:
+        trained: groups trained into the weights that the run started or resumed from, as many as their steps have;
+            empty: they are a prefix.
+        filtered: groups that were filtered out before the run was resumed.
+        max_filtered, max_dead_letters: most groups of a step that may be filtered out or dead letters; None: any
+            number.
+        num_fed: rows of the feed so far; None: there is no feed, and each group has a prompt.
+    """
 
     def __init__(
         self,
@@ -65,17 +66,6 @@ class AdmissionState:
         max_dead_letters: int | None = None,
         num_fed: int | None = None,
     ) -> None:
-        """Args:
-        schedule: batch, group size and staleness bound.
-        version: step of the weights at the start; training goes on with step `version + 1`.
-        last_step: steps beyond are never admitted.
-        trained: groups that are in the weights with which the run, or its resumption, began: as many as their steps
-            have; none: they are a prefix.
-        filtered: groups that were filtered out before the run was resumed.
-        max_filtered: at most so many groups of a step may be filtered out; None: any number.
-        max_dead_letters: so many may be dead letters; None: any number.
-        num_fed: rows of the feed so far; None: there is no feed, and each group has a prompt.
-        """
         self._schedule = schedule
         self._last_step = last_step
         self._version = version
@@ -88,14 +78,14 @@ class AdmissionState:
         self._over = self._trained.union(filtered)
         self._first = next(group for group in range(len(self._over) + 1) if group not in self._over)
         self._beyond = sorted(group for group in self._over if group > self._first)
+        # Sorted ids above the first that no step has in data order: trained and filtered groups, and refills.
         self._taken = list(self._beyond)
-        """Sorted ids above the first that are no step's in data order: those that are over, and refills."""
         self._max_filtered = max_filtered
         self._max_dead_letters = max_dead_letters
         self._num_fed, self._feed_ended = num_fed, False
 
     def restored(self, mark: AdmissionMark) -> Self:
-        """Go on where an earlier incarnation, or a checkpoint, stood, with the same batch and group size."""
+        """Continue where an earlier incarnation or a checkpoint stood, with the same batch and group size."""
         self._version, self._next_step = mark.version, mark.next_step
         for refill in mark.refills:
             self._add(refill)
@@ -108,29 +98,25 @@ class AdmissionState:
 
     @property
     def version(self) -> int:
-        """Newest weights."""
         return self._version
 
     def gate(self, step: int) -> int:
-        """Return the weights that must be there before a step is admitted."""
+        """Return the version that must exist before a step is admitted."""
         return max(0, step - 1 - self._schedule.gate_staleness)
 
     @property
     def group_size(self) -> int:
-        """Rows of each group."""
         return self._schedule.n_samples_per_prompt
 
     @property
     def replaced(self) -> frozenset[int]:
-        """Groups that others replaced: that are dead letters, or filtered out."""
         return frozenset(self._replaced)
 
     def mark(self) -> AdmissionMark:
-        """Return what a restarted admission needs to go on."""
         return AdmissionMark(self._version, self._next_step, list(self._refills))
 
     def admissible(self) -> list[int]:
-        """Return the steps that may be admitted now, each once."""
+        """Return the steps that may be admitted now; each step is returned once."""
         newest = min(self._version + 1 + self._schedule.gate_staleness, self._last_step)
         first = self._next_step
         while self._next_step <= newest and self._is_fed(self._next_step):
@@ -138,51 +124,46 @@ class AdmissionState:
         return list(range(first, self._next_step))
 
     def untrained(self) -> range:
-        """Return the admitted steps of which some groups may be in no weights yet."""
+        """Return the admitted steps that may have groups in no weights yet."""
         first = self._num_trained // self._schedule.rollout_batch_size + 1
         return range(max(first, self._version + 1 - self._schedule.lateness), self._next_step)
 
     def published(self, version: int) -> None:
-        """Weights of `version` exist."""
         self._version = max(self._version, version)
 
     def fed(self, num_rows: int, *, ended: bool) -> None:
-        """The feed has so many rows by now; `ended`: it gets no others."""
+        """Note the number of rows of the feed so far; `ended`: no more will come."""
         self._num_fed, self._feed_ended = num_rows, ended
 
     @property
     def ended_at(self) -> int | None:
-        """The last step, where the feed ended before the run's last one; it stays that. Else None."""
+        """The last step, if the feed ended before the run's own last step; it never changes then. Otherwise None."""
         over = self._feed_ended and self._next_step <= self._last_step and not self._is_fed(self._next_step)
         return self._next_step - 1 if over else None
 
     @property
     def num_left(self) -> int:
-        """Rows of the feed that no group has."""
         return max(0, (self._num_fed or 0) - self.admitted_groups)
 
     @property
     def can_refill(self) -> bool:
-        """Whether there is a prompt for one more group; a feed that has ended begins again for these."""
+        """Whether there is a prompt for one more group; a feed that ended starts over for refills."""
         return self._num_fed is None or self._feed_ended or self.num_left > 0
 
     def groups_of(self, step: int) -> list[AdmittedGroup]:
-        """Return the groups of a step, in data order, without those that are dead letters."""
+        """Return the groups of a step, in data order, without replaced ones."""
         batch, absent = self._schedule.rollout_batch_size, self._replaced
         groups = [self._in_order(place) for place in range((step - 1) * batch, step * batch)]
         groups += [refill.group for refill in self._by_step.get(step, ())]
         return [self._group(group, step) for group in groups if group not in absent]
 
     def refills(self) -> list[Refill]:
-        """Return which groups were replaced, in order of their replacements' ids."""
+        """Return the replaced groups, ordered by their replacements' ids."""
         return list(self._refills)
 
     def refill(self, step: int, group: int, cause: RemovalCause = UNKNOWN) -> AdmittedGroup | None:
-        """Replace a group of a step by the next one; None: it was replaced before, or is not of this step.
-
-        Raises:
-            NothingToLearn: too many groups of this step were filtered out.
-            TooManyFailures: too many are dead letters.
+        """Replace a group of a step by the next one; None: it was replaced before, or does not belong to this step.
+        Raises NothingToLearn or TooManyFailures if too many groups of the step were filtered out or are dead letters.
         """
         if group in self._replaced or not self._admitted(group) or self.step_of(group) != step:
             return None
@@ -194,7 +175,6 @@ class AdmissionState:
         return self._group(self._refills[-1].group, step)
 
     def step_of(self, group: int) -> int:
-        """Return the step of an admitted group."""
         earlier = bisect_left(self._refills, group, key=lambda refill: refill.group)
         if earlier < len(self._refills) and self._refills[earlier].group == group:
             return self._refills[earlier].step
@@ -202,7 +182,7 @@ class AdmissionState:
         return place // self._schedule.rollout_batch_size + 1
 
     def groups_of_rows(self, rows: Iterable[int]) -> list[AdmittedGroup]:
-        """Return the groups that rows belong to, each with these rows only, without those that are dead letters."""
+        """Return the groups of rows, each with these rows only, without replaced groups."""
         found: dict[int, list[int]] = {}
         for row in sorted(set(rows)):
             group = row // self.group_size
@@ -211,14 +191,8 @@ class AdmissionState:
         return [AdmittedGroup(group, self.step_of(group), tuple(members)) for group, members in found.items()]
 
     def missing(self, present: Mapping[int, Collection[int]]) -> list[AdmittedGroup]:
-        """Return what must be put again after a restart.
-
-        Args:
-            present: step -> rows that are somewhere, or finished.
-
-        Returns:
-            Groups of admitted steps that are not trained, each with the rows that are absent.
-        """
+        """Return the untrained groups to put again after a restart, each with its absent rows. `present`: step -> rows
+        that exist somewhere, or are finished."""
         missing = []
         for step in self.untrained():
             there = set(present.get(step, ()))
@@ -234,8 +208,8 @@ class AdmissionState:
             batch = self._schedule.rollout_batch_size
             raise NothingToLearn(
                 f"step {step}: {number} groups, {number / (number + batch):.0%} of those that were generated for it, "
-                f"were refused by algorithm.group_filter or skipped by the rollout function; look at samples/ whether "
-                f"the reward function is right, give prompts that are sometimes answered right, or raise "
+                f"were refused by algorithm.group_filter or skipped by the rollout function; check in samples/ whether "
+                f"the reward function is right, use prompts that are sometimes answered correctly, or raise "
                 f"algorithm.max_filtered_share"
             )
 
@@ -258,6 +232,7 @@ class AdmissionState:
     def _in_order(self, place: int) -> int:
         """Return the id of the place-th group of all steps, refills aside."""
         group, taken = self._first + place - self._num_trained, self._taken
+        # `taken[k] - k` counts the free ids below the k-th taken one.
         return group + bisect_right(range(len(taken)), group, key=lambda k: taken[k] - k)
 
     def _add(self, refill: Refill) -> None:

@@ -1,22 +1,22 @@
-"""A curriculum of the user's (`data.sampler`): which task each new group gets, told of the rewards.
+"""A user's curriculum (`data.sampler`): chooses the task of each new group, and is told the rewards.
 
     class Curriculum:
         class Config(Settings): ...                                       # data.sampler_options; may be left out
-        def __init__(self, size: int | None, seed: int, **options): ...   # tasks of the data; None: no end
+        def __init__(self, size: int | None, seed: int, **options): ...   # number of tasks; None: no end
         def next(self) -> int: ...                                        # index of the next group's task
         def told(self, index: int, rewards: list[float]) -> None: ...     # []: filtered out, or a dead letter
-        def state(self) -> object: ...                                    # what JSON has
+        def state(self) -> object: ...                                    # JSON types
         def load(self, state: object) -> None: ...
 
-What it does is a function of the ledger: before the groups of a step are drawn it is told of all steps up to the one
-before the newest that the step's gate asks for, step by step, in the order of group ids:
+Its behavior is a function of the ledger: before the groups of a step are drawn, it is told of all steps up to the one
+before the newest version that the step's gate asks for, step by step, in the order of group ids:
 
-    version 7 is published   told: steps up to 6, whose ledger lines are there   drawn: step 8 + max_staleness
+    version 7 is published   told: steps up to 6, whose ledger lines exist   drawn: step 8 + max_staleness
 
-`sampler.jsonl` gets a line of each draw, with the state after it, before a row is put: {"step": 7, "told": 6,
+Each draw appends a line to `sampler.jsonl`, with the state after it, before any row is put: {"step": 7, "told": 6,
 "indices": {"61": 3, ...}, "state": ...}. A run that goes back to the checkpoint of step 7 keeps the lines up to it, as
-of the ledger: its groups have the tasks that they had, and the next ones are drawn as if nothing had been. The class
-runs in a child process; what it raises ends the run. Owned by admission's thread.
+in the ledger: its groups keep their tasks, and the next ones are drawn as if nothing had happened. The class runs in a
+child process; an exception in it ends the run. Owned by admission's thread.
 """
 
 import math
@@ -37,37 +37,24 @@ from workers.calls.user_object import UserObject
 from workers.settings.data import DataConfig
 
 _METHODS = {"next": (), "told": ("index", "rewards"), "state": (), "load": ("state",)}
+# How long the lines of a finished step may take to become visible on this node (s).
 _LEDGER_S = 60.0
-"""How long the lines of a finished step may take to be seen on this node (s)."""
 _LOOK_S = 0.05
 
 
 class Draw(msgspec.Struct, frozen=True):
-    """A line of `sampler.jsonl`.
-
-    Attributes:
-        step: the weights that had to be there.
-        told: last step whose results were known.
-        indices: group -> its task.
-        state: of the sampler after it.
-    """
-
-    step: int
-    told: int
-    indices: dict[int, int]
-    state: Any
+    step: int  # The weights that had to exist
+    told: int  # Last step whose results were known
+    indices: dict[int, int]  # Group -> its task
+    state: Any  # The sampler's state after the draw
 
 
 class UserSampler:
-    """The class, in its child."""
+    """The user's class, in its child process. All methods raise UserCodeFailed if it raises, hangs, or returns no valid
+    value; the constructor raises ConfigError if the object cannot be made, UserCodeNotStarted if its process did not
+    start."""
 
     def __init__(self, config: DataConfig, *, size: int | None, seed: int) -> None:
-        """Make the object.
-
-        Raises:
-            ConfigError: it cannot be made.
-            UserCodeNotStarted: its process did not start.
-        """
         assert config.sampler is not None
         self._size = size
         self._made = UserObject(
@@ -81,11 +68,6 @@ class UserSampler:
         )
 
     def next(self) -> int:
-        """Return the index of the next task.
-
-        Raises:
-            UserCodeFailed: it raised, hung, or returned no index; so do the other methods.
-        """
         index = self._made.call("next", on="next()")
         if type(index) is not int or index < 0 or (self._size is not None and index >= self._size):
             wanted = "0 or more" if self._size is None else f"0 to {self._size - 1}"
@@ -93,32 +75,25 @@ class UserSampler:
         return index
 
     def told(self, index: int, rewards: Sequence[float]) -> None:
-        """Say what came of a task."""
         self._made.call("told", index, list(rewards), on=f"told(index={index}, rewards={list(rewards)})")
 
     def state(self) -> Any:
-        """Return its state."""
         state = self._made.call("state", on="state()")
         try:
+            # A round trip, so that the running sampler and a resumed one see the same state.
             return msgspec.json.decode(msgspec.json.encode(state))
         except (TypeError, msgspec.MsgspecError) as error:
-            raise UserCodeFailed(f"{self._made.what} returned on state() what JSON has not: {error}") from error
+            raise UserCodeFailed(f"{self._made.what} returned a state that JSON cannot hold: {error}") from error
 
     def load(self, state: Any) -> None:
-        """Go on from a state."""
         self._made.call("load", state, on="load(state)")
 
     def close(self) -> None:
-        """End the child; idempotent."""
         self._made.close()
 
 
 def try_sampler(config: DataConfig, *, size: int | None, seed: int) -> None:
-    """Call each method once, before a run starts.
-
-    Raises:
-        ConfigError, UserCodeFailed: see `UserSampler`.
-    """
+    """Call each method once, before a run starts; raises as `UserSampler` does."""
     sampler = UserSampler(config, size=size, seed=seed)
     try:
         index = sampler.next()
@@ -130,7 +105,11 @@ def try_sampler(config: DataConfig, *, size: int | None, seed: int) -> None:
 
 
 class TaskSampler:
-    """Draws the tasks of new groups, and remembers them."""
+    """Draws the tasks of new groups and remembers them; continues where the run's file ends.
+
+    The constructor raises ConfigError if the run was resumed and the file is missing or damaged, UserCodeFailed if its
+    state cannot be loaded. `batch`: groups that a step trains; `progress` is called before each call of the sampler.
+    """
 
     def __init__(
         self,
@@ -141,19 +120,6 @@ class TaskSampler:
         start_step: int,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Go on where the run's file ends.
-
-        Args:
-            sampler: new; closed with this.
-            run_dir: with ledger and `sampler.jsonl`.
-            batch: groups that a step trains.
-            start_step: of the checkpoint that the run goes on from; 0: none.
-            progress: is called before each call of the sampler.
-
-        Raises:
-            ConfigError: the run goes on, and the file is missing or damaged.
-            UserCodeFailed: the state cannot be loaded.
-        """
         path = run_dir / SAMPLER_FILE
         draws = read_draws(path)
         if start_step and not draws:
@@ -170,25 +136,17 @@ class TaskSampler:
             sampler.load(draws[-1].state)
 
     def close(self) -> None:
-        """End the child, and close the file; idempotent."""
         self._sampler.close()
         self._file.close()
 
     def index_of(self, group: int) -> int:
-        """Return the task of a group that was drawn."""
         return self._indices[group]
 
     def draw(self, groups: Sequence[int], version: int) -> None:
-        """Draw tasks for those groups that have none, durably; a full disk is waited for.
+        """Draw tasks for those groups that have none, durably; waits while the disk is full. `version`, of the weights
+        that had to exist, never decreases between calls.
 
-        Args:
-            groups: ids.
-            version: of the weights that had to be there; later calls have the same or a later one.
-
-        Raises:
-            UserCodeFailed: the sampler failed.
-            DeadlineExceeded: the ledger's lines are not there.
-            OSError: the file system refuses for another reason.
+        Raises UserCodeFailed if the sampler failed, DeadlineExceeded if the ledger's lines did not appear.
         """
         new = [group for group in groups if group not in self._indices]
         if not new:
@@ -222,7 +180,11 @@ class TaskSampler:
 
 
 class StepResults:
-    """Reads from the ledger what came of each step's groups, in order."""
+    """Reads the results of each step's groups from the ledger, in order.
+
+    A step with `batch` groups may take `timeout_s` to appear; while `is_full` says that the disk is full, its lines are
+    still in the trainer's memory, and the wait continues.
+    """
 
     def __init__(
         self,
@@ -233,13 +195,6 @@ class StepResults:
         clock: Callable[[], float] = time.monotonic,
         is_full: Callable[[Path], bool] | None = None,
     ) -> None:
-        """Args:
-        path: of the ledger.
-        batch: groups that a step trains.
-        timeout_s: how long its lines may take (s).
-        clock: seconds.
-        is_full: says whether the disk of a directory is full: then lines wait in the trainer's memory, and here.
-        """
         self._is_full = is_full or _is_full
         self._tail = LineTail(path)
         self._path = path
@@ -249,11 +204,8 @@ class StepResults:
         self._lines: dict[int, list[Mapping[str, Any]]] = {}
 
     def of(self, step: int) -> list[tuple[int, list[float]]]:
-        """Return group and rewards of a finished step, by group; none for a group that was replaced.
-
-        Raises:
-            DeadlineExceeded: it is not there.
-        """
+        """Return group and rewards of a finished step, by group; no rewards for a replaced group. Raises
+        DeadlineExceeded."""
         deadline = self._clock() + self._timeout_s
         while not self._is_whole(step):
             if self._clock() >= deadline:
@@ -273,20 +225,18 @@ class StepResults:
 
 
 def read_draws(path: Path) -> list[Draw]:
-    """Return the lines of `sampler.jsonl`; none if there is no file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Return the lines of `sampler.jsonl`; none if there is no file. Raises ConfigError if it cannot be read."""
     lines = read_lines(path, lambda _: Draw)
     if lines.wrong:
         number, why = lines.wrong[0]
-        raise ConfigError(f"{lines.where(number)}: no draw of a sampler ({why}); restore the file, or start a new run")
+        raise ConfigError(
+            f"{lines.where(number)}: not a draw of a sampler ({why}); restore the file, or start a new run"
+        )
     return [draw for _, draw in lines.lines]
 
 
 def missing_state(path: Path) -> ConfigError:
-    """Return the error for a run that cannot go on, since it lacks `sampler.jsonl`."""
+    """Return the error for a run that cannot resume without its `sampler.jsonl`."""
     return ConfigError(f"data.sampler: its state is missing, {path}; restore the file, or start a new run")
 
 
@@ -306,6 +256,6 @@ def _known(line: Mapping[str, Any]) -> list[float]:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """A crash may have left a part of a line, which the next one would go on with."""
+    """Remove an incomplete last line, left by a crash, so that the next line does not continue it."""
     if path.exists():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

@@ -1,7 +1,7 @@
-"""The `checkpoints/` of a run while it is written: beside, into place, pruned. One process calls it: actor rank 0.
+"""The `checkpoints/` of a run during writing: beside, into place, pruned. Only one process calls it: actor rank 0.
 
 .step_000020.tmp --complete--> step_000020 --newer ones came--> .step_000020.tmp --> gone
-         '--discard--> gone                     '--kept: newest, `keep_every`, the one that the run went on from
+         '--discard--> gone                     '--kept: newest, `keep_every`, the one that the run resumed from
 
 A directory that is being written or removed has a hidden name, so a crash leaves nothing that looks like a checkpoint.
 """
@@ -19,24 +19,18 @@ from workers.settings.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
+# Left free for metrics, ledger and logs, which are written at the same time.
 _RESERVE_BYTES = 2**24
-"""Left to others: metrics, ledger and logs are written meanwhile."""
 
 
 def beside(checkpoint: Path) -> Path:
-    """Return where a checkpoint lies while it is not, or no longer, complete."""
+    """Return where a checkpoint is while it is incomplete or being removed."""
     return checkpoint.with_name(f".{checkpoint.name}.tmp")
 
 
 def prunable(steps: Collection[int], *, keep_last: int, keep_every: int, in_use: Collection[int]) -> list[int]:
-    """Return the steps whose checkpoints go.
-
-    Args:
-        steps: that have one.
-        keep_last: so many of the newest stay.
-        keep_every: those of its multiples stay; 0: none for that.
-        in_use: others that stay.
-    """
+    """Return the steps whose checkpoints to remove: not the `keep_last` newest, multiples of `keep_every` (0: none), or
+    `in_use`."""
     newest = sorted(steps)[-keep_last:]
     return [
         step
@@ -46,38 +40,25 @@ def prunable(steps: Collection[int], *, keep_last: int, keep_every: int, in_use:
 
 
 class CheckpointDirectory:
-    """The directory that checkpoints are written to and renamed in."""
+    """The directory that checkpoints are written to and renamed in. `restored_from`, which the run resumed from, is
+    never removed, because restarted processes still read it."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, *, restored_from: Path | None) -> None:
-        """Args:
-        config: what is kept.
-        restored_from: the checkpoint that the run went on from: processes that start again still read it.
-        """
         self._run_dir = run_dir
         self._root = run_dir / CHECKPOINTS
         self._config = config
         self._restored_from = restored_from
 
     def path(self, step: int) -> Path:
-        """Return where a complete checkpoint lies."""
         return checkpoint_path(self._run_dir, step)
 
     def clean(self) -> None:
-        """Remove what an interrupted save or removal left."""
         for directory in self._root.glob(".step_*.tmp"):
             shutil.rmtree(directory, ignore_errors=True)
 
     def begin(self, step: int, *, num_bytes: int) -> None:
-        """Make the directory that a save is written into.
-
-        Args:
-            step: of the checkpoint.
-            num_bytes: that it needs at least. Where there is less room nothing is written, so that other files of the
-                run keep the rest.
-
-        Raises:
-            OSError: no room, or the file system refuses.
-        """
+        """Make the directory that a save of at least `num_bytes` writes into. Raises OSError if the file system
+        refuses, or has less room; then nothing is written, which leaves the rest to the run's other files."""
         self._root.mkdir(exist_ok=True)
         target = beside(self.path(step))
         shutil.rmtree(target, ignore_errors=True)
@@ -87,26 +68,21 @@ class CheckpointDirectory:
         target.mkdir()
 
     def complete(self, step: int) -> None:
-        """Make what was written durable and visible, as one step; older checkpoints may go.
-
-        Raises:
-            OSError: the file system refuses; nothing is visible.
-        """
+        """Make what was written durable and visible, atomically, then prune. Raises OSError, with nothing visible, if
+        the file system refuses."""
         target = self.path(step)
         written = beside(target)
         sync_tree(written)
-        if target.exists():  # of a step that is trained again
+        if target.exists():  # from before the run went back and trained this step again
             shutil.rmtree(target)
         written.rename(target)
         sync(self._root)
         self._prune()
 
     def discard(self, step: int) -> None:
-        """Remove what was written of a save that failed."""
         shutil.rmtree(beside(self.path(step)), ignore_errors=True)
 
     def free_bytes(self) -> int:
-        """Return what is free on the file system."""
         return shutil.disk_usage(self._root).free
 
     def _prune(self) -> None:
@@ -115,6 +91,7 @@ class CheckpointDirectory:
         keep = self._config
         for step in prunable(paths, keep_last=keep.keep_last, keep_every=keep.keep_every, in_use=in_use):
             try:
+                # Hide it first: a crash during removal must not leave a partial checkpoint.
                 shutil.rmtree(paths[step].rename(beside(paths[step])), ignore_errors=True)
             except OSError as error:
                 logger.warning("checkpoint %s cannot be removed: %s", paths[step], error)

@@ -1,8 +1,5 @@
-"""An engine's state on its way to disk: its copy in host memory, and its shards in one directory, by
-torch.distributed.checkpoint; collective over its ranks.
-
-Called for checkpoints: by the actor's ranks, and by those of a critic in a role of its own.
-"""
+"""An engine's state on its way to disk: its copy in host memory, and its shards in one directory, written by
+torch.distributed.checkpoint. Collective over its ranks: the actor's, or those of a critic in a role of its own."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +27,7 @@ _ALIGNED = 64
 
 
 class SavedEngine(Protocol):
-    """What is saved: a `TrainEngine` or a `ValueEngine`."""
+    """The engine whose state is saved: a `TrainEngine` or a `ValueEngine`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -40,25 +37,18 @@ class SavedEngine(Protocol):
 
 
 def save_shards(state: dict[str, Any], target: Path, *, group: dist.ProcessGroup) -> None:
-    """Write this rank's part of a state that lies on the host.
-
-    Args:
-        state: what `state_dict` returned, or a copy.
-        target: is made.
-        group: of all ranks that hold the state, over the CPU.
-    """
-    # What is copied lies on the host already: no copies ahead, from streams that training uses.
+    """Write this rank's part of a state that is in host memory into a new directory. `group`: all ranks that hold the
+    state, on the CPU."""
+    # The copy is in host memory already, so read nothing ahead on streams that training uses.
     dcp.save(state, storage_writer=_ShardFiles(target, per_thread_copy_ahead=0), process_group=group)
 
 
 def load_shards(engine: SavedEngine, source: Path, *, group: dist.ProcessGroup) -> None:
-    """Restore an engine; any number of ranks may have saved it.
-
-    Raises:
-        CheckpointError: there are none.
-    """
+    """Restore an engine; any number of ranks may have saved it. Raises CheckpointError if there are no shards."""
     if not source.is_dir():
-        raise CheckpointError(f"{source} is missing: the run that saved it trained no such model; resume another one")
+        raise CheckpointError(
+            f"{source} is missing: the run that saved it trained no such model; resume from another one"
+        )
     state = engine.state_dict()
     dcp.load(state, checkpoint_id=source, process_group=group)
     engine.load_state_dict(state)
@@ -71,10 +61,9 @@ def own_shards(work: Path, part: str, rank: int) -> Iterator[str]:
 
 
 class _ShardFiles(dcp.FileSystemWriter):
-    """Raises the system's own error, e.g. a full disk: torch raises another one over the half-written file."""
+    """Raises the system's own error, e.g. a full disk; torch hides it behind one about the half-written file."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shards; called by torch."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -85,36 +74,26 @@ class _ShardFiles(dcp.FileSystemWriter):
 
 @dataclass(frozen=True)
 class BoxPart:
-    """Attributes:
-    box: of the whole tensor.
-    values: of the box's shape.
-    replica: another rank saves the same elements; this one only reads them.
-    """
-
-    box: Box
-    values: Tensor
-    replica: bool = False
+    box: Box  # Its place in the whole tensor
+    values: Tensor  # Of the box's shape
+    replica: bool = False  # Another rank saves the same elements; this one only reads them
 
 
 class BoxedTensor(Tensor):
     """A tensor of which this rank holds any number of boxes, for torch.distributed.checkpoint.
 
-    DTensor knows regular cuts only. Megatron's distributed optimizer gives a rank a run of a flattened parameter that
-    is itself a part of one or three Hugging Face tensors: that is a few boxes of each, which this class names.
+    DTensor supports only regular cuts. Megatron's distributed optimizer gives a rank a run of a flattened parameter,
+    which itself is part of one or three Hugging Face tensors: a few boxes of each, all of one dtype and device.
 
         whole [8, 4], this rank holds elements 6 .. 21:      [1:2, 2:4]  [2:5, 0:4]  [5:6, 0:2]
 
-    It has the whole tensor's shape, and no memory of its own; nothing can be computed with it.
+    It has the whole tensor's shape but no memory of its own, so nothing can be computed with it.
     """
 
     parts: tuple[BoxPart, ...]
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], parts: Sequence[BoxPart]) -> "BoxedTensor":
-        """Args:
-        shape: of the whole tensor.
-        parts: at least one, all of one element type and device.
-        """
         first = parts[0].values
         tensor: BoxedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=False
@@ -123,7 +102,7 @@ class BoxedTensor(Tensor):
         return tensor
 
     def __init__(self, shape: tuple[int, ...], parts: Sequence[BoxPart]) -> None:
-        """See `__new__`."""
+        """`__new__` has set everything."""
 
     def mapped(self, copy: Callable[[int, Tensor], Tensor]) -> "BoxedTensor":
         """Return the same boxes with the values that `copy` returns for (number of the part, its values)."""
@@ -134,7 +113,6 @@ class BoxedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # the stub takes it for a plain function
         cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse: there are no values of the whole tensor."""
         raise AssertionError(f"{function} of a BoxedTensor; compute with its parts")
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -146,7 +124,6 @@ class BoxedTensor(Tensor):
         return [_chunk(part.box) for part in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the values of one part; called by torch."""
         return next(part.values for part in self.parts if index.offset == torch.Size(part.box.offset))
 
     def _write_item(self, name: str, part: BoxPart) -> WriteItem:
@@ -161,42 +138,35 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class HostCopy:
-    """A copy of an engine's state in host memory, made beside the computation; its memory is used again for the next.
+    """A copy of an engine's state in host memory, made in parallel with the computation; its memory is reused for the
+    next.
 
         begin(state) ---- copies run: the state may be read, not changed ---- wait() ---- the copy is written ...
-                          forward and backward of the next step go on        before the update
+                          forward and backward of the next step continue     before the update
 
-    There is one such copy per rank, so the host's memory that saving needs is bounded. Used by one thread; another may
-    read the copy while no new one is begun.
+    There is one such copy per rank, which bounds the host memory that saving needs; on an accelerator it is
+    page-locked. Used by one thread; another may read the copy until the next one begins.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Args:
-        device: that holds the state; on an accelerator the copy's memory is page-locked.
-        """
         self._pinned = device.type != "cpu"
         self._stream = CopyStream(device)
         self._buffers: dict[str, Tensor] = {}
-        self._chunks: list[tuple[Tensor, int]] = []  # page-locked memory that the buffers are of, and how much is taken
+        self._chunks: list[tuple[Tensor, int]] = []  # page-locked memory behind the buffers, and the bytes used of each
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
         self._done: CopiesDone | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the copy's tensors."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def begin(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a state whose tensors are filled until `wait` returns.
-
-        Args:
-            state: of nested dicts and lists; tensors, DTensors, plain values. The first call is collective over the
-                meshes of DTensors on an accelerator.
-        """
+        """Return a copy of a state (nested dicts and lists of tensors, DTensors and plain values), complete once `wait`
+        returned. With DTensors on an accelerator, the first call is collective over their meshes."""
         self.wait()
         pairs: dict[str, tuple[Tensor, Tensor]] = {}
         copied: dict[str, Any] = self._mirrored(state, "", pairs)
-        self._buffers = {path: target for path, (target, _) in pairs.items()}  # what the state lost goes
+        self._buffers = {path: target for path, (target, _) in pairs.items()}  # free what left the state
         targets, sources = [target for target, _ in pairs.values()], [source for _, source in pairs.values()]
 
         def run() -> None:
@@ -208,12 +178,11 @@ class HostCopy:
         return copied
 
     def wait(self) -> None:
-        """Return when the copy is there and the state may change."""
+        """Wait until the copy is complete and the state may change."""
         if self._done is not None:
             self._done.wait()
 
     def close(self) -> None:
-        """End the thread; idempotent."""
         self._stream.close()
 
     def _mirrored(self, value: Any, path: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> Any:
@@ -243,11 +212,11 @@ class HostCopy:
         return self._room(source.nbytes).view(source.dtype).view(source.shape)
 
     def _room(self, num_bytes: int) -> Tensor:
-        """Return page-locked uint8 [num_bytes]. PyTorch makes each piece of it as large as the next power of two, so
-        tensors share pieces of such sizes: up to half the memory of one each would be lost."""
         fitting = (k for k, (chunk, used) in enumerate(self._chunks) if used + num_bytes <= chunk.numel())
         number = next(fitting, len(self._chunks))
         if number == len(self._chunks):
+            # PyTorch rounds each page-locked allocation up to a power of two. Sharing chunks of such sizes avoids
+            # losing up to half the memory.
             size = max(_CHUNK_BYTES, 1 << max(0, num_bytes - 1).bit_length())
             self._chunks.append((torch.empty(size, dtype=torch.uint8, pin_memory=True), 0))
         chunk, used = self._chunks[number]
@@ -255,9 +224,9 @@ class HostCopy:
         return chunk[used : used + num_bytes]
 
     def _host_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the same ranks as a mesh of hosts: a DTensor's local part lies where its mesh says."""
         if mesh.device_type == "cpu":
             return mesh
+        # A DTensor's local part is where its mesh says, so the copy needs a CPU mesh of the same ranks.
         if mesh not in self._meshes:
             self._meshes[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
         return self._meshes[mesh]

@@ -1,10 +1,11 @@
-"""Writes one checkpoint: every rank its shards, rank 0 the rest. Collective, in the thread that saves, beside training.
+"""Writes one checkpoint: shards from every rank, the rest from rank 0. Collective, in the saving thread beside
+training.
 
     all     bytes needed -> [rank 0: room? reference/, queue/] -> dcp/ -> rng/, own checksums
-    rank 0  config.yaml, hf/ -> ledger durable -> meta.json -> into place -> older ones go
+    rank 0  config.yaml, hf/ -> ledger durable -> meta.json -> into place -> remove older ones
 
-After each part the ranks agree whether all could do theirs: a save fails on all of them or on none, and no rank
-waits for one that gave up. Collectives go over a group of the saving thread's own; training uses the default one.
+After each part the ranks agree whether all of them succeeded, so a save fails on all ranks or on none, and no rank
+waits for one that gave up. These collectives use the saving thread's own group: training uses the default group.
 """
 
 import logging
@@ -54,53 +55,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What `meta.json` says beside the step.
+    """What `meta.json` says beside the step."""
 
-    Attributes:
-        lineage, model_fingerprint, data_hash, tokenizer_files: see `CheckpointMeta`.
-        config: the resolved configuration's file.
-    """
-
+    # `lineage`, `model_fingerprint`, `data_hash`, `tokenizer_files`: see `CheckpointMeta`
     lineage: int
     model_fingerprint: str
     data_hash: str
-    config: Path
+    config: Path  # File of the resolved configuration
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What rank 0 adds to the shards. All of it is called in the saving thread.
+    """What rank 0 adds to the shards. The saving thread makes all of these calls."""
 
-    Attributes:
-        make_durable: makes ledger and metrics up to the step durable: before the checkpoint can be seen.
-        export_hf: (target, saved state) -> writes the Hugging Face directory; None: there is none.
-        snapshot: writes the queue's finished samples into a directory; None: they are not kept.
-        reference: directory of weights that belongs to it, too.
-        critic: leads to a critic in a role of its own, which writes its part beside the checkpoint.
-        saved: is called when the checkpoint is in place.
-    """
-
+    # Makes ledger and metrics up to the step durable, before the checkpoint becomes visible
     make_durable: Callable[[], None]
+    # (target, saved state) -> writes the Hugging Face directory; None: write none
     export_hf: Callable[[Path, Path], None] | None = None
+    # Writes the queue's finished samples into a directory; None: do not keep them
     snapshot: Callable[[Path], object] | None = None
-    reference: Path | None = None
+    reference: Path | None = None  # Directory of reference weights to include
+    # Channel to a critic in a role of its own, which writes its part into the same work directory
     critic: ActorCriticChannel | None = None
-    saved: Callable[[], None] = lambda: None
+    saved: Callable[[], None] = lambda: None  # Called once the checkpoint is in place
 
 
 class CheckpointWriter:
-    """One rank's part."""
-
     def __init__(
         self, directory: CheckpointDirectory, facts: RunFacts, *, group: dist.ProcessGroup, timeout_s: float
     ) -> None:
-        """Args:
-        directory: of the run's checkpoints.
-        group: of all ranks, over the CPU, for this thread alone.
-        timeout_s: how long a critic may take to write its part (s).
-        """
-        # Half the processor time of writing; what is written has a checksum of our own.
+        # CRC32 takes half the CPU time of writing, and every file gets a checksum of our own (xxh3) anyway.
         torch.serialization.set_crc32_options(False)
         self._directory = directory
         self._facts = facts
@@ -111,16 +96,12 @@ class CheckpointWriter:
     def write(
         self, step: int, copied: Callable[[], dict[str, Any]], *, num_bytes: int, rng: dict[str, Tensor], rest: Contents
     ) -> None:
-        """Write the checkpoint of a step.
+        """Write the checkpoint of `step`, the last completed step. Raises CheckpointError if a rank failed its part;
+        nothing of the save is left then.
 
         Args:
-            step: that was completed last.
-            copied: waits for the copies of this rank's states and returns them, by their directories.
-            rng: states of this rank's random number generators.
-            rest: what rank 0 adds.
-
-        Raises:
-            CheckpointError: a rank could not do its part; nothing is left of the save.
+            copied: waits for the copies of this rank's states and returns them, keyed by directory.
+            num_bytes: size of this rank's states.
         """
         target = self._directory.path(step)
         work = beside(target)
@@ -134,14 +115,14 @@ class CheckpointWriter:
         except CheckpointError:
             if self._rank == 0:
                 if rest.critic is not None:
-                    rest.critic.send_begun(step, begun=False)
+                    rest.critic.send_begun(step, begun=False)  # it may still wait to write its part
                 self._directory.discard(step)
             raise
         if self._rank == 0:
             self._tell(rest)
 
     def _begin(self, step: int, num_bytes: int, rest: Contents) -> None:
-        """Make room, and take what does not wait: references are replaced, and what is trained leaves the queue."""
+        """Make room, then take what must not wait: references get replaced, and trained rows leave the queue."""
         work = beside(self._directory.path(step))
         self._directory.begin(step, num_bytes=num_bytes)
         if rest.critic is not None:
@@ -153,17 +134,15 @@ class CheckpointWriter:
         try:
             rest.snapshot(work / QUEUE)
         except (AsyncFlowError, OSError) as error:
-            logger.warning("checkpoint of step %d is without the queue's finished samples: %s", step, error)
+            logger.warning("checkpoint of step %d lacks the queue's finished samples: %s", step, error)
 
     def _write_shards(self, work: Path, copied: Callable[[], dict[str, Any]]) -> list[str]:
-        """Write the states one after the other; returns their directories."""
         states = copied()
         for name, state in states.items():
             save_shards(state, work / name, group=self._group)
         return list(states)
 
     def _write_own(self, work: Path, rng: dict[str, Tensor], parts: list[str]) -> dict[str, tuple[int, str]]:
-        """Write what belongs to this rank alone; returns checksums of all of its files."""
         (work / RNG).mkdir(exist_ok=True)
         own = f"{RNG}/rank_{self._rank}.safetensors"
         save_file(rng, work / own)
@@ -178,6 +157,7 @@ class CheckpointWriter:
             rest.export_hf(work / HF, work / DCP)
         if rest.critic is not None:
             files |= rest.critic.recv_files(step, timeout_s=self._timeout_s)
+        # `meta.json` makes the checkpoint valid, so the ledger up to its step must be durable before it is written.
         rest.make_durable()
         entries = {name: FileEntry(*entry) for name, entry in files.items()}
         others = [name for name in files_below(work) if name not in entries and not name.startswith(f"{QUEUE}/")]
@@ -197,21 +177,17 @@ class CheckpointWriter:
     def _tell(self, rest: Contents) -> None:
         try:
             rest.saved()
-        except AsyncFlowError as error:  # it will be told of the next one
+        except AsyncFlowError as error:  # the next checkpoint's release covers this one
             logger.warning("the queue was not told of a checkpoint: %s", error)
 
     def _first_rank(self, target: Path, part: Callable[[], None]) -> None:
         self._together(target, part if self._rank == 0 else lambda: None)
 
     def _together(self, target: Path, part: Callable[[], Any]) -> list[Any]:
-        """Do this rank's part; returns what all ranks' parts returned.
-
-        Raises:
-            CheckpointError: one could not, the same on all ranks.
-        """
+        """Do this rank's part; returns the results of all ranks, or raises CheckpointError on all of them."""
         try:
             mine = [part(), ""]
-        except (Exception, dcp.CheckpointException) as error:  # whatever it is, others wait; the second is no Exception
+        except (Exception, dcp.CheckpointException) as error:  # others wait for us; dcp's is a BaseException
             expected = isinstance(error, OSError)
             logger.warning("checkpoint %s: rank %d gives up", target, self._rank, exc_info=None if expected else error)
             mine = [None, self._reason(error)]
@@ -227,7 +203,7 @@ class CheckpointWriter:
         return [value for value, _ in parts]
 
     def _reason(self, error: BaseException) -> str:
-        """Return one line; PyTorch's own has every rank's whole traceback, and does not say that a disk is full."""
+        """Return one line. PyTorch's message holds every rank's traceback and does not say that a disk is full."""
         rank = self._rank
         if isinstance(error, dcp.CheckpointException):
             rank, (error, _) = next(iter(error.failures.items()))
@@ -246,16 +222,16 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-# Saves the actor while it trains on, and restores it. One object per rank; all do the same at the same steps.
+# Saves the actor while it trains on, and restores it. One object per rank; all act alike at the same steps.
 #
 #     training      step 20 -> begin(20) -> step 21: forward, backward -> before_update() -> update -> ...
 #                     |        copies of the state begin |                waits for the copies
-#     saving thread   |        '-- queue's samples, shards, checksums ... into place; older ones go
+#     saving thread   |        '-- queue's samples, shards, checksums ... into place; older ones are removed
 #     step 40 -> begin(40): waits until 20 is written, then the same again
 #
-# So training is held up while the copy begins, by what is left of it when the weights are about to change, and by a
-# save that is still being written when the next is due. A save that fails costs a warning: what was there stays, and
-# the next one is tried in its turn. The directory is described in `asyncflow.run_files`.
+# So saving delays training in three places: while the copy begins, until the copy is complete before the weights
+# change, and while a save is still being written when the next is due. A failed save costs only a warning: older
+# checkpoints stay, and the next save is tried when due. `asyncflow.run_files` describes the directory.
 
 _LOOK_S = 1.0
 
@@ -265,7 +241,12 @@ def _parts(engine: SavedEngine, critic: SavedEngine | None) -> dict[str, SavedEn
 
 
 class Checkpointer:
-    """One rank of the actor; constructed, and called, by all of them together."""
+    """Saves and restores one rank of the actor; all ranks construct and call it together.
+
+    The constructor removes what an interrupted save or removal left behind. `waits` is called every second while
+    training waits for a save; `warn`, in the saving thread, when a save fails, and with "" when one succeeds after a
+    failure.
+    """
 
     def __init__(
         self,
@@ -279,16 +260,6 @@ class Checkpointer:
         waits: Callable[[], None] = lambda: None,
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Remove what an interrupted save or removal left.
-
-        Args:
-            config: what is kept, and the deadline of a save.
-            device: that holds the state.
-            restored_from: checkpoint that the run goes on from; stays.
-            timeline: records spans.
-            waits: is called every second while training waits for a save.
-            warn: is told, in the saving thread, that a save failed, and with "" that one succeeded after that.
-        """
         self._config = config
         self._device = device
         self._timeline = timeline or NoTimeline()
@@ -303,29 +274,22 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._step = 0
         self._stalled_s = 0.0
+        # Newest step that was saved or restored; 0: none.
         self.saved_step = 0
-        """Newest step that was saved, or restored; 0: there is none."""
+        # Why the last save failed; None: it succeeded.
         self.failure: CheckpointError | None = None
-        """Why the last save failed; None: it did not."""
         self.num_failures = 0
-        """Saves that failed."""
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, engine: SavedEngine, step: int, rest: Contents, *, critic: SavedEngine | None = None) -> None:
-        """Begin to save the state after `step`, as it is now.
+        """Begin to save the current state: the one after `step`, the last completed step. Raises CheckpointError if an
+        earlier save is still not written after `checkpoint.timeout_s`.
 
-        Args:
-            engine: whose state it is; it may compute on, and must not update before `before_update` was called.
-            critic: that the same ranks train; so must it not.
-            step: that was completed last.
-            rest: what rank 0 adds.
-
-        Raises:
-            CheckpointError: an earlier save does not end.
+        Engine and critic, which the same ranks train, may keep computing, but not update before `before_update`
+        returned.
         """
         self.wait()
         began = time.monotonic()
@@ -339,17 +303,13 @@ class Checkpointer:
         self._stalled_s += time.monotonic() - began
 
     def before_update(self) -> None:
-        """Wait until the state may change."""
+        """Wait until the state is copied and may change."""
         began = time.monotonic()
         self._copy.wait()
         self._stalled_s += time.monotonic() - began
 
     def wait(self) -> None:
-        """Wait until the last save is written, or has failed: see `failure`.
-
-        Raises:
-            CheckpointError: it does not end.
-        """
+        """Wait until the last save is written or has failed (see `failure`). Raises CheckpointError at the deadline."""
         if self._thread is None:
             return
         began = time.monotonic()
@@ -360,20 +320,17 @@ class Checkpointer:
         self._stalled_s += time.monotonic() - began
 
     def take_stalled_s(self) -> float:
-        """Return for how long saving held training up since the last call (s)."""
+        """Return how long saving held up training since the last call (s)."""
         stalled_s, self._stalled_s = self._stalled_s, 0.0
         return stalled_s
 
     def restore(
         self, engine: SavedEngine, source: Path, *, seed: int, critic: SavedEngine | None = None
     ) -> CheckpointMeta:
-        """Load a checkpoint into the engine, and the critic that the same ranks train; returns what it is.
+        """Load a checkpoint into engine and critic; returns its metadata. Raises CheckpointError if it cannot be read.
 
-        As many ranks as saved it go on with their own random numbers; another number begins new ones, by seed, step
-        and rank.
-
-        Raises:
-            CheckpointError: it cannot be read.
+        The ranks continue with their saved random states if there are as many as saved them. Otherwise they start new
+        ones, seeded by seed, step and rank.
         """
         try:
             meta = CheckpointMeta.read(source)
@@ -391,7 +348,6 @@ class Checkpointer:
         return meta
 
     def close(self) -> None:
-        """End the copy's thread; idempotent."""
         self._copy.close()
 
     def _join(self, thread: threading.Thread) -> None:
@@ -402,7 +358,7 @@ class Checkpointer:
             if thread.is_alive() and time.monotonic() >= deadline:
                 raise CheckpointError(
                     f"the checkpoint of step {self._step} is not written after {self._config.timeout_s:g} s "
-                    f"(checkpoint.timeout_s); look whether the file system answers"
+                    f"(checkpoint.timeout_s); check whether the file system responds"
                 )
 
     def _write(self, step: int, state: dict[str, Any], rng: dict[str, Tensor], rest: Contents) -> None:
@@ -415,8 +371,8 @@ class Checkpointer:
                 self._writer.write(step, copied, num_bytes=self._copy.num_bytes, rng=rng, rest=rest)
         except CheckpointError as error:
             self._failed(error)
-        except Exception as error:  # the boundary of a thread
-            logger.exception("saving step %d", step)
+        except Exception as error:  # thread boundary: the failure must reach `failure`
+            logger.exception("saving step %d failed", step)
             self._failed(CheckpointError(f"checkpoint of step {step}: {type(error).__name__}: {error}"))
         else:
             if self.failure is not None:

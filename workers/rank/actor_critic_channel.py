@@ -1,14 +1,14 @@
-"""How the actor and a critic in a role of its own keep step and save together: messages in the job store.
+"""How the actor and a critic in a role of its own stay in step and save together: messages in the job store.
 
     actor rank 0    commit 1 | commit 2, save 2 | commit 3 ... commit N, save N, end   every critic rank gets them all
-    critic rank 0   report 1 | report 2         | report 3                              figures, for the metrics
+    critic rank 0   report 1 | report 2         | report 3                              metrics
     saving threads  begun 2 -> the critic's shards are written beside checkpoint 2 -> files 2
 
-A critic makes a step's first update when the actor committed to the step: all its rows are there, so only a death,
-which takes both back, keeps the actor from finishing it. And since a `save` comes before the next `commit`, the
-critic's state is then still that of the step that is saved. So both are always of the same step.
+A critic makes a step's first update once the actor committed to the step. All rows have arrived by then, so only a
+death, which takes both back, can keep the actor from finishing it. And since a `save` comes before the next `commit`,
+the critic's state is then still that of the saved step. So both always have the same step.
 
-Keys begin with the lineage, which every restart of the two counts up.
+Keys begin with the lineage, which increases with every restart of the two.
 """
 
 import json
@@ -24,14 +24,12 @@ from asyncflow.errors import CheckpointError
 from asyncflow.run_files import CRITIC
 from asyncflow.sealed_store import SealedStore
 
+# A store's wait has a deadline, but waiting for the other trainer has none here, so the wait is repeated. The launcher
+# detects a trainer that does not come.
 _SLICE_S = 30.0
-"""A store's wait has a deadline; waiting for the other trainer has none here, so the wait is repeated. A trainer that
-does not come is found by the launcher."""
 
 
 class Kind(StrEnum):
-    """Kinds of messages from actor to critic."""
-
     COMMIT = "commit"
     SAVE = "save"
     END = "end"
@@ -39,70 +37,53 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """A message of the actor.
-
-    Attributes:
-        kind: what it says.
-        step: of which step; 0: of none.
-    """
+    """A message of the actor; step 0 means none."""
 
     kind: Kind
     step: int = 0
 
 
 class ActorCriticChannel:
-    """One thread's end of the channel."""
+    """One thread's end of the channel, with a store client that no other thread uses."""
 
     def __init__(self, store: SealedStore, *, lineage: int) -> None:
-        """Args:
-        store: a client of the job store that no other thread uses.
-        """
         self._keys = store.under(f"critic/{lineage}")
         self._next = 0
 
     def send(self, message: Message) -> None:
-        """Send to all ranks of the critic; the actor's rank 0 only, in one thread."""
+        """Send to all ranks of the critic; only from the actor's rank 0, in one thread."""
         self._set(f"message/{self._next}", [message.kind, message.step])
         self._next += 1
 
     def recv(self) -> Message:
-        """Wait for the actor's next message."""
         kind, step = self._wait(f"message/{self._next}")
         self._next += 1
         return Message(Kind(kind), step)
 
     def send_report(self, step: int, figures: dict[str, float]) -> None:
-        """Say that the critic finished a step."""
         self._set(f"report/{step}", figures)
 
     def recv_report(self, step: int) -> dict[str, float]:
-        """Wait until the critic finished a step; returns its figures."""
+        """Wait until the critic finished a step; returns its metrics."""
         figures: dict[str, float] = self._wait(f"report/{step}")
         return figures
 
     def send_begun(self, step: int, *, begun: bool) -> None:
-        """Say whether the critic may write its part of a save, or the save came to nothing."""
+        """Tell the critic that it may write its part of a save, or that the save failed (`begun` False)."""
         self._set(f"begun/{step}", begun)
 
     def recv_begun(self, step: int, *, timeout_s: float) -> bool:
-        """Wait for `send_begun`.
-
-        Raises:
-            CheckpointError: nothing within `timeout_s`.
-        """
+        """Wait for `send_begun`. Raises CheckpointError if nothing arrived within `timeout_s`."""
         begun: bool = self._wait(f"begun/{step}", timeout_s=timeout_s, what=f"the actor did not begin to save {step}")
         return begun
 
     def send_files(self, step: int, files: dict[str, tuple[int, str]], error: str = "") -> None:
-        """Say what the critic wrote: path in the checkpoint -> size, checksum; or why it could not."""
+        """Report what the critic wrote (path in the checkpoint -> size, checksum), or why it could not."""
         self._set(f"files/{step}", [files, error])
 
     def recv_files(self, step: int, *, timeout_s: float) -> dict[str, tuple[int, str]]:
-        """Wait for `send_files`.
-
-        Raises:
-            CheckpointError: the critic could not write, or did not within `timeout_s`, or names files that are not its.
-        """
+        """Wait for `send_files`. Raises CheckpointError if the critic failed, did not answer within `timeout_s`, or
+        names files that are not its own."""
         files, error = self._wait(f"files/{step}", timeout_s=timeout_s, what=f"the critic did not save step {step}")
         if error:
             raise CheckpointError(f"the critic could not save step {step}: {error}")
@@ -116,7 +97,6 @@ class ActorCriticChannel:
         self._keys.set(key, json.dumps(value))
 
     def _wait(self, key: str, *, timeout_s: float = 0.0, what: str = "") -> Any:
-        """Wait for a key, at most `timeout_s` unless that is 0."""
         left_s = timeout_s
         while not self._comes(key, min(_SLICE_S, left_s) if timeout_s else _SLICE_S):
             left_s -= _SLICE_S

@@ -1,7 +1,7 @@
 """What every worker process has: its place in the run, the job store, a timeline, and a heartbeat.
 
-The heartbeat is a thread with a store client of its own. Twice a second it says what this rank does (`status/...`)
-and reads the run's phase; when the store is gone, the launcher is, and the process ends at once.
+The heartbeat is a thread with its own store client. Twice a second it reports what this rank does (`status/...`) and
+reads the run's phase. If the store is gone, so is the launcher, and the process exits at once.
 """
 
 import json
@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 STARTING = "starting"
+# Kinds of failures in users' code that a run survives.
 REWARD, ROLLOUT = "reward", "rollout"
-"""Kinds of failures of users' code that a run survives."""
+# How long the job store may take to answer or to accept a thread's connection, whatever the thread waits for (s).
 STORE_TIMEOUT_S = 30.0
-"""How long the job store may take to answer or to let a thread connect, whatever is waited for in it (s)."""
 
 
 @dataclass
@@ -57,19 +57,14 @@ class _Status:
 
 
 class WorkerContext:
-    """One rank's surroundings; a context manager."""
+    """One rank's surroundings; a context manager. `run_dir` holds `job.json` and `config.yaml`; rank and attempt come
+    from torchrun's environment variables."""
 
     def __init__(self, run_dir: Path, gang: str) -> None:
-        """Join the run.
-
-        Args:
-            run_dir: of the run; holds `job.json` and `config.yaml`.
-            gang: this process's gang. Its rank and attempt come from torchrun's environment variables.
-        """
         self.run_dir = run_dir
         self.config = RunConfig.load(run_dir)
         search_beside(self.config.code_directory)
-        extend_path()  # for a policy of the user's, which the queue imports
+        extend_path()  # for a user's own policy, which the queue imports
         self.job = Job.load(run_dir)
         self.gang: GangSpec = self.job.gang(gang)
         self.rank = int(os.environ.get("RANK", "0"))
@@ -77,24 +72,22 @@ class WorkerContext:
         self.node = self.gang.nodes[self.rank]
         self.name = f"{gang}/{self.rank}"
         choose_interfaces(self.job.store_host)
+        # The user asked to stop, or another gang failed: finish what is cheap to finish, save, exit.
         self.stopping = threading.Event()
-        """The user asked to stop, or another gang failed: finish what is cheap to finish, save, leave."""
         self._woken_to_stop: list[threading.Event] = []
-        self.exiting = threading.Event()
-        """Services leave too."""
+        self.exiting = threading.Event()  # services exit, too
         self._clock = self.job.local_clock()
         self.timeline = Timeline(run_dir / TIMELINE / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
         name, role = self.gang.devices[self.rank], self.gang.role
         if role in ("actor", "critic"):
             grow_segments(name)
-        # vLLM computes and receives in processes of its own: this one makes no context, and reads with the CPU alone.
+        # vLLM computes and receives in its own processes: this one opens no device context and reads on the CPU alone.
         rollout = self.config.rollout
         engines = {"rollout": rollout.engine, "evaluate": self.config.evaluate.engine or rollout.engine}
         elsewhere = engines.get(role) == "vllm"
         self.device = name_device(name) if elsewhere else open_device(name)
-        self.reading_device = torch.device("cpu") if elsewhere else self.device
-        """That this process itself copies weights to."""
+        self.reading_device = torch.device("cpu") if elsewhere else self.device  # where this process copies weights to
         if self.config.deterministic:
             make_deterministic(self.device)
         self._status = _Status()
@@ -124,23 +117,21 @@ class WorkerContext:
         return int(json.loads((Path(self.job.resume_from) / META_FILE).read_text())["step"])
 
     def first_data_hash(self) -> str:
-        """Return which data the run began with (`data_identity`): from its checkpoint, else from its first reader."""
+        """Return the identity of the data that the run began with: from its checkpoint, otherwise from their first
+        reader."""
         if self.job.resume_from:
             return CheckpointMeta.read(Path(self.job.resume_from)).data_hash
         return self.said_first("data_hash", data_identity(self.config.data))
 
     def first_tokenizer_files(self) -> dict[str, str]:
-        """Return which tokenizer the run began with (`tokenizer_files`), likewise."""
+        """Return the tokenizer that the run began with (`tokenizer_files`), in the same way."""
         saved = CheckpointMeta.read(Path(self.job.resume_from)).tokenizer_files if self.job.resume_from else {}
         now = json.dumps(tokenizer_files(Path(self.config.model.path)))
         return saved or dict(json.loads(self.said_first("tokenizer_files", now)))
 
     def load_tokenizer(self) -> Any:
-        """Return the model's tokenizer; processes of other interpreters, or on other nodes, must have the same.
-
-        Raises:
-            ConfigError: it cannot be loaded, or gives other tokens than that of the first process.
-        """
+        """Return the model's tokenizer. Processes with other interpreters, or on other nodes, must have the same one.
+        Raises ConfigError if it cannot be loaded, or produces other tokens than that of the first process."""
         tokenizer = load_tokenizer(Path(self.config.model.path), self.config.data.templates)
         libraries = " and ".join(f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
         by, probe = f"{self.name} ({libraries}, {sys.executable})", token_probe(tokenizer)
@@ -154,11 +145,11 @@ class WorkerContext:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the user's command started, also if the wall clock was set meanwhile."""
+        """Seconds since the user's command started, even if the wall clock was set since."""
         return self._clock.now() - self.job.started_at
 
     def new_store(self, timeout_s: float | None = None) -> TCPStore:
-        """Return a client of the job store, for process groups of torch's; each thread that may block needs its own."""
+        """Return a client of the job store for torch's process groups; each thread that may block needs its own."""
         timeout = timedelta(seconds=timeout_s or self.config.launcher.start_timeout_s)
         return connect_store(self.job.store_host, self.job.store_port, timeout)
 
@@ -167,17 +158,15 @@ class WorkerContext:
         return SealedStore(self.new_store(timeout_s), bytes.fromhex(self.job.secret))
 
     def group_store(self) -> Store:
-        """Return the store for this gang's own process group, new for every attempt: old addresses are never read."""
+        """Return the store for this gang's process group, new for every attempt: old addresses are never read."""
         return PrefixStore(f"pg/{self.gang.name}/{self.job.lineage}/{self.attempt}", self.new_store())
 
     def credentials(self) -> Credentials:
-        """Return what opens channels of this job."""
         timeout_s = self.config.launcher.start_timeout_s
         store = self.new_store(min(timeout_s, STORE_TIMEOUT_S))  # its clones connect with this deadline
         return Credentials(store, bytes.fromhex(self.job.secret), timeout_s)
 
     def queue_client(self) -> QueueClient:
-        """Return this process's access to the queue."""
         return QueueClient(
             self.credentials(), self.name, config=self.config.tq, stop=self.stopping, attempt=self.attempt
         )
@@ -191,13 +180,11 @@ class WorkerContext:
         version: int | None = None,
         rollouts: dict[str, float] | None = None,
     ) -> None:
-        """Say what this rank does from now on; the next heartbeat carries it.
+        """Set what this rank does from now on; the next heartbeat reports it.
 
         Args:
-            state: a few words, e.g. `generating`, `waiting for weights`.
-            detail: more, e.g. `64 responses`.
-            step, version: as before when None.
-            rollouts: `Rollouts.figures`; as before when None.
+            state: a few words, e.g. `generating`, `waiting for weights`; `detail`: more, e.g. `64 responses`.
+            step, version, rollouts: None: unchanged; the last are `Rollouts.figures`.
         """
         self.progress()
         old = self._status
@@ -211,7 +198,7 @@ class WorkerContext:
 
     @contextmanager
     def reporting(self, state: str, *, step: int | None = None) -> Iterator[None]:
-        """Say what this rank does inside; afterwards it does again what it did before."""
+        """Report a state inside the block, and the previous state again after it."""
         before = self._status
         self.report(state, step=step)
         try:
@@ -220,56 +207,52 @@ class WorkerContext:
             self.report(before.state, before.detail, step=before.step)
 
     def progress(self) -> None:
-        """Report progress; a busy rank that stops reporting counts as stuck."""
+        """Note progress; a busy rank that stops reporting it counts as stuck."""
         self._progress_at = time.monotonic()
 
     def warn(self, text: str) -> None:
-        """Tell the user, in one line, of trouble that the run survives; "" says that it is over. Any thread may.
-
-        The launcher shows what is in the store key `warning/GANG/RANK`: JSON with `time` (unix time, s) and `text`.
-        """
+        """Show the user, in one line, a problem that the run survives; "" clears it. Any thread may call."""
         if text:
             logger.warning("%s", text)
+        # The launcher shows this key.
         self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
 
     def reward_failed(self, why: str) -> None:
-        """Say why a response could not be scored; see `_failed`."""
+        """Report why a response could not be scored; see `_failed`."""
         self._failed(REWARD, why)
 
     def rollout_failed(self, why: str) -> None:
-        """Say why an attempt at a rollout failed; see `_failed`."""
+        """Report why an attempt at a rollout failed; see `_failed`."""
         self._failed(ROLLOUT, why)
 
     def last_failure(self, kind: str) -> str:
-        """Return why, so far, a response could not be scored last (`REWARD`), or a rollout failed (`ROLLOUT`); "" if no
-        rank said so."""
+        """Return why the last failed scoring (`REWARD`) or rollout (`ROLLOUT`) failed, on any rank; "" if none did."""
         key = f"{kind}_failure"
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
 
     def _failed(self, kind: str, why: str) -> None:
-        """Have the launcher show the first failure of this kind; `asyncflow status`, and the error that ends the run,
-        show the last. Any thread may call this."""
+        # The launcher shows the first failure; `asyncflow status`, and the error that ends the run, show the last.
         if kind not in self._told_failures:
             self.said_first(f"{kind}_failure", why)
             self._told_failures.add(kind)
-        self._store.put(f"{kind}_failure", why)  # before the trainer gets the response
+        self._store.put(f"{kind}_failure", why)  # before the trainer gets the response, which may end the run
 
     def said_first(self, key: str, value: str) -> str:
-        """Return the value that any rank set first for `key` since the user's command started; sets it if none did."""
+        """Return the value that any rank set first for `key` since the user's command started, or set it."""
         return self._store.set_first(f"first/{key}", value).decode()
 
     def wake_to_stop(self, wake: threading.Event) -> None:
-        """Set another event, too, when the run stops: a thread waits for it, and then looks at `stopping`."""
+        """Also set `wake` when the run stops, for a thread that waits for it and then checks `stopping`."""
         self._woken_to_stop.append(wake)
 
     @property
     def last_step(self) -> int:
-        """Number of the last step: of the settings, or an earlier one, after which a feed has ended."""
+        """Number of the last step: from the settings, or an earlier one if a feed ended."""
         said = self._store.look([self._last_step_key]) if self.config.data.is_feed else {}
         return int(said.get(self._last_step_key, self.job.last_step))
 
     def end_at(self, step: int) -> None:
-        """Make a step that has been trained the last one. Any thread may."""
+        """Make an already trained step the last one. Any thread may call."""
         self._store.set(self._last_step_key, str(step))
 
     @property
@@ -277,17 +260,16 @@ class WorkerContext:
         return f"last_step/{self.job.lineage}"  # an earlier lineage may have ended later
 
     def mark_done(self) -> None:
-        """Tell the launcher that the last step is trained and saved."""
         self._store.set("done", "1")
 
     def waiting_seconds(self) -> dict[str, list[tuple[float, float]]]:
-        """Return, per role, (unix time, seconds spent waiting so far) of every rank that reported since it started."""
+        """Return, per role, (unix time, seconds waited so far) of every rank that has reported since it started."""
         keys = [(gang.role, f"status/{gang.name}/{k}") for gang in self.job.gangs for k in range(gang.num_ranks)]
         said = self._store.look([key for _, key in keys])
         waiting: dict[str, list[tuple[float, float]]] = {}
         for role, key in keys:
             fields = json.loads(said.get(key, "{}"))
-            if "waiting_s" in fields:  # else the launcher's word that it starts (again)
+            if "waiting_s" in fields:  # otherwise the launcher wrote it, at a (re)start
                 waiting.setdefault(role, []).append((fields["time"], fields["waiting_s"]))
         return waiting
 
@@ -302,7 +284,7 @@ class WorkerContext:
                     return
         except RuntimeError:
             if not self._closed.is_set():
-                logger.error("%s: the job store is gone, so the launcher is; leaving", self.name)
+                logger.error("%s: the job store is gone, and with it the launcher; exiting", self.name)
                 os._exit(1)
 
     def _say(self, store: SealedStore) -> None:

@@ -1,8 +1,8 @@
-"""The ranks of a training gang as seen by one of them: how they meet, exchange small values, and whom a broken
+"""The ranks of a training gang as seen by one of them: how they connect, exchange small values, and whom a broken
 collective is blamed on. No pickle: msgpack over Gloo, whatever the device.
 
-A host value costs no wait for the device, and a rank that is missing is an error with a name: a backend of devices ends
-the process instead.
+With Gloo, host values do not wait for the device, and a missing rank is an error with a name; a device backend would
+end the process instead.
 """
 
 import time
@@ -29,23 +29,20 @@ from workers.settings.engines import ActorConfig
 
 _DECODER = msgpack_decoder(Any)
 _HEADER_BYTES = 8
+# Size of the first exchange; longer values need a second one.
 _FIRST_BYTES = 2048
-"""What goes with the first exchange: longer values need a second one."""
 
 
 def meet_peers(context: WorkerContext) -> None:
-    """Make the default process group, over all ranks of this gang; every later wait in it has its deadline.
-
-    Gloo meets here, the devices' own backend in its first collective. Without `device_id`, which would have that meet
-    here, too: with it a rank takes part in a split of the communicator for each group that it is *not* in, also for
-    Gloo's, whose members split nothing (torch 2.13, `_new_process_group_helper`); Megatron's groups would hang.
-
-    Raises:
-        DeadlineExceeded: not all of them came.
-    """
+    """Make the default process group over all ranks of this gang; every later wait in it has a deadline. Raises
+    DeadlineExceeded if not all ranks came."""
     launcher, size = context.config.launcher, context.gang.num_ranks
     began = time.monotonic()
     try:
+        # Gloo connects here, the device's own backend in its first collective. `device_id` would connect that here,
+        # too, but with it a rank takes part in a split of the communicator for each group that it is *not* in, also
+        # for Gloo's, whose members split nothing (torch 2.13, `_new_process_group_helper`): Megatron's groups would
+        # hang.
         dist.init_process_group(
             group_backends(context.device),
             store=context.group_store(),
@@ -61,15 +58,8 @@ def meet_peers(context: WorkerContext) -> None:
 
 @contextmanager
 def waiting_for_peers(what: str) -> Iterator[None]:
-    """Say who waited for whom when a collective over the default group breaks, because its deadline passed or a rank
-    left.
-
-    Args:
-        what: is waited for, e.g. `in the gradients' sums`.
-
-    Raises:
-        DeadlineExceeded: instead of whatever the backend raises.
-    """
+    """Raise DeadlineExceeded, saying who waited for whom `what` (e.g. `in the gradients' sums`), if a collective over
+    the default group fails because its deadline passed or a rank left."""
     began = time.monotonic()
     try:
         yield
@@ -90,14 +80,10 @@ def _blame(who: str, whom: str, began: float, what: str, error: Exception) -> De
 
 
 def gather(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value, in rank order, on every rank. Collective.
+    """Return every rank's value (JSON types, infinities and NaN), in rank order, on every rank. Collective.
 
-    Args:
-        value: of what JSON has, infinite numbers and NaN too.
-        group: of Gloo; None: the default one; errors of another are the caller's.
-
-    Raises:
-        DeadlineExceeded: a rank of the default group does not come, or left.
+    Over the default group it raises DeadlineExceeded if a rank does not come or left; errors of another, a Gloo group,
+    are the caller's.
     """
     if dist.get_world_size(group) == 1:
         return [value]
@@ -106,6 +92,7 @@ def gather(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
     parts = _exchange(len(data).to_bytes(_HEADER_BYTES, "little") + first, _FIRST_BYTES, group)
     sizes = [int.from_bytes(part[:_HEADER_BYTES], "little") for part in parts]
     parts = [part[_HEADER_BYTES:] for part in parts]
+    # All ranks see the same sizes, so all make the second exchange, or none.
     if max(sizes) > len(parts[0]):
         parts = _exchange(data, max(sizes), group)
     return [_DECODER.decode(part[:size]) for part, size in zip(parts, sizes, strict=True)]
@@ -136,7 +123,6 @@ def _reduced(value: int, operation: dist.ReduceOp.RedOpType, where: str) -> int:
 
 
 def _exchange(data: bytes, size: int, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return the bytes of every rank, each padded to `size`."""
     mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     parts: list[Tensor] = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with waiting_for_peers("in an exchange of all ranks' figures") if group is None else nullcontext():
@@ -144,7 +130,7 @@ def _exchange(data: bytes, size: int, group: dist.ProcessGroup | None) -> list[b
         return [part.numpy().tobytes() for part in parts]
 
 
-# Which ranks of the actor train on the same rows, and how what one of them computed gets to the others.
+# Which ranks of the actor train on the same rows, and how results of one of them reach the others.
 #
 # With FSDP every rank is a replica by itself. With `megatron` a replica is all ranks that hold parts of one copy of
 # the model: its lead (the first stage's first rank) fetches rows, computes the hosted tasks, and counts; all ranks
@@ -159,26 +145,17 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ReplicaPlace:
-    """Which rows a rank gets.
+    """Which rows a rank gets."""
 
-    Attributes:
-        index, count: of its replica.
-        members: ranks of every replica, each with its lead first.
-        rank: this one.
-    """
-
+    # Its replica's number, and how many there are
     index: int
     count: int
-    members: tuple[tuple[int, ...], ...]
-    rank: int
+    members: tuple[tuple[int, ...], ...]  # Ranks of every replica, each with its lead first
+    rank: int  # This rank
 
     @staticmethod
     def of(actor: ActorConfig, rank: int, num_ranks: int) -> "ReplicaPlace":
-        """Return where `rank` is.
-
-        Raises:
-            ConfigError: the ranks make no whole replicas.
-        """
+        """Return the place of `rank`; raises ConfigError if the ranks make no whole replicas."""
         if actor.engine != "megatron":
             return ReplicaPlace(rank, num_ranks, tuple((one,) for one in range(num_ranks)), rank)
         layout = actor.megatron.layout(num_ranks)
@@ -187,7 +164,6 @@ class ReplicaPlace:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's replica."""
         return self.members[self.index]
 
     @property
@@ -197,10 +173,10 @@ class ReplicaPlace:
 
 
 def open_replica(context: WorkerContext, place: ReplicaPlace) -> Replica | None:
-    """Return what shares the queue's rows among the ranks of this replica, over a group of theirs; None: one rank."""
+    """Return what distributes the queue's rows to the ranks of this replica, over their own group; None: one rank."""
     if len(place.ranks) == 1:
         return None
-    # Patient: a rank waits here for rows; the lead says each `tq.request_timeout_s` that there are none yet.
+    # A long timeout: ranks wait here for rows; every `tq.request_timeout_s` the lead tells them that none came.
     store = context.new_store(context.config.launcher.operation_timeout_s)
     keys = f"replica/{context.gang.name}/{context.job.lineage}/{context.attempt}/{place.index}"
     number, size = place.ranks.index(place.rank), len(place.ranks)
@@ -209,24 +185,18 @@ def open_replica(context: WorkerContext, place: ReplicaPlace) -> Replica | None:
 
 
 class ReplicaPeers:
-    """Shares columns among the ranks of each replica; constructed by all ranks of the gang together."""
+    """Distributes columns to the ranks of each replica; all ranks of the gang construct it together."""
 
     def __init__(self, place: ReplicaPlace) -> None:
         self._lead = place.ranks[0]
         self.leads = place.leads
-        """Whether this rank computes."""
+        # `new_group` is collective over all ranks, so each rank makes every replica's group.
         groups = [dist.new_group(list(ranks)) for ranks in place.members]
         self._group = groups[place.index]
 
     def share(self, columns: Mapping[str, Column] | None) -> Mapping[str, Column]:
-        """Return the lead's columns on every rank of the replica.
-
-        Args:
-            columns: on the lead; None elsewhere.
-
-        Raises:
-            DeadlineExceeded: a rank does not come, or left.
-        """
+        """Return the lead's columns on every rank of the replica; the others pass None. Raises DeadlineExceeded if a
+        rank does not come, or left."""
         meta, body = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
         if columns is not None:
             headers, payload = describe(columns, narrow=False)
@@ -243,5 +213,5 @@ class ReplicaPeers:
         return unpack(msgpack_decoder(list[ColumnHeader]).decode(meta.numpy().tobytes()), body)
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        dist.broadcast(tensor, src=self._lead, group=self._group)  # host values: Gloo
+        dist.broadcast(tensor, src=self._lead, group=self._group)  # Gloo, since these are host values
         return tensor

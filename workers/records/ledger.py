@@ -1,7 +1,7 @@
-"""`ledger.jsonl`: one line per trained (step, group) and per replaced group, the proof of what was trained once.
+"""`ledger.jsonl`: one line per trained (step, group) and per replaced group, the proof that each was trained once.
 
 The actor makes the lines of its rank's rows; `workers.records.step_record` writes those of all ranks.
-Never reads a ledger: that is `workers.records.ledger_file`, where the fields are explained.
+`workers.records.ledger_file` reads ledgers and explains the fields.
 """
 
 import math
@@ -20,16 +20,13 @@ from tq.refill import Refill
 def ledger_lines(
     batch: PackedBatch, *, step: int, admitted_step: int, lineage: int, time_s: float, with_rewards: bool = False
 ) -> list[dict[str, Any]]:
-    """Return one line per group of a trained batch.
+    """Return one JSON object per group of a trained batch; see `workers.records.ledger_file.TrainedLine`.
 
     Args:
         batch: columns `prompts`, `versions`, `epochs` and the sample columns; whole groups.
-        step, lineage: that trained it.
-        admitted_step: that it was admitted for; another one only with `schedule.fill: first_ready`.
+        admitted_step: differs from `step` only with `schedule.fill: first_ready`.
         time_s: seconds since the command started.
-        with_rewards: a sampler is told of them (column `rewards`; null: it failed).
-    Returns:
-        JSON objects; see `workers.records.ledger_file.TrainedLine`.
+        with_rewards: include column `rewards`, for a sampler; null: the reward failed.
     """
     rewards = batch["rewards"].values.tolist() if with_rewards else []
     groups, prompts = _positions(batch), _row_bytes(batch["prompts"])
@@ -41,7 +38,7 @@ def ledger_lines(
     lines = []
     for group, positions in groups.items():
         drew = [k for k in positions if drew_N[k]]
-        # Where nothing was drawn, nothing is stale.
+        # A group without drawn tokens is not stale.
         first, last = (min(oldest[k] for k in drew), max(newest[k] for k in drew)) if drew else (step - 1, step - 1)
         lines.append(
             {
@@ -67,19 +64,16 @@ def _known(reward: float) -> float | None:
 
 
 def refill_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: float) -> list[dict[str, Any]]:
-    """Return one line per group that another one replaced: that are dead letters, or filtered out.
+    """Return one JSON object per replaced group; see `workers.records.ledger_file.DeadLetterLine` and `FilteredLine`.
 
-    Args:
-        refills: that became known.
-        step: that is finished; a resume at an earlier one forgets them.
-        lineage: that it belongs to.
-        time_s: seconds since the command started.
-    Returns:
-        JSON objects; see `workers.records.ledger_file.DeadLetterLine` and `FilteredLine`.
+    `step` is the finished step, since a resume from an earlier one forgets them; `time_s` counts from the command's
+    start.
     """
     return [
         {
             "lineage": lineage,
+            # Not the step that it was admitted for: replacements shift the ids behind them, so a ledger cut at a resume
+            # must keep all lines known by then.
             "step": step,
             "admitted_step": refill.step,
             "group": refill.replaced,
@@ -94,17 +88,17 @@ def refill_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: 
 
 
 def token_hashes(batch: PackedBatch) -> dict[int, str]:
-    """Return group -> what a ledger line says of its tokens; `batch`: the sample columns, whole groups."""
+    """Return group -> token hash of its ledger line; `batch`: the sample columns, whole groups."""
     return _token_hashes(batch, _positions(batch))
 
 
 def prompt_hash(tokens_P: Tensor) -> str:
-    """Return what a ledger line says of a prompt, from its tokens: int64 [P]."""
+    """Return the prompt hash of a ledger line, from the prompt's tokens: int64 [P]."""
     return str(xxhash.xxh3_64_hexdigest(tokens_P.numpy().tobytes()))
 
 
 def _token_hashes(batch: PackedBatch, groups: dict[int, list[int]]) -> dict[int, str]:
-    """Hash lengths and masks, too: without them, moving the border of a sample, or of a turn, would go unseen."""
+    # Hash lengths and masks, too: otherwise moving the border of a sample or a turn would go unnoticed.
     rows = list(zip(*(_row_bytes(batch[name]) for name in ("sample_lengths", "response_mask", "tokens")), strict=True))
     return {
         group: str(xxhash.xxh3_64_hexdigest(b"".join([part for k in positions for part in rows[k]])))
@@ -113,7 +107,7 @@ def _token_hashes(batch: PackedBatch, groups: dict[int, list[int]]) -> dict[int,
 
 
 def _positions(batch: PackedBatch) -> dict[int, list[int]]:
-    """Return group -> where its rows are in the batch, in the order of their indices, not of their arrival."""
+    """Return group -> positions of its rows in the batch, ordered by row index, not by arrival."""
     found: dict[int, list[int]] = {}
     for k in sorted(range(len(batch)), key=batch.indices.__getitem__):
         found.setdefault(batch.groups[k], []).append(k)
@@ -127,15 +121,8 @@ def _row_bytes(column: Column) -> list[bytes]:
 
 
 def check_staleness(batch: PackedBatch, *, step: int, bound: int) -> None:
-    """Check the schedule's promise for every token that is about to be trained: 0 <= (step - 1) - version <= bound.
-
-    Args:
-        batch: column `versions`.
-        step: that trains it.
-        bound: the schedule's.
-    Raises:
-        AsyncFlowError: a token is older than `bound`, or newer than the weights that the step found.
-    """
+    """Check the schedule's promise for every token about to be trained: 0 <= (step - 1) - version <= bound. Raises
+    AsyncFlowError if a token is older, or newer than the weights at the start of the step."""
     versions = batch["versions"]
     oldest, newest = step - 1 - bound, step - 1
     wrong_A = (versions.values < oldest) | (versions.values > newest)

@@ -1,4 +1,4 @@
-"""The lines of `ledger.jsonl`, for its readers; `workers.records.ledger` makes them. Without torch and pydantic.
+"""The lines of `ledger.jsonl`, for readers; `workers.records.ledger` makes them. Imports neither torch nor pydantic.
 
 {"step": 3, "group": 17, ...}                                    trained in step 3
 {"step": 3, "group": 18, "dead_letter": true, "replaced_by": 24} failed too often; known when step 3 was finished
@@ -21,76 +21,47 @@ if TYPE_CHECKING:
 
 
 class TrainedLine(msgspec.Struct, frozen=True):
-    """A group that a step trained.
+    """A group that a step trained."""
 
-    Attributes:
-        lineage, step: that trained it.
-        admitted_step: that it was admitted for; another one only with `schedule.fill: first_ready`.
-        group: id.
-        epoch: passes over the data before the one that it belongs to.
-        indices: its global row indices, ascending.
-        versions: steps of the weights that drew its oldest and its newest token.
-        staleness: step - 1 - the oldest of them.
-        prompt_hash: xxh3-64 (hex) over the prompt's tokens (int64).
-        token_hash: xxh3-64 (hex) over the rows in that order, of each its two lengths (int32), prompt and response
-            (int64).
-        time_s: seconds since the command started.
-        rewards: of its rows, with `data.sampler`; None: it failed.
-    """
-
+    # The lineage and step that trained it
     lineage: int
     step: int
-    admitted_step: int
+    admitted_step: int  # The step that it was admitted for; differs only with `schedule.fill: first_ready`
     group: int
-    epoch: int
-    indices: list[int]
-    versions: tuple[int, int]
-    staleness: int
-    prompt_hash: str
+    epoch: int  # Number of complete passes over the data before its own
+    indices: list[int]  # Its global row indices, ascending
+    versions: tuple[int, int]  # Steps of the weights that drew its oldest and its newest token
+    staleness: int  # step - 1 - the oldest version
+    prompt_hash: str  # xxh3-64 (hex) over the prompt's tokens (int64)
+    # xxh3-64 (hex) over the rows in that order, of each its two lengths (int32), prompt and response (int64)
     token_hash: str
-    time_s: float
-    rewards: list[float | None] | None = None
+    time_s: float  # Seconds since the command started
+    rewards: list[float | None] | None = None  # The rows' rewards, with `data.sampler`; None: scoring failed
 
 
 class DeadLetterLine(msgspec.Struct, frozen=True):
-    """A group that some task failed on too often: in this lineage it is in no weights.
+    """A group that some task failed on too often: in this lineage it is part of no weights."""
 
-    Attributes:
-        lineage: that gave it up; a later one may train it, since a resumed run tries again.
-        step: that was finished when this became known.
-        admitted_step: whose place it had.
-        group: id.
-        replaced_by: id of the group that has its place now.
-        task: that failed on it; "": unknown.
-        deliveries: how often one of its rows came back.
-        time_s: seconds since the command started.
-    """
-
-    lineage: int
-    step: int
-    admitted_step: int
+    lineage: int  # The one that gave it up; a later one may train it, since a resumed run tries again
+    step: int  # The last finished step when this became known
+    admitted_step: int  # The step that it was admitted for
     group: int
-    replaced_by: int
-    task: str
-    deliveries: int
-    time_s: float
+    replaced_by: int  # Id of the group that took its place
+    task: str  # The one that failed on it; "": unknown
+    deliveries: int  # How often one of its rows came back
+    time_s: float  # Seconds since the command started
 
 
 class FilteredLine(msgspec.Struct, frozen=True):
-    """A group whose rewards were all equal, so that another one took its place: it is in no weights of this run.
+    """A group whose rewards were all equal, so that another one took its place: it is in no weights of this run."""
 
-    Attributes:
-        lineage: that filtered it out; later ones pass it over, too.
-        step, admitted_step, group, replaced_by, time_s: see `DeadLetterLine`.
-        task: that judged it.
-    """
-
-    lineage: int
+    lineage: int  # The one that filtered it out; later ones skip it, too
+    # `step`, `admitted_step`, `group`, `replaced_by`, `time_s`: see `DeadLetterLine`
     step: int
     admitted_step: int
     group: int
     replaced_by: int
-    task: str
+    task: str  # The one that judged it
     time_s: float
 
 
@@ -99,7 +70,7 @@ LedgerLine = TrainedLine | DeadLetterLine | FilteredLine
 
 
 class LedgerKey(msgspec.Struct, frozen=True):
-    """What says which groups were trained; all that a resume needs of a line."""
+    """The fields that say which groups were trained; all that a resume needs of a line."""
 
     step: int
     group: int
@@ -108,38 +79,28 @@ class LedgerKey(msgspec.Struct, frozen=True):
 
     @property
     def replaced(self) -> bool:
-        """Whether another group took its place."""
         return self.dead_letter or self.filtered
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """A ledger file."""
-
     file: Lines[LedgerLine]
 
     @cached_property
     def trained(self) -> list[tuple[int, TrainedLine]]:
-        """Line numbers and lines of groups that were trained."""
         return [(number, line) for number, line in self.file.lines if isinstance(line, TrainedLine)]
 
     @cached_property
     def dead_letters(self) -> list[tuple[int, DeadLetterLine]]:
-        """Line numbers and lines of dead-letter groups."""
         return [(number, line) for number, line in self.file.lines if isinstance(line, DeadLetterLine)]
 
     @cached_property
     def filtered(self) -> list[tuple[int, FilteredLine]]:
-        """Line numbers and lines of groups that were filtered out."""
         return [(number, line) for number, line in self.file.lines if isinstance(line, FilteredLine)]
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """Read a run's ledger, which may still be written.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Read a run's ledger, which may still grow. Raises ConfigError if the file cannot be read."""
     return Ledger(read_lines(run_dir / LEDGER_FILE, _kind_of))
 
 
@@ -150,17 +111,11 @@ def _kind_of(line: bytes) -> type[LedgerLine]:
 
 
 def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int) -> frozenset[int]:
-    """Return the ids of the groups that steps 1 .. `completed` trained.
+    """Return the ids of the groups that steps 1 .. `completed` trained; lines of later steps and a torn last line do
+    not count.
 
-    Mostly these are the groups that the steps were admitted with; not where some were a dead letter, or with
-    `schedule.fill: first_ready`.
-
-    Args:
-        run_dir: with the ledger; lines of later steps, and a last line that was torn, do not count.
-        completed: step of the checkpoint.
-
-    Raises:
-        ConfigError: the ledger cannot be read, or does not name as many groups as that many steps have.
+    Usually these are the groups admitted for the steps, but not after dead letters or with `schedule.fill:
+    first_ready`. Raises ConfigError if the ledger cannot be read, or does not name as many groups as these steps have.
     """
     path = run_dir / LEDGER_FILE
     ledger = read_lines(path, lambda _: LedgerKey)
@@ -170,17 +125,14 @@ def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int)
     expected = completed * schedule.rollout_batch_size
     if len(groups) != expected:
         raise ConfigError(
-            f"{path}: names {len(groups)} groups of steps 1 to {completed}, not {expected}, so nobody knows which "
+            f"{path}: names {len(groups)} groups of steps 1 to {completed}, not {expected}, so it is unknown which "
             f"ones are left; restore the file, or start a new run from the checkpoint's hf/ (--set model.path=...)"
         )
     return frozenset(groups)
 
 
 def filtered_groups(run_dir: Path, *, completed: int) -> frozenset[int]:
-    """Return the ids of the groups that were filtered out, as known when step `completed` was finished.
-
-    Raises:
-        ConfigError: the ledger cannot be read.
-    """
+    """Return the ids of the groups known to be filtered out when step `completed` was finished. Raises ConfigError if
+    the ledger cannot be read."""
     ledger = read_lines(run_dir / LEDGER_FILE, lambda _: LedgerKey)
     return frozenset(line.group for _, line in ledger.lines if line.step <= completed and line.filtered)

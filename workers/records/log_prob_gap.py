@@ -1,12 +1,12 @@
-"""How far the generating engine's log-probabilities are from the trainer's, for the same tokens, by the tokens' age.
+"""How far the generating engine's log-probabilities are from the trainer's for the same tokens, by token age.
 
-Before its first update, step s computes with the weights of step s - 1. For the tokens that these weights drew (age 0)
-the two must agree but for rounding; a larger difference is an error in one of the engines. A token of version v has the
-age s - 1 - v, and its weights differ, too: how much off-policy data of each age is, is what the mismatch says.
+Before its first update, step s computes with the weights of step s - 1. For tokens drawn by these weights (age 0) the
+engines must agree up to rounding; a larger difference is an error in one of them. A token of version v has age
+s - 1 - v, and its weights differ as well: how off-policy the data of each age is, is what the mismatch metrics say.
 
-Older tokens are judged as well: by the version that drew them, where the trainer holds a copy of it
-(`actor.tri_model` without weights). Elsewhere the trainer scores a few samples of a step again when it has the
-next weights (`MoveProbe`), so it knows how far one version moves a token; older tokens may be that much further apart.
+Older tokens are judged as well. If the trainer holds a copy of the version that drew them (`actor.tri_model` without
+weights), it judges by that copy. Otherwise, once it has the next weights, it scores a few samples of a step again
+(`MoveProbe`) to learn how far one version moves a token; older tokens may be that much further apart.
 
     step 7   trains with version 6; keeps some tokens' log-probabilities; update: version 7
     step 8   scores these tokens with version 7: the move of 6 -> 7       tokens of version 6 have age 1
@@ -31,46 +31,40 @@ from workers.records.step_totals import effective_sample_size
 from workers.rows.rows import SAMPLE_DRAWN, sequences_of
 from workers.settings.run import RunConfig
 
+# Largest mean difference (nats) of a token's log-probability between two engines with the same weights, at an entropy
+# of at least one nat. Measured: 1.3e-5 and 0.037 (docs/algorithms.md).
 _FLOAT32_ERROR, _BFLOAT16_ERROR = 2e-3, 0.05
-"""Mean difference (nats) of a token's log-probability between two engines that compute the same weights, of an entropy
-of a nat and more, at the most; measured are 1.3e-5 and 0.037
-(docs/algorithms.md)."""
+# A difference of more than this many errors is a fault.
 _TIMES = 2.0
-"""A difference beyond so many errors is a fault."""
+# An older version may be this many times as far away as the trainer's own moves since, which few samples measure.
 _MOVES = 3.0
-"""An older version may be so many times as far away as the trainer's own moves since: these are of few samples."""
+# At most this many tokens and samples of a rank measure a move.
 _PROBE_TOKENS, _PROBE_SAMPLES = 512, 64
-"""Tokens of a rank from which a move is measured, if so many samples have them."""
+# A mean of many tokens that is more than this many standard deviations off is not due to chance.
 _DEVIATIONS = 6.0
-"""Of a mean of many tokens: beyond that it is no chance."""
+# Fewer tokens of an age prove nothing: their deviation is unknown, too.
 _TOKENS = 256
-"""Fewer tokens of an age say nothing: the deviation of so few is not known either."""
+# Tokens whose entropies add up to less prove nothing, however many they are: the surprise of a confident policy is that
+# of the few unlikely tokens among them.
 _NATS = 512.0
-"""The surprise of tokens whose entropies add up to less says nothing, however many there are: a certain policy's is
-that of the few unlikely tokens among them."""
+# Tolerated difference between surprise and entropy, as a share of the entropy.
 _SURPRISE = 0.05
-"""Share of the entropy by which the surprise may differ, too."""
+# This many complaints in a row are not due to chance: the run learns from samples that the policy did not draw.
 _STEPS = 2
-"""A complaint about so many steps in a row is no chance: the run learns from samples that the policy did not draw."""
 
 
 @dataclass(frozen=True)
 class GapLimits:
-    """What a run may differ by.
+    """How far the engines of a run may differ."""
 
-    Attributes:
-        error: mean difference that rounding makes (nats), of an entropy of a nat and more.
-        surprise: responses are drawn from the whole distribution, and none is chosen by what became of it, as
-            rollouts of the user's may, so their tokens' mean -log p is the entropy.
-    """
-
-    error: float
+    error: float  # Mean difference due to rounding (nats), at an entropy of at least one nat
+    # Whether the tokens' mean -log p must equal the entropy: responses are drawn from the whole distribution, and none
+    # is selected by its outcome, as a user's own rollouts may do
     surprise: bool = True
 
     @staticmethod
     def of(config: RunConfig) -> "GapLimits | None":
-        """Return those of a run, of the least precise type that the policy is computed in or sent in; None: an engine
-        is simulated."""
+        """Return the limits for the least precise dtype that computes or sends the policy; None: a simulated engine."""
         rollout = config.rollout
         if "sim" in (rollout.engine, config.actor.engine):
             return None
@@ -83,47 +77,43 @@ class GapLimits:
         return GapLimits(error, surprise=rollout.top_p == 1 and not rollout.top_k and not chosen)
 
     def mean(self, entropy: float) -> float:
-        """Return how large the mean absolute difference may be (nats), at a mean entropy of the tokens."""
+        """Return the largest allowed mean absolute difference (nats) at a given mean entropy of the tokens."""
         return _TIMES * self.error * _spread(entropy)
 
     def signed(self, entropy: float) -> float:
         """Return how far from 0 the mean difference may be (nats).
 
-        Over tokens that the generating engine drew it is KL(generating || trainer): half a square of the errors, so
-        that what is wrong in one direction shows long before the absolute difference does.
+        Over tokens that the generating engine drew, it is KL(generating || trainer), half the square of the errors, so
+        an error in one direction shows here long before it shows in the absolute difference.
         """
         return (_TIMES * self.error) ** 2 * _spread(entropy) + self.error / 8
 
 
 def _spread(entropy: float) -> float:
-    """Return the share of an error that a token's log-probability shows: none where it is certain."""
+    """Return the share of an error that shows in a token's log-probability: almost none where the token is certain."""
     return min(1.0, entropy) + 0.02
 
 
 def _slack(mean: float, squared: float, tokens: float) -> float:
-    """Return how far the mean of so many tokens may be from the true one, given the mean of their squares."""
+    """Return how far the mean of `tokens` values may be from the true mean, given the mean of their squares."""
     return _DEVIATIONS * math.sqrt(max(0.0, squared - mean**2) / tokens)
 
 
 @dataclass
 class LogProbGap:
-    """The difference over some tokens; plain numbers, so that they travel as JSON.
+    """The difference over some tokens; plain numbers, so that they travel as JSON."""
 
-    Attributes:
-        ages: of tokens -> sums over these: `tokens`, `total` (of the absolute differences), `signed` (generating engine
-            - trainer), `squared`, `entropy`, `surprise` (-log p - entropy, p the trainer's) and `surprise_squared`,
-            `k3`, `ratio` and `ratio_squared` (of the trainer's policy to the generating one), and `largest`, the
-            largest difference; where the trainer holds the version that drew them, `held`, `held_signed` and
-            `held_squared` are `total`, `signed` and `squared` to it.
-        move: of the trainer, by the update before: `tokens`, and `total` of their absolute differences; {}: not known.
-    """
-
+    # Age of tokens -> sums over them: `tokens`, `total` (absolute differences), `signed` (generating engine - trainer),
+    # `squared`, `entropy`, `surprise` (-log p - entropy, with the trainer's p), `surprise_squared`, `k3`, `ratio` and
+    # `ratio_squared` (trainer's policy to generating policy), and `largest`, the largest difference. If the trainer
+    # holds the version that drew them, `held`, `held_signed` and `held_squared` are `total`, `signed` and `squared`
+    # against that version.
     ages: dict[str, dict[str, float]] = field(default_factory=dict)
+    # The trainer's move by the previous update: `tokens`, and `total` of absolute differences; {}: unknown
     move: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(stats: Mapping[str, float]) -> "LogProbGap":
-        """Return the gap over one micro-batch, from the numbers of `Comparison.stats`."""
         gap = LogProbGap()
         for key, value in stats.items():
             age, _, name = key.partition("/")
@@ -131,7 +121,6 @@ class LogProbGap:
         return gap
 
     def add(self, other: "LogProbGap") -> None:
-        """Add tokens."""
         for age, sums in other.ages.items():
             own = self.ages.setdefault(age, {})
             for name, value in sums.items():
@@ -142,7 +131,6 @@ class LogProbGap:
 
     @staticmethod
     def merged(parts: Iterable["LogProbGap"]) -> "LogProbGap":
-        """Return the gap over several ranks."""
         whole = LogProbGap()
         for part in parts:
             whole.add(part)
@@ -150,21 +138,20 @@ class LogProbGap:
 
     @property
     def mean(self) -> float | None:
-        """Mean difference (nats) of the tokens of the newest weights; None: there was none."""
+        """Mean absolute difference (nats) over tokens of the newest weights; None without such tokens."""
         newest = self.ages.get("0")
         return newest["total"] / newest["tokens"] if newest else None
 
     @property
     def mean_move(self) -> float | None:
-        """Mean difference (nats) that the update before made; None: it is not known."""
+        """Mean absolute difference (nats) that the previous update made; None if unknown."""
         return self.move["total"] / self.move["tokens"] if self.move.get("tokens") else None
 
     def complaint(self, limits: GapLimits, moves: Sequence[float | None]) -> str:
-        """Return what to tell the user, of the newest tokens that show it; "": nothing is wrong.
+        """Return what to tell the user, about the newest tokens that show a fault; "": nothing is wrong.
 
         Args:
-            limits: of the run.
-            moves: `mean_move` of the steps so far, this one's last; None where it is not known.
+            moves: `mean_move` of the steps so far, this one's last; None where unknown.
         """
         for age in sorted(map(int, self.ages)):
             since = [moves[-1 - k] if k < len(moves) else None for k in range(age)]
@@ -184,19 +171,21 @@ class LogProbGap:
         mean, signed, squared = (sums[name] / tokens for name in names)
         entropy = sums["entropy"] / tokens
         of = "tokens of the same weights" if age == 0 else f"tokens of weights {age} versions older"
-        wrong = "one of the two computes wrongly: temperature, weights, or which log-probabilities it reports"
+        wrong = (
+            "one of the two engines is wrong: its temperature, its weights, or the log-probabilities that it reports"
+        )
         limit = limits.mean(entropy) + _MOVES * moved
         if mean > limit + _slack(mean, squared, tokens):
             return (
                 f"the generating engine's log-probabilities are {mean:.2g} nats from the trainer's on average, for "
-                f"{of}, where {limit:.2g} is the most that is right; {wrong} (rollout_log_prob_diff_mean)"
+                f"{of}, where at most {limit:.2g} is expected; {wrong} (rollout_log_prob_diff_mean)"
             )
         limit = limits.signed(entropy) + _MOVES * moved
         if abs(signed) > limit + _slack(signed, squared, tokens):
             return (
                 f"the generating engine's log-probabilities are {abs(signed):.2g} nats "
-                f"{'above' if signed > 0 else 'below'} the trainer's on average, for {of}, where {limit:.2g} is the "
-                f"most that is right; {wrong} (rollout_log_prob_diff_mean)"
+                f"{'above' if signed > 0 else 'below'} the trainer's on average, for {of}, where at most {limit:.2g} "
+                f"is expected; {wrong} (rollout_log_prob_diff_mean)"
             )
         return self._surprise(tokens, sums, entropy) if age == 0 and limits.surprise else ""
 
@@ -214,8 +203,9 @@ class LogProbGap:
         )
 
     def metrics(self) -> dict[str, float | None]:
-        """Return mean and largest difference under their public names (null: no token of the newest weights), what each
-        age has of mismatch, and how far the update before moved the policy (null: not measured)."""
+        """Return the metrics by public name. None: no token of the newest weights, or the previous update's move is
+        unknown.
+        """
         found: dict[str, float | None] = {
             "rollout_log_prob_diff_mean": self.mean,
             "rollout_log_prob_diff_max": self.ages["0"]["largest"] if "0" in self.ages else None,
@@ -232,36 +222,29 @@ class LogProbGap:
 
 @dataclass
 class Comparison:
-    """Compares the tokens of one micro-batch.
+    """Compares the tokens of one micro-batch."""
 
-    Attributes:
-        rollout_A: float32 [A], of the generating engine.
-        age_A: integer [A]: versions between the weights that drew the token and those that the trainer has.
-        held: age -> float32 [A], by the version that drew the tokens of this age, as the trainer computes it.
-        stats: set by the loss: `AGE/NAME` of `LogProbGap.ages`, scalars on the device.
-        log_probs_A: set by the loss: float32 [A], the trainer's.
-    """
-
-    rollout_A: Tensor
-    age_A: Tensor
+    rollout_A: Tensor  # float32 [A], from the generating engine
+    age_A: Tensor  # integer [A], versions between the weights that drew the token and the trainer's
+    # Age -> float32 [A], from the trainer's copy of the version that drew the tokens of this age
     held: Mapping[int, Tensor] = field(default_factory=dict)
+    # Set by the loss: `AGE/NAME` as in `LogProbGap.ages`, scalars on the device
     stats: dict[str, Tensor] = field(default_factory=dict)
-    log_probs_A: Tensor | None = None
+    log_probs_A: Tensor | None = None  # Set by the loss: float32 [A], from the trainer
 
     @staticmethod
     def of(batch: PackedBatch, *, step: int, held: Mapping[int, Tensor] | None = None) -> "Comparison":
-        """Return the comparison for a micro-batch.
+        """Return the comparison for a micro-batch before the first update of `step`.
 
         Args:
-            batch: columns `rollout_log_probs`, `versions`.
-            step: that trains it, before its first update.
-            held: older version -> the trainer's log-probabilities with it.
+            batch: with columns `rollout_log_probs` and `versions`.
+            held: older version -> log-probabilities of the trainer's copy of it.
         """
         ages = {step - 1 - version: log_probs_A for version, log_probs_A in (held or {}).items()}
         return Comparison(batch["rollout_log_probs"].values, step - 1 - batch["versions"].values, ages)
 
     def before(self, loss: LossFunction) -> LossFunction:
-        """Return a loss that compares, and is `loss`."""
+        """Return `loss` with the comparison made before it."""
 
         def compare_and_lose(log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
             self._compare(log_probs_A, entropy_A)
@@ -290,7 +273,7 @@ class Comparison:
         }
         for age in sorted(set(self.age_A.tolist())):
             here_A = age_A == age
-            # Masked, not selected: how many there are is known to the device alone, and asking would wait for it.
+            # Mask instead of select: only the device knows the number of tokens, and asking for it would wait.
             self.stats |= {f"{age}/{name}": torch.where(here_A, value_A, 0.0).sum() for name, value_A in sums.items()}
             self.stats[f"{age}/largest"] = torch.where(here_A, gap_A, 0.0).amax()
             if age in self.held:
@@ -300,7 +283,7 @@ class Comparison:
 
 
 class GapWatch:
-    """Judges the gap of each step; given the same gaps, as all ranks are, it judges alike on all ranks."""
+    """Judges the gap of each step. All ranks have the same gaps, so all judge alike."""
 
     def __init__(self, config: RunConfig) -> None:
         self._limits = GapLimits.of(config)
@@ -309,47 +292,33 @@ class GapWatch:
         self._num_in_a_row = 0
 
     def judge(self, gap: LogProbGap) -> str:
-        """Return what to tell the user of the next step; "": nothing is wrong."""
+        """Return what is wrong with a step's gap; "": nothing."""
         self._moves.append(gap.mean_move)
         complaint = "" if self._limits is None else gap.complaint(self._limits, self._moves)
         self._num_in_a_row = self._num_in_a_row + 1 if complaint else 0
         return complaint
 
     def check(self, step: int, complaint: str) -> None:
-        """Refuse to go on with engines that disagree.
-
-        Args:
-            step: that was judged last.
-            complaint: of it.
-
-        Raises:
-            TrainingDiverged: so it was in the step before.
-        """
+        """Refuse to continue with engines that disagree, given the last judged step and its complaint. Raises
+        TrainingDiverged if the step before had a complaint, too."""
         if self._ends_run and self._num_in_a_row >= _STEPS:
             raise TrainingDiverged(
-                f"step {step}: {complaint}, as in the step before; correct that and resume from a checkpoint before, "
-                f"or go on with algorithm.engine_gap: warn"
+                f"step {step}: {complaint}, as in the step before; correct that and resume from an earlier checkpoint, "
+                f"or continue with algorithm.engine_gap: warn"
             )
 
 
 class MoveProbe:
-    """Measures how far an update moves the policy, on a few samples that the step before it trained."""
+    """Measures how far an update moves the policy, on a few samples trained in the previous step."""
 
     def __init__(self, engine: TrainEngine) -> None:
-        """Args:
-        engine: of the policy.
-        """
         self._engine = engine
         self._kept: tuple[PackedBatch, Tensor] | None = None
         self._updated = False
 
     def keep(self, batch: PackedBatch, log_probs_A: Tensor) -> None:
-        """Keep samples of a step's first micro-batch; those of a later one change nothing.
-
-        Args:
-            batch: samples.
-            log_probs_A: of their drawn tokens, before the step's first update.
-        """
+        """Keep samples, and their drawn tokens' log-probabilities, of a step's first micro-batch; later calls in the
+        step do nothing."""
         if self._kept is not None:
             return
         drawn_N = batch[SAMPLE_DRAWN].values.long()
@@ -358,11 +327,10 @@ class MoveProbe:
         self._kept = batch.select(first), log_probs_A[: int(drawn_N[: len(first)].sum())].clone()
 
     def updated(self) -> None:
-        """Note, alike on all ranks, that the policy was updated."""
         self._updated = True
 
     def move(self) -> dict[str, float]:
-        """Score what was kept, and forget it; collective, and {} until the policy was updated."""
+        """Score the kept samples and forget them; collective. {} until the policy was updated."""
         kept, self._kept = self._kept, None
         if not self._updated:
             return {}

@@ -1,7 +1,7 @@
-"""Numbers that processes outside of a run report: written by `asyncflow.connect`'s client, read by actor rank 0.
+"""Metrics that processes outside a run report: written by the client of `asyncflow.connect`, read by actor rank 0.
 
-Each process has one key in the job store, with its newest numbers. A step's line of `metrics.jsonl` has those that are
-new since the line before; what a process reported faster than steps end is replaced, not summed.
+Each process has one key in the job store, with its latest metrics. A step's line of `metrics.jsonl` gets those that are
+new since the previous line; reports that come faster than steps end are replaced, not summed.
 """
 
 import json
@@ -16,17 +16,8 @@ _METRICS = "outside/metrics/"
 
 
 def report_metrics(store: SealedStore, name: str, metrics: Mapping[str, float], *, stamp: str) -> None:
-    """Write a process's numbers.
-
-    Args:
-        store: the job's.
-        name: of the process.
-        metrics: finite numbers.
-        stamp: another one for each report.
-
-    Raises:
-        ConfigError: a value is not a finite number; nothing is written.
-    """
+    """Write a process's metrics; `stamp` differs for each report. Raises ConfigError, and writes nothing, if a value is
+    not a finite number."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics: {metrics!r} is not a dict; give names with a float or an int each")
     for metric, value in metrics.items():
@@ -35,7 +26,7 @@ def report_metrics(store: SealedStore, name: str, metrics: Mapping[str, float], 
         try:
             finite = math.isfinite(value)
         except OverflowError:
-            raise ConfigError(f"metric {metric}: an integer that no float holds; leave it out") from None
+            raise ConfigError(f"metric {metric}: an integer too large for a float; leave it out") from None
         if not finite:
             raise ConfigError(f"metric {metric}: {value} is not finite; leave it out")
     store.set(f"{_METRICS}{name}", json.dumps({"stamp": stamp, "metrics": dict(metrics)}))
@@ -43,14 +34,14 @@ def report_metrics(store: SealedStore, name: str, metrics: Mapping[str, float], 
 
 
 class OutsideMetrics:
-    """Reads what is new; one per recorder."""
+    """Reads new reports; one per recorder."""
 
     def __init__(self, store: SealedStore) -> None:
         self._store = store
         self._stamps: dict[str, str] = {}
 
     def new(self) -> dict[str, float]:
-        """Return `outside/PROCESS/METRIC` -> value of what was reported since the last call."""
+        """Return `outside/PROCESS/METRIC` -> value for what was reported since the last call."""
         if not self._store.check([_ANY]):
             return {}
         metrics: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""Prompts with their responses and rewards, a few groups of every step, for a person to read: `samples/GANG.jsonl`.
+"""Prompts with responses and rewards, a few groups per step, for people to read: `samples/GANG.jsonl`.
 
-Written by the rollout as responses are put, and by the evaluation of held-out prompts; nothing reads it back. A full
-disk costs samples, not the run, and so does a directory that is gone.
+The rollout writes them as responses are put, and so does the evaluation of held-out prompts; nothing reads them back. A
+full disk or a missing directory costs samples, not the run.
 
 Legend of shapes: A drawn tokens of a rollout.
 """
@@ -25,29 +25,23 @@ logger = logging.getLogger(__name__)
 
 
 class SampleLog:
-    """Writes the responses of the first few groups of each step that this instance generated."""
+    """Writes the responses of the first `shown` groups (`rollout.samples_per_step`) of each step that this instance
+    generated.
+
+    Args:
+        groups_per_step: since group ids continue from step to step.
+        tokenizer: for rollouts of several turns; None: do not show their tokens.
+    """
 
     def __init__(
         self, run_dir: Path, gang: str, *, shown: int, groups_per_step: int, tokenizer: Any | None = None
     ) -> None:
-        """Args:
-        run_dir, gang: say which file.
-        shown: `rollout.samples_per_step`.
-        groups_per_step: group ids go on from step to step.
-        tokenizer: of rollouts of several turns; None: their tokens are not shown.
-        """
         self._tokenizer = tokenizer
         self._file = open_spare(run_dir / SAMPLES / f"{gang}.jsonl", what="samples", loss="shows none")
         self._shown = shown
         self._groups_per_step = groups_per_step
 
     def write(self, rollout: FinishedRollout, scored: ScoredResponse, *, step: int, group: int) -> None:
-        """Write one rollout, if its group is among those shown.
-
-        Args:
-            rollout, scored: at its end.
-            step, group: that it belongs to.
-        """
         if group % self._groups_per_step >= self._shown or self._file.closed:
             return
         line: dict[str, Any] = {
@@ -80,28 +74,18 @@ class SampleLog:
             self.close()
 
     def close(self) -> None:
-        """Close the file; idempotent."""
-        with contextlib.suppress(OSError):  # it writes what is buffered
+        with contextlib.suppress(OSError):  # closing flushes the buffer, which may fail, too
             self._file.close()
 
 
 def version_spans(versions_A: Tensor) -> list[list[int]]:
-    """Return [version, tokens] of each run of tokens that the same weights drew, in the order of the response.
-
-    Args:
-        versions_A: int32 [A], of the drawn tokens.
-    """
+    """Return [version, tokens] of each run of drawn tokens (int32 [A]) from the same weights, in response order."""
     versions, counts = versions_A.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
     return [[version, count] for version, count in zip(versions.tolist(), counts.tolist(), strict=True)]
 
 
 def token_runs(rollout: FinishedRollout, tokenizer: Any) -> list[list[tuple[int, str]]]:
-    """Return, of each sample, (mask, text) of each run of tokens with one mask (1: trained), special tokens visible.
-
-    Args:
-        rollout: at its end.
-        tokenizer: of transformers.
-    """
+    """Return, per sample, (mask, text) of each run of tokens with one mask (1: trained), special tokens visible."""
     runs: list[list[tuple[int, str]]] = []
     drawn = zip(rollout.response_mask_T.tolist(), rollout.tokens_T.tolist(), strict=True)
     for length in rollout.sample_lengths:

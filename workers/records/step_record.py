@@ -1,7 +1,7 @@
-"""What training leaves behind; actor rank 0 writes.
+"""The records of training; actor rank 0 writes them.
 
-updates.jsonl    a line per optimizer update, as soon as it was made: an independent count
-ledger.jsonl     lines of a finished step: groups that others replaced, then those that were trained
+updates.jsonl    a line per optimizer update, written at once: an independent count
+ledger.jsonl     lines of a finished step: replaced groups, then trained ones
 metrics.jsonl    a line per finished step, after its ledger lines
 """
 
@@ -31,84 +31,61 @@ from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 from workers.rewards.base import FailedShare
 from workers.settings.dataflow import OBSERVERS, SERVICES, roles_on_device
 
+# A larger share of responses without a reward is more than chance, such as an occasional timeout.
 _UNFAIR_SHARE = 0.1
-"""So many responses without a reward fail by more than chance, such as a deadline now and then."""
+# Beyond this the policy is far from its reference (nats per token).
 FAR_KL = 1.0
-"""The policy is far from its reference beyond this (nats per token)."""
 
 
 def far_from_reference(kl: float) -> str:
-    """Return what to say of a policy that is far from its reference; "" if it is not."""
+    """Return a warning about a policy that is far from its reference; "" if it is not."""
     if kl <= FAR_KL:
         return ""
     return (
-        f"kl {kl:.3g}: so many nats per token away from the reference, beyond {FAR_KL:g}, the policy may be of no use "
-        f"any more; look at samples/, and try a smaller actor.lr or a larger algorithm.kl_coef"
+        f"kl {kl:.3g}: the policy is this many nats per token away from the reference; beyond {FAR_KL:g} it may be "
+        f"useless; look at samples/, and try a smaller actor.lr or a larger algorithm.kl_coef"
     )
 
 
 def check_reference(step: int, kl: float, most: float | None) -> None:
-    """Refuse a policy that has left its reference.
-
-    Args:
-        step: that was trained.
-        kl: of its tokens (nats per token).
-        most: `algorithm.max_kl`.
-
-    Raises:
-        TrainingDiverged: it is further away than that.
-    """
+    """Raise TrainingDiverged if `kl` (nats per token) exceeds `algorithm.max_kl` or is not a number; None: no limit."""
+    # `not kl <= most` also holds for NaN.
     if most is not None and not kl <= most:
         raise TrainingDiverged(
             f"step {step}: kl {kl:.3g}, more nats per token away from the reference than algorithm.max_kl {most:g}, so "
-            f"the policy is of no use any more; resume from a checkpoint before that with a smaller actor.lr or a "
+            f"the policy is useless; resume from an earlier checkpoint with a smaller actor.lr or a "
             f"larger algorithm.kl_coef, or raise algorithm.max_kl"
         )
 
 
 class Model(StrEnum):
-    """Which model a step trains."""
-
     POLICY = "policy"
     CRITIC = "critic"
 
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update, the same on all ranks.
+    """One optimizer update, the same on all ranks."""
 
-    Attributes:
-        totals: of all ranks.
-        loss: scaled.
-        stats: from the engine.
-    """
-
-    totals: UpdateTotals
-    loss: float
+    totals: UpdateTotals  # Sums over all ranks
+    loss: float  # After scaling
     stats: StepStats
 
 
 @dataclass
 class UpdateLog:
-    """Updates of one model in a step.
-
-    Attributes:
-        next_update: sums of this rank for the update that comes next.
-        made: the updates.
-    """
-
-    next_update: UpdateTotals = field(default_factory=UpdateTotals)
-    made: list[Update] = field(default_factory=list)
+    next_update: UpdateTotals = field(default_factory=UpdateTotals)  # This rank's sums for the next update
+    made: list[Update] = field(default_factory=list)  # Updates so far
 
     def add(self, totals: UpdateTotals, *, scale: float, stats: StepStats) -> None:
-        """Count an update; what is added from now on is the next one's."""
         self.made.append(Update(totals, totals.loss * scale, stats))
         self.next_update = UpdateTotals()
 
     def metrics(self) -> dict[str, float]:
-        """Return what the updates report; without any, all is 0. One in which no response had a weight is counted, and
-        is not part of the means: its loss and gradient are 0 whatever the policy does."""
+        """Return the metrics of the updates; all 0 if there were none."""
         made = self.made
+        # An update in which no response had a weight counts, but stays out of the means: its loss and gradient are 0
+        # whatever the policy does.
         counting = [update for update in made if update.totals.sequences]
         return {
             "num_updates": len(made),
@@ -121,48 +98,32 @@ class UpdateLog:
 
 @dataclass
 class StepRecord:
-    """One step while it is trained.
-
-    Attributes:
-        step: its number.
-        started_at, first_batch_at: monotonic seconds; the second is None before the first round.
-        num_rows: rows that this rank got.
-        ledger: lines of this rank's groups.
-        totals: sums, of this rank, later of all.
-        gap: between the generating engine's log-probabilities and ours; of this rank, later of all.
-        gap_complaint: what is wrong with it, of all ranks; "": nothing.
-        policy, critic: their updates; the critic's where it is trained here.
-        sync_exposed_s: seconds that publishing held up this rank, the wait before the update included.
-        sync_bytes: of one version, to each receiver; by this rank, later by all.
-        checkpoint_stall_s: seconds that saving held up this rank, since the step before.
-        checkpoint_failures: saves that failed since this rank started.
-        stopped: a stop came instead of publishing; on this rank, later on any.
-        save_wanted: the queue is full of trained rows that wait for a checkpoint; as for this rank, later for any.
-        critic_report: figures of a critic in a role of its own.
-        on_device: what losses found and no number here counts yet; see `fetch`.
-    """
+    """One step while it is trained. "Rank, then all": this rank's value until `merge`, that of all ranks after it."""
 
     step: int
+    # `started_at`, `first_batch_at`: monotonic seconds; the second is None before the first round
     started_at: float = field(default_factory=time.monotonic)
     first_batch_at: float | None = None
-    num_rows: int = 0
-    ledger: list[dict[str, Any]] = field(default_factory=list)
-    totals: StepTotals = field(default_factory=StepTotals)
+    num_rows: int = 0  # Rows that this rank got
+    ledger: list[dict[str, Any]] = field(default_factory=list)  # Lines of this rank's groups, then all
+    totals: StepTotals = field(default_factory=StepTotals)  # Sums; rank, then all
+    # Between the generating engine's log-probabilities and ours; rank, then all
     gap: LogProbGap = field(default_factory=LogProbGap)
-    gap_complaint: str = ""
+    gap_complaint: str = ""  # What is wrong with the gap of all ranks; "": nothing
+    # `policy`, `critic`: their updates; the critic's only if it is trained here
     policy: UpdateLog = field(default_factory=UpdateLog)
     critic: UpdateLog = field(default_factory=UpdateLog)
-    sync_exposed_s: float = 0.0
-    sync_bytes: int = 0
-    checkpoint_stall_s: float = 0.0
-    checkpoint_failures: int = 0
-    stopped: bool = False
-    save_wanted: bool = False
-    critic_report: Mapping[str, float] = field(default_factory=dict)
+    sync_exposed_s: float = 0.0  # Seconds that publishing held up this rank, including the wait before the update
+    sync_bytes: int = 0  # Bytes of one version to each receiver; rank, then all
+    checkpoint_stall_s: float = 0.0  # Seconds that saving held up this rank since the previous step
+    checkpoint_failures: int = 0  # Failed saves since this rank started
+    stopped: bool = False  # A stop came instead of publishing; rank, then any
+    save_wanted: bool = False  # The queue is full of trained rows that wait for a checkpoint; rank, then any
+    critic_report: Mapping[str, float] = field(default_factory=dict)  # Metrics of a critic in a role of its own
+    # Results of losses that are still on the device; see `fetch`
     on_device: list[tuple[Model, LossCounts, Mapping[str, Tensor], Mapping[str, Tensor]]] = field(default_factory=list)
 
     def arrived(self) -> None:
-        """Note when the first round came."""
         if self.first_batch_at is None:
             self.first_batch_at = time.monotonic()
 
@@ -175,16 +136,12 @@ class StepRecord:
     def add_loss(
         self, model: Model, counts: LossCounts, stats: Mapping[str, Tensor], gap: Mapping[str, Tensor]
     ) -> None:
-        """Count a micro-batch that a model was trained on, in whichever pass; without a wait for the device.
-
-        Args:
-            stats: of the loss.
-            gap: of the comparison with the generating engine, or none.
-        """
+        """Count a trained micro-batch, in any pass, without waiting for the device. `gap`, of the comparison with the
+        generating engine, may be empty."""
         self.on_device.append((model, counts, stats, gap))
 
     def fetch(self) -> None:
-        """Wait for the losses of all micro-batches so far, and count what they found: one transfer an update."""
+        """Wait for the losses of all micro-batches so far and count their results: one transfer per update."""
         waiting, self.on_device = self.on_device, []
         found = numbers([each for _, _, stats, gap in waiting for each in (stats, gap)])
         for (model, counts, _, _), sums, gap in zip(waiting, found[::2], found[1::2], strict=True):
@@ -193,27 +150,25 @@ class StepRecord:
             self.gap.add(LogProbGap.of(gap))
 
     def log(self, model: Model) -> UpdateLog:
-        """Return the updates of a model."""
         return self.policy if model is Model.POLICY else self.critic
 
     @property
     def num_scored(self) -> int:
-        """Rows that this rank got and that have a reward."""
+        """Rows of this rank that have a reward."""
         return int(self.totals.sums.get("scored", 0))
 
     @property
     def num_failed(self) -> tuple[int, int]:
-        """Rollouts that failed, and responses that could not be scored, among this rank's rows."""
+        """Among this rank's rows: failed rollouts, and responses that could not be scored."""
         sums = self.totals.sums
         return int(sums.get("failed_rollouts", 0)), int(sums.get("failed_rewards", 0))
 
     @property
     def num_updates(self) -> int:
-        """Updates that were made of whichever model is trained here."""
         return max(len(self.policy.made), len(self.critic.made))
 
     def part(self) -> dict[str, Any]:
-        """Return what the other ranks must know of a published step; see `merge`."""
+        """Return what the other ranks need of a published step; see `merge`."""
         return {
             "ledger": self.ledger,
             "totals": vars(self.totals),
@@ -224,19 +179,18 @@ class StepRecord:
         }
 
     def training_metrics(self) -> dict[str, float]:
-        """Return what the updates report, the critic's under names of its own."""
+        """Return the metrics of the updates, with the critic's under names of their own."""
         responses = sum(update.totals.responses for update in self.policy.made)
         masked = responses - sum(update.totals.sequences for update in self.policy.made)
         critic = self.critic_metrics() if self.critic.made else self.critic_report
         return {**self.policy.metrics(), "masked_fraction": masked / max(1, responses), **critic}
 
     def critic_metrics(self) -> dict[str, float]:
-        """Return the figures of a critic that is trained here."""
         updates = {f"critic_{name}": value for name, value in self.critic.metrics().items()}
         return {**updates, **self.totals.critic_metrics()}
 
     def merge(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Take in the parts of all ranks. All then hold the same, so they go on, or stop, together."""
+        """Merge the parts of all ranks. All then hold the same record, so they continue or stop together."""
         self.ledger = [line for part in parts for line in part["ledger"]]
         self.totals = StepTotals.merged(StepTotals(**part["totals"]) for part in parts)
         self.gap = LogProbGap.merged(LogProbGap(**part["gap"]) for part in parts)
@@ -247,37 +201,30 @@ class StepRecord:
 
 @dataclass
 class LengthMean:
-    """Mean length of all responses trained so far, whichever start of the run trained them.
+    """Mean length of all responses trained so far, over all starts of the run."""
 
-    Attributes:
-        samples, tokens: number, and total length.
-    """
-
+    # `samples`, `tokens`: their number and total length
     samples: float = 0
     tokens: float = 0.0
 
     @staticmethod
     def so_far(metrics: Path) -> "LengthMean":
-        """Return it for the steps in `metrics.jsonl`; a missing file has none."""
+        """Return the mean over the steps in `metrics.jsonl`, which may be missing."""
         mean = LengthMean()
         for step in LineTail(metrics).read():
             mean.add(step["response_tokens_mean"], step["samples"])
         return mean
 
     def add(self, step_mean: float, samples: float) -> float:
-        """Count a step's responses; returns the step's mean minus that of all so far, this step's among them (tokens).
-
-        A schedule that trains short responses earlier is biased to them at first, and against them when the long ones
-        come. Nothing is discarded and lateness is bounded, so over a run this averages to about 0.
-        """
+        """Count a step's responses; returns the step's mean minus the mean so far, this step included (tokens)."""
         self.samples += samples
         self.tokens += step_mean * samples
+        # A schedule that trains short responses earlier is biased towards them at first, and against them once the long
+        # ones arrive. Nothing is discarded and lateness is bounded, so this averages to about 0 over a run.
         return step_mean - self.tokens / self.samples
 
 
 class StepRecorder:
-    """Writes records in order."""
-
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._lengths = LengthMean.so_far(context.run_dir / METRICS_FILE)
@@ -288,20 +235,15 @@ class StepRecorder:
         self._unwritten_refills: list[Refill] = []
         self._complained: set[str] = set()
         self._failed_rewards = FailedShare(_UNFAIR_SHARE)
+        # Replaced groups reported to this recorder.
         self.num_refills = 0
-        """Replaced groups that this recorder was told of."""
         self._last_at = time.monotonic()
         self._waiting: dict[str, list[tuple[float, float]]] = {}
         self._idle: dict[str, float] = {}
 
     def update_made(self, step: int, number: int, optimizer_updates: int) -> None:
-        """Write down an optimizer update, whatever becomes of its step.
-
-        Args:
-            step: that it belongs to.
-            number: of the update in its step, from 1.
-            optimizer_updates: that are in the engine's state now.
-        """
+        """Write an optimizer update down, whatever becomes of its step: its number in the step, from 1, and the
+        engine's total."""
         line = {
             "lineage": self._context.job.lineage,
             "step": step,
@@ -313,12 +255,11 @@ class StepRecorder:
         self._updates.write([line])
 
     def refilled(self, refills: Sequence[Refill]) -> None:
-        """These groups were replaced, and were not told of before; the next step's lines name them."""
+        """Add groups that were replaced and not reported before; the next step's ledger lines name them."""
         self.num_refills += len(refills)
         self._unwritten_refills += refills
 
     def write(self, record: StepRecord) -> None:
-        """Write a finished step's lines: the ledger first."""
         now = time.monotonic()
         step_time_s, self._last_at = now - self._last_at, now
         waited_s = (record.first_batch_at or now) - record.started_at
@@ -350,6 +291,7 @@ class StepRecorder:
         filtered = sum(refill.cause.filtered for refill in refills)
         metrics |= {"filtered_groups": filtered, "dead_letter_groups": len(refills) - filtered}
         replaced = refill_lines(refills, step=record.step, lineage=lineage, time_s=self._time_s())
+        # The ledger first: a step in metrics.jsonl always has its ledger lines.
         self._ledger.write(replaced + record.ledger)
         self._metrics.write([metrics])
         failed = self._failed_rewards.add(int(totals["reward_failures"]), int(totals["samples"]))
@@ -360,17 +302,15 @@ class StepRecorder:
             "kl": far_from_reference(record.totals.kl),
         }
         new = {kind: text for kind, text in complaints.items() if text and kind not in self._complained}
-        if new:  # each kind of trouble once
+        if new:  # warn of each kind of trouble once only
             self._complained |= new.keys()
             self._context.warn(f"step {record.step}: {'; '.join(new.values())}")
 
     def sync(self) -> None:
-        """Make everything written durable."""
         for file in (self._updates, self._ledger, self._metrics):
             file.sync()
 
     def close(self) -> None:
-        """Close the files."""
         for file in (self._updates, self._ledger, self._metrics):
             file.close()
 
@@ -383,11 +323,12 @@ class StepRecorder:
         return sum(len(gang.devices) for gang in self._context.job.gangs if gang.role in roles)
 
     def _idle_fractions(self) -> dict[str, float]:
-        """Return, per role, the share of time that its ranks spent waiting, between their last two reports or more."""
+        """Return, per role, the share of time that its ranks waited since the last step in which they reported."""
         for role, ranks in self._context.waiting_seconds().items():
             before = self._waiting.get(role)
             if role in SERVICES:
                 continue
+            # Without earlier reports of the same ranks there is no interval yet.
             if before is None or len(before) != len(ranks):
                 self._waiting[role] = ranks
                 continue

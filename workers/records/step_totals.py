@@ -1,6 +1,6 @@
-"""What one training step adds up, on one rank, then over all ranks; becomes the step's line in `metrics.jsonl`. Pure.
+"""Sums of one training step, on one rank, then over all ranks; they become the step's line in `metrics.jsonl`. Pure.
 
-Every sample is added once, when it arrives; what the loss sums up over tokens, with every micro-batch of every pass.
+Every sample is added once, on arrival; the loss's sums over tokens are added with every micro-batch of every pass.
 `workers.records.step_record` writes what `metrics` returns.
 
 Legend of shapes: N samples.
@@ -26,20 +26,15 @@ _DIFFERENT = "different_response/"
 
 @dataclass
 class UpdateTotals:
-    """Sums of one optimizer update; plain numbers, so that they travel as JSON.
+    """Sums of one optimizer update; plain numbers, so that they travel as JSON."""
 
-    Attributes:
-        tokens, sequences, responses: see `LossCounts`.
-        loss: not yet scaled.
-    """
-
+    # `tokens`, `sequences`, `responses`: see `LossCounts`
     tokens: int = 0
     sequences: int = 0
     responses: int = 0
-    loss: float = 0.0
+    loss: float = 0.0  # Before scaling
 
     def add(self, counts: LossCounts, loss: float) -> None:
-        """Add a micro-batch."""
         self.tokens += counts.tokens
         self.sequences += counts.sequences
         self.responses += counts.responses
@@ -47,12 +42,10 @@ class UpdateTotals:
 
     @property
     def counts(self) -> LossCounts:
-        """Return the parts of the loss's divisor."""
         return LossCounts(self.tokens, self.sequences, self.responses)
 
     @staticmethod
     def merged(parts: Iterable["UpdateTotals"]) -> "UpdateTotals":
-        """Return the totals over several ranks."""
         whole = UpdateTotals()
         for part in parts:
             whole.add(part.counts, part.loss)
@@ -61,29 +54,18 @@ class UpdateTotals:
 
 @dataclass
 class StepTotals:
-    """Sums over the samples of a step; plain numbers, so that they travel as JSON.
+    """Sums over the samples of a step; plain numbers, so that they travel as JSON."""
 
-    Attributes:
-        sums: named sums.
-        staleness_max: largest staleness of any sample; -1 without samples.
-    """
-
-    sums: dict[str, float] = field(default_factory=dict)
-    staleness_max: int = -1
+    sums: dict[str, float] = field(default_factory=dict)  # By name
+    staleness_max: int = -1  # Largest staleness of any sample; -1 without samples
 
     def add(self, name: str, value: float) -> None:
-        """Add to a named sum."""
         self.sums[name] = self.sums.get(name, 0.0) + value
 
     def add_batch(self, batch: PackedBatch, *, step: int, admitted_step: int) -> None:
-        """Count the samples of a batch.
-
-        Args:
-            batch: columns `tokens rewards correct truncated versions`, maybe `reward_parts sources`, N >= 1 rows.
-            step: that trains it.
-            admitted_step: that it was admitted for.
-        """
-        lengths = batch["versions"].lengths.double()  # of drawn tokens; a row without any is not stale
+        """Count N >= 1 samples that `step` trains: columns `tokens rewards correct truncated versions`, optionally
+        `reward_parts sources`."""
+        lengths = batch["versions"].lengths.double()  # drawn tokens; a row without any is not stale
         oldest_N, _ = batch["versions"].extremes()
         staleness_N = (step - 1 - oldest_N) * (lengths > 0)
         has_reward = batch["rewards"].values.isfinite()
@@ -114,7 +96,7 @@ class StepTotals:
         self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
 
     def _add_responses(self, batch: PackedBatch) -> None:
-        """Count responses that are over before they begin, and how many different ones there are, up to two."""
+        """Count responses that end at once, and the number of different responses, up to two."""
         if "response_mask" not in batch.columns:
             return
         known = {name for name in self.sums if name.startswith(_DIFFERENT)}
@@ -126,7 +108,7 @@ class StepTotals:
                 self.add(name, 1)
 
     def complaint(self) -> str:
-        """Say what is wrong with all of the responses; "": they are not all alike."""
+        """Return what is wrong with all responses of the step; "": nothing."""
         sums = defaultdict(float, self.sums)
         samples = int(sums["samples"])
         if samples < 2:
@@ -134,18 +116,18 @@ class StepTotals:
         if sums["truncated"] == samples:
             return (
                 f"all {samples} responses are truncated: none drew a token that ends it; raise "
-                f"rollout.max_response_tokens, or see whether eos_token_id of generation_config.json is what this "
-                f"model says at an end"
+                f"rollout.max_response_tokens, or check whether eos_token_id in generation_config.json is the token "
+                f"with which this model ends a response"
             )
         if sums["empty"] == samples:
             return (
-                f"all {samples} responses are empty, they end with their first token; see whether the prompts in "
+                f"all {samples} responses are empty: they end with their first token; check whether the prompts in "
                 f"samples/ end as this model's prompts do"
             )
         if sum(name.startswith(_DIFFERENT) for name in self.sums) == 1:
             return (
-                f"all {samples} responses are the same, so nothing can be learnt from them; see samples/, and whether "
-                f"rollout.temperature is 0"
+                f"all {samples} responses are the same, so nothing can be learned from them; look at samples/, and "
+                f"check whether rollout.temperature is 0"
             )
         return ""
 
@@ -164,13 +146,12 @@ class StepTotals:
             self.add(f"means/{name}", 1)
 
     def add_loss(self, stats: Mapping[str, float], of: str = "loss") -> None:
-        """Add a loss's own sums over tokens: of the policy's, or of `critic`."""
+        """Add a loss's own sums over tokens, under `loss` for the policy or `critic`."""
         for name, value in stats.items():
             self.add(f"{of}/{name}", value)
 
     @staticmethod
     def merged(parts: Iterable["StepTotals"]) -> "StepTotals":
-        """Return the totals over several ranks."""
         whole = StepTotals()
         for part in parts:
             for name, value in part.sums.items():
@@ -181,10 +162,10 @@ class StepTotals:
     def metrics(self) -> dict[str, float]:
         """Return means and population deviations under their public names.
 
-        Loss terms are means over the tokens whose loss counts, of all passes, rewards over the samples that have one;
-        everything else is over all samples.
+        Loss terms are means over the tokens whose loss counts, of all passes; rewards over the samples that have one;
+        everything else over all samples.
         """
-        sums = defaultdict(float, self.sums)  # in a step of the critic alone the policy has no loss
+        sums = defaultdict(float, self.sums)  # in a critic-only step the policy has no loss
         samples, scored = sums["samples"], max(1.0, sums["scored"])
         tokens = max(1.0, sums["loss/tokens"])
         reward_mean, reward_std = _moments(sums["reward"], sums["reward_squared"], scored)
@@ -223,7 +204,7 @@ class StepTotals:
         return self.sums.get("loss/kl", 0.0) / max(1.0, self.sums.get("loss/tokens", 0.0))
 
     def histograms(self) -> dict[str, dict[str, int]]:
-        """Return, by name, how many responses have each value, to two digits: so those of several ranks add up."""
+        """Return, by name, how many responses have each value, to two digits, so that the ranks' counts add up."""
         found: dict[str, dict[str, int]] = {"reward": {}, "response_tokens": {}, "staleness": {}}
         for path, count in self.sums.items():
             if path.startswith("histogram/"):
@@ -232,7 +213,6 @@ class StepTotals:
         return found
 
     def _means(self) -> dict[str, float]:
-        """Return means over the responses that have what they are of: parts of the reward, and all of a source."""
         names = sorted(name.removeprefix("means/") for name in self.sums if name.startswith("means/"))
         return {name: self.sums[f"mean/{name}"] / self.sums[f"means/{name}"] for name in names}
 
@@ -240,7 +220,7 @@ class StepTotals:
         """Return means over the tokens whose loss counts, of all passes; values are those before the step's update.
 
         `explained_variance` is 1 - Var(return - value) / Var(return): 0 for a critic that knows nothing, 1 for one that
-        knows the return; 0 where all returns are equal.
+        knows the return; 0 if all returns are equal.
         """
         sums = self.sums
         tokens = max(1.0, sums["critic/tokens"])
@@ -256,7 +236,7 @@ class StepTotals:
 
 
 def numbers(each: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
-    """Return scalars of one device as numbers; they are fetched together, so the host waits once."""
+    """Return scalars of one device as numbers, fetched together so that the host waits only once."""
     scalars = [value for stats in each for value in stats.values()]
     if not scalars:
         return [{} for _ in each]
@@ -265,10 +245,8 @@ def numbers(each: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
 
 
 def effective_sample_size(total: float, squared: float, count: float) -> float:
-    """Return (sum of ratios)^2 / (count x sum of their squares): 1 on-policy, 1 / count when one token is all.
-
-    Source: Kong 1992; as a share of the tokens.
-    """
+    """Return (sum of ratios)^2 / (count x sum of their squares): 1 on-policy, 1 / count if one token dominates (Kong
+    1992)."""
     return total**2 / (count * squared) if squared > 0 else 1.0
 
 

@@ -13,6 +13,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.process import die_with_parent, ignore_stop_signals
 from workers.rank.context import WorkerContext
 
+# Role -> its loop, `module:function(context)`.
 ROLE_LOOPS = {
     "rollout": "workers.rollout.loop:run_rollout",
     "actor": "workers.trainer.actor:run_actor",
@@ -22,19 +23,13 @@ ROLE_LOOPS = {
     "controller": "workers.roles.services:run_controller",
     "weights": "workers.roles.services:run_weights",
 }
-"""Role -> its loop, `module:function(context)`."""
+# The loop of all other roles, which compute columns of rows.
 COLUMN_LOOP = "workers.tasks.task_worker:run_task"
-"""The loop of all other roles, which compute columns of rows."""
 
 
 def run_worker(run_dir: str, gang: str) -> None:
-    """Run this process's role to its end.
-
-    Stop signals are ignored here: the launcher receives them and tells the workers through the store.
-
-    Raises:
-        AsyncFlowError: whatever the role could not handle.
-    """
+    """Run this process's role to its end; raises the AsyncFlowError that it could not handle."""
+    # The launcher receives stop signals and tells the workers through the store.
     ignore_stop_signals()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     with WorkerContext(Path(run_dir), gang) as context:
@@ -51,7 +46,7 @@ def _main() -> None:
     record(run_worker)(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads that wait in C++ would otherwise end the process with an abort
+    os._exit(0)  # a normal exit would abort, because threads still wait in C++
 
 
 if __name__ == "__main__":

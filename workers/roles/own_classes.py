@@ -1,8 +1,8 @@
-"""Classes outside of the package that a configuration names: imported, and their settings checked, before a run starts.
+"""Classes outside the package that a configuration names: imported, and their settings checked, before a run starts.
 
-The launcher imports neither torch nor a user's module. `resolve` has one child do so for all of them, which answers
-with the settings as each class's `Config` has them; a worker then imports its class itself. Rewards, rollout functions,
-sources of data and samplers are tried in children of their own. Torch-free.
+The launcher imports neither torch nor a user's module. `resolve` starts one child that does so for all of them and
+returns the settings as each class's `Config` has them; a worker then imports its class itself. Rewards, rollout
+functions, data sources and samplers are tried in children of their own. Torch-free.
 """
 
 import traceback
@@ -25,18 +25,15 @@ from workers.settings.engines import REF_ENGINES, TRAIN_ENGINES
 from workers.settings.rollout import ENGINES
 from workers.settings.run import LOGGERS, LoggerConfig, RunConfig
 
+# Section -> valid values of its `engine`.
 _ENGINES = {"rollout": ENGINES, "evaluate": ENGINES, "actor": TRAIN_ENGINES, "ref": REF_ENGINES}
-"""Section -> what its `engine` may say."""
 _BACKEND = "tq.backend"
 _TIMEOUT_S = 60.0
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return the configuration with the defaults of outside classes, checked by them.
-
-    Raises:
-        ConfigError: there is no such class, it cannot be used, or refuses a setting.
-    """
+    """Return the configuration with the defaults of outside classes, checked by them. Raises ConfigError if one does
+    not exist, cannot be used, or refuses a setting."""
     for number, logger in enumerate(config.loggers):
         if logger.name in LOGGERS.built_in:
             _logger_options(number, logger)
@@ -44,13 +41,14 @@ def resolve(config: RunConfig) -> RunConfig:
         own = getattr(config, section)
         if own.engine_options and own.engine in registry.built_in:
             raise ConfigError(
-                f"{section}.engine_options: are for an engine of yours, {section}.engine is {own.engine}; remove them"
+                f"{section}.engine_options: are only for an engine of your own, not {section}.engine {own.engine}; "
+                f"remove them"
             )
     outside = _outside(config)
     if not outside:
         return config
     search_beside(config.code_directory)
-    # What was given alone: a default of the class's own may be another.
+    # Only the settings that were given: the class may have other defaults.
     algorithm = config.algorithm.model_dump(mode="json", exclude_unset=True)
     pool = CallPool(
         Entry("workers.roles.own_classes:resolving", {"run": config.model_dump(mode="json"), "algorithm": algorithm}),
@@ -70,13 +68,8 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def resolving(run: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Callee:
-    """Import the classes and check their settings, in the child.
-
-    Returns what returns section -> the algorithm's settings, or the options of its class.
-
-    Raises:
-        ConfigError: see `resolve`.
-    """
+    """Import the classes and check their settings, in the child; raises as `resolve`. The callee returns section ->
+    settings."""
     config = RunConfig.model_validate(run)
     found: dict[str, Any] = {}
     for field, registry, name in _outside(config):
@@ -84,7 +77,7 @@ def resolving(run: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Callee:
             found |= _settings_of(field, registry, name, config, algorithm)
         except ConfigError:
             raise
-        except (Exception, SystemExit) as error:  # the boundary to a user's code
+        except (Exception, SystemExit) as error:  # user code may raise anything
             at = traceback.extract_tb(error.__traceback__)[-1]
             raise ConfigError(f"{field}: {name} raised {one_line(error)} ({at.filename}:{at.lineno})") from error
     return Callee(lambda: found)
@@ -93,7 +86,7 @@ def resolving(run: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Callee:
 def _settings_of(
     field: str, registry: Registry, name: str, config: RunConfig, algorithm: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return section -> settings of a class, if the configuration keeps them."""
+    """Return section -> settings of a class, if the configuration stores them."""
     section = field.partition(".")[0]
     if section == "algorithm":
         from workers.algorithms.load import outside_algorithm, outside_tasks, try_algorithm
@@ -101,7 +94,7 @@ def _settings_of(
         kind, own = outside_algorithm(name, algorithm)
         run = config.model_copy(update={"algorithm": own})
         _check_run(own, run)
-        # A group that is too small for it is refused later, with the other sizes.
+        # A group size that is too small for the algorithm is refused later, with the other sizes.
         group_size = max(config.schedule.n_samples_per_prompt, own.min_group_size)
         tasks = outside_tasks(name, own, old_log_probs=run.needs_old_log_probs)
         made = try_algorithm(name, kind, own, run.rollout, tasks=tasks, group_size=group_size)
@@ -132,14 +125,12 @@ def _settings_of(
 
 
 def _logger_options(number: int, logger: LoggerConfig) -> dict[str, Any]:
-    """Return what a logger is made with; raises ConfigError where its class refuses that."""
     field = f"loggers.{number}"
     kind = load_class(LOGGERS.locate(logger.name), field=f"{field}.name", methods=("log", "show", "rewind", "close"))
     return own_options(kind, logger.options, name=logger.name, section=f"{field}.options", first=(None,))
 
 
 def _with(config: RunConfig, found: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with what the child found."""
     update: dict[str, Any] = {}
     for section in _ENGINES.keys() & found.keys():
         update[section] = getattr(config, section).model_copy(update={"engine_options": found[section]})
@@ -155,11 +146,8 @@ def _with(config: RunConfig, found: Mapping[str, Any]) -> RunConfig:
 
 
 def check_policy(config: RunConfig) -> None:
-    """Refuse a policy that cannot be made, or that chooses rows in a run that must not depend on timing.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Raise ConfigError for a policy that cannot be made, or that chooses among rows in a run that must not depend on
+    timing."""
     try:
         policy = load_policy(config.tq.policy)
     except ConfigError as error:
@@ -184,7 +172,6 @@ def _outside(config: RunConfig) -> list[tuple[str, Registry, str]]:
 
 
 def _check_run(settings: Settings, config: RunConfig) -> None:
-    """Have a class's own settings check the run's, if they do."""
     check = getattr(settings, "check", None)
     if check is not None:
         check(config)

@@ -1,4 +1,4 @@
-"""The services as workers: the queue's storage units and its controller with admission, and the weight agent."""
+"""The services as workers: the queue's storage units, its controllers with admission, and the weight agent."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +34,8 @@ from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, launched_tasks, prompt_columns, task_of, task_specs
 from workers.tasks.reference import reference_step
 
+# (partition that a row was saved in, step that it is admitted for) -> names of columns.
 Usable = Callable[[int, int], frozenset[str]]
-"""(partition that a row was saved in, step that it is admitted for) -> names of columns."""
 
 _SAMPLING = set(SamplingConfig.model_fields) - {"batch_size", "on_swap"}
 _SERVING = "serving"
@@ -44,6 +44,7 @@ _OWN = {
     *("timeout_s", "max_turns", "max_drawn_tokens", "max_context_tokens", "max_attempts", "on_failure"),
 }
 _REFERENCE = "ref_log_probs"
+# Task -> settings that its outputs depend on, beside its inputs. Tasks that are neither here nor the user's are redone.
 _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "actor_rollout": lambda config: (
         *(config.rollout.model_dump(include=_SAMPLING), config.model.dtype, config.sim),
@@ -58,11 +59,13 @@ _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     ),
     "compute_advantages_and_returns": lambda config: config.algorithm,
 }
-"""Task -> what its outputs depend on beside its inputs. Tasks that are not here, nor users', are done again."""
 
 
 class DatasetPrompts:
-    """Admission's source of prompts: the data set in its order, or as a sampler of the user's draws it."""
+    """Admission's source of prompts: the data set in its order, or in that of a user's sampler; closes both.
+
+    `names`: of the columns to write. `report` receives this process's state before each task is made, and when all are.
+    """
 
     def __init__(
         self,
@@ -71,19 +74,12 @@ class DatasetPrompts:
         sampler: TaskSampler | None = None,
         report: Callable[[str], None] = lambda state: None,
     ) -> None:
-        """Args:
-        dataset: closed with this, as is the sampler.
-        names: of the columns that are written.
-        sampler: says which task a group has.
-        report: is told what goes on, before each task is made, and when all are.
-        """
         self._report = report
         self._dataset = dataset
         self._names = names
         self._sampler = sampler
 
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
-        """Return the columns of every row, group after group."""
         made = [(self._prompt(group.group), len(group.rows)) for group in groups]
         self._report(_SERVING)
         prompts = [prompt for prompt, number in made for _ in range(number)]
@@ -97,13 +93,11 @@ class DatasetPrompts:
         return {name: columns[name] for name in self._names}
 
     def draw(self, groups: Sequence[int], version: int) -> None:
-        """Draw the tasks of new groups; see `TaskSampler.draw`."""
         if self._sampler is not None:
             self._sampler.draw(groups, version)
             self._report(_SERVING)
 
     def close(self) -> None:
-        """End what makes and draws the tasks; idempotent."""
         self._dataset.close()
         if self._sampler is not None:
             self._sampler.close()
@@ -116,11 +110,7 @@ class DatasetPrompts:
 
 
 def run_storage(context: WorkerContext) -> None:
-    """Serve one storage unit until the run is over.
-
-    Raises:
-        RoleFailed: a thread of it died.
-    """
+    """Serve one storage unit until the run is over. Raises RoleFailed if one of its threads died."""
     serve_only()
     config = context.config.tq
     unit = StorageUnit(
@@ -138,14 +128,9 @@ def run_storage(context: WorkerContext) -> None:
 def run_controller(context: WorkerContext) -> None:
     """Serve a part of the control plane until the run is over; the lead admits prompts.
 
-    A stop is passed on to all that wait.
-
-    Raises:
-        ConfigError: the data are not those that the run began with.
-        UserCodeFailed: the source, or the sampler, of the data failed.
-        TooManyFailures: too many groups of a step are dead letters.
-        NothingToLearn: dynamic sampling finds too few prompts that teach something.
-        RoleFailed: a thread of it died.
+    Raises ConfigError if the data are not those that the run began with, UserCodeFailed for their source or sampler,
+    TooManyFailures for too many dead letters, NothingToLearn if dynamic sampling finds too few prompts that teach
+    something.
     """
     serve_only()
     config = context.config
@@ -182,7 +167,7 @@ def run_controller(context: WorkerContext) -> None:
         feed = FeedService(context.credentials(), fed, threads=service.threads)
     context.report(_SERVING)
     service.threads.wait(context.stopping)
-    service.stop()
+    service.stop()  # passes the stop on to all clients that wait
     service.threads.wait(context.exiting)
     service.close()
     if feed is not None:
@@ -223,11 +208,7 @@ def _end_with_feed(context: WorkerContext, last_step: int, num_left: int) -> Non
 
 
 def check_data(context: WorkerContext) -> None:
-    """Refuse data or a tokenizer that changed since the run began: groups would not be the prompts that they were.
-
-    Raises:
-        ConfigError: they did.
-    """
+    """Raise ConfigError if data or tokenizer changed since the run began: groups would not have the same prompts."""
     data = context.config.data
     if data_identity(data) != context.first_data_hash():
         raise ConfigError(f"{changed_data(data)}; restore {'it' if data.source else 'the file'}")
@@ -236,7 +217,6 @@ def check_data(context: WorkerContext) -> None:
 
 
 def _first_state(context: WorkerContext) -> AdmissionState:
-    """Return where admission stands when this run begins, or goes on from a checkpoint."""
     schedule, start = context.config.schedule, context.start_step
     return AdmissionState(
         schedule,
@@ -251,9 +231,9 @@ def _first_state(context: WorkerContext) -> AdmissionState:
 
 
 def _saved_rows(context: WorkerContext) -> SavedRows | None:
-    """Return the finished samples that the run goes on with; None: it starts anew, or generates them all again."""
+    """Return the finished samples that a resumed run reuses; None: a fresh run, or all samples are generated again."""
     config, checkpoint = context.config, Path(context.job.resume_from)
-    if not context.job.resume_from or config.deterministic:  # which responses share a batch would be another question
+    if not context.job.resume_from or config.deterministic:  # reuse would change which responses share a batch
         return None
     try:
         before = RunConfig.load(checkpoint)
@@ -272,16 +252,10 @@ def _saved_rows(context: WorkerContext) -> SavedRows | None:
 
 
 def usable_columns(before: RunConfig, now: RunConfig, *, saved_step: int) -> Usable:
-    """Return which columns of a checkpoint's finished samples still hold when a run goes on, maybe with other settings.
+    """Return which columns of a checkpoint's finished samples still hold in a resumed run, perhaps with other settings.
 
-    A column holds if the task that wrote it is the same, with the same settings, and all that it was computed from
-    holds. What depends on the newest weights (`actor_log_probs`) is computed again. The code of a user's function is
-    not compared.
-
-    Args:
-        before, now: the configurations that the checkpoint was saved, and is gone on from, with; data, seed, batch and
-            group size are the same.
-        saved_step: of the checkpoint.
+    A column holds if the task that wrote it is the same, with the same settings, and all its inputs hold. What depends
+    on the newest weights (`actor_log_probs`) is computed again. The code of user functions is not compared.
     """
     known = {task.name: task for task in graph_of(before)}
     same = [
@@ -312,18 +286,13 @@ def _same_settings(task: str, before: RunConfig, now: RunConfig) -> bool:
 
 
 def _settings(task: str, config: RunConfig) -> object:
-    """Return what a task of a configuration depends on; None: it is not known."""
     if task in _SETTINGS:
         return _SETTINGS[task](config)
     return next((user for user in config.tasks if user.name == task), None)
 
 
 def run_weights(context: WorkerContext) -> None:
-    """Serve this node's weight versions until the run is over.
-
-    Raises:
-        RoleFailed: a thread of it died.
-    """
+    """Serve this node's weight versions until the run is over. Raises RoleFailed if one of its threads died."""
     serve_only()
     peers = [gang.name for gang in context.job.of_role(WEIGHTS) if gang.name != context.gang.name]
     config = context.config.weightsync

@@ -1,4 +1,4 @@
-"""One rollout: what is asked for, and what it is at its end.
+"""One rollout: the request, and the result.
 
 Legend of shapes: T tokens of all samples of a rollout, A those that the policy drew.
 """
@@ -15,78 +15,47 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RolloutRequest:
-    """One rollout to make.
-
-    Attributes:
-        index: global row index.
-        ticket: names it; a row that was lost may be requested again.
-        seed: of its random numbers, 64 bits.
-        prompt_P: int64 [P], of a single-turn rollout.
-        task: the data row, JSON, of a user's function.
-        group, member: of the row.
-    """
-
-    index: int
-    ticket: int
-    seed: int
-    prompt_P: Tensor
-    task: str = "{}"
+    index: int  # Global row index
+    ticket: int  # Identifies the request; a lost row may be requested again
+    seed: int  # Seed of its random numbers, 64 bits
+    prompt_P: Tensor  # int64 [P], of a single-turn rollout
+    task: str = "{}"  # The data row as JSON, for a user's function
+    # The row's group, and its place in it
     group: int = 0
     member: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class FinishedRollout:
-    """One rollout at its end.
-
-    Attributes:
-        index, ticket: of the request.
-        tokens_T: int64 [T], one sample after the other.
-        sample_lengths: tokens of each sample.
-        response_mask_T: uint8 [T], 1 where the policy drew.
-        log_probs_A: float32 [A], natural log of the tempered distribution, before top-p and top-k.
-        versions_A: int32 [A], step of the weights that drew each token.
-        truncated: its response was cut, or a budget ended it.
-        reward: of its function; None: `reward.function` says. NaN: there is none.
-        response: text to be scored; None: the drawn tokens' text.
-        metrics: numbers of its function, by name.
-        conversations: messages of each sample, for people.
-        turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
-        bridge_failures: turns that began a new sample though they went on from a reply.
-        cpu_s: see `Finished`; and of the rollout's process beside the engine, since its last rollout ended (s).
-        failure: why there is none; "" if there is one.
-        leaves: its group leaves the run, and the next prompt takes its place.
-        failures: how often it failed, where it leaves for that.
-    """
-
+    # From the request
     index: int
     ticket: int
-    tokens_T: Tensor
-    sample_lengths: Sequence[int]
-    response_mask_T: Tensor
-    log_probs_A: Tensor
-    versions_A: Tensor
-    truncated: bool
-    reward: float | None = None
-    response: str | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    conversations: Sequence[Sequence[Mapping[str, Any]]] = ()
-    turns: int = 1
-    tool_s: float = 0.0
-    bridge_failures: int = 0
+    tokens_T: Tensor  # int64 [T], one sample after the other
+    sample_lengths: Sequence[int]  # Tokens of each sample
+    response_mask_T: Tensor  # uint8 [T], 1 where the policy drew
+    log_probs_A: Tensor  # float32 [A], natural log of the tempered distribution, before top-p and top-k
+    versions_A: Tensor  # int32 [A], step of the weights that drew each token
+    truncated: bool  # Its response was cut, or a limit ended it
+    reward: float | None = None  # From its function; None: `reward.function` decides. NaN: there is none.
+    response: str | None = None  # Text to be scored; None: the drawn tokens' text
+    metrics: Mapping[str, float] = field(default_factory=dict)  # Numbers from its function, by name
+    conversations: Sequence[Sequence[Mapping[str, Any]]] = ()  # Messages of each sample, for people to read
+    turns: int = 1  # Calls of the policy
+    tool_s: float = 0.0  # Time since the first call in which it did not wait for the policy (s)
+    bridge_failures: int = 0  # Turns that began a new sample although they continued a reply
+    # See `Finished`; plus that of the rollout's process beside the engine since its last rollout ended (s)
     cpu_s: float = 0.0
-    failure: str = ""
-    leaves: bool = False
-    failures: int = 0
+    failure: str = ""  # Why the rollout failed; "" if it did not
+    leaves: bool = False  # Its group leaves the run, and the next prompt takes its place
+    failures: int = 0  # How often it failed, if it leaves for that
 
     @property
     def skipped(self) -> bool:
-        """Whether it leaves because its function says so."""
         return self.leaves and not self.failures
 
     @cached_property
     def prompt(self) -> Tensor:
-        """int64 [P]: the first sample's tokens before the first that was drawn."""
+        """int64 [P]: the first sample's tokens before the first drawn one."""
         drawn = self.response_mask_T[: self.sample_lengths[0]].nonzero()
         return self.tokens_T[: int(drawn[0]) if len(drawn) else self.sample_lengths[0]]
 
@@ -97,7 +66,7 @@ class FinishedRollout:
 
     @staticmethod
     def without_tokens(request: RolloutRequest, *, reward: float = math.nan, why: str = "") -> "FinishedRollout":
-        """Return a rollout in which nothing was drawn that could be trained; it only has a reward, or none (NaN)."""
+        """Return a rollout without trainable tokens; it has only a reward, or none (NaN)."""
         return FinishedRollout(
             index=request.index,
             ticket=request.ticket,

@@ -1,6 +1,6 @@
 """Cuts by lengths and numbers alone: rounds into mini-batches, samples into micro-batches. Pure and torch-free.
 
-`workers.trainer.batching` applies them to batches, and says why they are cut so; the planner simulates with the same.
+`workers.trainer.batching` applies them to batches and gives the reasons; the planner simulates with the same code.
 """
 
 import itertools
@@ -11,53 +11,44 @@ from tq.policies import split_by_tokens
 
 
 class MiniBatchAssigner:
-    """Assigns the rounds of one pass to mini-batches; the same on all ranks, since all see the same rounds.
+    """Assigns the rounds of one pass to mini-batches of `size` rows; the same on all ranks, since all see the same
+    rounds.
 
-    With rounds of one size every order is equally likely. Others go where there is room, so a mini-batch differs from
-    `size` by less than the largest round; if that is no larger than `size`, none stays empty.
+    If all rounds have the same size, every order is equally likely. Otherwise they go where there is room, so a
+    mini-batch differs from `size` by less than the largest round; if that is no larger than `size`, none stays empty.
     """
 
     def __init__(self, *, num_mini_batches: int, size: int, seed: str) -> None:
-        """Args:
-        num_mini_batches: of the pass.
-        size: rows of a mini-batch.
-        seed: gives the order.
-        """
         self._room = [size] * num_mini_batches
         self._chance = random.Random(seed)
 
     def assign(self, num_rows: int) -> int:
-        """Return the number of the next round's mini-batch.
-
-        Args:
-            num_rows: of the round, on all ranks.
-        """
+        """Return the number of the mini-batch for the next round, which has `num_rows` rows over all ranks."""
         fitting = [room if room >= num_rows else 0 for room in self._room]
         if any(fitting):
+            # Weighted by room, which makes every order of equal rounds equally likely.
             (number,) = self._chance.choices(range(len(fitting)), fitting)
         else:
+            # It fits nowhere: overfill the emptiest one.
             number = self._room.index(max(self._room))
         self._room[number] -= num_rows
         return number
 
 
 def cut_by_rows(begins: Sequence[int], num_samples: int, micro_batch_size: int) -> list[Sequence[int]]:
-    """Return the positions of samples in each micro-batch: runs of so many rows with all their samples.
-
-    Args:
-        begins: positions of samples with which rows begin, ascending.
-    """
+    """Return the positions of samples in each micro-batch: runs of `micro_batch_size` rows with all their samples.
+    `begins`: ascending positions of the samples that begin a row."""
     borders = [*begins[::micro_batch_size], num_samples]
     return [range(start, end) for start, end in itertools.pairwise(borders)]
 
 
 def cut_by_tokens(prompts: Sequence[Hashable], lengths: Sequence[tuple[int, int]], budget: int) -> list[list[int]]:
-    """Put whole groups, or parts of those that do not fit, into micro-batches.
+    """Put whole groups, or parts of those that do not fit `budget` tokens, into micro-batches; returns positions of
+    samples.
 
     Args:
-        prompts: of each sample: what is equal is computed once in a micro-batch.
-        lengths: (prompt, the rest) of each sample (tokens).
-        budget: of a micro-batch (tokens).
+        prompts: of each sample; equal ones are computed once per micro-batch.
+        lengths: (prompt, rest) of each sample (tokens).
     """
     groups: dict[Hashable, list[int]] = {}
     for position, prompt in enumerate(prompts):

@@ -1,12 +1,12 @@
-"""The rows that training reads: a row is a rollout, its samples (token sequences) lie ragged inside it. Pure.
+"""The rows that training reads: a row is a rollout, with its samples (token sequences) ragged inside it. Pure.
 
     tokens            p p p d d o d | p p d      T      d: drawn by the policy in this rollout, and trained here
     sample_lengths    7               3          S
     response_mask     0 0 0 1 1 0 1 | 0 0 1      T      p, o: prompt and observations
-    rollout_log_probs       d d   d       d      A      as every column with a value per drawn token
+    rollout_log_probs       d d   d       d      A      like every column with one value per drawn token
 
-Column tasks compute on rows. The trainer takes a round's rows apart (`samples_of`), so that micro-batches are cut at
-the borders of samples; sums and counts that belong to a whole rollout come with each of its samples.
+Column tasks compute on rows. The trainer splits a round's rows into samples (`samples_of`), so that micro-batches are
+cut at sample borders; every sample carries the sums and counts of its whole rollout.
 
 Legend of shapes: N rows, S their samples, T tokens of these, A drawn tokens.
 """
@@ -25,26 +25,20 @@ from workers.settings.dataflow import DRAWN_COLUMNS, SAMPLE_COLUMNS
 from workers.settings.engines import TrainingConfig
 
 SAMPLE_DRAWN, ROW_DRAWN, ROW_BEGINS = "sample_drawn", "row_drawn", "row_begins"
-"""Of a sample, in the trainer alone: drawn tokens of it, and of its whole row; whether it is the first of its row."""
+# Columns of samples, in the trainer alone: drawn tokens of the sample and of its row; whether it is the row's first.
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """A packed micro-batch of N samples.
+    """A packed micro-batch of N samples."""
 
-    Attributes:
-        tokens_T: int64 [T], one sample after another.
-        lengths_N: int32 [N], tokens of each sample.
-        response_mask_T: uint8 [T], 1: the token was drawn. What a result says of the A drawn tokens is in their order.
-    """
-
-    tokens_T: Tensor
-    lengths_N: Tensor
-    response_mask_T: Tensor
+    tokens_T: Tensor  # int64 [T], one sample after the other
+    lengths_N: Tensor  # int32 [N], tokens of each sample
+    response_mask_T: Tensor  # uint8 [T], 1: drawn. Results for the A drawn tokens are in their order.
 
     @cached_property
     def prompt_lengths(self) -> Tensor:
-        """Return int32 [N]: the tokens before the first drawn one; all of a sample without any."""
+        """int32 [N]: the number of tokens before the first drawn one; all tokens of a sample without any."""
         starts_N = self.lengths_N.cumsum(0) - self.lengths_N
         sample_T = torch.arange(len(self.lengths_N)).repeat_interleave(self.lengths_N)
         place_T = (torch.arange(len(self.tokens_T)) - starts_N[sample_T]).int()
@@ -53,7 +47,7 @@ class Sequences:
 
     @staticmethod
     def of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> "Sequences":
-        """Join the prompt and the response of each of N >= 1 samples of one turn; int64 [P] and int64 [R] each."""
+        """Join prompt (int64 [P]) and response (int64 [R]) of each of N >= 1 samples of one turn."""
         parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
         length_NP = torch.tensor([len(part) for part in parts], dtype=torch.int32).reshape(-1, 2)
         is_response = torch.tensor([0, 1], dtype=torch.uint8).repeat(len(length_NP))
@@ -61,7 +55,7 @@ class Sequences:
 
 
 def sample_columns(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, Column]:
-    """Return the sample columns of rows with one turn each; int64 [P] and int64 [R] each, N >= 1 rows."""
+    """Return the sample columns of N >= 1 rows with one turn each; int64 [P] and int64 [R] each."""
     pairs = list(zip(prompts, responses, strict=True))
     masks = [
         torch.cat([torch.zeros(len(p), dtype=torch.uint8), torch.ones(len(r), dtype=torch.uint8)]) for p, r in pairs
@@ -88,12 +82,9 @@ def responses_of(batch: PackedBatch) -> list[Tensor]:
 
 
 def samples_of(batch: PackedBatch) -> PackedBatch:
-    """Return the samples of rows as rows of their own: S of them, in order, with views of the tokens' columns.
+    """Return the S samples of N >= 0 rows as rows of their own, in order, with views of the token columns.
 
-    A sample has its slices of what there is per token, and its row's index, group and columns with one value per row.
-
-    Args:
-        batch: the sample columns and any others; N >= 0 rows.
+    A sample has its slices of per-token columns, and its row's index, group and columns with one value per row.
     """
     if not len(batch):
         return batch
@@ -120,26 +111,18 @@ def samples_of(batch: PackedBatch) -> PackedBatch:
 
 
 def _ones(mask_T: Tensor, length_K: Tensor) -> Tensor:
-    """Return int32 [K]: the ones in each run of the mask."""
+    """Return int32 [K]: the number of ones in each run of the mask."""
     piece_T = torch.arange(len(length_K)).repeat_interleave(length_K.long())
     return torch.zeros(len(length_K), dtype=torch.int32).index_add(0, piece_T, mask_T.int())
 
 
 def sequences_of(batch: PackedBatch) -> Sequences:
-    """Return the engines' packed sequences: one sample after another; neither padded nor sorted.
-
-    Args:
-        batch: columns `tokens`, `sample_lengths`, `response_mask`, N >= 1 rows.
-    """
+    """Return the packed sequences of N >= 1 rows with the sample columns, neither padded nor sorted."""
     return Sequences(*(batch[name].values for name in SAMPLE_COLUMNS))
 
 
 def micro_batches(batch: PackedBatch, config: TrainingConfig) -> list[Sequence[int]]:
-    """Return the positions of samples in each micro-batch, every sample once.
-
-    Args:
-        batch: N >= 0 samples.
-    """
+    """Return the positions of samples in each micro-batch, every one of the N >= 0 samples once."""
     if not len(batch):
         return []
     if not config.max_tokens_per_micro_batch:

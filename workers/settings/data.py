@@ -11,26 +11,25 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 
+# Value of `data.source` for a run whose rows come from processes outside.
 FEED = "feed"
-"""`data.source` of a run whose rows come from processes outside."""
+# Valid values of `data.source`.
 SOURCES = Registry("asyncflow.data_sources", {FEED: "workers.data.feed_file:FeedFile"})
-"""What `data.source` may say."""
+# Valid values of `evaluate.source`.
 HELD_OUT_SOURCES = Registry(SOURCES.group, {})
-"""What `evaluate.source` may say."""
 
+# Arguments of transformers that the caller sets, not the user.
 _NO_OPTIONS = frozenset(
     ("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize", "padding",
      "continue_final_message", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
      "return_assistant_tokens_mask", "strftime_now", "self")
 )  # fmt: skip
-"""Arguments of transformers that a caller gives, not the user."""
+# Over each block of this many groups a mixture has exactly its weights.
 BLOCK = 1000
-"""Groups in which a mixture has its weights exactly."""
 
 
 def _local_time(given: object) -> object:
-    """Return a time as its text to the second, without a zone: what the wall shows."""
-    if type(given) is date:  # what YAML makes of a day
+    if type(given) is date:  # YAML parses a bare day as a date
         given = datetime(given.year, given.month, given.day)
     try:
         when = datetime.fromisoformat(given) if isinstance(given, str) else given
@@ -42,50 +41,44 @@ def _local_time(given: object) -> object:
 
 
 def _refuse_time(given: object) -> NoReturn:
-    raise ValueError(f"{given!r} is no time; write one as 2026-11-26T09:00:00")
+    raise ValueError(f"{given!r} is not a time; write it like 2026-11-26T09:00:00")
 
 
 class TemplateSettings(msgspec.Struct, frozen=True):
-    """What chat templates are told besides the messages.
+    """What chat templates receive besides the messages."""
 
-    Attributes:
-        time: `data.template_time`; None: the time at which they are rendered.
-        options: `data.chat_template_options`.
-    """
-
-    time: str | None = None
-    options: dict[str, Any] = {}
+    time: str | None = None  # `data.template_time`; None: the time of rendering
+    options: dict[str, Any] = {}  # `data.chat_template_options`
 
 
 class HubPart(Settings):
-    """Which part of a data set of the Hub, or of a directory of data files; not for a single file."""
+    """Which part to use of a data set on the Hub, or of a directory of data files; not for a single file."""
 
     subset: str | None = None
-    """Its configuration, e.g. `main` of `openai/gsm8k`; null: it has but one."""
+    """Configuration of the data set, e.g. `main` of `openai/gsm8k`; null: it has only one."""
     split: str | None = None
     """E.g. `test`, `train[:10%]`; null: `train`."""
     revision: str | None = None
-    """Branch, tag or commit; null: the newest of `main`. A run keeps the rows that it found."""
+    """Branch, tag or commit; null: the newest commit of `main`. A run keeps the rows that it found."""
 
     @property
     def is_part(self) -> bool:
-        """Whether it names any."""
         return any((self.subset, self.split, self.revision))
 
 
 class MixtureSource(HubPart):
-    """Rows of a mixture."""
+    """One source of a mixture."""
 
     path: str
-    """As `data.path`."""
+    """Like `data.path`."""
     name: str = ""
-    """In the metrics, `source/NAME/reward_mean`; empty: its number, from 0."""
+    """Name in the metrics, `source/NAME/reward_mean`; empty: its number, from 0."""
     weight: float = Field(1.0, gt=0, le=1e9)
-    """Share of the prompts, in proportion to the other weights, however many rows there are."""
+    """Share of the prompts, relative to the other weights, however many rows the source has."""
     prompt_field: str | None = None
-    """Null: `data.prompt_field`."""
+    """null: `data.prompt_field`."""
     ground_truth_field: str | None = None
-    """Null: `data.ground_truth_field`."""
+    """null: `data.ground_truth_field`."""
 
     @field_validator("name")
     @classmethod
@@ -96,47 +89,49 @@ class MixtureSource(HubPart):
 
 
 class DataConfig(HubPart):
-    """Tasks: a file, a data set of the Hub, several of these, or a class of yours that makes them."""
+    """The tasks: a file, a data set on the Hub, a mixture of several, or a class of your own that makes them."""
 
     path: str | None = None
     """JSONL, JSON (an array of objects), CSV, TSV or Parquet (extra `data`); OWNER/NAME on the Hugging Face Hub, or a
-    directory of such files (extra `data`). Relative: beside the config file, else in the working directory."""
+    directory of such files (extra `data`). A relative path is looked up beside the config file, then in the working
+    directory."""
     mixture: tuple[MixtureSource, ...] = ()
-    """Instead of `path`: several, with weights."""
+    """Instead of `path`: several sources with weights."""
     source: Annotated[str, AfterValidator(SOURCES.resolve)] | None = None
-    """Instead of `path`: `module:Class` with `task(seed, index) -> dict`, a row like a line of the file; the same
-    arguments must give the same row. `len()` of it is an epoch; without one the tasks never end. `feed`: processes
-    outside put the rows while the run goes on (docs/outside.md)."""
+    """Instead of `path`: `module:Class` with `task(seed, index) -> dict`, which returns a row like a line of the file;
+    the same arguments must give the same row. Its `len()` is an epoch; without `len()` the tasks never end. `feed`:
+    processes outside put the rows during the run (docs/outside.md)."""
     options: dict[str, Any] = Field({})
-    """Arguments by name that `source` is made with; checked by its `Config` if it has one."""
+    """Keyword arguments for `source`; checked by its `Config` if it has one."""
     sampler: str | None = None
-    """`module:Class` that says which task comes next, and is told of rewards; null: each once an epoch."""
+    """`module:Class` that chooses the next task and is told the rewards; null: each task once per epoch."""
     sampler_options: dict[str, Any] = Field({})
-    """Arguments by name that `sampler` is made with; checked by its `Config` if it has one."""
+    """Keyword arguments for `sampler`; checked by its `Config` if it has one."""
     timeout_s: float = Field(30.0, gt=0, le=86400)
     """Deadline of one call of `source` or `sampler` (s)."""
     prompt_field: str = "prompt"
-    """Field that holds the prompt (GSM8K: `question`; DeepScaleR: `problem`), `a.b` for one inside of another: a text,
-    or, with `chat_template`, a list of messages, `{role, content}` each."""
+    """Field that holds the prompt (GSM8K: `question`; DeepScaleR: `problem`), `a.b` for a nested field: a text, or,
+    with `chat_template`, a list of messages, `{role, content}` each."""
     ground_truth_field: str | None = "answer"
-    """Field that holds the ground truth (verl: `reward_model.ground_truth`), passed to the reward; null: there is none,
-    and the reward needs none."""
+    """Field that holds the ground truth (verl: `reward_model.ground_truth`), which is passed to the reward; null: there
+    is none, and the reward needs none."""
     prompt_template: str = "{prompt}"
     """Text around the prompt, applied before the chat template; `{prompt}` stands for the field or its last message."""
     chat_template: bool = False
-    """Wrap the prompt as one user message in the tokenizer's chat template; messages are rendered as they are."""
+    """Wrap the prompt as one user message in the tokenizer's chat template; a list of messages is rendered as it is."""
     system_prompt: str | None = None
-    """System message in front of the others, where there is none; needs `chat_template`."""
+    """System message put first if the messages have none; needs `chat_template`."""
     template_time: Annotated[str | None, BeforeValidator(_local_time)] = None
-    """Local time that chat templates are told (`strftime_now`), e.g. 2026-11-26T09:00:00; null: that of the start,
-    which is written to the run's `config.yaml`. All processes of a run are told it, and a run that goes on, too."""
+    """Local time that chat templates see (`strftime_now`), e.g. 2026-11-26T09:00:00; null: the time of the start, which
+    is written to the run's `config.yaml`. All processes of a run see the same time, and a resumed run keeps it."""
     chat_template_options: dict[str, Any] = Field({})
-    """What the chat template is told by name, e.g. `{enable_thinking: false}`; one that it does not use is refused."""
+    """Named values for the chat template, e.g. `{enable_thinking: false}`; one that the template does not use is
+    refused."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt (tokens)."""
     overlong: Literal["reject", "skip"] = "skip"
-    """Prompts beyond `max_prompt_tokens`: `reject` refuses the run, `skip` counts them and goes on. A source's are
-    refused."""
+    """Prompts longer than `max_prompt_tokens`: `reject` refuses the run, `skip` counts them and continues. Those of a
+    `source` are always refused."""
     shuffle: bool = True
     """Visit the data in an order that is a pure function of (seed, epoch); else in file order."""
 
@@ -165,38 +160,34 @@ class DataConfig(HubPart):
     @classmethod
     def _are_options_of_templates(cls, options: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(options.keys() & _NO_OPTIONS):
-            raise ValueError(f"{taken[0]} is what AsyncFlow itself says of a conversation; remove it")
+            raise ValueError(f"{taken[0]} is set by AsyncFlow itself; remove it")
         return options
 
     @property
     def templates(self) -> TemplateSettings:
-        """What chat templates are told besides the messages."""
         return TemplateSettings(self.template_time, self.chat_template_options)
 
     @property
     def is_feed(self) -> bool:
-        """Whether processes outside put the rows."""
         return self.source == FEED
 
     @property
     def name(self) -> str:
-        """What messages call these data."""
         return self.path or self.source or f"a mixture of {len(self.mixture)}"
 
     @property
     def file(self) -> Path:
-        """The file; there is one where neither `mixture` nor `source` is given."""
+        """The file; only without `mixture` and `source`."""
         assert self.path is not None, "a source is asked for its tasks"
         return Path(self.path)
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """What metrics call the sources of the mixture."""
         return tuple(one.name or str(number) for number, one in enumerate(self.mixture))
 
     @property
     def block(self) -> tuple[int, ...]:
-        """How many of `BLOCK` groups each source of the mixture has: its weight, by largest remainders."""
+        """How many of `BLOCK` groups each source of the mixture gets: its weight, by largest remainders."""
         total = sum(one.weight for one in self.mixture)
         exact = [one.weight / total * BLOCK for one in self.mixture]
         rest = BLOCK - sum(map(int, exact))
@@ -204,13 +195,13 @@ class DataConfig(HubPart):
         return tuple(int(share) + (k in rounded_up) for k, share in enumerate(exact))
 
     def parts(self) -> tuple["DataConfig", ...]:
-        """Return how each source of the mixture is read; this one without a mixture."""
+        """Return how to read each source of the mixture; without a mixture, this configuration alone."""
         named = [one.model_dump(exclude={"weight", "name"}, exclude_none=True) for one in self.mixture]
         return tuple(self.model_copy(update={"mixture": (), **one}) for one in named) or (self,)
 
     def place(self, number: int, part: int = 0) -> str:
-        """Return where a row is, for messages: `FILE:LINE`, of a mixture's file `part`, or which task of the source,
-        or row of a feeder's put."""
+        """Return where a row is, for messages: `FILE:LINE` (of file `part` of a mixture), the number of the source's
+        task, or the row of a feeder's put."""
         if self.is_feed:
             return f"row {number} of the put"
         path = self.mixture[part].path if self.mixture else self.path

@@ -1,11 +1,11 @@
-"""An algorithm's dataflow graph: tasks that read and write columns, and which role runs each. Pure and torch-free.
+r"""An algorithm's dataflow graph: tasks that read and write columns, and the role that runs each. Pure and torch-free.
 
-An algorithm declares its tasks once; `place_tasks` decides, from the roles that were launched, which process runs
-what. A task whose role was not launched is fused into its host: the host reads the fused task's inputs and computes
-its outputs itself, so that they never travel.
+An algorithm declares its tasks once; `place_tasks` decides from the launched roles which process runs what. A task
+whose role was not launched is fused into its host: the host reads the fused task's inputs and computes its outputs
+itself, so they never travel.
 
     prompts -> actor_rollout -> tokens ... -> rewards (in rollout) -> rewards
-                             \\-> ref_log_probs -> ref_log_probs
+                             \-> ref_log_probs -> ref_log_probs
     all of them -> compute_advantages_and_returns (in actor) -> actor_train
 """
 
@@ -19,108 +19,83 @@ from asyncflow.errors import ConfigError
 ROLES = ("rollout", "actor", "ref", "critic", "reward", "actor_fwd", "advantages", "evaluate")
 ALIASES = {"reference": "ref"}
 _WITH_MODELS = ("actor", "critic", "rollout", "ref", "reward", "actor_fwd", "evaluate")
+# Roles that train a model. Each is one gang, gets its rows in rounds, and keeps its leases until the gang ends.
 TRAINERS = frozenset({"actor", "critic"})
-"""Roles that train a model: each is one gang, gets its rows in rounds, and keeps its leases until its gang ends."""
+# Roles without a task: they read no queue and only look at the weights, so nothing waits for them.
 OBSERVERS = frozenset({"evaluate"})
-"""Roles without a task: they read no queue and only look at the weights, so nothing waits for them."""
+# Processes without a role: the queue's, and the node's weight agent.
 CONTROLLER, STORAGE, WEIGHTS = "controller", "storage", "weights"
-"""Processes that are not role: the queue's, and the node's weight agent."""
 SERVICES = frozenset({CONTROLLER, STORAGE, WEIGHTS})
 
+# Written by admission with every group: tokens, the ground truth (text), the epoch.
 PROMPT_COLUMNS = ("prompts", "ground_truth", "epochs")
-"""Written by admission when a group is admitted: tokens, the ground truth (text), the epoch."""
+# What users' tasks may read as text; `responses` is decoded from the drawn tokens.
 TEXT_COLUMNS = ("prompts", "responses", "ground_truth")
-"""What users' tasks may read as texts; `responses` is made of the drawn tokens."""
+# Also written by admission, for the user's rollouts and rewards: the whole data row as JSON text.
 TASKS = "tasks"
-"""Written by admission beside them, for rollouts and rewards of the user's: the whole data row, as JSON text."""
+# Also written by admission, for a mixture (`data.mixture`): the name of the row's source, for the metrics.
 SOURCES = "sources"
-"""The same, of a mixture (`data.mixture`): the name of the row's source, for the metrics."""
+# All columns that admission may write.
 ADMITTED = frozenset({*PROMPT_COLUMNS, TASKS, SOURCES})
-"""All that admission may write."""
+# The generated samples; see `workers.rows.rows`.
 SAMPLE_COLUMNS = ("tokens", "sample_lengths", "response_mask")
-"""What was generated: see `workers.rows.rows`."""
+# Columns of AsyncFlow's own tasks with one value per drawn token.
 DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns")
-"""Columns of AsyncFlow's own tasks with a value per drawn token."""
+# Written by users' tasks: the weight of a response's loss, 0 to 1.
 LOSS_WEIGHTS = "loss_weights"
-"""Written by users' tasks: the weight of a response's loss, 0 to 1."""
+# The parts of a user's reward: numbers by name, for the metrics.
 REWARD_PARTS = "reward_parts"
-"""What a user's reward is made of: numbers by name, for the metrics."""
+# The task that compares responses.
 ADVANTAGES = "compute_advantages_and_returns"
-"""The task that compares responses."""
+# Tasks that train; the second is folded into the first if there is no role `critic`.
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
-"""Tasks that train; the second is folded into the first where there is no role `critic`."""
+# Columns of AsyncFlow's own tasks with more than one value per response.
 TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS)
-"""Columns of AsyncFlow's own tasks with more than one value."""
+# Columns of AsyncFlow's own tasks with one value per response.
 SCALAR_COLUMNS = ("ground_truth", "epochs", "truncated", "rewards", "correct", "advantages")
-"""Those with one value per response."""
 
 
 class NeededWeights(StrEnum):
     """Which weights a consumer must hold before it gets rows of step s."""
 
     ANY = "any"
-    BOUNDED = "bounded"
-    """As old as the schedule lets them be: responses."""
-    NEWEST = "newest"
-    """Those of step s - 1, on which step s trains."""
-    REFERENCE = "reference"
-    """The reference of step s, if it follows the policy."""
+    BOUNDED = "bounded"  # As old as the schedule allows: for responses
+    NEWEST = "newest"  # Those of step s - 1, on which step s trains
+    REFERENCE = "reference"  # The reference of step s, if it follows the policy
 
 
 def roles_on_device(*, reward_model: bool) -> tuple[str, ...]:
-    """Return the roles that take a device per rank, in the order in which they get them.
-
-    Args:
-        reward_model: the role `reward` computes with a model, not with a function alone.
-    """
+    """Return the roles that take a device per rank, in order; `reward` does if it computes with a model."""
     return tuple(role for role in _WITH_MODELS if reward_model or role != "reward")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One node of the graph.
-
-    Attributes:
-        name: e.g. `actor_rollout`.
-        role: the role that runs it when launched.
-        host: the role that runs it otherwise; equal to `role` for tasks that cannot move.
-        inputs, outputs: column names.
-        whole_groups: rows are ready only when all rows of their group are.
-        weights: that the task's own role must hold; a host holds them anyway.
-        passes_on: a training task that puts what its role computes on the way, where others read it.
-    """
+    """One node of the graph."""
 
     name: str
-    role: str
-    host: str
+    role: str  # The role that runs it when launched
+    host: str  # The role that runs it otherwise; equal to `role` for tasks that cannot move
+    # `inputs`, `outputs`: column names
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    whole_groups: bool = False
-    weights: NeededWeights = NeededWeights.ANY
+    whole_groups: bool = False  # Rows are ready only when all rows of their group are
+    weights: NeededWeights = NeededWeights.ANY  # What the task's own role must hold; a host holds them anyway
+    # For a training task: it puts columns that its role computes before training and that others read
     passes_on: bool = False
 
 
 @dataclass(frozen=True)
 class PlacedTask:
-    """A task that a controller serves: what the queue must know, with fused tasks folded in.
-
-    Attributes:
-        name: of the task.
-        role: which role's processes fetch it.
-        inputs: columns that must be written before a row is ready; computed outputs of fused tasks are not among them.
-        outputs: columns that this role puts.
-        whole_groups: hand out whole groups only.
-        fused: names of the tasks that the role computes inside this one, in order.
-        weights: that its processes must hold.
-    """
+    """A task that a controller serves: what the queue must know, with fused tasks folded in."""
 
     name: str
-    role: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    whole_groups: bool
-    fused: tuple[str, ...]
-    weights: NeededWeights = NeededWeights.ANY
+    role: str  # The role whose processes fetch it
+    inputs: tuple[str, ...]  # Columns that must be written before a row is ready; excludes what fused tasks compute
+    outputs: tuple[str, ...]  # Columns that this role puts
+    whole_groups: bool  # Hand out whole groups only
+    fused: tuple[str, ...]  # Names of the tasks that the role computes inside this one, in order
+    weights: NeededWeights = NeededWeights.ANY  # What its processes must hold
 
 
 AnyTask = TypeVar("AnyTask", Task, PlacedTask)
@@ -129,15 +104,12 @@ AnyTask = TypeVar("AnyTask", Task, PlacedTask)
 def critic_free_tasks(
     advantage_inputs: tuple[str, ...], *, whole_groups: bool, reference: bool, old_log_probs: bool
 ) -> tuple[Task, ...]:
-    """Return the tasks of an algorithm without a critic, producers before consumers.
+    """Return the tasks of an algorithm without a critic (arXiv 2402.03300, algorithm 1), producers before consumers.
 
     Args:
-        advantage_inputs: columns that advantages are computed from.
-        whole_groups: responses are scored together with their group's, so that groups can be filtered.
+        whole_groups: responses are scored together with their group, so that groups can be filtered.
         reference: there is a KL penalty to the reference policy.
-        old_log_probs: loss or reward need log-probabilities under the weights that the step found.
-
-    Source: Shao et al. 2024 (arXiv 2402.03300), algorithm 1.
+        old_log_probs: loss or reward need log-probabilities under the weights at the start of the step.
     """
     rollout = Task(
         name="actor_rollout",
@@ -187,7 +159,7 @@ def critic_free_tasks(
         inputs=(
             *("prompts", *SAMPLE_COLUMNS, "rollout_log_probs", "advantages"),
             *(name for task in optional for name in task.outputs),
-            # Not read by the loss: masking, and what the step's metrics and ledger line report.
+            # The loss does not read these: they serve masking, the step's metrics and the ledger lines.
             *("truncated", "versions", "rewards", "correct", "epochs"),
         ),
         outputs=(),
@@ -197,7 +169,7 @@ def critic_free_tasks(
 
 
 def producers_first(tasks: Collection[AnyTask]) -> tuple[list[AnyTask], list[AnyTask]]:
-    """Return tasks, each as early as its producers allow, else in the order given; and those that wait in a circle.
+    """Return tasks ordered after their producers, otherwise in the given order, and the tasks that wait in a circle.
 
     Columns that no task writes are not waited for.
     """
@@ -214,15 +186,11 @@ def producers_first(tasks: Collection[AnyTask]) -> tuple[list[AnyTask], list[Any
 def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[PlacedTask, ...]:
     """Assign every task to a launched role; fold all tasks of a role, hosted ones too, into its last own task.
 
-    A task is folded *after* that main task when it reads what the main task writes (rewards into rollout), otherwise
-    before it (reference and advantages into actor_train).
+    A task is folded *after* that main task if it reads what the main task writes (rewards into rollout), otherwise
+    before it (reference and advantages into actor_train). Tasks come producers before consumers; observers are ignored.
 
-    Args:
-        tasks: producers before consumers.
-        launched: canonical role names; observers are passed over.
-    Raises:
-        ConfigError: a launched role has no task in this graph, a task's host was not launched, or a task would wait
-            for a column that only exists inside another role's task.
+    Raises ConfigError if a launched role has no task in this graph, a task's host was not launched, or a task would
+    wait for a column that exists only inside another role's task.
     """
     useful = {task.role for task in tasks}
     launched = [role for role in launched if role not in OBSERVERS]
@@ -250,7 +218,7 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
 
 
 def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collection[Task]) -> None:
-    """A column that a role computes for itself never reaches the queue, so no other role may read it."""
+    """Refuse reading a column that another role computes for itself: it never reaches the queue."""
     reachable = {name for task in placed for name in task.outputs} | ADMITTED
     for task in placed:
         for name in task.inputs:
@@ -263,7 +231,7 @@ def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collectio
 
 
 def _refuse_circles(placed: Collection[PlacedTask]) -> None:
-    """A role computes all its tasks at once, so two roles may wait for each other although no two tasks do."""
+    """A role computes all its tasks at once, so roles may wait for each other although no two tasks do."""
     _, circle = producers_first(placed)
     if circle:
         roles = " ".join(task.role for task in circle)
@@ -277,7 +245,7 @@ def _fold(task: Task, fused: list[Task], read_elsewhere: Collection[str]) -> Pla
     outputs = task.outputs
     for other in fused:
         after = bool(set(other.inputs) & set(task.outputs))
-        # Most training tasks put nothing, so what is computed before them stays inside.
+        # Most training tasks put nothing, so columns computed before them stay inside.
         puts = bool(task.outputs) or task.passes_on
         outputs += tuple(name for name in other.outputs if after or (puts and name in read_elsewhere))
     whole_groups = task.whole_groups or any(other.whole_groups for other in fused)

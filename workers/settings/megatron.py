@@ -1,4 +1,4 @@
-"""Settings of the `megatron` engine, which rank has what, and which models it trains. Torch-free, for preflight."""
+"""Settings of the `megatron` engine, its layout of ranks, and the models that it trains. Torch-free, for preflight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,35 +9,31 @@ from pydantic import Field
 from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
 
+# Supported `model_type` values of config.json.
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""`model_type` of config.json."""
+# What megatron-core's `rope_scaling` assumes (`RotaryEmbedding._apply_scaling`).
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core's `rope_scaling` assumes (`RotaryEmbedding._apply_scaling`)."""
 
 
 class MegatronConfig(Settings):
-    """How an engine `megatron` divides the model; the actor's remaining factor is data-parallel replicas."""
+    """How engine `megatron` divides the model; the remaining factor of the actor's ranks is data-parallel replicas."""
 
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that share every layer."""
     context_parallel: int = Field(1, ge=1)
-    """Ranks that share the tokens of every micro-batch: long sequences."""
+    """Ranks that share the tokens of every micro-batch, for long sequences."""
     pipeline_parallel: int = Field(1, ge=1)
-    """Stages of layers."""
+    """Pipeline stages that the layers are divided into."""
     pipeline_pieces: int = Field(4, ge=1)
-    """Pieces into which a micro-batch is cut, whole samples each, so that stages work at the same time."""
+    """Pieces that a micro-batch is cut into, of whole samples each, so that stages work at the same time."""
 
     @property
     def ranks_per_copy(self) -> int:
-        """Ranks that have one copy of the model together."""
+        """Ranks that hold one copy of the model together."""
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     def layout(self, num_ranks: int) -> "MegatronLayout":
-        """Return which rank has what.
-
-        Raises:
-            ConfigError: the number of ranks is not a whole number of replicas.
-        """
+        """Return the layout of the ranks. Raises ConfigError if `num_ranks` is not a whole number of replicas."""
         size = self.ranks_per_copy
         if num_ranks % size:
             raise ConfigError(
@@ -55,24 +51,15 @@ class MegatronConfig(Settings):
 
 @dataclass(frozen=True)
 class MegatronPlace:
-    """Where a rank is.
-
-    Attributes:
-        tensor: part of every layer.
-        replica: copy of the model: the data-parallel rank.
-        stage: of the pipeline.
-        context: part of a micro-batch's tokens.
-    """
-
-    tensor: int
-    replica: int
-    stage: int
-    context: int = 0
+    tensor: int  # Its part of every layer
+    replica: int  # Copy of the model, the data-parallel rank
+    stage: int  # Pipeline stage
+    context: int = 0  # Its part of a micro-batch's tokens
 
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """Which rank of the actor has which part of the model, and which ranks share rows.
+    """Which part of the model each rank of the actor has, and which ranks share rows.
 
     Megatron's own order: tensor parallelism changes fastest, then context parallelism, data parallelism, pipeline
     stages. Tensor 2, data 2, pipeline 2:
@@ -82,11 +69,9 @@ class MegatronLayout:
         replica         0     1     0     1        replica 0 is ranks 0 1 4 5: they train on the same rows
 
     Source: megatron-core 0.16.1, `core/parallel_state.py`, `initialize_model_parallel(order="tp-cp-ep-dp-pp")`.
-
-    Attributes:
-        tensor, replicas, stages, context: how many of each; their product is the number of ranks.
     """
 
+    # `tensor`, `replicas`, `stages`, `context`: their number; the product is the number of ranks
     tensor: int
     replicas: int
     stages: int
@@ -103,7 +88,7 @@ class MegatronLayout:
         return place.tensor + self.tensor * (place.context + self.context * column)
 
     def replica_ranks(self, replica: int) -> tuple[int, ...]:
-        """Return the ranks of one copy of the model, stage after stage; the first is its lead."""
+        """Return the ranks of one copy of the model, stage by stage; the first is its lead."""
         return tuple(
             self.rank(MegatronPlace(tensor, replica, stage, context))
             for stage in range(self.stages)
@@ -123,18 +108,7 @@ class MegatronLayout:
 
 @dataclass(frozen=True)
 class DenseModel:
-    """Sizes of a dense Llama, Qwen2 or Qwen3 model, as config.json gives them.
-
-    Attributes:
-        num_layers, hidden_size, num_heads, num_kv_heads, head_dim, ffn_hidden_size, vocab_size: see `MegatronGeometry`.
-        max_positions: longest sequence.
-        norm_eps: of RMSNorm.
-        rope_base: base of the rotary embedding.
-        rope_factor: of Llama 3's scaling; 0: none.
-        qkv_bias: query, key and value have a bias.
-        qk_norm: queries and keys are normalised per head.
-        tied: input and output embedding are one.
-    """
+    """Sizes of a dense Llama, Qwen2 or Qwen3 model, from config.json. `MegatronGeometry` describes the others."""
 
     num_layers: int
     hidden_size: int
@@ -143,21 +117,17 @@ class DenseModel:
     head_dim: int
     ffn_hidden_size: int
     vocab_size: int
-    max_positions: int
-    norm_eps: float
-    rope_base: float
-    rope_factor: float
-    qkv_bias: bool
-    qk_norm: bool
-    tied: bool
+    max_positions: int  # Longest sequence (tokens)
+    norm_eps: float  # RMSNorm's epsilon
+    rope_base: float  # Base of the rotary embedding
+    rope_factor: float  # Llama 3's scaling factor; 0: none
+    qkv_bias: bool  # Query, key and value have a bias
+    qk_norm: bool  # Queries and keys are normalized per head
+    tied: bool  # Input and output embedding share their weight
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "DenseModel":
-        """Read config.json.
-
-        Raises:
-            ConfigError: it is of another family, or has something that is not mapped to Megatron.
-        """
+        """Read config.json. Raises ConfigError for another family, or a feature that has no mapping to Megatron."""
         family = config.get("model_type")
         if family not in FAMILIES:
             raise _cannot(f"model_type {family!r}", f"use one of {' '.join(FAMILIES)}")
@@ -165,7 +135,7 @@ class DenseModel:
         try:
             return DenseModel._read(config, family)
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            what = f"a config.json whose numbers are not all there ({type(error).__name__}: {error})"
+            what = f"a config.json that lacks numbers ({type(error).__name__}: {error})"
             raise _cannot(what, "use the one that belongs to the weights") from error
 
     @staticmethod
@@ -191,16 +161,7 @@ class DenseModel:
 
 
 def check_division(model: DenseModel, config: MegatronConfig, *, section: str = "actor") -> None:
-    """Refuse what cannot be divided as configured.
-
-    Args:
-        model: sizes.
-        config: of the section that is named in errors.
-        section: `actor` or `ref`.
-
-    Raises:
-        ConfigError: which number does not divide which.
-    """
+    """Raise ConfigError, about `section` (`actor` or `ref`), if the model cannot be divided as configured."""
     tensor, stages = config.tensor_parallel, config.pipeline_parallel
     for name, value in (
         ("num_attention_heads", model.num_heads),
@@ -237,7 +198,8 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, float]:
-    """Return base and Llama 3's factor; transformers 5 writes `rope_parameters`, older ones two keys."""
+    """Return base and Llama 3's factor."""
+    # transformers 5 writes `rope_parameters`, older versions two keys.
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -245,7 +207,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, float]:
         return base, 0.0
     if kind == "llama3" and all(rope.get(name) == value for name, value in LLAMA3_SCALING.items()):
         return base, float(rope["factor"])
-    raise _cannot(f"rope scaling {rope}", "Megatron has Llama 3's with its usual numbers")
+    raise _cannot(f"rope scaling {rope}", "Megatron supports only Llama 3's with its usual numbers")
 
 
 def _cannot(what: str, advice: str) -> ConfigError:

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, field_validator
 from asyncflow.registry import Registry
 from asyncflow.settings import Settings
 
+# Valid values of `reward.function`; the last two run in child processes, like users' functions.
 REWARDS = Registry(
     "asyncflow.rewards",
     {
@@ -18,7 +19,6 @@ REWARDS = Registry(
     },
     "module:function or a URL",
 )
-"""What `reward.function` may say; the last two run in child processes, as users' functions do."""
 ISOLATED = ("math_verify", "regex")
 
 
@@ -29,22 +29,22 @@ class RewardModelConfig(Settings):
     """
 
     path: str
-    """Hugging Face directory of a model for sequence classification with one label and the policy's tokens, e.g.
-    `LlamaForSequenceClassification`, or OWNER/NAME on the Hub. Relative: beside the config file, else in the working
-    directory."""
+    """Hugging Face directory of a sequence classification model with one label and the policy's tokens, e.g.
+    `LlamaForSequenceClassification`, or OWNER/NAME on the Hub. A relative path is looked up beside the config file,
+    then in the working directory."""
     revision: str | None = None
-    """As `model.revision`."""
+    """Like `model.revision`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of its weights."""
     shards: int = Field(1, ge=1)
-    """Ranks that have the model together (FSDP2), and divide what is scored; they are on one node."""
+    """Ranks that share the model (FSDP2) and divide what is scored; they must be on one node."""
     micro_batch_size: int = Field(32, ge=1)
-    """Responses per forward of a copy."""
+    """Responses per forward pass of a copy."""
     weight: float = 1.0
     """Factor on the model's score."""
     function_weight: float = 0.0
-    """Factor on the reward of the function, which says in any case which responses are right; 0: the reward is the
-    model's score alone."""
+    """Factor on the function's reward; 0: the reward is the model's score alone. The function decides in any case which
+    responses are correct."""
 
     @field_validator("weight")
     @classmethod
@@ -55,38 +55,38 @@ class RewardModelConfig(Settings):
 
 
 class RewardConfig(Settings):
-    """How a response is scored."""
+    """How responses are scored."""
 
     function: Annotated[str, AfterValidator(REWARDS.resolve)] = "exact"
-    """`exact`; `digits`; `math`: final numbers; `math_verify`: final formulas, by the library of that name; `regex`:
-    what `pattern` finds; any Python callable, also `async def`, as `module:function`; a remote scorer,
+    """`exact`; `digits`; `math`: final numbers; `math_verify`: final formulas, compared by the library of that name;
+    `regex`: what `pattern` finds; any Python callable, also `async def`, as `module:function`; a remote scorer,
     `http://HOST:PORT/PATH` (docs/rewards.md)."""
     timeout_s: float = Field(10.0, gt=0, le=86400)
-    """Deadline of one call of a user's function, one comparison, or one request to a remote scorer (s)."""
+    """Deadline of one call of your function, one comparison, or one request to a remote scorer (s)."""
     pattern: str | None = None
-    """Regular expression of `regex`: the first group of its last match is compared with the ground truth."""
+    """Regular expression for `regex`: the first group of its last match is compared with the ground truth."""
     concurrency: int | None = Field(None, ge=1, le=1024)
-    """Responses that one process scores at the same time; null: 4, and 64 with a remote scorer. Of a function of yours:
-    so many child processes, or, of an `async def`, so many calls in one."""
+    """Responses that one process scores at the same time; null: 4, or 64 with a remote scorer. For a function of your
+    own: the number of child processes or, for an `async def`, of calls in one."""
     batch_size: int = Field(16, ge=1)
-    """Most responses in a request to a remote scorer."""
+    """Most responses in one request to a remote scorer."""
     retries: int = Field(5, ge=0)
-    """How often such a request that failed is sent again."""
+    """How often a failed request to a remote scorer is retried."""
     max_failures_in_a_row: int = Field(1000, ge=0)
-    """The run ends with an error when so many responses in a row have no score in one process: those without one
-    have no weight, so there would be little or nothing to learn from. 0: never."""
+    """The run ends with an error when this many responses in a row have no score in one process: responses without a
+    score have no weight, so there would be little or nothing to learn from. 0: never."""
     max_failed_share: float = Field(0.5, ge=0, le=1)
-    """The run ends with an error when more than this share of the responses have no score, among the last 1,000, or all
-    of a step that has more; of fewer than a hundred, as many may fail as of a hundred. What fails is rarely a fair
-    sample: a function that raises for wrong responses leaves the right ones, and the accuracy is 1. From a tenth on a
-    warning says so. 1: never."""
+    """The run ends with an error when more than this share of the responses have no score, among the last 1,000, or
+    among all of a step that has more; with fewer than a hundred, as many may fail as of a hundred. Failures are rarely
+    a fair sample: a function that raises for wrong responses leaves the right ones, and the accuracy is 1. From a tenth
+    on there is a warning. 1: never."""
     group_function: str | None = None
-    """A function of yours as `module:function`, also `async def`, which sees all members of a group at once and returns
-    their rewards: `(task, members) -> [...]` (docs/rewards.md)."""
+    """A function of your own as `module:function`, also `async def`, which sees all members of a group at once and
+    returns their rewards: `(task, members) -> [...]` (docs/rewards.md)."""
     model: RewardModelConfig | None = None
-    """A model that scores responses, too; needs the role `reward`."""
+    """A model that also scores responses; needs the role `reward`."""
 
     @property
     def is_users(self) -> bool:
-        """Whether the function is a user's, here or behind a URL; it may say what its rewards are made of."""
+        """Whether the function is the user's own, local or behind a URL; it may report the parts of its rewards."""
         return ":" in self.function

@@ -1,6 +1,6 @@
-"""The whole run's configuration, composed of the sections that live beside their code. Torch-free.
+"""The configuration of the whole run, composed of the sections that live beside their code. Torch-free.
 
-The launcher reads, checks and resolves it (`launcher.config.load`); workers load the resolved `config.yaml` of the run.
+The launcher reads, checks and resolves it (`launcher.config.load`); workers load the run's resolved `config.yaml`.
 """
 
 from pathlib import Path
@@ -27,8 +27,9 @@ from workers.settings.sim import SimConfig
 from workers.settings.tasks import UserTaskConfig
 from workers.settings.vllm import VllmConfig
 
+# Valid values of `evaluate.engine`. Not `openai`: its servers hold the weights of one version, the rollout's.
 EVALUATE_ENGINES = Registry(ENGINES.group, {name: at for name, at in ENGINES.built_in.items() if name != "openai"})
-"""What `evaluate.engine` may say: servers hold the weights of one version, the rollout's."""
+# Valid values of `loggers[].name`; a built-in one has the name of its library and of the extra that installs it.
 LOGGERS = Registry(
     "asyncflow.loggers",
     {
@@ -39,53 +40,54 @@ LOGGERS = Registry(
         "trackio": "launcher.loggers.backends:Trackio",
     },
 )
-"""What `loggers[].name` may say; a built-in one has the name of its library, and of its extra."""
 
 
 class ModelConfig(Settings):
     """The policy, which is also the reference."""
 
     path: str
-    """Hugging Face model directory: config.json, *.safetensors, tokenizer; or OWNER/NAME on the Hugging Face Hub, which
-    is downloaded before a run starts. Relative: beside the config file, else in the working directory."""
+    """Hugging Face model directory (config.json, *.safetensors, tokenizer), or OWNER/NAME on the Hugging Face Hub,
+    which is downloaded before a run starts. A relative path is looked up beside the config file, then in the working
+    directory."""
     revision: str | None = None
-    """Branch, tag or commit of a model of the Hub; null: the newest of `main`. A run keeps the commit that it found."""
+    """Branch, tag or commit of a model on the Hub; null: the newest commit of `main`. A run keeps the commit that it
+    found."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the generating and reference copies; the trainer's master weights are float32."""
     renderer: str | None = None
-    """How conversations of a `rollout.function` or an agent become tokens and back: a name of the package `renderers`,
-    or a class of yours, `module:Class`; null: by the tokenizer's chat template (docs/agents.md)."""
+    """How conversations of a `rollout.function` or an agent become tokens and back: a name from the package
+    `renderers`, or a class of your own, `module:Class`; null: the tokenizer's chat template (docs/agents.md)."""
 
 
 class EvaluateConfig(HubPart):
-    """Evaluation on held-out prompts while training goes on, by the role `evaluate`."""
+    """Evaluation on held-out prompts during training, by the role `evaluate`."""
 
     path: str | None = None
-    """Held-out prompts, as `data.path`, with the fields and templates of `data`; the role needs it, or `source`."""
+    """Held-out prompts, like `data.path`, with the fields and templates of `data`; the role needs this or `source`."""
     source: Annotated[str, AfterValidator(HELD_OUT_SOURCES.resolve)] | None = None
-    """Instead of `path`: `module:Class`, as `data.source`; its seeds are none that training sees."""
+    """Instead of `path`: `module:Class`, like `data.source`; training never sees its seeds."""
     options: dict[str, Any] = Field({})
-    """Arguments by name that `source` is made with."""
+    """Keyword arguments for `source`."""
     interval: int = Field(10, ge=1)
-    """Evaluate the weights of step 0 and of every so many steps, and those of the last step."""
+    """Evaluate the weights of step 0, then every `interval` steps, and those of the last step."""
     max_prompts: int = Field(0, ge=0)
-    """Take the first so many prompts; 0: all. A source without `len()` needs it."""
+    """Use only the first `max_prompts` prompts; 0: all. A source without `len()` needs it."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Responses per prompt."""
     engine: Annotated[str, AfterValidator(EVALUATE_ENGINES.resolve)] = "hf"
     """Generating engine; see `rollout.engine`."""
     engine_options: dict[str, Any] = Field({})
-    """As `rollout.engine_options`."""
+    """Like `rollout.engine_options`."""
     temperature: Temperature = Field(0.0, ge=0)
-    """Sampling temperature; 0: greedy, every token is the likeliest."""
+    """Sampling temperature; 0: greedy, always the most likely token."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Nucleus sampling; null: as rollout. Nothing to a greedy response."""
+    """Nucleus sampling; null: as in the rollout. No effect on a greedy response."""
     top_k: int | None = Field(None, ge=0, lt=2**31)
-    """Keep the k likeliest tokens; null: as rollout. Nothing to a greedy response."""
+    """Keep the k most likely tokens; null: as in the rollout. No effect on a greedy response."""
     max_response_tokens: int | None = Field(None, ge=1)
-    """Longest response (tokens); null: as rollout."""
+    """Longest response (tokens); null: as in the rollout."""
     timeout_s: float = Field(600.0, gt=0)
-    """How long a run whose last step is trained and saved waits for evaluations to end (s)."""
+    """How long a run whose last step is trained and saved waits for evaluations to finish (s)."""
 
     @model_validator(mode="after")
     def _responses_to_a_prompt_differ(self) -> Self:
@@ -107,14 +109,14 @@ class EvaluateConfig(HubPart):
         return self
 
     def prompts(self, data: DataConfig) -> DataConfig:
-        """Return how the held-out prompts are read: as the training data, in their order. Needs `path` or `source`."""
+        """Return how to read the held-out prompts: like the training data, in file order. Needs `path` or `source`."""
         assert self.path or self.source, "the preflight checks refuse the role without prompts"
         own = {name: getattr(self, name) for name in ("path", "source", "options", *HubPart.model_fields)}
         changed: dict[str, Any] = {"mixture": (), "sampler": None, "sampler_options": {}, "shuffle": False}
         return data.model_copy(update={**own, **changed})
 
     def sampling(self, rollout: RolloutConfig) -> SamplingConfig:
-        """Return how held-out prompts are answered; what is null here is as in the rollout."""
+        """Return how to answer held-out prompts; null settings are inherited from the rollout."""
         names = ("engine", "engine_options", "temperature", "top_p", "top_k", "max_response_tokens")
         own = {name: getattr(self, name) for name in names}
         given = {name: value for name, value in own.items() if value is not None}
@@ -123,63 +125,64 @@ class EvaluateConfig(HubPart):
 
 
 class CheckpointConfig(Settings):
-    """What is saved, and how often."""
+    """What to save, and how often."""
 
     interval: int = Field(20, ge=0)
-    """Save every so many steps; 0: only at the end or when stopped."""
+    """Save every `interval` steps; 0: only at the end or when stopped."""
     keep_last: int = Field(2, ge=1)
-    """So many of the newest checkpoints are kept; older ones are removed, but for the one that a run went on from."""
+    """How many of the newest checkpoints to keep; older ones are removed, except the one that a run resumed from."""
     keep_every: int = Field(0, ge=0)
-    """Checkpoints of steps that are multiples of this are kept for ever; 0: none."""
+    """Keep checkpoints of steps that are multiples of this forever; 0: none."""
     export_hf: bool = True
     """Also write a Hugging Face directory that `transformers` loads."""
     timeout_s: float = Field(3600.0, gt=0)
-    """Deadline of one save, which is written while training goes on (s)."""
+    """Deadline of one save, which is written while training continues (s)."""
 
 
 class LauncherConfig(Settings):
     """Processes and devices."""
 
     device: str = "auto"
-    """Where model ranks run: `cpu`, `cuda`, `npu`, or an installed vendor's; `auto`: the accelerator that is there,
-    else the CPU."""
+    """Where model ranks run: `cpu`, `cuda`, `npu`, or the device of another installed vendor; `auto`: the available
+    accelerator, otherwise the CPU."""
     threads_per_worker: int = Field(1, ge=1)
     """Intra-op threads of every worker on the CPU."""
     devices_per_node: int = Field(0, ge=0)
-    """Accelerators of every node that ranks may use, from the first on; 0: as many as node 0 has."""
+    """How many accelerators of every node ranks may use, counted from the first; 0: as many as node 0 has."""
     device_memory_gb: float | None = Field(None, gt=0)
-    """Memory of every accelerator (GB): what cannot fit is refused, and `--dry-run` prints an estimate of each role's
-    part; null: neither."""
+    """Memory of every accelerator (GB): what cannot fit is refused, and `--dry-run` prints an estimate per role; null:
+    neither."""
     external_gangs: tuple[str, ...] = ()
-    """Gangs (e.g. `rollout-1`) that the user starts by hand with the `torchrun` line that `--dry-run` prints."""
+    """Gangs (e.g. `rollout-1`) that you start by hand, with the `torchrun` line that `--dry-run` prints."""
     start_timeout_s: float = Field(300.0, gt=0)
-    """Deadline for all workers to load and meet (s)."""
+    """Deadline for all workers to load and connect (s)."""
     stop_timeout_s: float = Field(30.0, gt=0)
-    """After a stop request, how long workers may take to save and leave before they are killed (s)."""
+    """How long workers may take to save and exit after a stop request before they are killed (s)."""
     operation_timeout_s: float = Field(1800.0, gt=0)
-    """Longest time without progress of a worker that works (a response, a micro-batch, an update, a save): then it is
-    stuck, and started again (s)."""
+    """Longest time that a busy worker may take without progress (a response, a micro-batch, an update, a save); after
+    that it counts as stuck and is restarted (s)."""
     silence_timeout_s: float = Field(120.0, gt=0)
-    """Longest time in which a worker's process says nothing although it runs, e.g. in native code that holds Python's
-    lock: then it is stuck (s). Dead and stopped ones are noticed within seconds."""
+    """Longest time that a running worker process may stay silent, e.g. in native code that holds Python's lock; after
+    that it counts as stuck (s). Dead and stopped processes are detected within seconds."""
     deadlock_timeout_s: float = Field(300.0, gt=0)
-    """Longest time in which every worker waits for another (s)."""
+    """Longest time during which every worker waits for another (s)."""
     max_restarts: int = Field(3, ge=0)
-    """How often within `restart_window_s` a gang is started again by itself; then everything goes back to the last
-    checkpoint. 0: never by itself."""
+    """How often within `restart_window_s` a gang is restarted alone; after that everything goes back to the last
+    checkpoint. 0: never alone."""
     max_global_restarts: int = Field(2, ge=0)
-    """How often within `restart_window_s` everything starts again; then the run fails."""
+    """How often within `restart_window_s` everything is restarted; after that the run fails."""
     restart_window_s: float = Field(600.0, gt=0)
-    """Failures longer ago do not count (s)."""
+    """Older failures do not count (s)."""
 
 
 class LoggerConfig(Settings):
-    """A place where people look at runs (docs/loggers.md). A name alone will do: `loggers: [tensorboard]`."""
+    """A place where people look at runs (docs/loggers.md). A name alone is enough: `loggers: [tensorboard]`."""
 
     name: Annotated[str, AfterValidator(LOGGERS.resolve)]
-    """`tensorboard`, `wandb`, `swanlab`, `mlflow`, `trackio`, or a class of yours, `module:Class`."""
+    """`tensorboard`, `wandb`, `swanlab`, `mlflow`, `trackio`, or a class of your own, `module:Class`."""
     options: dict[str, Any] = Field({})
-    """Arguments by name, e.g. `{mode: offline, project: sums}` for wandb; the `Config` of its class checks them."""
+    """Keyword arguments, e.g. `{mode: offline, project: sums}` for wandb; the `Config` of the logger's class checks
+    them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -191,20 +194,20 @@ class RunConfig(Settings):
     """One run."""
 
     name: str = "run"
-    """Default run directory: `runs/NAME-TIMESTAMP`."""
+    """Used for the default run directory, `runs/NAME-TIMESTAMP`."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Of data order, sampling and initialisation."""
+    """Seed of data order, sampling and initialization."""
     steps: int = Field(ge=1, lt=2**31)
     """Number of the last step."""
     deterministic: bool = False
     """The same run twice, in `sync` or `periodic` mode with the same roles, ends with the same bits: who computes what
-    together, and in which order it is added up, does not depend on timing. Costs some overlap."""
+    together, and in which order results are summed, does not depend on timing. Costs some overlap."""
     roles: dict[str, int]
-    """Ranks per role when `--roles` is not given. 0 (`reward`, `rollout` and others that train no model): processes
-    outside do its task, by `asyncflow.connect` (docs/outside.md)."""
+    """Ranks per role when `--roles` is not given. 0 (for `reward`, `rollout` and other roles that train no model):
+    processes outside the run do the role's task, through `asyncflow.connect` (docs/outside.md)."""
     code_directory: str | None = None
-    """Where modules of yours (`reward.function`, `tasks`, `openai.update`) are looked for after the installed ones, and
-    before the working directory; several are separated by `:`; null: the configuration's directory."""
+    """Where to look for your modules (`reward.function`, `tasks`, `openai.update`) after the installed ones and before
+    the working directory; separate several with `:`; null: the directory of the config file."""
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()
@@ -231,40 +234,38 @@ class RunConfig(Settings):
         return tuple(role for role, number in self.roles.items() if not number)
 
     def ranks_per_copy(self, role: str) -> int:
-        """Return how many ranks of a role that computes with a model, and does not train it, have a copy together."""
+        """Return how many ranks share one copy of a role's model, if the role computes with it without training it."""
         if role == "reward":
             return 1 if self.reward.model is None else self.reward.model.shards
         return self.ref.ranks_per_copy if role in ("ref", "actor_fwd") else 1
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether the run waits for processes outside, for as long as they take: for work of theirs, or for prompts."""
+        """Whether the run waits without limit for processes outside: for their work, or for prompts."""
         return bool(self.outside_roles) or self.data.is_feed
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether log-probabilities under the weights that a step found take a forward pass of their own.
-
-        Before the step's first update they are those of the policy in training, so the loss has them; a reward that is
-        charged for the KL divergence is computed before the loss.
-        """
+        """Whether log-probabilities under the weights at the start of a step take a forward pass of their own."""
+        # Before the step's first update they are those of the policy in training, so the loss has them; but a reward
+        # that is charged for the KL divergence is computed before the loss.
         updated = self.actor.num_updates > 1 and self.algorithm.off_policy.has_proximal_policy
         return updated or self.algorithm.has_reward_penalty
 
     @property
     def has_reward_parts(self) -> bool:
-        """Whether the metrics show what rewards are made of, or what rollouts report of themselves."""
+        """Whether the metrics show the parts of rewards, or what rollouts report about themselves."""
         return self.reward.is_users or self.rollout.is_own
 
     @property
     def sends_tasks(self) -> bool:
-        """Whether whole data rows go with the prompts: to rollouts and rewards of the user's."""
+        """Whether whole data rows travel with the prompts, to the user's rollouts and rewards."""
         return self.rollout.is_own or self.reward.is_users or self.reward.group_function is not None
 
     @property
     def num_old_policies(self) -> int:
-        """Earlier versions of the policy that `actor.tri_model` keeps: the one that a step of several updates found,
-        and those that drew tokens, where they are PPO's old policy."""
+        """Earlier policies that `actor.tri_model` keeps: that at the start of a step with several updates, and those
+        that drew tokens, if they are PPO's old policy."""
         drew = 0 if self.algorithm.off_policy.has_proximal_policy else self.schedule.staleness_bound
         return drew + (self.actor.num_updates > 1)
 
@@ -274,24 +275,18 @@ class RunConfig(Settings):
         return self.num_old_policies + (self.algorithm.kl_coef > 0) if self.actor.tri_model else 0
 
     def round_tokens(self, training: TrainingConfig) -> int:
-        """Return the tokens that a rank gets at a time, at most, under the policy that counts them; 0: it counts rows.
-
-        Args:
-            training: of the model that the rank trains.
-        """
+        """Return the most tokens that a rank gets at a time; 0: the queue's policy counts rows, not tokens."""
         return training.max_tokens_per_micro_batch if policy_name(self.tq.policy) == "token-budget" else 0
 
     @property
     def critic_only_steps(self) -> int:
-        """First steps that do not train the policy."""
         return self.critic.num_critic_only_steps if self.algorithm.has_critic else 0
 
     def save(self, run_dir: Path) -> None:
-        """Write the resolved `config.yaml`."""
         text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        replace_text(run_dir / CONFIG_FILE, text)  # launchers of other nodes may be reading it
+        replace_text(run_dir / CONFIG_FILE, text)  # atomic: launchers of other nodes may be reading it
 
     @staticmethod
     def load(run_dir: Path) -> "RunConfig":
-        """Read the resolved `config.yaml` of a run; workers call this, so the file is known to be valid."""
+        """Read the resolved `config.yaml` of a run. Workers call this, so the file is already checked."""
         return RunConfig.model_validate(yaml.safe_load((run_dir / CONFIG_FILE).read_text()))

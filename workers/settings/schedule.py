@@ -1,4 +1,4 @@
-"""Settings of the schedule: which groups make a step, and how old the weights may be that generate them."""
+"""Settings of the schedule: which groups make up a step, and how old the weights that generate them may be."""
 
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -23,27 +23,26 @@ class ScheduleMode(StrEnum):
         """Return whether a generating instance takes newer weights now.
 
         Args:
-            interruptible: the engine goes on with responses that run.
-            num_running: responses that run.
-            boundary: the next responses are of a later step than those that run, or need newer weights.
+            interruptible: the engine can continue running responses with newer weights.
+            boundary: the next responses belong to a later step than the running ones, or need newer weights.
         """
         return num_running == 0 or (interruptible and (boundary or self is ScheduleMode.SUBSTEP))
 
 
 class Fill(StrEnum):
-    """Which groups a step is made of; see docs/schedules.md."""
+    """Which groups make up a step; see docs/schedules.md."""
 
     IN_ORDER = "in_order"
     FIRST_READY = "first_ready"
 
 
 class ScheduleConfig(Settings):
-    """Which groups make a step, and how old the weights may be that generate them."""
+    """Which groups make up a step, and how old the weights that generate them may be."""
 
     mode: ScheduleMode = ScheduleMode.ASYNC
-    """`sync`: generate all, then score, then train. `periodic`: all at once, but on the newest weights only. `async`:
-    steps overlap, too, within `max_staleness`; an instance takes newer weights when it begins a step. `substep`: as
-    async, but instances take newer weights as soon as they exist, where the engine goes on with responses that run."""
+    """`sync`: generate all, then score, then train. `periodic`: these overlap, but on the newest weights only. `async`:
+    steps overlap as well, within `max_staleness`; an instance takes newer weights when it begins a step. `substep`:
+    like async, but instances take newer weights as soon as they exist, if the engine can continue running responses."""
     max_staleness: int = Field(1, ge=0)
     """Largest (s - 1) - v for a sample of step s generated with weights of version v; `sync`, `periodic`: always 0."""
     rollout_batch_size: int = Field(ge=1)
@@ -51,31 +50,30 @@ class ScheduleConfig(Settings):
     n_samples_per_prompt: int = Field(ge=1)
     """Responses per prompt: the group size G."""
     fill: Fill = Fill.IN_ORDER
-    """`in_order`: a step trains the groups that were admitted for it. `first_ready`: those that are finished first: of
-    later steps, too, and what is unfinished one step late; `max_staleness` still holds. Needs a `max_staleness` of 2 or
-    more to have later groups ready."""
+    """`in_order`: a step trains the groups that were admitted for it. `first_ready`: it trains those that finish first,
+    including groups of later steps, and unfinished groups follow one step late; `max_staleness` still holds. Needs a
+    `max_staleness` of at least 2 to have later groups ready."""
 
     @property
     def staleness_bound(self) -> int:
-        """`max_staleness`, or 0 where a step only uses the newest weights."""
+        """`max_staleness`, or 0 if a step uses only the newest weights."""
         return 0 if self.mode in (ScheduleMode.SYNC, ScheduleMode.PERIODIC) else self.max_staleness
 
     @property
     def lateness(self) -> int:
-        """L: a group is trained at most so many steps after the one that it was admitted for."""
+        """L: a group is trained at most this many steps after the one that it was admitted for."""
         return 1 if self.fill is Fill.FIRST_READY else 0
 
     @property
     def gate_staleness(self) -> int:
-        """Bound of the gate for groups by the step that they are admitted for: L of `staleness_bound` may be added."""
+        """The gate's bound for the step that a group is admitted for; training may add L, up to `staleness_bound`."""
         return self.staleness_bound - self.lateness
 
     @property
     def step_rows(self) -> int:
-        """Rows per step."""
         return self.rollout_batch_size * self.n_samples_per_prompt
 
     @property
     def live_rows(self) -> int:
-        """Rows that the schedule keeps alive at most: a step in training, whatever it is made of, and what is ahead."""
+        """Most rows alive at a time: a step in training, whatever it consists of, and the steps ahead."""
         return self.step_rows * (self.gate_staleness + 1)

@@ -12,42 +12,41 @@ class SimConfig(Settings):
     """Engines that sleep (`rollout.engine: sim`, `actor.engine: sim`, `ref.engine: sim`)."""
 
     lengths: Literal["constant", "lognormal", "pareto", "file"] = "lognormal"
-    """Distribution of the responses' lengths; each step's are scaled to the mean `mean_tokens`. `file`: one number a
-    line, in the order of the samples, over and over."""
+    """Distribution of response lengths, scaled in each step to the mean `mean_tokens`. `file`: one number per line, in
+    the order of the samples, repeated."""
     mean_tokens: int = Field(200, ge=1)
-    """Mean length of the responses of each step (tokens)."""
+    """Mean response length in each step (tokens)."""
     sigma: float = Field(0.5, gt=0)
-    """`lognormal`: deviation of the logarithm. `pareto`: 1 / shape, below 1, where larger is heavier."""
+    """`lognormal`: standard deviation of the logarithm. `pareto`: 1 / shape, below 1; larger means a heavier tail."""
     clip: float = Field(6.0, gt=1)
-    """Longest response, in means of the distribution."""
+    """Longest response, in multiples of the distribution's mean."""
     lengths_file: str = ""
-    """For `lengths: file`. Relative: in the working directory."""
+    """For `lengths: file`. A relative path is in the working directory."""
     prefill_s_per_token: float = Field(0.0, ge=0)
-    """Of a prompt; holds up what is generated beside it (s)."""
+    """Time per prompt token; delays what is generated at the same time (s)."""
     decode_s_per_token: float = Field(0.005, ge=0)
-    """Of a response (s); responses that run at the same time do not slow each other down."""
+    """Time per response token (s); concurrent responses do not slow each other down."""
     decode_s_by_batch: dict[int, float] = Field({})
-    """Instead: seconds of a token of each response by how many an instance generates at the same time, e.g.
-    `{1: 0.01, 64: 0.02}`; linear in between, constant outside. Empty: `decode_s_per_token`."""
+    """Instead of `decode_s_per_token`: seconds per token of each response, by how many an instance generates at the
+    same time, e.g. `{1: 0.01, 64: 0.02}`; linear in between, constant outside. Empty: `decode_s_per_token`."""
     ref_s_per_token: float = Field(0.0001, ge=0)
-    """Reference, of a response, on one rank (s)."""
+    """Reference: time per response token on one rank (s)."""
     train_s_per_token: float = Field(0.0001, ge=0)
-    """Forward and backward, of a response, on one rank (s)."""
+    """Forward and backward pass: time per response token on one rank (s)."""
     forward_s_per_token: float | None = Field(None, ge=0)
-    """Forward of the policy alone (`actor_log_probs`), of a response, on one rank (s); null: a third of
+    """Forward pass of the policy alone (`actor_log_probs`): time per response token on one rank (s); null: a third of
     `train_s_per_token`."""
     optimizer_s: float = Field(0.0, ge=0)
-    """Each update (s)."""
+    """Time of each update (s)."""
     parameters: int = Field(1_000_000, ge=1)
-    """Number of the model's parameters: how much weight transfer moves."""
+    """Number of model parameters, which sets how much a weight transfer moves."""
 
     @property
     def policy_forward_s_per_token(self) -> float:
-        """`forward_s_per_token`, or what it is by default."""
         return self.train_s_per_token / 3 if self.forward_s_per_token is None else self.forward_s_per_token
 
     def decode_s(self, num_running: int) -> float:
-        """Return the time of a token of each of so many responses that run (s)."""
+        """Return the time per token of each of `num_running` concurrent responses (s)."""
         table = sorted(self.decode_s_by_batch.items())
         if not table:
             return self.decode_s_per_token
@@ -71,5 +70,5 @@ class SimConfig(Settings):
         if self.lengths == "pareto" and self.sigma >= 1:
             raise ValueError(f"sigma {self.sigma:g} gives a Pareto distribution without a mean; set it below 1")
         if self.lengths == "file" and not self.lengths_file:
-            raise ValueError("lengths: file needs lengths_file, a text file with one number a line")
+            raise ValueError("lengths: file needs lengths_file, a text file with one number per line")
         return self

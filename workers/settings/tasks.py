@@ -10,32 +10,31 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class UserTaskConfig(Settings):
-    """A task of the user's own: reads columns of every response and writes a number."""
+    """A task of your own: reads columns of every response and writes a number."""
 
     name: Name
-    """Of the task: lower-case letters, digits, `_`."""
+    """Name of the task: lower-case letters, digits, `_`."""
     role: Name | None = None
-    """Role that runs it when launched (`--roles ...,safety:2`: two processes); null: called as the task. Several tasks
-    may share a role."""
+    """Role that runs it when launched (`--roles ...,safety:2`: two processes); null: named after the task. Several
+    tasks may share a role."""
     function: str
-    """`module:function`: takes a `workers.tasks.row.TaskRow`, returns a number."""
+    """`module:function`: takes a `workers.tasks.row.TaskRow` and returns a number."""
     inputs: tuple[str, ...] = Field(("prompts", "responses"), min_length=1)
     """What it reads: `prompts`, `responses` (the drawn tokens as text), `ground_truth`, or columns with one number per
-    response (`rewards`, other tasks' outputs ...)."""
+    response (`rewards`, outputs of other tasks ...)."""
     output: Name
-    """Column that it writes: `loss_weights` (0 to 1: the weight of the response's loss), or one that another task
+    """Column that it writes: `loss_weights` (0 to 1: the weight of the response's loss), or a column that another task
     reads."""
     timeout_s: float = Field(10.0, gt=0, le=86400)
     """Deadline of one call (s)."""
     concurrency: int = Field(1, ge=1, le=1024)
-    """Calls at a time in each process that runs the task: so many child processes, or, of an `async def`, so many calls
-    in one."""
+    """Concurrent calls in each process that runs the task: the number of child processes or, for an `async def`, of
+    calls in one."""
     seconds_per_row: float = Field(0.0, ge=0)
-    """What a call takes, about (s), for `asyncflow plan` alone; 0: the planner counts it as nothing."""
+    """Approximate time of a call (s), used only by `asyncflow plan`; 0: the planner ignores it."""
     host: Literal["actor"] = "actor"
-    """Role that runs it when its own was not launched."""
+    """Role that runs the task if its own was not launched."""
 
     @property
     def own_role(self) -> str:
-        """Name of its role."""
         return self.name if self.role is None else self.role

@@ -6,6 +6,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from asyncflow.settings import Settings
 
+# vLLM's engine arguments that this engine sets itself, or that have a field here.
 OWN_ARGUMENTS = frozenset({
     "model", "tokenizer", "skip_tokenizer_init", "load_format", "seed", "logprobs_mode", "worker_extension_cls",
     "weight_transfer_config", "generation_config", "dtype", "max_model_len", "max_num_seqs", "enforce_eager",
@@ -13,31 +14,32 @@ OWN_ARGUMENTS = frozenset({
     "data_parallel_size", "enable_prefix_caching", "disable_log_stats", "enable_log_requests",
     "distributed_executor_backend",
 })  # fmt: skip
-"""Of vLLM's engine arguments: those that this engine sets itself, or that have a field here."""
 
 
 class VllmConfig(Settings):
-    """vLLM's engine, inside the rollout (`rollout.engine: vllm`, `evaluate.engine: vllm`)."""
+    """vLLM's engine inside the rollout (`rollout.engine: vllm`, `evaluate.engine: vllm`)."""
 
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt with its response (tokens); null: `data.max_prompt_tokens` plus the role's longest response."""
     gpu_memory_utilization: float = Field(0.8, gt=0, le=1)
-    """Share of the device's memory for weights and cache; without effect where `kv_cache_gb` is set."""
+    """Share of the device's memory for weights and cache; no effect if `kv_cache_gb` is set."""
     kv_cache_gb: float | None = Field(None, gt=0)
-    """Cache of keys and values on each device (GB); null: on an accelerator what `gpu_memory_utilization` leaves, on
-    the CPU 1."""
+    """Cache of keys and values on each device (GB); null: on an accelerator, what `gpu_memory_utilization` leaves; on
+    the CPU, 1."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Element type of weights and computation; null: `model.dtype`."""
     enforce_eager: bool | None = None
-    """Neither compile nor capture graphs; null: true on the CPU, whose start would take minutes, else false."""
+    """Neither compile nor capture graphs; null: true on the CPU, where both would take minutes at the start, otherwise
+    false."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """Ranks, each with a device of one node, that share one copy of the model: with 4, `rollout:8` is two copies."""
+    """Ranks, each with a device of the same node, that share one copy of the model: with 4, `rollout:8` is two copies.
+    """
     prefix_caching: bool = True
-    """Compute what prompts have in common once; never shared by two versions of the weights."""
+    """Compute the common part of prompts once; never shared between two versions of the weights."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Deadline of loading vLLM and building the model (s)."""
+    """Deadline for loading vLLM and building the model (s)."""
     swap_timeout_s: float = Field(300.0, gt=0)
-    """Deadline of taking new weights (s)."""
+    """Deadline for taking new weights (s)."""
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, by their Python names, e.g. `{max_num_batched_tokens: 8192}`."""
 

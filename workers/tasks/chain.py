@@ -1,8 +1,8 @@
-"""The column tasks of one process, one after another in the graph's order.
+"""The column tasks of one process, one after the other in the graph's order.
 
     role     fetch -> add_columns -> put          actor    round -> add_columns -> forward_backward ...
 
-It decides how many rows each task gets at a time, and that ranks without rows take part in collective tasks.
+The chain decides how many rows each task gets at a time, and lets ranks without rows take part in collective tasks.
 """
 
 import math
@@ -36,24 +36,15 @@ from workers.tasks.column_tasks import (
 )
 from workers.tasks.row import TaskRow
 
-# A task of the user's own: their function is called for every response. It makes no columns but the one it names.
-
 _LARGEST = torch.finfo(torch.float32).max
 
 
+# A response can be left out of training, but nothing replaces a missing column, so a failure ends the run.
 class UserTask(ColumnTask):
-    """Calls a function of one row, in child processes; what it raises ends the run."""
+    """Calls a user's function on each row, in child processes; an exception in it ends the run. The constructor raises
+    ConfigError if there is no such function."""
 
     def __init__(self, config: UserTaskConfig, decoder: TextDecoder, *, num_rows: int) -> None:
-        """Load the function.
-
-        Args:
-            decoder: of the model's tokens.
-            num_rows: most rows at a time.
-
-        Raises:
-            ConfigError: there is no such function.
-        """
         self.num_rows = num_rows
         self._config = config
         self._decoder = decoder
@@ -76,15 +67,11 @@ class UserTask(ColumnTask):
             raise
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return the output, float32 [N].
-
-        The function is not called on a row that lacks one of its numbers (NaN: the reward failed, so the row has no
-        weight): its weight is 0, any other output NaN.
-
-        Raises:
-            UserCodeFailed: the function raised, or returned no number that can be used; says which task and function.
-        """
+        """Return the output, float32 [N]. Raises UserCodeFailed if the function raised or returned no usable number;
+        names task and function."""
         rows = list(self._rows(batch))
+        # NaN means that the reward failed, so the row has no weight: skip the function. Its loss weight is 0, any other
+        # output NaN.
         calls = [None if any(map(math.isnan, row.columns.values())) else self._called(row) for row in rows]
         missing = 0.0 if self._config.output == LOSS_WEIGHTS else math.nan
         values = [
@@ -94,7 +81,6 @@ class UserTask(ColumnTask):
         return {self._config.output: Column.of_scalars(torch.tensor(values, dtype=torch.float32))}
 
     def close(self) -> None:
-        """End the children."""
         self._pool.close()
 
     def _called(self, row: TaskRow) -> "Future[float]":
@@ -129,7 +115,14 @@ _EMPTY = PackedBatch((), {})
 
 
 class TaskChain:
-    """Several column tasks as one."""
+    """Several column tasks as one.
+
+    Args:
+        names: producers before consumers.
+        engine: of the actor that hosts the tasks; None in a role of its own.
+        critic: the critic that this process trains; its training is not a column task.
+        peers: ranks with the same rows, where one computes non-collective tasks for all; None: there are none.
+    """
 
     def __init__(
         self,
@@ -140,36 +133,22 @@ class TaskChain:
         critic: ValueEngine | None = None,
         peers: ReplicaPeers | None = None,
     ) -> None:
-        """Open the tasks.
-
-        Args:
-            names: of the tasks, producers before consumers.
-            engine: of the actor that hosts them; None in a role of their own.
-            critic: that the process trains; its training is not a column task.
-            peers: ranks that have the same rows: one computes what is not collective, for all; None: there are none.
-        """
         self._peers = peers
         self._context = context
         self._tasks = {name: open_task(name, context, engine, critic) for name in names if name != CRITIC_TRAIN}
 
     @property
     def num_rows(self) -> int:
-        """Rows that all tasks take at a time."""
         return min(task.num_rows for task in self._tasks.values())
 
     @property
     def version(self) -> int | None:
-        """Step of the oldest weights that rows are gated by; None: by none."""
+        """Step of the oldest weights that gate rows; None: no weights do."""
         return min((task.version for task in self._tasks.values() if task.version is not None), default=None)
 
     def add_columns(self, batch: PackedBatch, *, step: int, round_rows: int = 0) -> PackedBatch:
-        """Return the batch with the outputs of all tasks.
-
-        Args:
-            batch: the inputs of the first task, and whatever later ones need beside the outputs of earlier ones.
-            step: that the rows belong to.
-            round_rows: most rows of any rank of the gang, the same on all; 0: there is one rank.
-        """
+        """Return the batch with the outputs of all tasks. `round_rows`: most rows of any rank of the gang, the same on
+        all ranks; 0: there is only one rank."""
         for name, task in self._tasks.items():
             if len(batch) or task.collective:
                 with self._context.timeline.span(name, step=step, rows=len(batch)):
@@ -178,13 +157,11 @@ class TaskChain:
         return batch
 
     def take_weights(self, step: int) -> None:
-        """Have the tasks whose rows need certain weights take those of `step` or later."""
         for task in self._tasks.values():
             if task.version is not None and task.version < step:
                 task.take_weights(step)
 
     def close(self) -> None:
-        """Close all tasks."""
         for task in self._tasks.values():
             task.close()
 
@@ -200,16 +177,18 @@ class TaskChain:
         cuts = micro_batches(samples, task.cut)
         most = max_over_ranks(len(cuts)) if task.collective else len(cuts)
         parts = [task.compute(samples.select(cut), step) for cut in cuts]
+        # A collective task needs the same number of calls on every rank.
         for _ in range(most - len(cuts)):
             task.compute(_EMPTY, step)
         order = [position for cut in cuts for position in cut]
+        # Cuts reorder samples: this puts the results back into the rows' order.
         back = sorted(range(len(order)), key=order.__getitem__)
         joined = {name: Column.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
         return {name: Column(column.select(back).values, drawn_per_row(batch)) for name, column in joined.items()}
 
 
 def _compute(task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
-    """Compute in pieces of `task.num_rows`; a collective task in as many as the fullest rank has."""
+    """Compute in pieces of `task.num_rows`; a collective task in as many pieces as the fullest rank has."""
     parts = []
     for start in range(0, round_rows if task.collective else len(batch), task.num_rows):
         positions = range(start, min(start + task.num_rows, len(batch)))
@@ -224,12 +203,7 @@ def _compute(task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -
 def open_task(
     name: str, context: WorkerContext, engine: TrainEngine | None, critic: ValueEngine | None = None
 ) -> ColumnTask:
-    """Return the task `name` of this run's graph.
-
-    Args:
-        engine: of the actor that hosts the task; None in a role of its own.
-        critic: that the process trains.
-    """
+    """Return the task `name` of this run's graph; see `TaskChain` for the arguments."""
     config = context.config
     match name:
         case "rewards":
@@ -256,8 +230,7 @@ def open_task(
 def _hosted(
     name: str, compute: Callable[[Sequences | None], Tensor], training: TrainingConfig, config: RunConfig
 ) -> HostedColumn:
-    """Return what a model in training computes, and how many rows it takes at a time."""
     num_rows = training.micro_batch_size
-    if training.max_tokens_per_micro_batch:  # then its own number is a whole round's, and says nothing of memory
+    if training.max_tokens_per_micro_batch:  # then `micro_batch_size` is a whole round, which may not fit in memory
         num_rows = min(num_rows, config.ref.micro_batch_size)
     return HostedColumn(name, compute, num_rows=num_rows, cut=cut_of(config, training))

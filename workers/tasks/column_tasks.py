@@ -1,7 +1,7 @@
-"""The column tasks of AsyncFlow's own: from columns of rows they compute new ones.
+"""AsyncFlow's own column tasks: they compute new columns from columns of rows.
 
-One object serves a role of its own (`workers.tasks.task_worker`) or runs inside the actor;
-`workers.tasks.chain` opens it and runs it in both.
+One object serves either a role of its own (`workers.tasks.task_worker`) or the actor; `workers.tasks.chain` opens and
+runs it in both.
 
 To add a task: a node in the algorithm's graph, a class here, its name in `open_task` of the chain.
 """
@@ -32,41 +32,34 @@ from workers.settings.rewards import RewardModelConfig
 from workers.settings.run import RunConfig
 from workers.tasks.reference import Reference, reference_step
 
+# Number of whole groups whose advantages are computed at a time.
 _GROUPS = 8
-"""Whole groups whose advantages are computed at a time."""
 
 
 class ColumnTask(ABC):
     """Computes the outputs of one task of the graph. Used by one thread."""
 
+    # Most rows at a time; a multiple of the group size for a task over whole groups.
     num_rows: int
-    """Most rows at a time; for a task over whole groups a multiple of their size."""
+    # If set, forward passes are cut at sample borders like this model's micro-batches, the columns have one value per
+    # drawn token, and `num_rows` only limits fetching. None: each row is one sample.
     cut: TrainingConfig | None = None
-    """Its forwards are cut at the borders of samples, as that model's micro-batches are, and `num_rows` only says how
-    many rows are fetched; None: each row is one sample. Its columns have a value per drawn token."""
+    # All ranks of the gang compute together, equally often; a rank without rows gets a batch without columns.
     collective = False
-    """All ranks of the gang compute together, equally often; one without rows is given a batch without columns."""
 
     @property
     def version(self) -> int | None:
-        """Step of the weights that it computes with, if rows are gated by it; None: they are not."""
+        """Step of the weights that gate the rows; None: no weights do."""
         return None
 
     @abstractmethod
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
-        """Return the task's output columns.
-
-        Args:
-            batch: at least the task's input columns; N >= 1 rows unless `collective`, of whole groups if it says so.
-            step: that the rows belong to.
-        """
+        """Return the task's output columns for rows of `step`: N >= 1 unless `collective`, in whole groups if the task
+        needs them."""
 
     def take_weights(self, step: int) -> None:
-        """Wait for weights of `step` or later and compute with them from now on; returns early when the run stops.
-
-        Raises:
-            WeightSyncError: they do not come.
-        """
+        """Wait for weights of `step` or later and compute with them from now on; returns early if the run stops. Raises
+        WeightSyncError if they do not arrive."""
         raise AssertionError(f"{type(self).__name__} depends on no weights")
 
     @abstractmethod
@@ -75,10 +68,8 @@ class ColumnTask(ABC):
 
 
 class Rewards(ColumnTask):
-    """Task `rewards` in a role of its own: the reward function's score, and the reward model's if there is one.
-
-    Inside rollout every response is scored as it ends (`workers.rollout.outbox`).
-    """
+    """Task `rewards` in a role of its own. Inside the rollout every response is scored as it ends
+    (`workers.rollout.outbox`)."""
 
     def __init__(self, context: WorkerContext) -> None:
         config = context.config
@@ -88,17 +79,14 @@ class Rewards(ColumnTask):
             self._model = load_reward_model(self._config, device=context.device)
             self.num_rows = self._config.micro_batch_size
         self._scorer: Scorer | None = None
-        if context.rank == 0:  # where ranks share the model, one calls the function
+        if context.rank == 0:  # if ranks share the model, only one calls the function
             tokenizer = context.load_tokenizer()
             self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return `rewards` and `correct` from `prompts`, `ground_truth` and what was generated: the function gets the
-        drawn tokens as text, the model the row's last sample. Where ranks share it, the first one returns them.
-
-        Raises:
-            UserCodeFailed: the reward model gave a response no finite number.
-        """
+        """Return `rewards` and `correct`. The function gets the drawn tokens as text, the model the row's last sample.
+        If ranks share the model, only the first one returns columns. Raises UserCodeFailed if the reward model gave a
+        response no finite number."""
         if self._scorer is None:
             self._model.scores(sequences_of(batch))
             return {}
@@ -111,19 +99,19 @@ class Rewards(ColumnTask):
         if self._config is None:
             return self._scorer.columns([future.result() for future in futures])
         last_N = batch["sample_lengths"].lengths.cumsum(0) - 1
-        model_scores = self._model.scores(sequences_of(batch))[last_N].tolist()  # the function is called meanwhile
+        # The reward function runs meanwhile, in the scorer.
+        model_scores = self._model.scores(sequences_of(batch))[last_N].tolist()
         pairs = zip((future.result() for future in futures), model_scores, strict=True)
         return self._scorer.columns([_combined(scored, score, self._config) for scored, score in pairs])
 
     def close(self) -> None:
-        """End scoring threads and children."""
         if self._scorer is not None:
             self._scorer.close()
 
 
 class ReferenceLogProbs(ColumnTask):
-    """Log-probabilities under the reference policy. In a role of its own, one that follows the policy is given rows of
-    the steps that its weights are the reference of."""
+    """Log-probabilities under the reference policy. In a role of its own, a reference that follows the policy gets only
+    rows of the steps that its weights are the reference of."""
 
     def __init__(self, context: WorkerContext, engine: TrainEngine | None = None) -> None:
         config = context.config
@@ -136,28 +124,27 @@ class ReferenceLogProbs(ColumnTask):
         self._is_hosted = engine is not None
 
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
-        """Return `ref_log_probs`, float32 per drawn token, from what was generated."""
-        held = self.version  # (a lost row of a step that was trained since may be asked for: nobody reads it then)
+        """Return `ref_log_probs`, float32 per drawn token."""
+        held = self.version  # may be newer: a lost row of a trained step may come again, but nobody reads the result
         assert held is None or held >= reference_step(step, self._interval), f"step {step} came to reference {held}"
         return {"ref_log_probs": _column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
 
     @property
     def version(self) -> int | None:
-        """Step of the reference; None: it never changes, or the host asks for no rows before there is theirs."""
+        """Step of the reference; None: it never changes, or the task is hosted: the host requests rows only once it has
+        theirs."""
         return None if self._is_hosted else self._reference.version
 
     def take_weights(self, step: int) -> None:
-        """Wait for the reference that follows `step`, or a later one."""
         self._reference.take_weights(step)
 
     def close(self) -> None:
-        """Leave the weight agent."""
         self._reference.close()
 
 
 class HostedColumn(ColumnTask):
-    """A column that an engine in training computes where it is trained: rows of a step come before its first update, so
-    it holds the weights that are asked for."""
+    """A column that `compute`, of an engine in training, returns: float32 [A]; collective. Rows of a step come before
+    its first update, so the engine holds the right weights."""
 
     collective = True
 
@@ -169,34 +156,27 @@ class HostedColumn(ColumnTask):
         num_rows: int,
         cut: TrainingConfig | None = None,
     ) -> None:
-        """Args:
-        name: of the column.
-        compute: of the engine: float32 [A] of a batch; collective.
-        num_rows: responses per forward.
-        cut: see `ColumnTask`.
-        """
         self.num_rows = num_rows
         self.cut = cut
         self._name = name
         self._compute = compute
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return the column, float32 per drawn token, from what was generated."""
         if not len(batch):
             self._compute(None)
             return {}
         return {self._name: _column(self._compute(sequences_of(batch)), batch)}
 
     def close(self) -> None:
-        """The engine is the trainer's."""
+        """Do nothing: the trainer owns the engine."""
 
 
 class FollowerLogProbs(ColumnTask):
-    """`old_log_probs` in a role of its own: a copy of the policy, which is given rows of step s when it holds weights
-    of step s - 1.
+    """`old_log_probs` in a role of its own: a copy of the policy that gets rows of step s when it holds weights of step
+    s - 1.
 
-    Later ones do not exist before these rows are trained. (A row that was lost after that may be asked for again;
-    what is then computed is not read.)
+    Later weights do not exist before these rows are trained. (A row lost after that may be requested again; nobody
+    reads the result then.)
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -213,28 +193,26 @@ class FollowerLogProbs(ColumnTask):
 
     @property
     def version(self) -> int | None:
-        """Step of the policy."""
         return self._weights.step
 
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
-        """Return `old_log_probs`, float32 per drawn token, from what was generated."""
+        """Return `old_log_probs`, float32 per drawn token."""
         assert self._weights.step >= step - 1, f"rows of step {step} came to weights of step {self._weights.step}"
         return {"old_log_probs": _column(self._model.log_probs(sequences_of(batch)), batch)}
 
     def take_weights(self, step: int) -> None:
-        """Wait for weights of `step` or later and compute with them from now on; all ranks that share the model end
+        """Wait for weights of `step` or later and compute with them from now on. All ranks that share the model end
         with the same version."""
         lineage, stopping = self._context.job.lineage, self._context.stopping
         while True:
             self._weights.wait_for(Version(lineage, step))
             if self._context.gang.num_ranks == 1:
                 return
-            step = max_over_ranks(self._weights.step)  # a rank that came later may have got newer ones
+            step = max_over_ranks(self._weights.step)  # a later rank may have received newer weights
             if all_ranks(self._weights.step == step) or not all_ranks(not stopping.is_set()):
                 return
 
     def close(self) -> None:
-        """Leave the weight agent."""
         self._weights.close()
 
 
@@ -247,15 +225,15 @@ class Advantages(ColumnTask):
         self.num_rows = self._group_size * _GROUPS
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return what the algorithm makes of whole groups, at least `advantages`."""
+        """Return the algorithm's columns, at least `advantages`."""
         return self._algorithm.advantages(batch, group_size=self._group_size)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds no resources."""
 
 
 def cut_of(config: RunConfig, training: TrainingConfig) -> TrainingConfig | None:
-    """Return how the forwards of a model are cut: by tokens where rows have any number of samples, else not."""
+    """Return how to cut a model's forward passes: by tokens if rows may have several samples, otherwise None."""
     return training if config.rollout.is_own and training.max_tokens_per_micro_batch else None
 
 
@@ -264,9 +242,7 @@ def _column(log_probs_A: Tensor, batch: PackedBatch) -> Column:
 
 
 def _combined(scored: ScoredResponse, model_score: float, config: RewardModelConfig) -> ScoredResponse:
-    """Return the response with the weighted sum of both as its reward; none where the function failed. Whether the
-    response is right is the function's word alone."""
-    if scored.failure:
+    if scored.failure:  # no reward where the function failed; and only the function decides `correct`
         return scored
     reward = config.weight * model_score + config.function_weight * scored.reward
     if not abs(reward) <= LARGEST_REWARD:

@@ -1,6 +1,6 @@
-"""A run's dataflow graph: the algorithm's tasks and the user's own, placed over the roles that were launched.
+"""A run's dataflow graph: the tasks of the algorithm and of the user, placed over the launched roles.
 
-Torch-free: launcher, queue and workers read it. An algorithm's tasks are its settings' (`PolicyConfig.tasks`).
+Torch-free: launcher, queue and workers read it. The algorithm's settings declare its tasks (`PolicyConfig.tasks`).
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,8 @@ from workers.settings.tasks import UserTaskConfig
 
 
 def graph_of(config: RunConfig) -> tuple[Task, ...]:
-    """Return the run's tasks, producers before consumers.
-
-    Raises:
-        ConfigError: a task of the user's own cannot be in this graph.
-    """
+    """Return the run's tasks, producers before consumers. Raises ConfigError if a user's task does not fit into this
+    graph."""
     graph = config.algorithm.tasks(old_log_probs=config.needs_old_log_probs)
     if config.rollout.is_own:
         graph = with_own_rollout(graph)
@@ -58,30 +55,27 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
 
 
 def prompt_columns(config: RunConfig) -> tuple[str, ...]:
-    """Return the columns that admission writes."""
     wanted = {TASKS: config.sends_tasks, SOURCES: bool(config.data.mixture)}
     return (*PROMPT_COLUMNS, *(name for name, is_wanted in wanted.items() if is_wanted))
 
 
 def with_own_rollout(graph: Sequence[Task]) -> tuple[Task, ...]:
-    """Return the graph of a run whose rollouts are the user's: they get whole data rows."""
+    """Return the graph of a run whose rollouts are the user's own: they get whole data rows."""
     inputs = ("prompts", TASKS, "ground_truth")
     return tuple(replace(task, inputs=inputs) if task.name == "actor_rollout" else task for task in graph)
 
 
 def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
-    """Return the tasks of this run, placed over the roles that were launched."""
+    """Return the tasks of this run, placed over the launched roles and those of processes outside."""
     launched = (gang.role for gang in job.gangs if gang.role not in SERVICES)
     return place_tasks(graph_of(config), list(dict.fromkeys((*launched, *config.outside_roles))))
 
 
 def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
-    """Return the task that a launched role's processes fetch."""
     return next(task for task in launched_tasks(config, job) if task.role == role)
 
 
 def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]:
-    """Return what the controllers must know of each placed task under the run's schedule."""
     schedule, interval = config.schedule, config.algorithm.ref_update_interval
     bounds = {
         NeededWeights.ANY: None,
@@ -101,7 +95,7 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
             barrier=schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
             in_order=config.deterministic,
             keeps_leases=task.role in TRAINERS,
-            # A process outside may be killed at will: that says nothing about its rows.
+            # A process outside may be killed at any time, which says nothing about its rows.
             max_deliveries=0 if task.role in {*TRAINERS, *config.outside_roles} else config.tq.max_deliveries,
             policy=load_policy(config.tq.policy if task.role in TRAINERS else "fifo"),
             steps=steps if task.role in TRAINERS else None,
@@ -111,7 +105,7 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
 
 
 def with_reward_parts(graph: Sequence[Task]) -> tuple[Task, ...]:
-    """Return the graph with a column of what rewards are made of, which the training task reads for the metrics."""
+    """Return the graph with a column of reward parts, which the training task reads for the metrics."""
     *others, train = graph
     scored = (
         replace(task, outputs=(*task.outputs, REWARD_PARTS)) if task.name == "rewards" else task for task in others
@@ -120,11 +114,8 @@ def with_reward_parts(graph: Sequence[Task]) -> tuple[Task, ...]:
 
 
 def without_models(graph: Sequence[Task], config: RunConfig) -> tuple[Task, ...]:
-    """Return the graph without the tasks of old policy and reference, which `actor.tri_model` computes while training.
-
-    Raises:
-        ConfigError: they cannot be computed there.
-    """
+    """Return the graph without the tasks of old policy and reference, which `actor.tri_model` computes during training.
+    Raises ConfigError if they cannot be computed there."""
     engine = config.actor.engine
     if engine not in ("fsdp", "megatron"):
         raise ConfigError(f"actor.tri_model: engine {engine} keeps no copies of the policy; use fsdp or megatron")
@@ -148,15 +139,9 @@ _OF_MODELS = frozenset({"ref_log_probs", "actor_log_probs"})
 
 
 def with_user_tasks(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> tuple[Task, ...]:
-    """Return the graph with users' tasks before its training task, which reads `loss_weights` if one of them writes it.
-
-    Args:
-        graph: of the algorithm; the training task is the last.
-        users: tasks of the user's own, in any order.
-
-    Raises:
-        ConfigError: names that clash, columns without a writer or a reader, tasks that wait for each other.
-    """
+    """Return the graph with users' tasks before its training task, the last one, which reads `loss_weights` if one of
+    them writes it. Raises ConfigError for names that clash, columns without a writer or a reader, and tasks that wait
+    for each other."""
     *others, train = graph
     _check_names(graph, users)
     _check_columns(graph, users)
@@ -216,10 +201,10 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
 
 
 _OWN_COLUMNS = (*TOKEN_COLUMNS, *SCALAR_COLUMNS, *TEXT_COLUMNS, REWARD_PARTS, TASKS, SOURCES)
+# Columns behind a text that is not a column itself.
 _COLUMNS_OF = {"responses": ("tokens", "response_mask")}
-"""What a text is made of that is not a column."""
+# Former names of columns, for hints.
 _RENAMED = {"answers": "ground_truth", "log_probs": "old_log_probs", "loss_masks": LOSS_WEIGHTS}
-"""Columns by their former names."""
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
@@ -228,7 +213,6 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 def _sorted(others: Sequence[Task], users: Sequence[UserTaskConfig]) -> list[Task]:
-    """Return all tasks, producers before consumers; the text `responses` is made of what was generated."""
     nodes = [
         Task(
             user.name,

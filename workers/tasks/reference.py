@@ -1,4 +1,4 @@
-"""The reference policy, which may follow the trained one: after every N steps it becomes a copy of the policy.
+"""The reference policy, which may follow the trained one: every N steps it becomes a copy of the policy.
 
 Called by the `ref` role, or by the actor that hosts it. Which weights are the reference of a step is a pure function of
 the step, so it does not depend on which process computes it or when:
@@ -27,28 +27,22 @@ from workers.rows.rows import Sequences
 
 logger = logging.getLogger(__name__)
 
+# In the run directory: the last references; in a checkpoint: the one that its next step needs.
 DIRECTORY = "reference"
-"""In the run directory: the last references; in a checkpoint: the one that its next step needs."""
 _KEPT = 2
 
 
 def reference_step(step: int, interval: int) -> int:
-    """Return the step whose weights are the reference of `step`; 0: the initial model.
-
-    Args:
-        step: that is trained, from 1.
-        interval: `algorithm.ref_update_interval`; 0: the reference never changes.
-    """
+    """Return the step whose weights are the reference of `step` (from 1); 0: the initial model. Interval 0: it never
+    changes."""
     return 0 if interval == 0 else (step - 1) // interval * interval
 
 
 def saved_reference(context: WorkerContext, completed: int) -> Path | None:
-    """Return the directory that a checkpoint of step `completed` must hold, too; None: it needs none.
-
-    The next step's reference is the initial model, or the checkpoint's own weights, or lies in that directory: its rows
-    could not have been trained before it was written.
-    """
+    """Return the reference directory that a checkpoint of step `completed` must include; None: it needs none."""
     step = reference_step(completed + 1, context.config.algorithm.ref_update_interval)
+    # The next step's reference is the initial model, the checkpoint's own weights, or in that directory, which was
+    # written before the step's rows could be trained.
     if context.config.algorithm.kl_coef == 0 or step in (0, completed):
         return None
     if step < context.start_step:
@@ -57,25 +51,23 @@ def saved_reference(context: WorkerContext, completed: int) -> Path | None:
 
 
 class Reference:
-    """Computes log-probabilities under the reference of each step. Steps may only go on.
+    """Computes log-probabilities under the reference of each step. Steps may only increase.
 
-    A role of its own gets rows of the steps whose reference it holds, and no others (`TaskSpec.version_interval`): with
-    rows in hand it waits for nothing. It takes newer weights when it is told that some have come. These are of step R,
-    so all rows of steps up to R were trained, and none is left that an earlier reference is for:
+    A role of its own gets only rows of the steps whose reference it holds (`TaskSpec.version_interval`), so with rows
+    in hand it waits for nothing. It takes newer weights when it is told of them. They are of step R, so all rows of
+    steps up to R were trained, and no row is left for an earlier reference:
 
         N = 1   holds 4: rows of step 5 ... | version 5 is published: rows of step 6 are ready -> take_weights(5)
 
-    The actor, as a host, asks for rows of the step that it trains next: it made their reference itself.
+    The actor, as a host, requests rows of the step that it trains next, whose reference it made itself.
 
-    Where several ranks share it they call alike, and change together.
+    Ranks that share a reference make the same calls, and change it together.
+
+    Raises:
+        ConfigError: the model's directory, or the checkpoint's copy of the reference, cannot be used.
     """
 
     def __init__(self, context: WorkerContext) -> None:
-        """Load the reference of the step that comes next.
-
-        Raises:
-            ConfigError: the model's directory, or the checkpoint's copy of the reference, cannot be used.
-        """
         config = context.config
         self._interval = config.algorithm.ref_update_interval
         self._timeout_s = config.weightsync.timeout_s
@@ -83,6 +75,7 @@ class Reference:
         self._leads = context.rank == 0
         self._shared = config.ref.ranks_per_copy > 1
         first = reference_step(context.start_step + 1, self._interval)
+        # Neither the initial model nor the checkpoint's own weights: the checkpoint holds it as a directory.
         restored = 0 < first < context.start_step
         self._step = first if restored else 0
         weights_dir = Path(context.job.resume_from) / DIRECTORY if restored else None
@@ -107,10 +100,8 @@ class Reference:
     def log_probs(self, batch: Sequences, *, step: int) -> Tensor:
         """Return float32 [A]: log-probabilities of the drawn tokens under the reference of `step`.
 
-        Waits until that reference has come, which the caller must have published.
-
-        Raises:
-            WeightSyncError: it did not in time.
+        Waits for that reference, which the caller must have published; raises WeightSyncError if it does not arrive in
+        time.
         """
         needed = reference_step(step, self._interval)
         if needed > self._step and self._receiver is not None and self._wait_for(self._receiver, needed):
@@ -118,33 +109,24 @@ class Reference:
         return self._model.log_probs(batch)
 
     def take_weights(self, step: int) -> None:
-        """Become the reference of step `step` + 1, or a later one if that is gone: no rows are in hand. Returns early
-        when the run stops.
-
-        Args:
-            step: a published one after which the reference changes.
-
-        Raises:
-            WeightSyncError: the weights do not come in time, or are gone.
-        """
+        """Become the reference of step `step` + 1, or a later one if that is gone; no rows may be in hand. Returns
+        early if the run stops; raises WeightSyncError if the weights do not arrive in time or are gone."""
         receiver = self._receiver
         assert receiver is not None, "a reference that stays the same waits for no weights"
         while self._wait_for(receiver, step):
             best = self._newest_there(receiver, step)
             if self._shared:
-                best = max_over_ranks(best)  # a rank may have heard of later ones
+                best = max_over_ranks(best)  # a rank may know of later ones
             if best == step:
                 self._load(receiver, step)
                 return
             step = best
 
     def close(self) -> None:
-        """Leave the weight agent."""
         if self._receiver is not None:
             self._receiver.close()
 
     def _wait_for(self, receiver: WeightReceiver, step: int) -> bool:
-        """Wait for weights of `step` or later; False: the run stops."""
         context = self._context
         with context.reporting("waiting for weights"), context.timeline.span("wait for weights", step=step):
             came = receiver.wait_for(
@@ -153,7 +135,6 @@ class Reference:
             return self._all(came)
 
     def _newest_there(self, receiver: WeightReceiver, least: int) -> int:
-        """Return the newest reference from step `least` on that this rank can load; `least` if it knows of none."""
         lineage, newest = self._context.job.lineage, receiver.newest
         steps = [least, *_kept_steps(self._context)]
         if newest is not None and newest.lineage == lineage and newest.step % self._interval == 0:
@@ -161,29 +142,23 @@ class Reference:
         return max(steps)
 
     def _load(self, receiver: WeightReceiver, needed: int) -> None:
-        """Compute with the weights of `needed` from now on, and none but these."""
         with self._context.timeline.span("load weights", step=needed):
             loaded = None
             if receiver.newest is not None and receiver.newest.step == needed:
                 loaded = receiver.load(partial(self._model.load_weights, adopt=receiver.adopts), newer_than=None)
                 receiver.drop()
             if loaded is None or loaded.step != needed:
-                self._read(needed)  # the trainer is ahead: another reference has served it
+                self._read(needed)  # the trainer is ahead, so another process served this reference and wrote it
         self._step = needed
         target = _kept_as(self._context, needed)
         if (self._leads or self._shared) and self._all(not target.exists()):
             self._write(target)
 
     def _all(self, value: bool) -> bool:
-        """Return whether it is true on all ranks that share the model."""
         return all_ranks(value) if self._shared else value
 
     def _read(self, needed: int) -> None:
-        """Take what another reference wrote; nothing else is the reference of these steps.
-
-        Raises:
-            WeightSyncError: none did.
-        """
+        """Load the weights that another reference process wrote; no other weights are the reference of these steps."""
         try:
             self._model.read_weights(_kept_as(self._context, needed))
         except ConfigError as error:
@@ -192,7 +167,7 @@ class Reference:
             ) from error
 
     def _wants(self, version: Version) -> bool:
-        """Return whether a version is the first at or after a refresh; the receiver asks for one after the other."""
+        """Return whether a version is the first at or after a refresh; the receiver asks about versions in order."""
         if version.lineage < self._context.job.lineage:
             return False
         newest = self._receiver.newest if self._receiver is not None else None
@@ -205,10 +180,11 @@ class Reference:
             self._model.save_weights(beside)
             if not self._leads:
                 return
+            # Atomic: other processes see all of it or nothing.
             beside.rename(target)
         except OSError as error:
             shutil.rmtree(beside, ignore_errors=True)
-            if not target.exists():  # else another process was faster
+            if not target.exists():  # otherwise another process was faster
                 logger.warning("%s cannot be written (%s): checkpoints before the next refresh lack it", target, error)
         for old in sorted(target.parent.glob("lineage*"))[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -219,6 +195,5 @@ def _kept_as(context: WorkerContext, step: int) -> Path:
 
 
 def _kept_steps(context: WorkerContext) -> list[int]:
-    """Return the steps of the references of this lineage that lie in the run directory."""
     directories = (context.run_dir / DIRECTORY).glob(f"lineage{context.job.lineage:04d}-step_*")
     return [int(path.name.rpartition("_")[2]) for path in directories]

@@ -1,4 +1,4 @@
-"""What a user's task is called with, and how its child calls it. Torch-free."""
+"""The argument of a user's task function, and how the child process calls it. Torch-free."""
 
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,18 @@ from asyncflow.errors import UserCodeFailed
 from workers.calls.user_function import Callee, load_function
 from workers.rewards.base import as_number
 
+# Arguments of a task's function.
 ARGUMENTS = ("row",)
-"""What a task's function takes."""
 
 
 @dataclass(frozen=True)
 class TaskRow:
-    """One rollout. What is not among the task's inputs is empty.
+    """One rollout. Fields that are not among the task's inputs are empty.
 
     Attributes:
-        prompt, response: decoded, without special tokens; the response is all that the policy drew, of every turn.
+        prompt, response: decoded, without special tokens; the response holds all drawn tokens, of every turn.
         ground_truth: of the data row.
-        columns: the other inputs, a number each, by name; truth values are 0 and 1.
+        columns: the other inputs, one number each, by name; booleans are 0 and 1.
     """
 
     prompt: str = ""
@@ -30,21 +30,13 @@ class TaskRow:
 
 
 def task_function(what: str, function: str, field_name: str) -> Callee:
-    """Import the function of a task, in a child: it takes the fields of a row and gives a number.
-
-    Args:
-        what: begins a message.
-        function: `module:function`.
-        field_name: of the configuration.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
+    """Import a task's function in the child; it takes the fields of a row and returns a number. Raises ConfigError if
+    there is no such function. `what` starts error messages, `field_name` is the setting that names it."""
 
     def number(value: Any, _: Sequence[Any]) -> float:
         try:
             return as_number(value)
-        except Exception as error:  # the boundary to the user's objects
+        except Exception as error:  # converting a user's object may raise anything
             raise UserCodeFailed(f"{what} returned {reprlib.repr(value)} instead of a number") from error
 
     users = load_function(function, field=field_name, arguments=ARGUMENTS)

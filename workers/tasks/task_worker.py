@@ -3,13 +3,13 @@
     fetch -> get inputs -> add_columns -> put outputs -> fetch ...
       '--> rows need newer weights, which exist -> take_weights -> fetch ...
 
-Only a rank without rows waits for weights, and only for such that exist. While rows wait for weights that others still
-compute, it goes on asking: those weights may need rows that are not here yet, or that come back.
+Only a rank without rows waits for weights, and only for weights that exist. While rows wait for weights that others
+still compute, it keeps fetching: those weights may need rows that have not arrived, or that come back.
 
-Where several ranks share a model, the first one, the lead, fetches and puts. The others get the same rows by broadcast
+If several ranks share a model, the first one, the lead, fetches and puts. The others get the same rows by broadcast
 (`tq.client.dataloader`), so all compute together.
 
-Called by `workers.roles.main`. What is computed is in `workers.tasks`.
+Called by `workers.roles.main`. The computations are in `workers.tasks`.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,6 @@ from workers.tasks.graph import task_of
 
 
 def run_task(context: WorkerContext) -> None:
-    """Serve this role's task until the queue stops."""
     task = task_of(context.gang.role, context.config, context.job)
     ranks = tuple(range(context.gang.num_ranks))
     if len(ranks) > 1:
@@ -67,26 +66,15 @@ def run_task(context: WorkerContext) -> None:
 
 
 def is_held_back(item: Round | NoRows, before: bool) -> bool:
-    """Return whether rows are ready, and wait for weights that do not exist yet.
-
-    Args:
-        item: what the last request brought.
-        before: what was so when it was made.
-    """
+    """Return whether rows are ready but wait for weights that do not exist yet; `before`: the previous return value."""
     if not isinstance(item, NoRows):
         return False
+    # A request that expires says nothing new, so an earlier answer still holds.
     return item.reason is NoRowsReason.HELD_BACK or (before and item.reason is NoRowsReason.DEADLINE)
 
 
 class _Lead:
-    """The queue's side of the loop; one lease at a time."""
-
     def __init__(self, context: WorkerContext, task: PlacedTask, chain: TaskChain) -> None:
-        """Args:
-        context: of this rank.
-        task: that is served.
-        chain: says how many rows it takes at a time, and which weights it has.
-        """
         self._context = context
         self._task = task
         self._chain = chain
@@ -97,7 +85,6 @@ class _Lead:
         self._lease: Lease | None = None
 
     def rounds(self) -> Iterator[Round | NoRows]:
-        """Yield rows, and answers without rows, until the queue stops."""
         context, task, chain = self._context, self._task, self._chain
         monitor = StallMonitor(producers_timeout_s=0.0)
         held_back = False
@@ -121,7 +108,6 @@ class _Lead:
                 yield answer
 
     def put(self, batch: PackedBatch) -> None:
-        """Put the outputs of the rows that were given last."""
         lease = self._lease
         assert lease is not None, "rounds() gave no rows"
         with self._context.timeline.span("put", step=lease.partition, rows=len(batch)):
@@ -130,13 +116,11 @@ class _Lead:
                 lease.put({name: batch[name] for name in self._task.outputs})
 
     def close(self) -> None:
-        """Leave the queue."""
         self._client.close()
         if self._group_filter is not None:
             self._group_filter.close()
 
     def _filtered(self, lease: Lease, batch: PackedBatch) -> PackedBatch:
-        """Have groups that are not to be trained taken out where this role scores; returns the others."""
         if self._group_filter is None:
             return batch
         refused = self._group_filter.refused(lease.groups, batch["rewards"].values.tolist())

@@ -1,7 +1,7 @@
-"""The actor loop: for every step, have it trained, published and recorded, and begin to save.
+"""The actor loop: train, publish and record every step, and start its checkpoint.
 
 next step -> train, publish weights, record (`workers.trainer.trainer`) -> checkpoint -> next step
-                                                                   '-- written beside it
+                                                                   '-- written in the background
 """
 
 import contextlib
@@ -44,12 +44,12 @@ from workers.trainer.tri_model import TriModel
 
 logger = logging.getLogger(__name__)
 
+# After a failed publication, how long to wait for the stop that the launcher sends when an agent died (s).
 STOP_GRACE_S = 15.0
-"""How long weights that could not be published wait for the stop that the launcher sends when an agent died (s)."""
 
 
 def run_actor(context: WorkerContext) -> None:
-    """Train until the last step or a stop; save what was completed."""
+    """Train until the last step or a stop, then save the last completed step."""
     meet_peers(context)
     actor = Actor(context)
     actor.train()
@@ -72,7 +72,7 @@ class Actor:
             source = Path(context.job.resume_from)
             self._checkpointer.restore(self._engine, source, seed=config.seed, critic=self._critic)
         if context.rank == 0:
-            context.warn("")  # what an earlier start of this gang could not save is past
+            context.warn("")  # clear the warning about a failed save that an earlier start of this gang left
         self._completed = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
         self._gap_watch = GapWatch(config)
@@ -80,6 +80,7 @@ class Actor:
         self._failed_rewards = FailedShare(config.reward.max_failed_share)
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
         self._channel = self._open_channel() if context.rank == 0 and context.job.of_role("critic") else None
+        # The saving thread needs a store client of its own.
         self._save_channel = None if self._channel is None else self._open_channel()
         place = ReplicaPlace.of(config.actor, context.rank, context.gang.num_ranks)
         peers = ReplicaPeers(place) if len(place.ranks) > 1 else None
@@ -109,7 +110,9 @@ class Actor:
         )
 
     def train(self) -> None:
-        """Run every step; a stop abandons the one whose rows are not all there, and saves the last completed one."""
+        """Run every step. A stop abandons a step that still lacks rows; the last completed step is saved."""
+        # Generators wait for this version instead of reading the model directory, so a fresh start and a resume take
+        # the same path, and both sides hold equal weights.
         self._publish(self._completed)
         while step := self._loader.next_partition():
             record = self._trainer.train(step)
@@ -125,7 +128,6 @@ class Actor:
         self._send(Message(Kind.END))
 
     def close(self) -> None:
-        """Leave queue and weight groups."""
         self._checkpointer.close()
         self._loader.close()
         self._sender.close()
@@ -135,7 +137,7 @@ class Actor:
             self._recorder.close()
 
     def take(self, batch: PackedBatch, record: StepRecord) -> None:
-        """Check and count what is trained, once for each replica."""
+        """Check the staleness of a round and count its rows, once per replica."""
         if not (self._counts and len(batch)):
             return
         check_staleness(batch, step=record.step, bound=self._config.schedule.staleness_bound)
@@ -150,17 +152,14 @@ class Actor:
         record.add_rows(batch, lines, admitted_step=self._loader.round_partition)
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
-        """Finish every step whose rows are all there; a critic in a role of its own is told.
-
-        Raises:
-            UserCodeFailed: no response of the step has a reward, or too many have none, on all ranks, before anything
-                was updated. What was trained before is saved.
-        """
+        """Finish every step whose rows all arrived, and notify a critic in a role of its own. Raises UserCodeFailed, on
+        all ranks and before any update, if too many rollouts failed or responses lack a reward; the last completed step
+        is saved."""
         if stopped:
             return False
         if (error := self._too_many_failures(record)) is not None:
-            if not self._context.job.of_role("critic"):  # else that one waits for the step
-                with contextlib.suppress(LastSaveFailed):  # the log has it
+            if not self._context.job.of_role("critic"):  # a separate critic is still waiting for this step
+                with contextlib.suppress(LastSaveFailed):  # already logged; report the failed user code instead
                     self._save_last()
             raise error
         if self._context.job.of_role("critic"):
@@ -168,7 +167,7 @@ class Actor:
         return True
 
     def _too_many_failures(self, record: StepRecord) -> UserCodeFailed | None:
-        """Return why the step is not trained, the same on all ranks; collective."""
+        """Return why the step must not be trained, identical on all ranks; collective."""
         rows, scored = sum_over_ranks(record.num_rows), sum_over_ranks(record.num_scored)
         rollouts, rewards = (sum_over_ranks(number) for number in record.num_failed)
         where, advice = f"step {record.step}", "correct that and resume"
@@ -193,19 +192,19 @@ class Actor:
         return self._sender.before_update()
 
     def after_update(self, step: int, number: int, optimizer_updates: int) -> None:
-        """Write the update down, whatever becomes of the step."""
+        """Write the update down immediately: it counts even if the step is never finished."""
         if self._recorder is not None:
             self._recorder.update_made(step, number, optimizer_updates)
 
     def publish(self, record: StepRecord) -> None:
-        """Send the step's weights; a stop may come instead."""
+        """Send the step's weights, unless a stop comes first."""
         self._completed = record.step
         held_up_s = self._publish(record.step)
         record.stopped = held_up_s is None
         record.sync_exposed_s += held_up_s or 0.0
 
     def record(self, record: StepRecord) -> None:
-        """Acknowledge the step's rows, join and write the figures of all ranks, and end a run that they forbid."""
+        """Acknowledge the step's rows, merge and write all ranks' metrics, and end a run that exceeds its limits."""
         self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
         record.checkpoint_stall_s = self._checkpointer.take_stalled_s()
@@ -223,7 +222,7 @@ class Actor:
         self._gap_watch.check(record.step, record.gap_complaint)
 
     def _publish(self, step: int) -> float | None:
-        """Send weights of `step` and announce them; returns the seconds held up, or None when a stop came instead."""
+        """Send the weights of `step` and announce them; returns seconds held up, or None if a stop came first."""
         version = Version(self._context.job.lineage, step)
         self._context.report("publishing weights", step=step, version=step)
         try:
@@ -235,6 +234,7 @@ class Actor:
                     stop=self._context.stopping,
                 )
         except WeightSyncError:
+            # Probably an agent died: then the launcher sends a stop, and this is no error of its own.
             if self._context.stopping.wait(STOP_GRACE_S):
                 logger.warning("weights of step %d were not sent: the run is stopping", step)
                 return None
@@ -245,7 +245,6 @@ class Actor:
         return held_up_s
 
     def _begin_save(self) -> None:
-        """Save the last completed step while training goes on."""
         step = self._completed
         self._context.report("saving", f"step {step}")
         contents = _NOTHING if self._recorder is None else self._contents(step, self._recorder)
@@ -253,11 +252,6 @@ class Actor:
         self._checkpointer.begin(self._engine, step, contents, critic=self._critic)
 
     def _save_last(self) -> None:
-        """Save what was completed, and see that it is saved.
-
-        Raises:
-            LastSaveFailed: it is not.
-        """
         self._checkpointer.wait()
         saved = self._checkpointer.saved_step
         if saved == self._completed:
@@ -269,9 +263,8 @@ class Actor:
             raise LastSaveFailed(f"{error}; steps {saved + 1} to {self._completed} are lost; correct that and resume")
 
     def _contents(self, step: int, recorder: StepRecorder) -> Contents:
-        """Return what rank 0 adds to a checkpoint."""
         config, client = self._config, self._client
-        trained = step - config.schedule.lateness  # rows of later steps may not be trained
+        trained = step - config.schedule.lateness  # rows of later steps may still be untrained
 
         def snapshot(target: Path) -> None:
             client.snapshot(target, after_partition=trained, forget_acks_of=[self._task.name])
@@ -283,6 +276,7 @@ class Actor:
         return Contents(
             make_durable=recorder.sync,
             export_hf=self._engine.export_hf if config.checkpoint.export_hf else None,
+            # Reused samples would change which responses share a batch.
             snapshot=None if config.deterministic else snapshot,
             reference=saved_reference(self._context, step),
             critic=self._save_channel,
@@ -297,8 +291,8 @@ class Actor:
             self._channel.send(message)
 
 
+# What ranks other than 0 add to a checkpoint.
 _NOTHING = Contents(make_durable=lambda: None)
-"""What the other ranks add."""
 
 
 def _open_checkpointer(context: WorkerContext) -> Checkpointer:
@@ -322,18 +316,18 @@ def _open_checkpointer(context: WorkerContext) -> Checkpointer:
     )
 
 
-# The loop of a critic in a role of its own: for every step, what its responses are worth, then the update.
+# The loop of a critic in a role of its own: estimate the values of every step's responses, then update.
 #
 #     round of step s arrives -> values -> advantages, returns -> put advantages -> forward_backward
-#     the last one is there   -> the actor committed to step s -> update ... -> report
+#     last round has arrived  -> the actor committed to step s -> update ... -> report
 #
-# All values of a step come from the weights that the critic had when it began the step, since it updates only after
-# the step's last row; the actor gets advantages as rows arrive. `workers.rank.actor_critic_channel` says how the two
-# keep step. `CriticSaver` writes the critic's part of a checkpoint.
+# The critic updates only after the step's last row, so all values of a step come from the same weights, while the
+# actor still gets advantages as rows arrive. `workers.rank.actor_critic_channel` describes how the two stay in step.
+# `CriticSaver` writes the critic's part of a checkpoint.
 
 
 def run_critic(context: WorkerContext) -> None:
-    """Train until the actor says that it is over."""
+    """Train until the actor says that the run is over."""
     meet_peers(context)
     critic = Critic(context)
     critic.train()
@@ -372,28 +366,28 @@ class Critic:
         self._over = False
 
     def train(self) -> None:
-        """Train every step that the actor finishes, and save what it saves."""
+        """Train every step that the actor finishes, and save whenever the actor saves."""
         self._context.report("waiting for rows", version=self._context.start_step)
         while step := self._loader.next_partition():
             if self._trainer.train(step) is None:
                 break
+        # The actor may still save after its last step.
         while not self._over:
             self._receive()
         self._saver.wait()
 
     def close(self) -> None:
-        """Leave the queue."""
         self._saver.close()
         self._loader.close()
         self._columns.close()
         self._client.close()
 
     def take(self, batch: PackedBatch, _: StepRecord) -> None:
-        """Pass on what other roles read."""
+        """Put the columns that other roles read."""
         self._loader.put({name: batch[name] for name in self._outputs} if len(batch) else {})
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
-        """Wait until the actor trains this step, or will not; a save that comes first is of the step before."""
+        """Wait until the actor commits to this step or ends the run. A save that comes first is of the step before."""
         stopped = sum_over_ranks(int(stopped)) > 0
         while not self._over:
             if (committed := self._receive()) is not None:
@@ -403,24 +397,23 @@ class Critic:
         return False
 
     def before_update(self) -> float:
-        """Wait until a save has copied the weights."""
         return self._saver.before_update()
 
     def after_update(self, step: int, number: int, optimizer_updates: int) -> None:
-        """No policy is trained here."""
+        """Do nothing: this role trains no policy."""
 
     def publish(self, record: StepRecord) -> None:
-        """Nothing follows a critic's weights."""
+        """Do nothing: no role receives the critic's weights."""
 
     def record(self, record: StepRecord) -> None:
-        """Report the step's figures to the actor, which writes them down."""
+        """Report the step's metrics to the actor, which writes them."""
         self._context.report("reporting", step=record.step, version=record.step)
         record.merge(gather(record.part()))
         if self._context.rank == 0:
             self._channel.send_report(record.step, record.critic_metrics())
 
     def _receive(self) -> int | None:
-        """Act on the actor's next message; returns the step that it committed to."""
+        """Act on the actor's next message; returns the step that the actor committed to, if that was the message."""
         self._context.report("waiting for the actor")
         with self._context.timeline.span("wait for the actor"):
             message = self._channel.recv()
@@ -438,12 +431,17 @@ class Critic:
 
 
 class CriticSaver:
-    """A critic's part of a checkpoint; the actor's saver waits for it. All ranks construct and call it together.
+    """Writes the critic's part of a checkpoint; the actor's saver waits for it. All ranks construct and call it
+    together.
 
         training thread   save s received -> begin(s): the copy begins -> before_update() -> update of step s + 1
         saving thread     s has begun -> shards, checksums -> files of s
 
-    The actor is told of a failure, and then drops the whole save.
+    A failure is reported to the actor, which then drops the whole checkpoint.
+
+    Args:
+        open_channel: opens a second channel, used by the saving thread only.
+        timeout_s: deadline of one save (s).
     """
 
     def __init__(
@@ -455,12 +453,6 @@ class CriticSaver:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        """Args:
-        engine: that is saved.
-        open_channel: for the saving thread.
-        device: that holds the state.
-        timeout_s: deadline of one save (s).
-        """
         self._engine = engine
         self._channel = open_channel()
         self._run_dir = run_dir
@@ -469,22 +461,15 @@ class CriticSaver:
         self._copy = HostCopy(device)
         self._thread: threading.Thread | None = None
         self._step = 0
-        """That is saved, or was last."""
 
     def restore(self, source: Path) -> None:
-        """Load the critic's part of a checkpoint, also one that the actor saved.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Load the critic's part of a checkpoint, whether a critic or the actor saved it. Raises CheckpointError if it
+        cannot be read."""
         load_shards(self._engine, source / CRITIC, group=self._group)
 
     def begin(self, step: int) -> None:
-        """Begin to save the state as it is now: after `step`.
-
-        Raises:
-            CheckpointError: an earlier save does not end.
-        """
+        """Begin to save the current state: the one after `step`. Raises CheckpointError if an earlier save is still not
+        written after `timeout_s`."""
         self.wait()
         state = self._copy.begin(self._engine.state_dict())
         self._step = step
@@ -492,34 +477,30 @@ class CriticSaver:
         self._thread.start()
 
     def before_update(self) -> float:
-        """Wait until the state may change."""
+        """Wait until the state is copied and may change."""
         self._copy.wait()
         return 0.0
 
     def wait(self) -> None:
-        """Wait until the last save is written, or has failed.
-
-        Raises:
-            CheckpointError: it does not end; its thread may still read the copy, so another save cannot begin.
-        """
+        """Wait until the last save is written or has failed. Raises CheckpointError if it is not written in time. Its
+        thread may still read the copy, so no other save can begin."""
         if self._thread is None:
             return
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
             raise CheckpointError(
                 f"the critic's part of the checkpoint of step {self._step} is not written after {self._timeout_s:g} s "
-                f"(checkpoint.timeout_s); look whether the file system answers"
+                f"(checkpoint.timeout_s); check whether the file system responds"
             )
         self._thread = None
 
     def close(self) -> None:
-        """End the copy's thread; idempotent."""
         self._copy.close()
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
         try:
             self._save(step, state)
-        except Exception:  # the boundary of a thread: a rank is gone, or the actor; both are noticed elsewhere
+        except Exception:  # thread boundary: a rank or the actor is gone, which others detect
             logger.exception("the critic's part of step %d is not saved", step)
 
     def _save(self, step: int, state: dict[str, Any]) -> None:
@@ -527,9 +508,11 @@ class CriticSaver:
         error = ""
         try:
             files = self._shards(step, state)
-        except (Exception, dcp.CheckpointException) as failure:  # the boundary of a thread; the second is no Exception
+        except (Exception, dcp.CheckpointException) as failure:  # dcp.CheckpointException is a BaseException
             expected = isinstance(failure, (AsyncFlowError, OSError))
-            logger.warning("the critic's part of step %d", step, exc_info=None if expected else failure)
+            logger.warning(
+                "the critic's part of step %d cannot be written", step, exc_info=None if expected else failure
+            )
             error = f"rank {dist.get_rank()}: {one_line(failure)}"
         parts = gather([files, error], group=self._group)
         if dist.get_rank() == 0:

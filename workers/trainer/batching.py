@@ -1,25 +1,25 @@
-"""How a step's rows are cut: into rounds as they arrive, mini-batches (one optimizer update each), micro-batches. Pure.
+"""Cuts a step's rows into rounds (as they arrive), mini-batches (one optimizer update each) and micro-batches. Pure.
 
-Two mini-batches a pass, two passes, four rounds:
+Two mini-batches per pass, two passes, four rounds:
 
-    rounds arrive     0 and 3 are trained as they come, 1 and 2 are kept ......... the last one is there
-    updates           0 3 | 1 2 | 1 3 | 0 2                                        every pass is assigned anew
+    rounds arrive     0 and 3 are trained on arrival, 1 and 2 are kept ......... last round has arrived
+    updates           0 3 | 1 2 | 1 3 | 0 2                                      every pass is assigned anew
 
-Rounds are assigned to mini-batches at random, from a seed and without a look at their rows: short responses arrive
-first, so mini-batches that followed arrival would be updates by length.
+Rounds are assigned to mini-batches at random, from a seed and without looking at their rows. Short responses arrive
+first, so mini-batches in arrival order would sort the updates by response length.
 
-The first update comes after the last round: until then nothing has changed, and a step that is stopped leaves no trace;
-from then on the step needs nothing from the queue. An algorithm that looks at the whole step keeps all rounds, and
-trains none as it comes.
+The first update comes after the last round. Until then nothing has changed, so a stopped step leaves no trace; from
+then on the step needs nothing from the queue. An algorithm that normalizes over the whole step keeps all rounds and
+trains none on arrival.
 
-A round is cut into micro-batches by number (runs of `micro_batch_size` rows with all their samples) or, at the borders
-of samples, by tokens (as few as fit a budget). Samples with the same prompt, as a group's are, stay together where they
-fit the budget, so that it is computed once; else it is computed once for each part:
+A round is cut into micro-batches either by count (runs of `micro_batch_size` rows with all their samples) or, at sample
+borders, by tokens (as few micro-batches as fit a budget). Samples that share a prompt, such as a group's, stay together
+if they fit the budget, so that the prompt is computed once; otherwise it is computed once per part:
 
     budget 20, prompt 8, responses 2 9 4 3      one part would have 26 tokens: (2 4) with 14, (9 3) with 20
 
-Under `tq.policy: token-budget` a round has no more tokens than a micro-batch may have; longer groups alone are cut.
-Neither changes the gradient: the loss is a sum over tokens, and scaled once for the whole update.
+With `tq.policy: token-budget`, a round has no more tokens than a micro-batch may have, so only longer groups are cut.
+Neither way changes the gradient: the loss is a sum over tokens, scaled once for the whole update.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,31 +32,20 @@ from workers.settings.engines import ActorConfig
 
 @dataclass(frozen=True)
 class Round:
-    """One rank's part of a round, with all columns.
+    """One rank's part of a round, with all columns."""
 
-    Attributes:
-        batch: the samples of its rows; none where the rank got none.
-        micro_batches: positions of samples; as many on all ranks, so the last ones of some are empty.
-        total_rows: of all ranks; rows, not samples.
-        drawn_by: versions that drew tokens of it, on any rank; only with `actor.tri_model`.
-    """
-
-    batch: PackedBatch
+    batch: PackedBatch  # The samples of this rank's rows; empty if the rank got no rows
+    # Positions of samples. All ranks have equally many, so the last ones may be empty.
     micro_batches: Sequence[Sequence[int]]
-    total_rows: int
-    drawn_by: Sequence[int] = ()
+    total_rows: int  # Rows (not samples) over all ranks
+    drawn_by: Sequence[int] = ()  # Policy versions that drew its tokens, on any rank; only with `actor.tri_model`
 
 
 class StepRounds:
-    """The rounds of one step, on one rank."""
+    """The rounds of one step, of `step_rows` rows over all ranks, on one rank. The seed determines which rounds form
+    which update. `streams`: train the first mini-batch's rounds on arrival; otherwise nothing before the last round."""
 
     def __init__(self, config: ActorConfig, *, step_rows: int, seed: str, streams: bool = True) -> None:
-        """Args:
-        config: how many updates.
-        step_rows: rows of the step on all ranks.
-        seed: of the step; says which rounds make which update.
-        streams: rounds are trained as they come; else after the last one.
-        """
         self._num_passes = config.ppo_epochs
         self._num_mini_batches = config.num_mini_batches
         self._streams = streams
@@ -67,22 +56,20 @@ class StepRounds:
         self._arriving = self._assigner(0)
 
     def add(self, arrived: Round) -> bool:
-        """Take in a round; returns whether it is of the first mini-batch and is trained at once."""
+        """Add a round; returns whether to train it on arrival because it belongs to the first mini-batch."""
         if self._keeps:
             self._kept.append(arrived)
         return self._arriving.assign(arrived.total_rows) == 0 and self._streams
 
     def mini_batches(self, normalize: Callable[[list[PackedBatch]], list[PackedBatch]]) -> Iterator[Sequence[Round]]:
-        """Yield, for every update of the step, the rounds that are still to be trained; the last round has arrived.
-
-        Args:
-            normalize: is given the batches of all rounds, where they do not stream, and returns them changed.
-        """
+        """Yield the rounds that each update still has to train, after the last round has arrived. Without streaming,
+        `normalize` maps the batches of all rounds to normalized ones."""
         if not self._streams:
             batches = normalize([one.batch for one in self._kept])
             self._kept = [replace(one, batch=batch) for one, batch in zip(self._kept, batches, strict=True)]
         for pass_number in range(self._num_passes if self._keeps else 1):
             first, *others = self._assigned(pass_number)
+            # The first mini-batch of the first pass was trained as its rounds arrived.
             yield () if pass_number == 0 and self._streams else first
             yield from others
 

@@ -1,12 +1,12 @@
-"""A step of training on one rank: get rows, add columns, loss, update, publish, record.
+"""One step of training on one rank: get rows, add columns, compute the loss, update, publish, record.
 
-    a round arrives    -> columns -> samples -> forward_backward, if it is of the first mini-batch; the others are kept
-                          (all are kept by an algorithm that normalises over the step: `Algorithm.whole_step`)
-    the last is there  -> update | forward_backward ... update | ...        as many as the configuration says
-    all are made       -> publish the weights, record the step
+    a round arrives     -> columns -> samples -> forward_backward if it is in the first mini-batch; others are kept
+                           (an algorithm that normalizes over the step keeps all: `Algorithm.whole_step`)
+    the last has come   -> update | forward_backward ... update | ...       as many as the configuration says
+    all updates made    -> publish the weights, record the step
 
-A stop before a step's last round abandons it, and nothing has changed; after that the step is finished. The actor and
-a critic in a role of its own both train by this; `TrainingRole` is what they do differently.
+A stop before the step's last round abandons the step and changes nothing; after it the step is finished. The actor and
+a critic in a role of its own share this code; `TrainingRole` holds what they do differently.
 """
 
 import math
@@ -41,33 +41,36 @@ from workers.trainer.tri_model import LossOfMicroStep, MicroStep, TriModel
 
 
 class TrainingRole(Protocol):
-    """What the actor and a critic in a role of its own do differently in a step; all ranks of a gang call alike."""
+    """What the actor and a critic in a role of its own do differently; all ranks of a gang make the same calls."""
 
     def take(self, batch: PackedBatch, record: StepRecord) -> None:
-        """Take a round with its columns, once; rows of whole groups, maybe none."""
+        """Take a round with its columns, once. It holds rows of whole groups and may be empty."""
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
-        """Decide, alike on all ranks, whether the step is finished, once all of its rows were asked for.
-
-        Args:
-            stopped: a stop came before they were all there.
-        """
+        """Decide, identically on all ranks, whether to finish a step whose rows were all requested. `stopped`: a stop
+        came before all of them arrived."""
 
     def before_update(self) -> float:
-        """Wait until nothing reads the weights any more; returns the seconds that it took."""
+        """Wait until nothing reads the weights; returns the seconds waited."""
 
     def after_update(self, step: int, number: int, optimizer_updates: int) -> None:
-        """An update of the policy was made: its number in the step, and how many the engine counts."""
+        """Note an update of the policy: its number within the step, and the engine's total."""
 
     def publish(self, record: StepRecord) -> None:
-        """The step's updates are made: send the weights to those that follow them."""
+        """Send the weights to their receivers, after all updates of the step."""
 
     def record(self, record: StepRecord) -> None:
-        """Acknowledge the step's rows and write down what it was."""
+        """Acknowledge the step's rows and record its results."""
 
 
 class Trainer:
-    """One rank's part of every step; `train` is collective over the gang."""
+    """One rank's part of every step; `train` is collective over the gang.
+
+    Args:
+        learners: the trained models; every micro-batch trains them one after the other.
+        columns: the tasks that this process computes before training.
+        counts: False if another rank of the replica counts the same rows.
+    """
 
     def __init__(
         self,
@@ -81,15 +84,6 @@ class Trainer:
         tri_model: TriModel | None = None,
         counts: bool = True,
     ) -> None:
-        """Args:
-        learners: the models that are trained, one after the other on every micro-batch.
-        loader: brings this rank's rows.
-        columns: the tasks that this process computes before it trains.
-        training: how rounds are cut into micro-batches, and how many updates a step makes.
-        role: whose step it is.
-        tri_model: scores the policy's micro-batches with its older copies and the reference.
-        counts: this rank's rows; False: they are those of another rank, which counts them.
-        """
         config = context.config
         self._context = context
         self._config = config
@@ -105,11 +99,8 @@ class Trainer:
         self._whole_step = self._algorithm.whole_step and any(one.model is Model.POLICY for one in learners)
 
     def train(self, step: int) -> StepRecord | None:
-        """Train the step that the loader is at; None: a stop came before its rows were all there.
-
-        Raises:
-            TrainingDiverged: a loss or a gradient is not finite, on all ranks; the weights are those before the update.
-        """
+        """Train the loader's current step; None if a stop came before all its rows arrived. Raises TrainingDiverged if
+        a loss or a gradient is not finite; on all ranks, with the weights of before the update."""
         record, rounds = StepRecord(step), self._step_rounds(step)
         if self._move_probe is not None:
             move = self._move_probe.move()
@@ -119,7 +110,7 @@ class Trainer:
             if rounds.add(arrived):
                 self._accumulate(arrived, record)
         if not self._role.commit(record, self._loader.stopped):
-            self._forget_gradients()
+            self._forget_gradients()  # of rounds trained on arrival: nothing else has changed yet
             return None
         for mini_batch in rounds.mini_batches(self._normalized):
             self._report(record)
@@ -131,9 +122,9 @@ class Trainer:
         return record
 
     def _open_move_probe(self) -> MoveProbe | None:
-        """Return what judges log-probabilities of older weights, where there are any; simulated engines have none."""
         schedule, engine = self._config.schedule, self._config.actor.engine
         policies = [one.engine for one in self._learners if one.model is Model.POLICY]
+        # Without staleness all tokens have age 0, which needs no measured move.
         if not policies or not schedule.staleness_bound or engine == "sim":
             return None
         return MoveProbe(cast(TrainEngine, policies[0]))
@@ -147,7 +138,6 @@ class Trainer:
         )
 
     def _arriving(self, record: StepRecord) -> Iterator[PackedBatch]:
-        """Yield this rank's rows, round after round."""
         rounds = iter(self._loader)
         while True:
             self._context.report("waiting for rows", step=record.step)
@@ -160,34 +150,35 @@ class Trainer:
             yield batch
 
     def _with_columns(self, batch: PackedBatch, record: StepRecord) -> Round:
-        """Compute the columns of a round, and count its rows, once."""
         round_rows = self._loader.round_rows
         batch = self._columns.add_columns(batch, step=record.step, round_rows=round_rows)
         self._role.take(batch, record)
+        # Only the assignment to several mini-batches needs the total over all ranks.
         several = self._training.num_updates > 1 or self._whole_step
         total_rows = sum_over_ranks(len(batch) * self._counts) if several else len(batch)
         samples = samples_of(batch)
         return Round(samples, self._micro_batches(samples, round_rows), total_rows, self._drawn_by(batch))
 
     def _drawn_by(self, batch: PackedBatch) -> Sequence[int]:
-        """Return the versions that drew tokens of a round, on any rank, so that all score it with the same copies."""
         if self._tri_model is None:
             return ()
+        # Scoring with a copy is collective, so all ranks must use the same versions.
         parts = gather(self._tri_model.versions_of(batch))
         return sorted({version for part in parts for version in part})
 
     def _micro_batches(self, batch: PackedBatch, round_rows: int) -> list[Sequence[int]]:
-        """Return as many micro-batches as the rank with the most of them has."""
         training = self._training
         cuts = micro_batches(batch, training)
         if training.max_tokens_per_micro_batch:
             most = max_over_ranks(len(cuts))
         else:
+            # By count, the number of micro-batches follows from the round's rows: no need to ask the other ranks.
             most = -(-round_rows // training.micro_batch_size)
+        # Passes are collective, so ranks with fewer micro-batches add empty ones.
         return [*cuts, *([range(0)] * (most - len(cuts)))]
 
     def _normalized(self, batches: list[PackedBatch]) -> list[PackedBatch]:
-        """Normalise the advantages of this rank's rounds by those of all ranks; collective."""
+        """Normalize the advantages of this rank's rounds with the moments of all ranks; collective."""
         algorithm = self._algorithm
         own = Moments.merged(algorithm.moments(batch) for batch in batches if len(batch) and self._counts)
         parts = gather(vars(own))
@@ -195,7 +186,6 @@ class Trainer:
         return [algorithm.normalized(batch, moments) if len(batch) else batch for batch in batches]
 
     def _accumulate(self, one: Round, record: StepRecord) -> None:
-        """Add a round's loss to the gradient of every model, micro-batch after micro-batch."""
         for positions in one.micro_batches:
             self._context.progress()
             with self._context.timeline.span("forward_backward", step=record.step, rows=len(positions)):
@@ -212,6 +202,7 @@ class Trainer:
                     scored = self._tri_model.micro_step(
                         batch, one.drawn_by, step=record.step, updated=updated, device=self._context.device
                     )
+                # After an update the policy is not the version that the tokens' ages are counted from.
                 if batch is not None and not updated:
                     held = None if scored is None else scored.drew
                     comparison = Comparison.of(batch, step=record.step, held=held)
@@ -224,7 +215,7 @@ class Trainer:
                 record.add_loss(learner.model, self._algorithm.counts(batch), stats, gap)
 
     def _update(self, record: StepRecord) -> None:
-        """Scale by what all ranks trained since the last update, and update."""
+        """Scale the gradient by what all ranks trained since the last update, then update."""
         with self._context.timeline.span("wait for the device", step=record.step):
             record.fetch()
         for learner in self._learning(record):
@@ -234,6 +225,7 @@ class Trainer:
             totals = UpdateTotals.merged(UpdateTotals(**part) for part in parts)
             scale = self._algorithm.scale(totals.counts)
             self._check_finite("loss", totals.loss * scale, learner, record)
+            # From here on the weights change: a save, the sender and the old policy's copy must have read them.
             record.sync_exposed_s += self._role.before_update()
             if learner.model is Model.POLICY and self._tri_model is not None:
                 self._tri_model.before_update(record.step)
@@ -256,6 +248,8 @@ class Trainer:
     def _check_finite(self, what: str, value: float, learner: "Learner", record: StepRecord) -> None:
         if math.isfinite(value):
             return
+        # End the run instead of skipping the update: the next ones would come from the same rows, rewards and learning
+        # rate.
         saved = next(reversed(list_checkpoints(self._context.run_dir).values()), None)
         source = f"go back to checkpoint {saved.name}" if saved else "start again (there is no checkpoint yet)"
         whose, section = ("", "actor") if learner.model is Model.POLICY else ("critic's ", "critic")
@@ -273,21 +267,12 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Learner:
-    """A model in training: its engine with its loss.
-
-    The actor has the policy, and the critic where that has no role of its own; the role `critic` has the critic.
-
-    Attributes:
-        model: which.
-        engine: that holds it.
-        loss: (micro-batch, device) -> its loss.
-        first_step: it is trained from this step on.
-    """
+    """A model in training. The actor holds the policy, and the critic unless that has a role of its own."""
 
     model: Model
     engine: TrainedEngine
     loss: Callable[[PackedBatch, torch.device], MicroLoss]
-    first_step: int = 1
+    first_step: int = 1  # The first step that trains the model
 
     def train(
         self,
@@ -296,15 +281,11 @@ class Learner:
         scored: MicroStep | None = None,
         comparison: Comparison | None = None,
     ) -> Mapping[str, Tensor]:
-        """Accumulate the gradient of a micro-batch; collective.
+        """Accumulate the gradient of a micro-batch; collective. Returns the loss's `stats`, empty without rows.
 
         Args:
-            batch: None: this rank has no rows.
-            device: where the engine computes.
-            scored: the micro-batch as older policies and the reference see it, with `actor.tri_model`.
-            comparison: is told the policy's log-probabilities.
-        Returns:
-            The loss's `stats`; none without rows.
+            batch: None if this rank has no rows.
+            scored: with `actor.tri_model`, the micro-batch scored by older policies and the reference.
         """
         if batch is None:
             self.engine.forward_backward(None, _no_loss)
@@ -320,7 +301,7 @@ class Learner:
 
 
 def policy_learner(config: RunConfig, engine: TrainEngine) -> Learner:
-    """Return the policy in training: from the first step on, or after those of the critic alone."""
+    """Return the policy in training: from the first step on, or from the end of the critic-only steps."""
     algorithm = load_algorithm(config.algorithm, config.rollout)
     return Learner(
         Model.POLICY,
@@ -331,7 +312,6 @@ def policy_learner(config: RunConfig, engine: TrainEngine) -> Learner:
 
 
 def critic_learner(config: RunConfig, engine: ValueEngine) -> Learner:
-    """Return the critic in training."""
     algorithm = load_algorithm(config.algorithm, config.rollout)
     assert isinstance(algorithm, PPO), f"{config.algorithm.name} has no critic"
     return Learner(Model.CRITIC, engine, lambda batch, device: algorithm.value_loss(batch, device=device))
@@ -351,12 +331,11 @@ def open_loader(
     num_ranks: int,
     replica: Replica | None = None,
 ) -> StreamingDataLoader:
-    """Return what brings a training task's rows, from the step after the weights that the run starts from.
+    """Return the loader of a training task's rows, from the step after the weights that the run starts from.
 
     Args:
-        training: of the model that is trained: how many rows a rank gets at a time.
-        rank, num_ranks: which part of the rows; ranks of a replica get the same one.
-        replica: shares the rows among its ranks.
+        rank, num_ranks: this rank's share of the rows; all ranks of a replica have the same share.
+        replica: distributes the rows among the replica's ranks.
     """
     config = context.config
     return StreamingDataLoader(
@@ -371,7 +350,7 @@ def open_loader(
         num_ranks=num_ranks,
         replica=replica,
         timeout_s=config.tq.request_timeout_s,
-        # A generating engine may load for as long as any worker; until then no writer is connected.
+        # No writer is connected before the generating engine has loaded, which may take as long as any worker's start.
         producers_timeout_s=0.0 if config.waits_for_others else config.launcher.start_timeout_s,
         producers_setting="launcher.start_timeout_s",
     )

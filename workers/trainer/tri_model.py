@@ -1,19 +1,20 @@
-"""`actor.tri_model`: policy, old policy and reference in one layout; log-probabilities of all three in one micro-step.
+"""`actor.tri_model`: policy, old policy and reference in one layout; all three score a micro-batch in one micro-step.
 
     micro-batch -> reference, and older policies -> policy, loss, backward
 
-Tokens are weighted against what the generating engine recorded (`algorithm.off_policy`), and the *old* policy is the
-one that the step found: before its first update the policy itself, computed once, so the ratio is exactly 1; after that
-a copy that the actor keeps, sharded like the policy.
+With `algorithm.off_policy`, tokens are weighted against the generating engine's recorded log-probabilities, and the
+*old* policy is the one at the start of the step. Before the step's first update that is the policy itself, computed
+once, so the ratio is exactly 1; afterwards it is a copy that the actor keeps, sharded like the policy.
 
-Without such weights (`method: none`) the old policy of a token is the version that drew it, as the trainer computes it.
-Where that is the one which is trained now (on-policy, before the first update), it is again the policy itself. Other
-versions are copies: as many as may be older (`max_staleness`), and one more for a step of several updates. A version
-that is not held (just after a resume) keeps the log-probabilities that the generating engine recorded.
+Without these weights (`method: none`), a token's old policy is the version that drew it, as the trainer computes it. If
+that is the version in training (on-policy, before the first update), it is again the policy itself. Other versions are
+copies: as many as tokens may be versions old (`max_staleness`), plus one for a step with several updates. If a version
+is missing (just after a resume), its tokens keep the log-probabilities that the generating engine recorded.
 
     step 7, max_staleness 1     held: version 5      trained: version 6      before its update 6 replaces 5
 
-The reference is the initial model. Called by `workers.trainer.trainer`; all ranks call alike, with or without rows.
+The reference is the initial model. Called by `workers.trainer.trainer`; all ranks make the same calls, with or without
+rows.
 
 Legend of shapes: A drawn tokens of a micro-batch.
 """
@@ -30,19 +31,14 @@ from workers.engines.base import CopyingEngine, PolicyCopy, TrainEngine
 from workers.rows.rows import Sequences, sequences_of
 from workers.settings.run import RunConfig
 
+# (a batch with all columns) -> the algorithm's loss for it.
 MakeLoss = Callable[[PackedBatch], MicroLoss]
-"""(a batch with all columns) -> the algorithm's loss of it."""
 
 
 class TriModel:
-    """The copies of one rank, and which versions they hold."""
+    """One rank's copies, and the versions that they hold. The constructor makes the copies and is collective."""
 
     def __init__(self, config: RunConfig, engine: TrainEngine) -> None:
-        """Make the copies; collective.
-
-        Args:
-            engine: whose policy is trained.
-        """
         assert isinstance(engine, CopyingEngine), "the run's graph refuses other engines"
         self._weighs = config.algorithm.off_policy.has_proximal_policy
         self._reference = engine.open_copy(initial=True) if config.algorithm.kl_coef > 0 else None
@@ -50,12 +46,12 @@ class TriModel:
         self._held: dict[int, PolicyCopy] = {}
 
     def versions_of(self, batch: PackedBatch) -> list[int]:
-        """Return the versions that drew a batch's tokens, where they are its old policies; ascending."""
+        """Return the versions that drew a batch's tokens, ascending; empty if versions are not the old policies."""
         return sorted(set(batch["versions"].values.tolist())) if len(batch) and not self._weighs else []
 
     def before_update(self, step: int) -> None:
-        """Hold the weights that a step found, before its first update changes them: the oldest that are held go."""
-        if step - 1 in self._held:
+        """Before the step's first update, copy the weights that the step started with, replacing the oldest copy."""
+        if step - 1 in self._held:  # not the step's first update
             return
         if not self._free and self._held:
             self._free.append(self._held.pop(min(self._held)))
@@ -69,17 +65,15 @@ class TriModel:
         """Score a micro-batch with the reference and the older policies; collective. The results stay on the device.
 
         Args:
-            batch: N >= 1 samples; None: this rank has none, and gets None.
-            drawn_by: the versions that drew tokens of this round, on any rank.
-            step: that is trained.
-            updated: the step's first update was made.
-            device: where the engine computes.
+            batch: N >= 1 samples; None if this rank has none, which returns None.
+            drawn_by: versions that drew tokens of this round, on any rank.
         """
         sequences = None if batch is None else sequences_of(batch)
         reference_A = None if self._reference is None else self._reference.log_probs(sequences)
         wanted = {version for version in drawn_by if updated or version != step - 1}
         wanted |= {step - 1} if updated and self._weighs else set()
         scored = {v: self._held[v].log_probs(sequences) for v in sorted(wanted & self._held.keys())}
+        # Not earlier: scoring is collective.
         if batch is None or sequences is None:
             return None
         columns = {} if reference_A is None else {"ref_log_probs": _column(reference_A, batch)}
@@ -98,9 +92,12 @@ class MicroStep:
     """A scored micro-batch.
 
     Attributes:
-        batch: with `ref_log_probs`, and where they are not the policy's own the old policy's log-probabilities.
-        sequences: packed once, for all three models.
-        drew: the older versions that drew tokens -> float32 [A], all tokens' log-probabilities with them.
+        batch: with `ref_log_probs`, and the old policy's log-probabilities where they differ from the policy's own.
+        sequences: packed once for all three models.
+        drew: older version that drew tokens -> float32 [A], its log-probabilities of all tokens.
+
+    Args:
+        own_A: bool [A], the tokens that the policy in training drew; None if nothing depends on them.
     """
 
     def __init__(
@@ -110,21 +107,14 @@ class MicroStep:
         own_A: Tensor | None = None,
         drew: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """Args:
-        batch, sequences, drew: see the attributes.
-        own_A: bool [A], tokens that the policy which is trained drew; None: it does not matter.
-        """
         self.batch = batch
         self.drew = drew or {}
         self.sequences = sequences
         self._own_A = own_A
 
     def with_own(self, log_probs_A: Tensor) -> PackedBatch:
-        """Return the batch with the policy's own log-probabilities where it drew the tokens and is the old policy.
-
-        Args:
-            log_probs_A: under the policy, as the loss gets them.
-        """
+        """Return the batch with the policy's own log-probabilities (those passed to the loss) where it drew the tokens
+        and is the old policy."""
         if self._own_A is None:
             return self.batch
         own_A = log_probs_A.detach().float()
@@ -133,7 +123,7 @@ class MicroStep:
 
 
 class LossOfMicroStep:
-    """The algorithm's loss, made when the policy's log-probabilities are there; then holds `stats`."""
+    """The algorithm's loss, built once the policy's log-probabilities are known; calling it sets `stats`."""
 
     def __init__(self, micro_step: MicroStep, make: MakeLoss) -> None:
         self._micro_step = micro_step
@@ -141,7 +131,7 @@ class LossOfMicroStep:
         self.stats: Mapping[str, Tensor] = {}
 
     def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
-        """Return the unnormalised sum, a scalar with gradient."""
+        """Return the unnormalized sum, a scalar with gradient."""
         loss = self._make(self._micro_step.with_own(log_probs_A))
         total = loss(log_probs_A, entropy_A)
         self.stats = loss.stats

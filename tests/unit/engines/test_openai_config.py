@@ -19,7 +19,7 @@ def test_pauses_double_up_to_a_minute() -> None:
         (["http://host:99999"], "port"),
         (["http://host:0"], "port"),
         (["http://host:abc"], "port"),
-        (["http://a b"], "no http"),
+        (["http://a b"], "not an http"),
         (["http://user:word@host"], "api_key_variable"),
         (["http://host?key=1"], "more than a host"),
         (["http://host/v1/"], "ends with /v1"),

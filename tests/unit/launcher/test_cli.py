@@ -405,7 +405,7 @@ def test_resume_without_its_ledger_is_refused_also_where_steps_train_in_order(
 ) -> None:
     stopped = make_run(tmp_path / "stopped", write_config(), 1)
     (stopped / "ledger.jsonl").unlink()
-    assert "so nobody knows which ones are left; restore the file" in refuse(tmp_path, "--resume", stopped)
+    assert "so it is unknown which ones are left; restore the file" in refuse(tmp_path, "--resume", stopped)
 
 
 def test_resume_compares_with_what_the_checkpoint_says_and_not_with_a_file_that_was_edited(

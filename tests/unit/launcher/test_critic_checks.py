@@ -85,7 +85,7 @@ def test_a_price_of_long_rollouts_needs_a_limit_of_all_their_replies() -> None:
         return check_run(load_config(find_recipe("quickstart-tools"), overrides=dapo))
 
     load("rollout.max_drawn_tokens=12")
-    with pytest.raises(ConfigError, match="overlong_buffer_tokens: 12 is a price .*max_drawn_tokens 0 sets them no"):
+    with pytest.raises(ConfigError, match="overlong_buffer_tokens: 12 penalizes .*max_drawn_tokens 0 sets them no"):
         load()
     with pytest.raises(ConfigError, match=r"12 are more than the longest response \(rollout.max_drawn_tokens 11\)"):
         load("rollout.max_drawn_tokens=11")
