@@ -550,7 +550,7 @@ class ControlState:
             LeaseFenced: a lease is void; nothing changed.
         """
         self._apply(event, request)
-        # Admission before recovery before fetches: each step may make the next one possible.
+        # The order matters: draining needs the last puts and the end of recovery, and `wake` serves what these opened.
         self._puts.admit()
         self._recover()
         self._drain()
