@@ -166,8 +166,7 @@ class QueueSession:
         """Send one message to the units that are up; returns unit -> answer of kind `answer`.
 
         `every`: first wait until no unit that may come back with its rows (killed, restarting) is away. Raises
-        TransportError
-        when a unit does not answer, or is still away, after `timeout_s`.
+        TransportError when a unit does not answer, or is still away, after `timeout_s`.
         """
         deadline = self.deadline(timeout_s)
         self.retry_until(partial(self._find_units, every=every), deadline)
@@ -182,7 +181,7 @@ class QueueSession:
         return self.reply(future, service, message, timeout_s)[0]
 
     def reply(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Reply:
-        """Wait for the reply to a submitted message, with its payload; raises TransportError when none comes in time."""
+        """Wait for the reply to a submitted message, with its payload; raises TransportError if none comes in time."""
         deadline = self._clock() + self.seconds(timeout_s)
         absence = Absence(self._clock)
         while (left_s := deadline - self._clock()) > _LOOK_S:
@@ -233,7 +232,7 @@ class QueueSession:
         return taken
 
     def reserve_rows(self, rows: Sequence[int]) -> None:
-        """Keep `new_rows`, in any client, from returning these rows; asks the store once per block of ascending rows."""
+        """Keep `new_rows`, in any client, from returning these rows; asks the store once per block of ascending ones."""
         if not rows:
             return
         with self._rows_lock:
@@ -484,8 +483,7 @@ class DataPlane:
         """Remove the groups of these rows from the queue; a void lease changes nothing.
 
         `failures`: how often the consumer failed on the rows, which makes the groups dead letters; 0: only filtered
-        out.
-        Raises TransportError when the controller does not answer within `request_timeout_s`.
+        out. Raises TransportError when the controller does not answer within `request_timeout_s`.
         """
         self._ask_controller(
             grant, Release(grant.task, grant.token, list(rows), filtered=not failures, failures=failures)
@@ -634,7 +632,7 @@ class UnitLoads:
         self._puts[unit] = self._puts.get(unit, 0) + 1
 
     def emptiest(self, units: Mapping[str, int], passed_over: Collection[str]) -> str:
-        """Choose among `units` (unit -> bytes), preferably not `passed_over`; raises TransportError when no unit is up."""
+        """Choose among `units` (unit -> bytes), preferably not `passed_over`; raises TransportError if none is up."""
         if not units:
             raise TransportError("no storage unit is up")
         for unit, num_bytes in units.items():
@@ -727,7 +725,7 @@ class StallMonitor:
         self._say(now, f"still waits for {missing}" + (" (no producer is connected)" if self._alone_since else ""))
 
     def unreadable(self, error: TransportError) -> None:
-        """The unit of leased rows is gone; they come back when put again. Raises `error` once this has lasted too long."""
+        """The unit of leased rows is gone; they come back when put again. Raises `error` if this lasts too long."""
         now = self._clock()
         if self._unreadable_since is None:
             self._unreadable_since = now

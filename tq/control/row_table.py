@@ -70,7 +70,7 @@ class GroupRemovals:
             self._table.out.append(RemoveGroup(where, cause))
 
     def give_up(self, task: TaskState, token: int, rows: Iterable[int], *, failures: int = 0) -> None:
-        """Remove the groups of some leased rows: the holder failed on them `failures` times, or filters them out (0)."""
+        """Remove the groups of some leased rows: their holder failed on them, or (`failures` 0) filters them out."""
         for number in task.leases.by_token[token].rows.intersection(rows):
             row = self._table.rows.rows.get(number)
             if row is not None:
