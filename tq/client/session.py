@@ -232,7 +232,7 @@ class QueueSession:
         return taken
 
     def reserve_rows(self, rows: Sequence[int]) -> None:
-        """Keep `new_rows`, in any client, from returning these rows; asks the store once per block of ascending ones."""
+        """Keep `new_rows`, in any client, from returning these rows; asks the store once per block."""
         if not rows:
             return
         with self._rows_lock:
