@@ -1,4 +1,4 @@
-"""What storage units tell every controller, what clients ask one, and what one controller tells another."""
+"""What storage units tell every controller, what clients ask one controller, and what controllers tell each other."""
 
 from enum import StrEnum
 
@@ -13,24 +13,16 @@ class Message(msgspec.Struct, tag=True):
 
 
 FORMAT = 2
-"""Of the messages between the queue's processes; counted up by every change that an older process would misread."""
+"""Version of the messages between the queue's processes; raised by every change that an older process would misread."""
 
 
 class Introduction(Message, kw_only=True):
-    """First message of a process on a channel to a controller.
-
-    Attributes:
-        format: of its messages.
-    """
+    """First message of a process on a channel to a controller; says its message format."""
 
     format: int = FORMAT
 
     def check_format(self, sender: str) -> None:
-        """Refuse a process that speaks another format.
-
-        Raises:
-            PeerRefused: it does.
-        """
+        """Raise PeerRefused if the process speaks another format."""
         if self.format != FORMAT:
             raise PeerRefused(
                 f"{sender} speaks format {self.format} of the queue's messages, this controller format {FORMAT}; "
@@ -46,11 +38,10 @@ class RowRecords(msgspec.Struct):
     """Rows of an inventory that have the same partition, columns and finished tasks.
 
     Attributes:
-        partition: of all of them.
         rows, groups, group_sizes, tokens, num_bytes: parallel.
-        columns: written in all of them.
+        columns: written in all of the rows.
         done: tasks that committed.
-        pending: not every controller has agreed to them yet: `RowsConfirmed` follows, or `RowsRemoved`.
+        pending: not every controller has agreed to the rows yet; `RowsConfirmed` or `RowsRemoved` follows.
         deliveries: task -> how often each row was released, parallel to `rows`; absent: never.
     """
 
@@ -66,7 +57,7 @@ class RowRecords(msgspec.Struct):
     pending: bool = False
 
     def append(self, number: int, *, group: int, group_size: int, tokens: int, num_bytes: int) -> None:
-        """Add a row; `deliveries` is the caller's."""
+        """Add a row; the caller updates `deliveries`."""
         self.rows.append(number)
         self.groups.append(group)
         self.group_sizes.append(group_size)
@@ -88,7 +79,7 @@ class RemovalReason(StrEnum):
 
 
 class RowsRemoved(Message):
-    """Rows left a unit; `cause`: of a dead letter."""
+    """Rows left a unit; `cause` is that of a dead letter."""
 
     unit: str
     partition: int
@@ -101,13 +92,12 @@ class RegisterUnit(Introduction):
     """First message of a unit on a channel: what it holds. Everything it says later builds on this. -> `UnitAccepted`.
 
     Attributes:
-        unit: its name.
-        incarnation: another one than before: it started empty.
+        incarnation: a new one means that the unit started empty.
         records: its live rows.
-        finished: partition -> rows that all tasks are done with and that were freed or only wait for a checkpoint.
-        removed_groups: what it removed with groups that left: this controller may not have heard of it.
-        earlier: what lives of the unit that are over held at their end, the oldest first, until all controllers know
-            it: no controller may have survived them.
+        finished: partition -> rows that all tasks are done with, whether freed or waiting for a checkpoint.
+        removed_groups: what the unit removed with groups that left; this controller may not have heard of it.
+        earlier: what former lives of the unit held at their end, the oldest first, until all controllers know it: no
+            controller may have survived them.
     """
 
     unit: str
@@ -122,15 +112,12 @@ class RowsCreated(Message):
     """New rows exist at a unit; `columns` are written. Parks while the queue is full. -> `RowsAccepted`.
 
     Attributes:
-        unit: where.
-        partition, rows, groups, group_size: see `PutRows`.
-        columns: written.
-        tokens: per row, its length in tokens so far.
-        num_bytes: of all of them together.
-        timeout_s: how long this may park.
-        commits: see `PutRows`.
+        partition, rows, groups, group_size, commits: see `PutRows`.
+        tokens: length of each row in tokens so far.
+        num_bytes: of all rows together.
         held: there are other controllers: hand nothing out before `RowsConfirmed`.
-        values: of a small put, enclosed (`tq.wire`): a lease of exactly these rows that somebody waits for brings them.
+        values: enclosed values of a small put (`tq.wire`), passed on to a lease of exactly these rows that a fetch
+            waits for.
     """
 
     unit: str
@@ -150,10 +137,7 @@ class RowsCreated(Message):
 class RowsConfirmed(Message):
     """Every controller agreed to these rows: they may be handed out. -> `RowsAccepted`, with what came up since.
 
-    Attributes:
-        unit, rows: as announced.
-        commits: task -> positions in `rows` that it is done with, as some controller knew.
-        values: see `RowsCreated`.
+    `commits` (task -> positions in `rows`) is what some controller knew to be done; `values`: see `RowsCreated`.
     """
 
     unit: str
@@ -165,12 +149,7 @@ class RowsConfirmed(Message):
 class OutputsWritten(Message):
     """A task's outputs for these rows were committed; the task is done with them.
 
-    Attributes:
-        unit: where.
-        task, rows: the commit's.
-        columns: written now.
-        tokens: per row, by how many tokens it grew.
-        num_bytes: by how many bytes all of them grew.
+    `tokens` is each row's growth, `num_bytes` the growth of all rows together; `columns` are those written now.
     """
 
     unit: str
@@ -182,19 +161,19 @@ class OutputsWritten(Message):
 
 
 class UnitAlive(Message):
-    """Sign of life of a unit that has nothing else to say. -> `Done`."""
+    """Heartbeat of a unit that has nothing else to say. -> `Done`."""
 
     unit: str
 
 
 class Held(msgspec.Struct):
-    """A lease that a consumer holds: what a restarted controller must know of it.
+    """A lease that a consumer holds: what a restarted controller must know of it. Fields are those of `LeaseGrant`.
 
     Attributes:
-        task, token, partition, rows, round_rows, last, total_rows: see `LeaseGrant`; without rows that are done.
-        round_index, rank, num_ranks: of a slice of a round; no round: -1.
+        rows: without those that are done.
+        round_index, rank, num_ranks: of a slice of a round; -1: no round.
         step: `FetchRound.partition`.
-        slice_rows: rows of the slice, also those that are done.
+        slice_rows: rows of the slice, including those that are done.
     """
 
     task: str
@@ -214,9 +193,8 @@ class Held(msgspec.Struct):
 class Join(Introduction):
     """First message of a client on a channel, and again when the controller has given the client up. -> `Joined`.
 
-    Attributes:
-        owner: the consumer with its incarnation; the same over all channels of one client object.
-        holds: its leases of tasks that this controller serves.
+    `owner` is the consumer with its incarnation, the same on all channels of one client object; `holds` are its leases
+    of tasks that this controller serves.
     """
 
     owner: str
@@ -224,7 +202,7 @@ class Join(Introduction):
 
 
 NEW_ROWS = ""
-"""In `Heartbeat.writes`: this client puts new rows. No column is named so."""
+"""In `Heartbeat.writes`: this client puts new rows. No column has this name."""
 
 
 class Heartbeat(Message):
@@ -232,7 +210,7 @@ class Heartbeat(Message):
 
     owner: str
     writes: list[str] = []
-    """Columns that this client has put so far, or `NEW_ROWS`, so that consumers know that their producer is there."""
+    """Columns that this client has put so far, or `NEW_ROWS`: consumers then know that their producer is there."""
 
 
 class OpenPartition(Message):
@@ -246,17 +224,15 @@ class FetchRows(Message):
     """Lease ready rows of `task`; parks until some are ready.
 
     Attributes:
-        task: whose inputs must be complete.
-        owner: the consumer.
-        num_rows: at most (but at least one item).
-        version: newest weights that this consumer holds; only matters to version-gated tasks.
-        timeout_s: after this, answered by `NoRows(deadline)`.
-        token_budget: at most so many tokens (but at least one item); 0: no budget.
-        replica, sequence: ranks of one data-parallel replica that fetch for themselves name the replica and count
-            their fetches: the same (replica, sequence) gets the same lease. "": this consumer alone.
-        lineage: of the weights; older ones than the queue's are outdated, whatever their version.
-        tell_held_back: answer `NoRows(held_back)` when rows are ready that need newer weights than there are, so that
-            the consumer can say what it waits for. It asks again without this, and parks.
+        num_rows: at most, but at least one item.
+        version: newest weights that this consumer holds; matters only to version-gated tasks.
+        timeout_s: afterwards, the answer is `NoRows(deadline)`.
+        token_budget: at most this many tokens, but at least one item; 0: no budget.
+        replica, sequence: ranks of one data-parallel replica that fetch for themselves name the replica and count their
+            fetches: the same (replica, sequence) gets the same lease. "": this consumer alone.
+        lineage: of the weights; those of older lineages than the queue's are outdated, whatever their version.
+        tell_held_back: answer `NoRows(held_back)` when ready rows need newer weights than exist, so that the consumer
+            can say what it waits for. It then asks again without this flag, and parks.
     """
 
     task: str
@@ -277,9 +253,8 @@ class FetchRound(Message):
     The same (rank, round) again, by the same owner or by another reader of the replica, gets the same lease.
 
     Attributes:
-        partition: whose; in a task with `TaskSpec.steps` a step, whose rounds may come from several partitions.
+        partition: in a task with `TaskSpec.steps` a step, whose rounds may come from several partitions.
         num_rows: rows per rank in a full round.
-        rank, num_ranks: of the data-parallel gang.
         token_budget: tokens per rank in a full round; 0: no budget.
     """
 
@@ -299,8 +274,8 @@ class Release(Message):
 
     Attributes:
         filtered: the groups of these rows leave the queue, and admission replaces them.
-        failures: likewise, as dead letters: the consumer failed so often on these rows by itself. 0: it did not.
-        fenced: it dropped them since a unit said that the lease is void, which may be so for some of them only. A
+        failures: likewise, as dead letters: how often the consumer itself failed on these rows; 0: it did not.
+        fenced: the consumer dropped the rows because a unit called the lease void, perhaps for some of them only. A
             lease that a trainer keeps is left alone: another rank may have it by now.
     """
 
@@ -313,7 +288,7 @@ class Release(Message):
 
 
 class AckLost(Message):
-    """An ack for rows whose unit is gone: the consumer had them in hand. -> `Done`, or refused as fenced."""
+    """An ack for rows whose unit is gone while the consumer has them in hand. -> `Done`, or refused as fenced."""
 
     task: str
     token: int
@@ -321,7 +296,7 @@ class AckLost(Message):
 
 
 class UnitLoss(msgspec.Struct):
-    """Rows that went with one life of a unit, as another controller knows them."""
+    """Rows lost with one life of a unit, as another controller knows them."""
 
     unit: str
     incarnation: str
@@ -329,9 +304,10 @@ class UnitLoss(msgspec.Struct):
 
 
 class TellLost(Message):
-    """From another controller to the lead: rows that went with their units, as long as it counts them as lost.
+    """From another controller to the lead: rows lost with their units, for as long as that controller counts them as
+    lost.
 
-    The lead has those put again of which it never heard. -> `RowsAccepted`, with the tasks that are done with them;
+    The lead has the rows put again that it never heard of. -> `RowsAccepted`, with the tasks that are done with them;
     positions count all rows of `losses` in order.
     """
 
@@ -339,7 +315,7 @@ class TellLost(Message):
 
 
 class WatchLost(Message):
-    """Park until rows were lost with a unit that this watcher has not seen yet. -> `LostRows` or `NoRows`.
+    """Park until rows were lost that this watcher has not seen yet. -> `LostRows` or `NoRows`.
 
     `after` is the last `LostRows.sequence` seen, 0 at first.
     """
@@ -351,9 +327,7 @@ class WatchLost(Message):
 class PublishVersion(Message):
     """From the actor: weights of `step` exist; wakes version-gated requests, admits what that allows. -> `Published`.
 
-    Attributes:
-        step: the version's.
-        refills_known: how many refills the actor has been told of.
+    `refills_known`: how many refills the actor has been told of.
     """
 
     step: int
@@ -361,7 +335,7 @@ class PublishVersion(Message):
 
 
 class CloseWriting(Message):
-    """Refuse new rows; answer fetches with `NoRows(closed)` where the task is done with all rows that are there."""
+    """Refuse new rows; answer fetches with `NoRows(closed)` once the task is done with all rows that are there."""
 
 
 class Stop(Message):
@@ -378,7 +352,7 @@ class GetQueueStats(Message):
 class UnitAccepted(Message):
     """The inventory is in. `tasks` are all tasks of the queue; rows of `drop` are elsewhere now: forget them.
 
-    `commits` says which of the inventory's rows some task is known to be done with (task -> rows).
+    `commits` (task -> rows): which of the inventory's rows a task is known to be done with.
     """
 
     tasks: list[str]
@@ -396,7 +370,7 @@ class RowsAccepted(Message):
 
 
 class Joined(Message):
-    """The client is known. `void` are tokens among those held that are not this owner's any more."""
+    """The client is known. `void` are those of its tokens that are no longer this owner's."""
 
     void: list[int]
 
@@ -407,8 +381,7 @@ class Alive(Message):
     Attributes:
         known: False when this controller has given the owner up (its leases are void) or never met it: join again.
         units: name -> bytes held, of the units that are up: where to put.
-        away: units that are not up but may come back with their rows.
-        newest_version: newest published weights.
+        away: units that are down but may come back with their rows.
     """
 
     known: bool
@@ -418,19 +391,16 @@ class Alive(Message):
 
 
 class LeaseGrant(Message):
-    """A lease.
+    """A lease, named by its token.
 
     Attributes:
-        task: that holds it.
-        token: names it.
         partition: the step that its rows were admitted for.
         rows, groups, units: parallel; `units` says where each row is.
-        tokens: per row, its length in tokens.
-        round_rows: most rows that any rank has in this round (rounds only), so that ranks make equally many
-            micro-batches.
-        last: no rows of this partition, or of the step that was asked for, will follow (rounds only).
+        tokens: length of each row in tokens.
+        round_rows: most rows of any rank in this round (rounds only), so that ranks make equally many micro-batches.
+        last: no rows of this partition, or of the requested step, will follow (rounds only).
         total_rows: rows of all ranks in this round (rounds only).
-        values: columns of the rows, enclosed (`tq.wire`), if the fetch waited for a small put of exactly these rows.
+        values: enclosed columns of the rows (`tq.wire`), if the fetch waited for a small put of exactly these rows.
     """
 
     task: str
@@ -447,8 +417,10 @@ class LeaseGrant(Message):
 
 
 class NoRowsReason(StrEnum):
-    """Why a fetch ended without rows; closed: for writing, and the task is done with all rows; held back: see
-    `FetchRows.tell_held_back`."""
+    """Why a fetch ended without rows.
+
+    closed: for writing, and the task is done with all rows; held back: see `FetchRows.tell_held_back`.
+    """
 
     DEADLINE = "deadline"
     NEWER_VERSION = "newer_version"
@@ -462,9 +434,9 @@ class NoRows(Message):
     """No lease.
 
     Attributes:
-        reason: why.
-        newest_version: newest that was published, and that the task's consumers can use (`TaskSpec.version_interval`).
-        waiting_for: for a deadline, what is missing, in words for a person.
+        newest_version: newest one that was published and that the task's consumers can use
+            (`TaskSpec.version_interval`).
+        waiting_for: for a deadline, what is missing, as text for people.
         producers_alive: for a deadline, whether a client that writes what is missing is connected.
         lineage: of the newest version.
     """
@@ -477,7 +449,7 @@ class NoRows(Message):
 
 
 class LostRows(Message):
-    """Rows that went with their unit and that some task still needs: put them again (`put_rows`, same indices)."""
+    """Rows lost with their unit that some task still needs: put them again (`put_rows`, same indices)."""
 
     sequence: int
     partitions: list[int]
@@ -486,7 +458,7 @@ class LostRows(Message):
 
 
 class Published(Message):
-    """The version is known. `refills`: of admission, beyond those that the asker knew; only the lead has some."""
+    """The version is known. `refills`: admission's, beyond those that the asker knew; only the lead has some."""
 
     refills: list[Refill] = []
 
@@ -495,12 +467,10 @@ class TaskStats(Message):
     """Counts of one task's rows.
 
     Attributes:
-        task: name.
-        controller: which serves it.
         waiting, ready, leased, done: rows by state (done: of partitions still held).
         parked_requests: fetches that wait.
-        oldest_request_s: how long the oldest of them waits (0: none).
-        rows_per_s: done per second, over the last ten seconds or so.
+        oldest_request_s: how long the oldest of these has waited (0: none).
+        rows_per_s: done per second, over roughly the last ten seconds.
         acked: rows done since the controller's start.
         deliveries: leases given so far.
         released: rows that came back from consumers that died or gave up.
@@ -526,14 +496,12 @@ class QueueStats(Message):
     Attributes:
         tasks: those that it serves.
         live_rows, live_bytes: rows that some task is not done with.
-        row_limit, byte_limit: where puts start to wait; 0: none.
-        waiting_puts: puts that wait for room.
-        newest_version: published.
+        row_limit, byte_limit: where puts start to wait; 0: no limit.
         admitted_groups: high-water mark of admission (0 without admission).
-        lost_rows: went with a unit, not put again yet.
+        lost_rows: lost with a unit, not put again yet.
         dead_letter_groups: taken out after too many deliveries.
-        filtered_groups: taken out since they would teach nothing.
-        units: name -> bytes held; only those that are up.
+        filtered_groups: taken out because they would teach nothing.
+        units: name -> bytes held, of the units that are up.
         owners: consumers with a fresh heartbeat.
     """
 
