@@ -368,19 +368,19 @@ class PackedBatch:
 
 
 def column_of(data: Any) -> Column:
-    """Pack what a user has: a tensor or array [N, ...], or a list of tensors, arrays, strings, bytes or JSON values.
-    Of a TensorDict: also nested tensors and non-tensor data.
+    """Pack a user's tensor or array [N, ...], or list of tensors, arrays, strings, bytes or JSON values.
 
-    A list of numbers holds JSON values: they come back as Python numbers. Give a tensor to have them in a tensor.
+    From a TensorDict: nested tensors and non-tensor data, too. A list of numbers holds JSON values: they come back as
+    Python numbers. Pass a tensor to get a tensor back.
 
     Raises:
-        ConfigError: nothing of that, or a list of several sorts.
+        ConfigError: anything else, or a list of several kinds.
     """
     if isinstance(data, Column):
         return data
     if isinstance(data, Tensor) and data.is_nested:
         return Column.of_rows([_dense(row) for row in data.unbind()])
-    tensordict = sys.modules.get("tensordict")  # what is of it cannot be here before it is
+    tensordict = sys.modules.get("tensordict")  # its data cannot be here unless somebody imported it
     if tensordict is not None and tensordict.is_non_tensor(data):
         data = data.tolist()
     if isinstance(data, (Tensor, np.ndarray)):

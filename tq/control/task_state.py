@@ -4,8 +4,8 @@ waiting --inputs written, row stored--> ready --granted--> leased --outputs writ
    ^                                                          |
    '--------fence confirmed---------- fencing <--owner died or released'
 
-`refresh` is the only judge of whether a row is ready; everything that could change that ends by calling it.
-`TASK_TRANSITIONS` has all of it.
+Only `refresh` judges whether a row is ready; everything that could change that ends by calling it.
+`TASK_TRANSITIONS` lists all transitions.
 """
 
 import enum
@@ -18,7 +18,7 @@ from tq.control.rows import Row, Rows, RowState
 from tq.policies import Fifo, Policy, TaskSpec, Want
 
 _STORED = RowState.STORED
-"""An attribute of an enumeration is slow, and this one is looked at for every row and task."""
+"""Enum attribute access is slow, and this value is compared for every row and task."""
 
 
 class TaskRowState(enum.IntEnum):
@@ -33,7 +33,7 @@ class TaskRowState(enum.IntEnum):
     FENCING = 3
     """Its lease is void; its unit may still take a late put. If it is lost, the fence follows where it is put again."""
     DONE = 4
-    """Outputs are written, or it was acked."""
+    """Outputs are written, or it was acknowledged."""
 
 
 TASK_TRANSITIONS: dict[TaskRowState, dict[TaskRowState, str]] = {
@@ -63,7 +63,7 @@ TASK_TRANSITIONS: dict[TaskRowState, dict[TaskRowState, str]] = {
 }
 """State -> the states that may follow, each with its cause. A row that left the table has none.
 
-A state is not stored: `left`, the leases and `queued` say it together. The random models compare it over every event.
+A state is not stored: `left`, the leases and `queued` imply it. The random models compare it over every event.
 """
 
 
@@ -80,13 +80,9 @@ class TaskPartition:
 
 
 class TaskState:
-    """Readiness and leases of one task."""
+    """Readiness and leases of one task; all tasks share the table."""
 
     def __init__(self, spec: TaskSpec, rows: Rows) -> None:
-        """Args:
-        spec: the task.
-        rows: the table, shared by all tasks.
-        """
         self.spec = spec
         self.bit = rows.bits[spec.name]
         self.inputs = rows.mask(spec.inputs)
@@ -94,7 +90,7 @@ class TaskState:
         self.isolation = PoisonIsolation(self.leases, spec.max_deliveries)
         self.partitions: dict[int, TaskPartition] = {}
         self.changed: set[int] = set()
-        """Partitions whose parked rounds may be answerable since the last look."""
+        """Partitions whose parked rounds may have become answerable since the last look."""
         self.num_left = 0
         self.num_acked = 0
         self.num_deliveries = 0
@@ -117,7 +113,7 @@ class TaskState:
     # Rows
 
     def refresh(self, number: int, row: Row) -> None:
-        """Offer a row when it may be handed out, withdraw it when not."""
+        """Offer a row when it may be handed out; withdraw it otherwise."""
         wanted = self._wanted(number, row)
         if wanted == bool(row.queued & self.bit):
             return
@@ -130,7 +126,7 @@ class TaskState:
         self.changed.add(row.partition)
 
     def created(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
-        """Rows of a partition came to be; the task may be done with some already."""
+        """Take new rows of a partition; the task may be done with some already."""
         self._cleared.discard(partition)
         part = self.partition(partition)
         queue, bit = part.queue, self.bit
@@ -147,7 +143,7 @@ class TaskState:
         self.changed.add(partition)
 
     def done(self, number: int, row: Row) -> None:
-        """The task is done with a row, in whichever hands it was; its bit in `left` was just cleared."""
+        """The task is done with a row, whoever held it; its bit in `left` was just cleared."""
         part = self.partition(row.partition)
         if row.queued & self.bit:
             part.queue.withdraw(number, row)
@@ -158,7 +154,7 @@ class TaskState:
         self._mark_done(part, row)
 
     def reopened(self, number: int, row: Row) -> None:
-        """What the task wrote was lost: it is not done with this row any more; its bit in `left` was just set."""
+        """The task's outputs were lost: it is no longer done with this row; its bit in `left` was just set."""
         part = self._resurrected(row.partition)
         part.num_done -= 1
         part.queue.expect_again(row)
@@ -189,7 +185,7 @@ class TaskState:
         self.changed.add(partition)
 
     def done_before(self, row: Row) -> None:
-        """The group of a row finished before a restart is now known."""
+        """The group of a row that was finished before a restart is known now."""
         part = self.partition(row.partition)
         part.queue.expect(row)
         part.queue.mark_done(row)
@@ -199,7 +195,6 @@ class TaskState:
     # Partitions
 
     def partition(self, number: int) -> TaskPartition:
-        """Return the partition, made when new."""
         part = self.partitions.get(number)
         if part is None:
             queue = PartitionQueue(self._rows, self.bit, whole_groups=self.spec.whole_groups)
@@ -207,7 +202,7 @@ class TaskState:
         return part
 
     def sized(self, number: int) -> None:
-        """How many rows the partition will have became known, or changed."""
+        """The partition's number of rows became known, or changed."""
         self._cleared.discard(number)
         if number in self._finished:
             return
@@ -225,7 +220,7 @@ class TaskState:
             self.changed.add(number)
 
     def clear(self, number: int) -> None:
-        """Forget a partition that has no rows any more; a rank that asks for its rounds is told that it is over."""
+        """Forget a partition without rows; a rank that asks for its rounds hears that it is over."""
         self.partitions.pop(number, None)
         self._finished.discard(number)
         self._cleared.add(number)
@@ -252,14 +247,9 @@ class TaskState:
     # Leases
 
     def take(self, want: Want, *, newest_allowed: int | None) -> tuple[int, tuple[int, ...]] | None:
-        """Take ready rows of the oldest partition that has any.
+        """Take ready rows of the oldest partition that has any; returns (partition, rows), or None.
 
-        Args:
-            want: how many.
-            newest_allowed: partitions beyond this are held back (the staleness gate); None: no gate.
-
-        Returns:
-            (partition, rows), or None when nothing may be handed out.
+        `newest_allowed`: later partitions are held back (the staleness gate); None: no gate.
         """
         while self._with_ready:
             number = self._with_ready[0]
@@ -281,21 +271,20 @@ class TaskState:
         return None
 
     def lease(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:
-        """Rows that were taken are in a consumer's hands; "": no consumer asked for them yet."""
+        """Rows that were taken are in a consumer's hands; `reader` "": no consumer asked for them yet."""
         rows = tuple(rows)
         self.leases.give(token, partition, rows, reader)
         self.partition(partition).num_held += len(rows)
         self.num_deliveries += 1
 
     def void(self, token: int, rows: Iterable[int] | None = None) -> list[int]:
-        """Take rows (default: all) out of a lease; returns them. They are not ready before the caller says so."""
+        """Take rows (None: all) out of a lease; returns them. They are not ready before the caller says so."""
         partition = self.leases.by_token[token].partition
         taken = self.leases.void(token, rows)
         self.partition(partition).num_held -= len(taken)
         return taken
 
     def fence(self, token: int, rows: Sequence[int], *, counts: bool) -> None:
-        """Rows of void leases wait for a fence."""
         self.leases.fence(token, Fencing(tuple(rows), counts))
 
     # For those who pick rows
@@ -311,14 +300,12 @@ class TaskState:
         return size is not None and part.num_done + part.num_held + part.queue.num_rows >= size
 
     def front_ready(self, number: int, num_rows: int) -> bool:
-        """Whether the first so many rows, in ascending order, that are not handed out are ready; or the rest.
-
-        Looks at all rows of the partition: what `in_order` costs.
-        """
+        """Whether the first `num_rows` rows, in ascending order, that are not handed out are ready; or the rest."""
         info, rows, bit = self._rows.partitions.get(number), self._rows.rows, self.bit
         if info is None or not info.all_known or self.partition(number).queue.num_rows < num_rows:
             return self.rest_ready(number)
         held = self.leases.holders
+        # This scans all rows of the partition: the price of `in_order`.
         numbers = sorted(n for n in self._rows.numbers(number) if rows[n].left & bit and n not in held)
         front = numbers[:num_rows]
         groups = {rows[n].group for n in front} if self.spec.whole_groups else set()
@@ -338,7 +325,7 @@ class TaskState:
         )
 
     def _resurrected(self, number: int) -> TaskPartition:
-        """Return the partition; one that was over is not, since a row of it is not done any more."""
+        """Return the partition, reopened if it was over, since one of its rows is not done any more."""
         if number in self._finished:
             self._finished.discard(number)
             self.partition(number).num_done += self._size(number) or 0

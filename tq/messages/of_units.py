@@ -10,7 +10,7 @@ from tq.wire import ColumnHeader
 
 
 class PutRows(Message):
-    """New rows with their first columns (a source's put; it needs no lease). Answered by `Stored`.
+    """New rows with their first columns (a source's put; it needs no lease). -> `Stored`.
 
     Attributes:
         partition: the step that the rows belong to.
@@ -18,7 +18,7 @@ class PutRows(Message):
         group_size: rows of each group, in this put and others; 0: the groups are complete in this put.
         columns: description of the payload.
         timeout_s: how long the put may wait for room (backpressure).
-        commits: task -> positions in `rows` that it is done with already (a restored snapshot).
+        commits: task -> positions in `rows` that the task is already done with (a restored snapshot).
     """
 
     partition: int
@@ -31,9 +31,9 @@ class PutRows(Message):
 
 
 class PutOutputs(Message):
-    """All output columns of some rows of a lease, as one atom; `columns` may be empty (a plain ack). -> `Stored`.
+    """All output columns of some rows of a lease, atomically; `columns` may be empty (a plain ack). -> `Stored`.
 
-    `token` is the lease's. The same put twice is a no-op.
+    `token` is the lease's. Repeating a put changes nothing.
     """
 
     task: str
@@ -43,7 +43,7 @@ class PutOutputs(Message):
 
 
 class GetColumns(Message):
-    """Read columns of rows; answered by `Columns` in the order of `rows`."""
+    """Read columns of rows. -> `Columns`, in the order of `rows`."""
 
     rows: list[int]
     columns: list[str]
@@ -59,7 +59,7 @@ class ListRows(Message):
 class ClearRows(Message):
     """Remove rows, whatever their leases. -> `RowList` of those that were here.
 
-    Unknown ones are passed over, and those that every task is done with: they only wait for a checkpoint.
+    Skips unknown rows, and those that every task is done with, which only wait for a checkpoint.
     """
 
     rows: list[int]
@@ -82,7 +82,7 @@ class FenceTask(Message):
 
 
 class RemoveRows(Message):
-    """From a controller: a task failed too often on the group of these rows; take them out of the queue."""
+    """From a controller: a task failed too often on the group of these rows; remove them from the queue."""
 
     rows: list[int]
     cause: RemovalCause = UNKNOWN
@@ -91,7 +91,7 @@ class RemoveRows(Message):
 class ClearPartition(Message):
     """Remove all rows of a partition; leases on them are void.
 
-    Controllers are told last: its rows may come anew, and one that was away may take finished ones for repeated.
+    Controllers hear last: the rows may come anew, and a controller that was away could take finished ones for repeated.
     """
 
     partition: int
@@ -100,7 +100,7 @@ class ClearPartition(Message):
 class ReleaseCheckpointed(Message):
     """A durable checkpoint covers partitions up to and including `step`: their trained rows may go.
 
-    Controllers are told first, and remember which rows are finished: units forget that, too.
+    Controllers hear first, and remember which rows are finished: units forget that, too.
     """
 
     step: int
@@ -116,10 +116,8 @@ class HoldPuts(Message):
 class CutSnapshot(Message):
     """Under a hold: note the rows that are here now; the hold ends.
 
-    Attributes:
-        hold: of `HoldPuts`.
-        after_partition: rows of this partition and earlier ones are left out.
-        forget_acks_of: tasks whose acks are stored as not given.
+    `after_partition`: leave out rows of this partition and earlier ones. `forget_acks_of`: store the acks of these
+    tasks as not given.
     """
 
     hold: str
@@ -128,14 +126,14 @@ class CutSnapshot(Message):
 
 
 class WriteSnapshot(Message):
-    """Write what was cut into `directory` (exists, shared by all units); answered by `SnapshotWritten`."""
+    """Write what was cut into `directory` (exists, shared by all units). -> `SnapshotWritten`."""
 
     hold: str
     directory: str
 
 
 class GetUnitStats(Message):
-    """Answered by `UnitStats`."""
+    """-> `UnitStats`."""
 
 
 class Stored(Message):
@@ -145,7 +143,7 @@ class Stored(Message):
 
 
 class Columns(Message):
-    """The columns asked for; values in the payload."""
+    """The requested columns; values in the payload."""
 
     columns: list[ColumnHeader]
 
@@ -157,10 +155,9 @@ class RowList(Message):
 
 
 class RowInfo(msgspec.Struct, frozen=True):
-    """What `QueueClient.list_rows` says of a row.
+    """What `QueueClient.list_rows` says about a row.
 
     Attributes:
-        index, group, partition: of the row.
         unit: where it is.
         columns: written so far.
         done: tasks that are done with it.
@@ -179,7 +176,7 @@ class RowInfo(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(record: RowRecords, unit: str) -> "Iterator[RowInfo]":
-        """Return one for each row of a record."""
+        """Yield one for each row of a record."""
         shared = record.partition, unit, tuple(record.columns), tuple(record.done)
         for row, group, tokens, num_bytes in zip(
             record.rows, record.groups, record.tokens, record.num_bytes, strict=True
@@ -200,8 +197,8 @@ class UnitStats(Message):
 
     Attributes:
         num_rows, num_bytes: all rows here; bytes really held, also by rows that are half gone.
-        retained_rows, retained_bytes: of those, rows that only wait for a checkpoint.
-        spilled_bytes: of the retained ones, on disk.
+        retained_rows, retained_bytes: those of them that only wait for a checkpoint.
+        spilled_bytes: retained bytes that are on disk.
         puts, gets, bytes_in, bytes_out: since the start.
         shared_channels, wire_channels: clients whose payloads come through shared memory, and over the wire.
         backend: where values are kept.
