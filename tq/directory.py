@@ -32,15 +32,11 @@ _MOST_COUNTED = 2**61
 
 @dataclass(frozen=True)
 class Directory:
-    """Services and tasks of one queue.
+    """Services and tasks of one queue."""
 
-    Attributes:
-        controllers: service names; the first one is the lead: admission, limits, lost rows, loads of the units.
-        tasks: names, in the dataflow's order; task k is served by controller k modulo their number.
-    """
-
+    # Service names; the first one is the lead: admission, limits, lost rows, loads of the units.
     controllers: tuple[str, ...]
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...]  # names, in the dataflow's order; task k is served by controller k modulo their number
 
     @property
     def lead(self) -> str:

@@ -332,8 +332,7 @@ class _Service:
                 self._ending.wait(_RESTART_DELAY_S)
 
     def _live(self) -> tuple[str, bool]:
-        """Start the process and wait for its end; returns how it ended, and whether it failed (being killed is no
-        failure)."""
+        """Run the process once; returns how it ended, and whether it failed (being killed is no failure)."""
         try:
             with self._log.open("ab") if self._log else nullcontext() as log:
                 self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

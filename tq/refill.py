@@ -8,17 +8,11 @@ from asyncflow.errors import TransportError
 
 
 class RemovalCause(msgspec.Struct, frozen=True, array_like=True):
-    """Why a group is a dead letter: a task failed on it too often, or a filter found its rewards useless.
+    """Why a group is a dead letter: a task failed on it too often, or a filter found its rewards useless."""
 
-    Attributes:
-        task: the one that failed on it, or judged it; "": no longer known.
-        deliveries: how often one of its rows came back from that task.
-        filtered: it was judged: it is fine, but would teach nothing.
-    """
-
-    task: str = ""
-    deliveries: int = 0
-    filtered: bool = False
+    task: str = ""  # the one that failed on it, or judged it; "": no longer known
+    deliveries: int = 0  # how often one of its rows came back from that task
+    filtered: bool = False  # it was judged: it is fine, but would teach nothing
 
 
 UNKNOWN = RemovalCause()

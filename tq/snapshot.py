@@ -63,19 +63,15 @@ class ChunkRecord(msgspec.Struct):
 
 @dataclass(frozen=True)
 class SnapshotChunk:
-    """Rows of a snapshot that can be put with one `PutRows`; a group may have rows in other chunks.
-
-    Attributes:
-        rows, groups: parallel.
-        commits: task -> positions in `rows`.
-    """
+    """Rows of a snapshot that can be put with one `PutRows`; a group may have rows in other chunks."""
 
     partition: int
     group_size: int
+    # `rows`, `groups`: parallel.
     rows: list[int]
     groups: list[int]
     columns: Mapping[str, Column]
-    commits: dict[str, list[int]]
+    commits: dict[str, list[int]]  # task -> positions in `rows`
 
 
 @dataclass(frozen=True)

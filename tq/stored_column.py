@@ -19,24 +19,16 @@ from tq.columns import SMALL_BYTES, ColumnKind, Int64s, as_array, merge_neighbou
 
 @dataclass(frozen=True, eq=False)
 class StoredColumn:
-    """One field of N rows.
+    """One field of N rows."""
 
-    Attributes:
-        values: [V], narrowed integers or the column's own dtype; a view of the put's payload.
-        dtype: what readers get.
-        shape: of every row, where all rows have the same and it is not empty; otherwise None.
-        shapes: int32 [N, R], only where `shape` is None.
-        offsets: int64 [N + 1], where rows begin; only where `shape` is None.
-    """
-
-    values: Tensor
+    values: Tensor  # [V], narrowed integers or the column's own dtype; a view of the put's payload
     num_rows: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # what readers get
     kind: ColumnKind
     rank: int
-    shape: tuple[int, ...] | None
-    shapes: NDArray[np.int32] | None
-    offsets: Int64s | None
+    shape: tuple[int, ...] | None  # of every row, where all rows have the same and it is not empty; otherwise None
+    shapes: NDArray[np.int32] | None  # int32 [N, R], only where `shape` is None
+    offsets: Int64s | None  # int64 [N + 1], where rows begin; only where `shape` is None
 
     def __len__(self) -> int:
         return self.num_rows

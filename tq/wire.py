@@ -46,23 +46,17 @@ _MAX_NUMEL = 2**62
 
 
 class ColumnHeader(msgspec.Struct, frozen=True):
-    """Describes one packed column in a payload.
-
-    Attributes:
-        wire_dtype: of the values as they travel: `dtype`, or a narrower integer.
-        num_rows, num_values: N and V.
-        rank: R; 1 unless `kind` is a tensor.
-        shape: of every row, if all rows have the same and it holds values; otherwise None, and int32 [N, R] follow the
-            values.
-    """
+    """Describes one packed column in a payload."""
 
     name: str
     dtype: str
-    wire_dtype: str
+    wire_dtype: str  # of the values as they travel: `dtype`, or a narrower integer
     kind: ColumnKind
+    # `num_rows`, `num_values`: N and V.
     num_rows: int
     num_values: int
-    rank: int = 1
+    rank: int = 1  # R; 1 unless `kind` is a tensor
+    # Of every row, if all rows have the same and it holds values; otherwise None, and int32 [N, R] follow the values.
     shape: list[int] | None = None
 
 

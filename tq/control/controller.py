@@ -125,21 +125,13 @@ class Admission(Protocol):
 
 @dataclass(frozen=True)
 class AdmissionPlace:
-    """What a controller gives its admission.
+    """What a controller gives its admission."""
 
-    Attributes:
-        starts: how often the controller started, this start included.
-        mark: where an earlier incarnation stood; None: there was none.
-        version: newest published weights; `mark` may know only older ones.
-        save: makes a mark durable; returns when it is.
-        threads: the controller's; the controller fails when a thread of admission does.
-    """
-
-    starts: int
-    mark: AdmissionMark | None
-    version: int
-    save: Callable[[AdmissionMark], None]
-    threads: ServiceThreads
+    starts: int  # how often the controller started, this start included
+    mark: AdmissionMark | None  # where an earlier incarnation stood; None: there was none
+    version: int  # newest published weights; `mark` may know only older ones
+    save: Callable[[AdmissionMark], None]  # makes a mark durable; returns when it is
+    threads: ServiceThreads  # the controller's; the controller fails when a thread of admission does
 
 
 MakeAdmission = Callable[[AdmissionPlace], Admission]

@@ -58,18 +58,13 @@ _REFILLS = 256
 
 
 class Mark(msgspec.Struct):
-    """The facts in one value.
-
-    Attributes:
-        partitions: number -> rows as declared, for the newest partitions.
-        admission: where admission stands; None without admission.
-    """
+    """The facts in one value."""
 
     newest_version: int = 0
-    partitions: dict[int, int] = {}
+    partitions: dict[int, int] = {}  # number -> rows as declared, for the newest partitions
     stopped: bool = False
     writing_closed: bool = False
-    admission: AdmissionMark | None = None
+    admission: AdmissionMark | None = None  # where admission stands; None without admission
 
 
 class DurableMark:

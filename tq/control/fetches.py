@@ -230,8 +230,7 @@ class Fetches:
             if (refused is not None and fetch.version <= refused) or task.isolation.holds(fetch.owner):
                 continue
             if not self._try(request, fetch) and self.parked.waits(request):
-                # Without a gate, what the oldest fetch cannot get no other can. With one, only older weights are worse
-                # off.
+                # Without a gate, no later fetch gets anything, either; with one, only those with newer weights may.
                 if task.spec.max_staleness is None:
                     return
                 refused = fetch.version if refused is None else max(refused, fetch.version)

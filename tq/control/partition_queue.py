@@ -16,17 +16,11 @@ from tq.policies import Item, Policy, Want
 
 @dataclass(slots=True)
 class _Group:
-    """A group of a task with whole groups.
+    """A group of a task with whole groups."""
 
-    Attributes:
-        num_left: rows, seen or not, that the task is not done with.
-        offered: those of them that may be handed out.
-        item: all rows left, in order, when all of them are offered; otherwise empty.
-    """
-
-    num_left: int
-    offered: set[int] = field(default_factory=set)
-    item: tuple[int, ...] = ()
+    num_left: int  # rows, seen or not, that the task is not done with
+    offered: set[int] = field(default_factory=set)  # those of them that may be handed out
+    item: tuple[int, ...] = ()  # all rows left, in order, when all of them are offered; otherwise empty
 
 
 class PartitionQueue:
@@ -246,18 +240,13 @@ _SPENT_REMEMBERED = 16384
 
 @dataclass(slots=True, eq=False)
 class LeaseRecord:
-    """Rows in a consumer's hands.
-
-    Attributes:
-        granted: all its rows except those that were released.
-        rows: those of them that are not done.
-        readers: consumers that hold it; none yet: a round's slice that no rank asked for.
-    """
+    """Rows in a consumer's hands."""
 
     token: int
     partition: int
-    granted: set[int]
-    rows: set[int]
+    granted: set[int]  # all its rows except those that were released
+    rows: set[int]  # those of them that are not done
+    # Consumers that hold it; none yet: a round's slice that no rank asked for.
     readers: set[str] = field(default_factory=set)
 
 

@@ -26,20 +26,14 @@ class RankSlice:
 
 @dataclass
 class Round:
-    """One round.
+    """One round."""
 
-    Attributes:
-        rank_slices: by rank; None: an earlier incarnation of the controller gave it to nobody, so it is assigned again.
-        round_rows: most rows of any slice.
-        last: no rows of the step follow.
-        total_rows: of all slices.
-    """
-
+    # By rank; None: an earlier incarnation of the controller gave it to nobody, so it is assigned again.
     rank_slices: list[RankSlice | None]
-    round_rows: int
-    last: bool
+    round_rows: int  # most rows of any slice
+    last: bool  # no rows of the step follow
     partition: int = 0
-    total_rows: int = 0
+    total_rows: int = 0  # of all slices
 
     @property
     def missing(self) -> list[int]:
@@ -49,15 +43,11 @@ class Round:
 
 @dataclass
 class Rounds:
-    """The rounds of one step, in order.
+    """The rounds of one step, in order."""
 
-    Attributes:
-        num_ranks: ranks that share the rounds; 0: no rank asked yet.
-        assigned: per rank, the tokens of its slices of the rounds that were formed here.
-    """
-
-    num_ranks: int = 0
+    num_ranks: int = 0  # ranks that share the rounds; 0: no rank asked yet
     formed: list[Round] = field(default_factory=list)
+    # Per rank, the tokens of its slices of the rounds that were formed here.
     assigned: list[int] = field(default_factory=list)
 
     def loads(self, num_ranks: int) -> list[int]:

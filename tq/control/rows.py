@@ -190,18 +190,13 @@ TRANSITIONS: dict[RowState, dict[RowState, str]] = {
 
 @dataclass(slots=True, eq=False)
 class UnitLife:
-    """One life of a storage unit.
-
-    Attributes:
-        online: connected; its rows may be handed out.
-        lost: it is gone with all its rows.
-        num_rows, num_bytes: live rows there.
-    """
+    """One life of a storage unit."""
 
     name: str
     incarnation: str = ""
-    online: bool = True
-    lost: bool = False
+    online: bool = True  # connected; its rows may be handed out
+    lost: bool = False  # it is gone with all its rows
+    # `num_rows`, `num_bytes`: live rows there.
     num_rows: int = 0
     num_bytes: int = 0
 
@@ -215,26 +210,19 @@ class UnitLife:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A row.
+    """A row."""
 
-    Attributes:
-        unit: where it is, or was.
-        partition, group, group_size: see `messages.PutRows`.
-        written: columns (bits).
-        left: tasks that are not done with it (bits).
-        queued: tasks that may be given it now (bits); written only by their `PartitionQueue`.
-        tokens, num_bytes: over all its columns.
-    """
-
-    unit: UnitLife
+    unit: UnitLife  # where it is, or was
+    # `partition`, `group`, `group_size`: see `messages.PutRows`.
     partition: int
     group: int
     group_size: int
-    written: int
-    left: int
+    written: int  # columns (bits)
+    left: int  # tasks that are not done with it (bits)
+    # `tokens`, `num_bytes`: over all its columns.
     tokens: int
     num_bytes: int
-    queued: int = 0
+    queued: int = 0  # tasks that may be given it now (bits); written only by their `PartitionQueue`
     state: RowState = RowState.UNKNOWN
 
     @property
@@ -264,24 +252,18 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class PartitionRows:
-    """A partition, as all tasks see it.
+    """A partition, as all tasks see it."""
 
-    Attributes:
-        declared: by `OpenPartition`; None: not yet.
-        removed: rows that it will never have (dead letter without a replacement), unless they are put again.
-        num_live: rows in the table.
-        finished: rows that all tasks are done with; a producer that never heard so may put them again.
-        nameless: those of the finished rows whose group is unknown (from before this controller's start).
-        numbers: its rows in order of arrival, including some that are gone.
-    """
-
-    declared: int | None = None
+    declared: int | None = None  # by `OpenPartition`; None: not yet
+    # Rows that it will never have (dead letter without a replacement), unless they are put again.
     removed: RowSet = field(default_factory=RowSet)
-    num_live: int = 0
+    num_live: int = 0  # rows in the table
     num_finished: int = 0
+    # Rows that all tasks are done with; a producer that never heard so may put them again.
     finished: RowSet = field(default_factory=RowSet)
+    # Those of the finished rows whose group is unknown (from before this controller's start).
     nameless: RowSet = field(default_factory=RowSet)
-    numbers: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # its rows in order of arrival, including some that are gone
 
     @property
     def num_rows(self) -> int | None:

@@ -10,23 +10,16 @@ from tq.wire import ColumnHeader
 
 
 class PutRows(Message):
-    """New rows with their first columns (a source's put; it needs no lease). -> `Stored`.
+    """New rows with their first columns (a source's put; it needs no lease). -> `Stored`."""
 
-    Attributes:
-        partition: the step that the rows belong to.
-        rows, groups: parallel.
-        group_size: rows of each group, in this put and others; 0: the groups are complete in this put.
-        columns: description of the payload.
-        timeout_s: how long the put may wait for room (backpressure).
-        commits: task -> positions in `rows` that the task is already done with (a restored snapshot).
-    """
-
-    partition: int
+    partition: int  # the step that the rows belong to
+    # `rows`, `groups`: parallel.
     rows: list[int]
     groups: list[int]
-    columns: list[ColumnHeader]
-    group_size: int = 0
-    timeout_s: float = 60.0
+    columns: list[ColumnHeader]  # description of the payload
+    group_size: int = 0  # rows of each group, in this put and others; 0: the groups are complete in this put
+    timeout_s: float = 60.0  # how long the put may wait for room (backpressure)
+    # Task -> positions in `rows` that the task is already done with (a restored snapshot).
     commits: dict[str, list[int]] = {}
 
 
@@ -155,24 +148,16 @@ class RowList(Message):
 
 
 class RowInfo(msgspec.Struct, frozen=True):
-    """What `QueueClient.list_rows` says about a row.
-
-    Attributes:
-        unit: where it is.
-        columns: written so far.
-        done: tasks that are done with it.
-        tokens: its length in tokens.
-        num_bytes: of its values.
-    """
+    """What `QueueClient.list_rows` says about a row."""
 
     index: int
     group: int
     partition: int
-    unit: str
-    columns: tuple[str, ...]
-    done: tuple[str, ...]
-    tokens: int
-    num_bytes: int
+    unit: str  # where it is
+    columns: tuple[str, ...]  # written so far
+    done: tuple[str, ...]  # tasks that are done with it
+    tokens: int  # its length in tokens
+    num_bytes: int  # of its values
 
     @staticmethod
     def of(record: RowRecords, unit: str) -> "Iterator[RowInfo]":
@@ -193,29 +178,24 @@ class SnapshotWritten(Message):
 
 
 class UnitStats(Message):
-    """What a unit holds and did.
+    """What a unit holds and did."""
 
-    Attributes:
-        num_rows, num_bytes: all rows here; bytes really held, also by rows that are half gone.
-        retained_rows, retained_bytes: those of them that only wait for a checkpoint.
-        spilled_bytes: retained bytes that are on disk.
-        puts, gets, bytes_in, bytes_out: since the start.
-        shared_channels, wire_channels: clients whose payloads come through shared memory, and over the wire.
-        backend: where values are kept.
-    """
-
+    # `num_rows`, `num_bytes`: all rows here; bytes really held, also by rows that are half gone.
     num_rows: int
     num_bytes: int
+    # `retained_rows`, `retained_bytes`: those of them that only wait for a checkpoint.
     retained_rows: int = 0
     retained_bytes: int = 0
-    spilled_bytes: int = 0
+    spilled_bytes: int = 0  # retained bytes that are on disk
+    # `puts`, `gets`, `bytes_in`, `bytes_out`: since the start.
     puts: int = 0
     gets: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    # `shared_channels`, `wire_channels`: clients whose payloads come through shared memory, and over the wire.
     shared_channels: int = 0
     wire_channels: int = 0
-    backend: str = "memory"
+    backend: str = "memory"  # where values are kept
 
 
 UNIT_REQUESTS = (

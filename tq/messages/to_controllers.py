@@ -35,26 +35,19 @@ class Done(Message):
 
 
 class RowRecords(msgspec.Struct):
-    """Rows of an inventory that have the same partition, columns and finished tasks.
-
-    Attributes:
-        rows, groups, group_sizes, tokens, num_bytes: parallel.
-        columns: written in all of the rows.
-        done: tasks that committed.
-        pending: not every controller has agreed to the rows yet; `RowsConfirmed` or `RowsRemoved` follows.
-        deliveries: task -> how often each row was released, parallel to `rows`; absent: never.
-    """
+    """Rows of an inventory that have the same partition, columns and finished tasks."""
 
     partition: int
+    # `rows`, `groups`, `group_sizes`, `tokens`, `num_bytes`: parallel.
     rows: list[int]
     groups: list[int]
     group_sizes: list[int]
     tokens: list[int]
     num_bytes: list[int]
-    columns: list[str]
-    done: list[str]
-    deliveries: dict[str, list[int]] = {}
-    pending: bool = False
+    columns: list[str]  # written in all of the rows
+    done: list[str]  # tasks that committed
+    deliveries: dict[str, list[int]] = {}  # task -> how often each row was released, parallel to `rows`; absent: never
+    pending: bool = False  # not every controller has agreed to the rows yet; `RowsConfirmed` or `RowsRemoved` follows
 
     def append(self, number: int, *, group: int, group_size: int, tokens: int, num_bytes: int) -> None:
         """Add a row; the caller updates `deliveries`."""
@@ -89,48 +82,36 @@ class RowsRemoved(Message):
 
 
 class RegisterUnit(Introduction):
-    """First message of a unit on a channel: what it holds. Everything it says later builds on this. -> `UnitAccepted`.
-
-    Attributes:
-        incarnation: a new one means that the unit started empty.
-        records: its live rows.
-        finished: partition -> rows that all tasks are done with, whether freed or waiting for a checkpoint.
-        removed_groups: what the unit removed with groups that left; this controller may not have heard of it.
-        earlier: what former lives of the unit held at their end, the oldest first, until all controllers know it: no
-            controller may have survived them.
-    """
+    """First message of a unit on a channel: what it holds. Everything later builds on this. -> `UnitAccepted`."""
 
     unit: str
-    incarnation: str
-    records: list[RowRecords]
+    incarnation: str  # a new one means that the unit started empty
+    records: list[RowRecords]  # its live rows
+    # Partition -> rows that all tasks are done with, whether freed or waiting for a checkpoint.
     finished: dict[int, list[int]]
+    # What the unit removed with groups that left; this controller may not have heard of it.
     removed_groups: list[RowsRemoved] = []
+    # What former lives of the unit held at their end, the oldest first, until all controllers know it: no controller
+    # may have survived them.
     earlier: list["RegisterUnit"] = []
 
 
 class RowsCreated(Message):
-    """New rows exist at a unit; `columns` are written. Parks while the queue is full. -> `RowsAccepted`.
-
-    Attributes:
-        partition, rows, groups, group_size, commits: see `PutRows`.
-        tokens: length of each row in tokens so far.
-        num_bytes: of all rows together.
-        held: there are other controllers: hand nothing out before `RowsConfirmed`.
-        values: enclosed values of a small put (`tq.wire`), passed on to a lease of exactly these rows that a fetch
-            waits for.
-    """
+    """New rows exist at a unit; `columns` are written. Parks while the queue is full. -> `RowsAccepted`."""
 
     unit: str
+    # `partition`, `rows`, `groups`, `group_size`, `commits`: see `PutRows`.
     partition: int
     rows: list[int]
     groups: list[int]
     columns: list[str]
-    tokens: list[int]
-    num_bytes: int
+    tokens: list[int]  # length of each row in tokens so far
+    num_bytes: int  # of all rows together
     group_size: int = 0
     timeout_s: float = 60.0
     commits: dict[str, list[int]] = {}
-    held: bool = False
+    held: bool = False  # there are other controllers: hand nothing out before `RowsConfirmed`
+    # Enclosed values of a small put (`tq.wire`), passed on to a lease of exactly these rows that a fetch waits for.
     values: bytes = b""
 
 
@@ -167,27 +148,21 @@ class UnitAlive(Message):
 
 
 class Held(msgspec.Struct):
-    """A lease that a consumer holds: what a restarted controller must know of it. Fields are those of `LeaseGrant`.
-
-    Attributes:
-        rows: without those that are done.
-        round_index, rank, num_ranks: of a slice of a round; -1: no round.
-        step: `FetchRound.partition`.
-        slice_rows: rows of the slice, including those that are done.
-    """
+    """A lease that a consumer holds: what a restarted controller must know of it. Fields are those of `LeaseGrant`."""
 
     task: str
     token: int
     partition: int
-    rows: list[int]
+    rows: list[int]  # without those that are done
+    # `round_index`, `rank`, `num_ranks`: of a slice of a round; -1: no round.
     round_index: int = -1
     rank: int = 0
     num_ranks: int = 1
     round_rows: int = 0
     last: bool = False
     total_rows: int = 0
-    step: int = 0
-    slice_rows: int = 0
+    step: int = 0  # `FetchRound.partition`
+    slice_rows: int = 0  # rows of the slice, including those that are done
 
 
 class Join(Introduction):
@@ -221,29 +196,21 @@ class OpenPartition(Message):
 
 
 class FetchRows(Message):
-    """Lease ready rows of `task`; parks until some are ready.
-
-    Attributes:
-        num_rows: at most, but at least one item.
-        version: newest weights that this consumer holds; matters only to version-gated tasks.
-        timeout_s: afterwards, the answer is `NoRows(deadline)`.
-        token_budget: at most this many tokens, but at least one item; 0: no budget.
-        replica, sequence: ranks of one data-parallel replica that fetch for themselves name the replica and count their
-            fetches: the same (replica, sequence) gets the same lease. "": this consumer alone.
-        lineage: of the weights; those of older lineages than the queue's are outdated, whatever their version.
-        tell_held_back: answer `NoRows(held_back)` when ready rows need newer weights than exist, so that the consumer
-            can say what it waits for. It then asks again without this flag, and parks.
-    """
+    """Lease ready rows of `task`; parks until some are ready."""
 
     task: str
     owner: str
-    num_rows: int
-    version: int
-    timeout_s: float
-    token_budget: int = 0
+    num_rows: int  # at most, but at least one item
+    version: int  # newest weights that this consumer holds; matters only to version-gated tasks
+    timeout_s: float  # afterwards, the answer is `NoRows(deadline)`
+    token_budget: int = 0  # at most this many tokens, but at least one item; 0: no budget
+    # `replica`, `sequence`: ranks of one data-parallel replica that fetch for themselves name the replica and count
+    # their fetches: the same (replica, sequence) gets the same lease. "": this consumer alone.
     replica: str = ""
     sequence: int = 0
-    lineage: int = 0
+    lineage: int = 0  # of the weights; those of older lineages than the queue's are outdated, whatever their version
+    # Answer `NoRows(held_back)` when ready rows need newer weights than exist, so that the consumer can say what it
+    # waits for. It then asks again without this flag, and parks.
     tell_held_back: bool = False
 
 
@@ -251,39 +218,29 @@ class FetchRound(Message):
     """Lease one rank's slice of round `round_index` of a partition: every rank of the gang asks for every round.
 
     The same (rank, round) again, by the same owner or by another reader of the replica, gets the same lease.
-
-    Attributes:
-        partition: in a task with `TaskSpec.steps` a step, whose rounds may come from several partitions.
-        num_rows: rows per rank in a full round.
-        token_budget: tokens per rank in a full round; 0: no budget.
     """
 
     task: str
     owner: str
-    partition: int
+    partition: int  # in a task with `TaskSpec.steps` a step, whose rounds may come from several partitions
     round_index: int
-    num_rows: int
+    num_rows: int  # rows per rank in a full round
     rank: int
     num_ranks: int
     timeout_s: float
-    token_budget: int = 0
+    token_budget: int = 0  # tokens per rank in a full round; 0: no budget
 
 
 class Release(Message):
-    """The consumer returns rows of a lease that it will not finish. -> `Done`.
-
-    Attributes:
-        filtered: the groups of these rows leave the queue, and admission replaces them.
-        failures: likewise, as dead letters: how often the consumer itself failed on these rows; 0: it did not.
-        fenced: the consumer dropped the rows because a unit called the lease void, perhaps for some of them only. A
-            lease that a trainer keeps is left alone: another rank may have it by now.
-    """
+    """The consumer returns rows of a lease that it will not finish. -> `Done`."""
 
     task: str
     token: int
     rows: list[int]
-    filtered: bool = False
-    failures: int = 0
+    filtered: bool = False  # the groups of these rows leave the queue, and admission replaces them
+    failures: int = 0  # likewise, as dead letters: how often the consumer itself failed on these rows; 0: it did not
+    # The consumer dropped the rows because a unit called the lease void, perhaps for some of them only. A lease that a
+    # trainer keeps is left alone: another rank may have it by now.
     fenced: bool = False
 
 
@@ -376,43 +333,30 @@ class Joined(Message):
 
 
 class Alive(Message):
-    """Answer to a heartbeat.
+    """Answer to a heartbeat."""
 
-    Attributes:
-        known: False when this controller has given the owner up (its leases are void) or never met it: join again.
-        units: name -> bytes held, of the units that are up: where to put.
-        away: units that are down but may come back with their rows.
-    """
-
-    known: bool
-    units: dict[str, int]
-    away: list[str]
+    known: bool  # False when this controller has given the owner up (its leases are void) or never met it: join again
+    units: dict[str, int]  # name -> bytes held, of the units that are up: where to put
+    away: list[str]  # units that are down but may come back with their rows
     newest_version: int
 
 
 class LeaseGrant(Message):
-    """A lease, named by its token.
-
-    Attributes:
-        partition: the step that its rows were admitted for.
-        rows, groups, units: parallel; `units` says where each row is.
-        tokens: length of each row in tokens.
-        round_rows: most rows of any rank in this round (rounds only), so that ranks make equally many micro-batches.
-        last: no rows of this partition, or of the requested step, will follow (rounds only).
-        total_rows: rows of all ranks in this round (rounds only).
-        values: enclosed columns of the rows (`tq.wire`), if the fetch waited for a small put of exactly these rows.
-    """
+    """A lease, named by its token."""
 
     task: str
     token: int
-    partition: int
+    partition: int  # the step that its rows were admitted for
+    # `rows`, `groups`, `units`: parallel; `units` says where each row is.
     rows: list[int]
     groups: list[int]
     units: list[str]
-    tokens: list[int] = []
+    tokens: list[int] = []  # length of each row in tokens
+    # Most rows of any rank in this round (rounds only), so that ranks make equally many micro-batches.
     round_rows: int = 0
-    last: bool = False
-    total_rows: int = 0
+    last: bool = False  # no rows of this partition, or of the requested step, will follow (rounds only)
+    total_rows: int = 0  # rows of all ranks in this round (rounds only)
+    # Enclosed columns of the rows (`tq.wire`), if the fetch waited for a small put of exactly these rows.
     values: bytes = b""
 
 
@@ -431,21 +375,14 @@ class NoRowsReason(StrEnum):
 
 
 class NoRows(Message):
-    """No lease.
-
-    Attributes:
-        newest_version: newest one that was published and that the task's consumers can use
-            (`TaskSpec.version_interval`).
-        waiting_for: for a deadline, what is missing, as text for people.
-        producers_alive: for a deadline, whether a client that writes what is missing is connected.
-        lineage: of the newest version.
-    """
+    """No lease."""
 
     reason: NoRowsReason
+    # Newest one that was published and that the task's consumers can use (`TaskSpec.version_interval`).
     newest_version: int
-    waiting_for: str = ""
-    producers_alive: bool = True
-    lineage: int = 0
+    waiting_for: str = ""  # for a deadline, what is missing, as text for people
+    producers_alive: bool = True  # for a deadline, whether a client that writes what is missing is connected
+    lineage: int = 0  # of the newest version
 
 
 class LostRows(Message):
@@ -464,57 +401,38 @@ class Published(Message):
 
 
 class TaskStats(Message):
-    """Counts of one task's rows.
-
-    Attributes:
-        waiting, ready, leased, done: rows by state (done: of partitions still held).
-        parked_requests: fetches that wait.
-        oldest_request_s: how long the oldest of these has waited (0: none).
-        rows_per_s: done per second, over roughly the last ten seconds.
-        acked: rows done since the controller's start.
-        deliveries: leases given so far.
-        released: rows that came back from consumers that died or gave up.
-    """
+    """Counts of one task's rows."""
 
     task: str
+    # `waiting`, `ready`, `leased`, `done`: rows by state (done: of partitions still held).
     waiting: int
     ready: int
     leased: int
     done: int
-    parked_requests: int
+    parked_requests: int  # fetches that wait
     controller: str = ""
-    oldest_request_s: float = 0.0
-    rows_per_s: float = 0.0
-    acked: int = 0
-    deliveries: int = 0
-    released: int = 0
+    oldest_request_s: float = 0.0  # how long the oldest of these has waited (0: none)
+    rows_per_s: float = 0.0  # done per second, over roughly the last ten seconds
+    acked: int = 0  # rows done since the controller's start
+    deliveries: int = 0  # leases given so far
+    released: int = 0  # rows that came back from consumers that died or gave up
 
 
 class QueueStats(Message):
-    """What one controller knows.
+    """What one controller knows."""
 
-    Attributes:
-        tasks: those that it serves.
-        live_rows, live_bytes: rows that some task is not done with.
-        row_limit, byte_limit: where puts start to wait; 0: no limit.
-        admitted_groups: high-water mark of admission (0 without admission).
-        lost_rows: lost with a unit, not put again yet.
-        dead_letter_groups: taken out after too many deliveries.
-        filtered_groups: taken out because they would teach nothing.
-        units: name -> bytes held, of the units that are up.
-        owners: consumers with a fresh heartbeat.
-    """
-
-    tasks: list[TaskStats]
+    tasks: list[TaskStats]  # those that it serves
+    # `live_rows`, `live_bytes`: rows that some task is not done with.
     live_rows: int
     newest_version: int
-    admitted_groups: int
+    admitted_groups: int  # high-water mark of admission (0 without admission)
     live_bytes: int = 0
+    # `row_limit`, `byte_limit`: where puts start to wait; 0: no limit.
     row_limit: int = 0
     byte_limit: int = 0
     waiting_puts: int = 0
-    lost_rows: int = 0
-    dead_letter_groups: int = 0
-    filtered_groups: int = 0
-    units: dict[str, int] = {}
-    owners: list[str] = []
+    lost_rows: int = 0  # lost with a unit, not put again yet
+    dead_letter_groups: int = 0  # taken out after too many deliveries
+    filtered_groups: int = 0  # taken out because they would teach nothing
+    units: dict[str, int] = {}  # name -> bytes held, of the units that are up
+    owners: list[str] = []  # consumers with a fresh heartbeat

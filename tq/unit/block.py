@@ -40,37 +40,26 @@ class PlacedRow(Protocol):
 
 @dataclass(eq=False)
 class Block:
-    """What one put brought for its rows, the same columns for each.
+    """What one put brought for its rows, the same columns for each."""
 
-    Attributes:
-        key: in its backend.
-        rows: by position.
-        headers, num_bytes: of the payload.
-        tokens, row_bytes: by position: length in tokens, size of the values.
-        home: where the payload is.
-        columns: the payload's columns; None: they must be loaded from `home`.
-        value_bytes: the sum of `row_bytes`.
-        spilled: moved to disk, since it only waits for a checkpoint.
-        alive, alive_bytes: rows that need it, and their bytes.
-        retained: those of them that only wait for a checkpoint.
-        pins: readers that need it besides the rows.
-    """
-
-    key: str
-    rows: Sequence[int]
+    key: str  # in its backend
+    rows: Sequence[int]  # by position
+    # `headers`, `num_bytes`: of the payload.
     headers: Sequence[ColumnHeader]
     num_bytes: int
+    # `tokens`, `row_bytes`: by position: length in tokens, size of the values.
     tokens: list[int]
     row_bytes: list[int]
-    home: Backend
-    columns: Columns | None
+    home: Backend  # where the payload is
+    columns: Columns | None  # the payload's columns; None: they must be loaded from `home`
     names: frozenset[str] = field(init=False)
-    value_bytes: int = field(init=False)
-    spilled: bool = False
+    value_bytes: int = field(init=False)  # the sum of `row_bytes`
+    spilled: bool = False  # moved to disk, since it only waits for a checkpoint
+    # `alive`, `alive_bytes`: rows that need it, and their bytes.
     alive: int = 0
-    retained: int = 0
+    retained: int = 0  # those of them that only wait for a checkpoint
     alive_bytes: int = 0
-    pins: int = 0
+    pins: int = 0  # readers that need it besides the rows
 
     def __post_init__(self) -> None:
         self.names = frozenset(header.name for header in self.headers)

@@ -394,9 +394,8 @@ class ControllerLinks:
 
     def tell(self, message: Change, timeout_s: float) -> Told:
         """Tell every controller that counts; the caller has held the unit's lock since it made the change."""
-        if not isinstance(
-            message, OutputsWritten
-        ):  # journalled once all controllers know; until then its holder acks again
+        # A commit is journalled only once all controllers know it; until then its holder acks again.
+        if not isinstance(message, OutputsWritten):
             self._journal.append(message)
         everybody = not self.registered()
         return {

@@ -47,27 +47,20 @@ PUT_WITH_ROW = -2
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A row that is here; see also `messages.PutRows`.
-
-    Attributes:
-        tokens, num_bytes: over all its columns.
-        fences: task -> lowest token that is not void.
-        returns: task -> how often a lease on it was released.
-        pending: the controllers have not confirmed yet that it exists.
-        retained: every task is done with it; it waits for a checkpoint.
-    """
+    """A row that is here; see also `messages.PutRows`."""
 
     partition: int
     group: int
     group_size: int
+    # `tokens`, `num_bytes`: over all its columns.
     tokens: int = 0
     num_bytes: int = 0
     places: dict[str, Place] = field(default_factory=dict)
     commits: dict[str, Commit] = field(default_factory=dict)
-    fences: Mapping[str, int] = field(default_factory=_none)
-    returns: Mapping[str, int] = field(default_factory=_none)
-    pending: bool = True
-    retained: bool = False
+    fences: Mapping[str, int] = field(default_factory=_none)  # task -> lowest token that is not void
+    returns: Mapping[str, int] = field(default_factory=_none)  # task -> how often a lease on it was released
+    pending: bool = True  # the controllers have not confirmed yet that it exists
+    retained: bool = False  # every task is done with it; it waits for a checkpoint
 
     def cut(self, number: int, forget: frozenset[str]) -> "CutRow":
         """Return the row as it is now, without what tasks of `forget` put."""
