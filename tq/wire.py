@@ -30,8 +30,7 @@ _NARROWER = {
     ]
     for wide in (torch.int64, torch.int32)
 }
-_FEW_VALUES = 1 << 16
-"""Below this, two passes with numpy are faster than one with torch."""
+_FEW_VALUES = 1 << 16  # below this, two passes with numpy are faster than one with torch
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

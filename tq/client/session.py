@@ -57,12 +57,11 @@ from tq.service_channels import Heartbeats, ServiceChannels, await_reply
 from tq.wire import ColumnHeader, describe, unpack
 
 _BEATS_PER_TIMEOUT = 4
+# How long a client waits for an answer beyond the request's own deadline, which the service enforces (s).
 _GRACE_S = 30.0
-"""How long a client waits for an answer beyond the request's own deadline, which the service enforces (s)."""
 _LEAST_S = 0.5
 _RETRY_S = 0.1
-_LOOK_S = 1.0
-"""A wait for a unit checks this often whether the unit is still up (s)."""
+_LOOK_S = 1.0  # a wait for a unit checks this often whether the unit is still up (s)
 _ROW_BLOCK = 1024
 
 M = TypeVar("M", bound=Message)

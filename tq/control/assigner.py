@@ -24,8 +24,7 @@ class RoundAssigner:
         self._spec = task.spec.steps
         self._version = 0
         self._steps: dict[int, Rounds] = {}
-        self._restored = False
-        """Whether slices of an earlier incarnation may be missing."""
+        self._restored = False  # whether slices of an earlier incarnation may be missing
 
     def published(self, version: int) -> None:
         """Weights of step `version` exist, so that step is over."""

@@ -7,8 +7,8 @@ from functools import partial
 from asyncflow.clock import excused
 from tq.timers import Timer, Timers
 
+# Checks come at least this often. After a longer pause this process stood still itself, with heartbeats unread.
 _LOOKS_PER_TIMEOUT = 4
-"""Checks come at least this often. After a longer pause this process stood still itself, with heartbeats unread."""
 
 
 @dataclass

@@ -433,8 +433,7 @@ def _can_wait(one: NewsItem) -> bool:
 
 
 _CHECKS_PER_TIMEOUT = 8
-_LEFT_S = 5.0
-"""After a stop, a consumer that has not joined a restarted controller within this time has left (s)."""
+_LEFT_S = 5.0  # after a stop, a consumer that has not joined a restarted controller within this time has left (s)
 
 
 class ControllerService:
@@ -472,16 +471,16 @@ class ControllerService:
         starts = self._durable.start()
         self._recovered = starts > 1
         self._memory = memory = Memory(self._durable, version=version)
+        # Held while a consumer joins or is forgotten, both in the store and here; taken before the shell's lock.
         self._naming = threading.Lock()
-        """Held while a consumer joins or is forgotten, both in the store and here; taken before the shell's lock."""
         self._timers = Timers(name, failed=partial(self.threads.fail, "timers"))
         self._graces = UnitGraces(self._timers, config.unit_grace_s, self._give_unit_up)
         self._sessions = Sessions()
         self._rates = TaskRates(time.monotonic())
         self._closed = False
         recovering = None
+        # Consumers of an earlier incarnation that have not joined this one; empty once recovery gives them up.
         self._awaited: set[str] = set()
-        """Consumers of an earlier incarnation that have not joined this one; empty once recovery gives them up."""
         if self._recovered:
             owners = {owner for owner in self._durable.names("owner") if not owner.startswith(f"{name}@")}  # not itself
             recovering = Recovering(frozenset(self._durable.names("unit")), frozenset(owners))

@@ -53,8 +53,7 @@ Finished = dict[int, RowSet]
 
 KEPT_PARTITIONS = 256
 """Only this many of the newest partitions are remembered."""
-_REFILLS = 256
-"""Refills per part."""
+_REFILLS = 256  # refills per part
 
 
 class Mark(msgspec.Struct):
@@ -187,8 +186,8 @@ class Memory:
         self._mark = durable.load()
         self._finished = {partition: rows.parts() for partition, rows in durable.load_finished().items()}
         self._removed = {partition: rows.parts() for partition, rows in durable.load_removed().items()}
+        # (Partition, part) of finished rows that are not saved yet; a failed save leaves them here.
         self._unsaved: set[tuple[int, int]] = set()
-        """(Partition, part) of finished rows that are not saved yet; a failed save leaves them here."""
         self._mark.newest_version = max(version, self._mark.newest_version)
 
     @property

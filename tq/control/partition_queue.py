@@ -186,8 +186,7 @@ class ReadyQueue:
     def __init__(self) -> None:
         # Neighbouring numbers share a bucket, and only the front bucket is kept sorted, so the cost does not grow with
         # the rows that wait: a million rows cost a heap of a thousand buckets, in whatever order they become ready.
-        self._front: list[int] = []
-        """Negated, so that the smallest number is last."""
+        self._front: list[int] = []  # negated, so that the smallest number is last
         self._front_bucket = -1
         self._buckets: dict[int, list[int]] = {}
         self._order: list[int] = []

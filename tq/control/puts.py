@@ -75,9 +75,8 @@ class Arrivals:
         """Of announced rows."""
         self._table = table
         self._announced: dict[int, Row] = {}
+        # Announced rows that another unit had and dropped in their favour: lost if the announcement comes to nothing.
         self._let_go: dict[int, Row] = {}
-        """Announced rows that another unit had and dropped in their favour: lost if the announcement comes to nothing.
-        """
 
     def __len__(self) -> int:
         return len(self._announced)

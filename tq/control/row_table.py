@@ -148,10 +148,8 @@ class GroupRemovals:
 # back 5            changed: -, the record stays: the unit may not know yet which tasks were done with the row
 # end 5             changed: part 0        take -> {0: []}: the store forgets the part
 
-_ROWS = 4096
-"""This many consecutive row indices share one part of the durable record."""
-_PARTS = 256
-"""Part numbers wrap around here, so the record has at most this many parts."""
+_ROWS = 4096  # this many consecutive row indices share one part of the durable record
+_PARTS = 256  # part numbers wrap around here, so the record has at most this many parts
 
 
 class Losses:
@@ -161,8 +159,8 @@ class Losses:
         self.watchers: dict[int, WatchLost] = {}
         """Request -> watcher."""
         self._sequence = first
+        # Row -> sequence number of its report, so that no watcher misses a loss or sees it twice.
         self._reported: dict[int, int] = {}
-        """Row -> sequence number of its report, so that no watcher misses a loss or sees it twice."""
         self.undecided: dict[int, bool] = {}
         """Lost rows for which it is open whether they must be put again -> whether a reader of the row's own lease
         waits for it.
@@ -296,8 +294,7 @@ def _part(number: int) -> int:
     return number // _ROWS % _PARTS
 
 
-_LOST = RowState.LOST
-"""Enum attribute access is slow, and this value is compared for every row and task."""
+_LOST = RowState.LOST  # enum attribute access is slow, and this value is compared for every row and task
 
 
 class RowTable:

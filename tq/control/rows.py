@@ -15,11 +15,10 @@ from asyncflow.errors import PeerRefused
 Span = tuple[int, int]
 """Consecutive rows: the first one, and the last one + 1."""
 
+# Rows per chunk. Setting a bit copies its chunk.
 _BITS = 256
-"""Rows per chunk. Setting a bit copies its chunk."""
 _FULL = (1 << _BITS) - 1
-_CHUNKS = 256
-"""Consecutive chunks per part."""
+_CHUNKS = 256  # consecutive chunks per part
 _PARTS = 256
 
 

@@ -107,8 +107,8 @@ class Recovery:
         self._all_units = set(expected.units)
         self._owners = set(expected.owners)
         self._holds: dict[str, list[Held]] = {}
+        # Token -> unit that has not confirmed the fence yet. A unit that is away hears of it when it registers.
         self._fences: dict[int, str] = {}
-        """Token -> unit that has not confirmed the fence yet. A unit that is away hears of it when it registers."""
         self._collecting = True
         self._later: list[AckLost | Release] = []
 
@@ -520,11 +520,9 @@ class ControlState:
         self._puts = PutQueue(self.table, self._arrivals, self._backpressure)
         self._registry = UnitRegistry(self.table, self._arrivals, [spec.name for spec in tasks])
         self._recovery: Recovery | None = None
+        # Units of an earlier incarnation that have not registered yet, so their rows are unknown; recovery gives up on
+        # them at its deadline.
         self._missing_units = set[str]() if recovering is None else set(recovering.units)
-        """Units of an earlier incarnation that have not registered yet, so their rows are unknown; recovery gives up on
-        them at
-        its deadline.
-        """
         if recovering is not None and (recovering.units or recovering.owners):
             self._recovery = Recovery(self.table, recovering)
             self._fetches.closed = True

@@ -17,8 +17,7 @@ from tq.control.rounds import Rounds
 from tq.control.rows import Row, Rows, RowState
 from tq.policies import Fifo, Policy, TaskSpec, Want
 
-_STORED = RowState.STORED
-"""Enum attribute access is slow, and this value is compared for every row and task."""
+_STORED = RowState.STORED  # enum attribute access is slow, and this value is compared for every row and task
 
 
 class TaskRowState(enum.IntEnum):

@@ -192,8 +192,7 @@ def _per_row(numbers: Int64s | int, num_rows: int) -> list[int]:
 
 
 _THIN_FRACTION = 4
-_COMPACT_FROM_BYTES = 2**16
-"""Smaller blocks are not worth a copy: a shared region is held in pages anyway."""
+_COMPACT_FROM_BYTES = 2**16  # smaller blocks are not worth a copy: a shared region is held in pages anyway
 
 
 class BlockAccounting:

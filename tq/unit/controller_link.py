@@ -33,8 +33,8 @@ Completions = list[tuple["Future[Any]", Any]]
 
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 2.0
+# After proving themselves, two ends meet in Gloo, which cannot be interrupted; `close` waits for it (s).
 _HANDSHAKE_S = 4.0
-"""After proving themselves, two ends meet in Gloo, which cannot be interrupted; `close` waits for it (s)."""
 _CLOSE_TIMEOUT_S = 5.0
 
 

@@ -39,17 +39,14 @@ from tq.unit.row_journal import RowJournal
 from tq.unit.state import Cut, Repeated, UnitState
 from tq.wire import enclose
 
-_PARKED_EXTRA_S = 5.0
-"""Grace for a controller's refusal after a parked put's deadline (s)."""
+_PARKED_EXTRA_S = 5.0  # grace for a controller's refusal after a parked put's deadline (s)
+# Of the request deadline: clients must hear which controller is missing before they give the unit up.
 _CONFIRM_FRACTION = 0.8
-"""Of the request deadline: clients must hear which controller is missing before they give the unit up."""
+# Values of a put up to this size travel in the frame of its notice; a fetch that waits for them gets them from there.
 _SMALL_BYTES = 2048
-"""Values of a put up to this size travel in the frame of its notice; a fetch that waits for them gets them from there.
-"""
 Resume = Callable[[], None]
 """Carries out a put that waited."""
-_DOUBTS = RowsExist, PutPending
-"""Refusals that count only together with the other controllers' answers."""
+_DOUBTS = RowsExist, PutPending  # refusals that count only together with the other controllers' answers
 
 
 class UnitPuts:
@@ -82,8 +79,8 @@ class UnitPuts:
         self._lock = lock
         self._poke = poke
         self._timeout_s = _CONFIRM_FRACTION * timeout_s
+        # Rows of puts that not all controllers have confirmed, or that are not taken back yet.
         self._coming: set[int] = set()
-        """Rows of puts that not all controllers have confirmed, or that are not taken back yet."""
 
     def put_rows(self, message: PutRows, call: Call) -> None:
         """Create rows; replies `Stored`, or refuses and changes nothing. Raises AsyncFlowError to refuse at once."""
@@ -371,10 +368,8 @@ def _refuse(call: Call, error: BaseException) -> None:
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 0.2
-"""Between two rounds, so that blocks that are about to go as a whole are not copied first (s)."""
-_SPILL_AGAIN_S = 30.0
-"""Pause after a failed spill (s)."""
+_PAUSE_S = 0.2  # between two rounds, so that blocks that are about to go as a whole are not copied first (s)
+_SPILL_AGAIN_S = 30.0  # pause after a failed spill (s)
 _CLOSE_TIMEOUT_S = 5.0
 
 

@@ -57,10 +57,8 @@ _TOKEN_BYTES = 16
 _SERIAL = struct.Struct("<Q")
 _FRAME = struct.Struct("<II")
 _BEGIN = _TOKEN_BYTES + _SERIAL.size
-_LEAST_BYTES = 2**20
-"""A smaller file is not rewritten."""
-_PATIENCE = 4
-"""A file this many times as large as it should be is rewritten even while some commit is open."""
+_LEAST_BYTES = 2**20  # a smaller file is not rewritten
+_PATIENCE = 4  # a file this many times as large as it should be is rewritten even while some commit is open
 
 
 class _Offer(msgspec.Struct):
@@ -137,8 +135,7 @@ class RowJournal:
         self._inventory = inventory
         self._failed = failed
         self._files = _open(credentials, unit)
-        self._memory: mmap.mmap | None = None
-        """The file that counts."""
+        self._memory: mmap.mmap | None = None  # the file that counts
         self._end = self._limit = 0
         if self._files:
             self._read()
