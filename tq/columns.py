@@ -32,8 +32,8 @@ from asyncflow.extras import pip_line
 
 Int64s = NDArray[np.int64]
 
+# Runs of values below this are worth one more copy that makes them one tensor (a tensor object costs as much).
 SMALL_BYTES = 1 << 16
-"""Runs of values below this are worth one more copy that makes them one tensor (a tensor object costs as much)."""
 
 # Mean span length under which one indexed read beats copying slices (measured: 8 bytes of index per value).
 _GATHER_BELOW = 48
@@ -121,11 +121,7 @@ class Column:
 
     @staticmethod
     def of_rows(rows: Sequence[Tensor]) -> "Column":
-        """Pack tensors of one dtype and one rank, one per row; shapes may differ.
-
-        Raises:
-            ConfigError: no rows, or a row has another dtype or rank than the first.
-        """
+        """Pack tensors of one dtype and rank, one per row (at least one); shapes may differ. Raises ConfigError."""
         if not rows:
             raise ConfigError("a column of no rows has no dtype; pack at least one row")
         rank, dtype = rows[0].ndim, rows[0].dtype
@@ -140,10 +136,9 @@ class Column:
 
     @staticmethod
     def of_dense(rows_N: Tensor) -> "Column":
-        """Pack [N, ...]: rows of one shape; [N] are scalars. Does not copy contiguous values.
+        """Pack [N, ...]: rows of one shape; [N] are scalars. Contiguous values are not copied.
 
-        Raises:
-            ConfigError: a tensor of rank 0 holds no rows.
+        Raises ConfigError for a tensor of rank 0, which holds no rows.
         """
         if rows_N.ndim == 0:
             raise ConfigError("a tensor of rank 0 holds no rows; give [N] or [N, ...]")
@@ -354,11 +349,7 @@ class PackedBatch:
 
     @staticmethod
     def concatenate(batches: Iterable["PackedBatch"]) -> "PackedBatch":
-        """Join batches of the same columns without padding, in order (at least one batch).
-
-        Raises:
-            ConfigError: a column has another kind, dtype or rank in one of them.
-        """
+        """Join batches (at least one) of the same columns, in order; raises ConfigError if a column's types differ."""
         parts = list(batches)
         if len(parts) == 1:
             return parts[0]

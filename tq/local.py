@@ -115,11 +115,7 @@ class LocalQueue:
             raise
 
     def client(self, name: str) -> QueueClient:
-        """Return a new client, which is closed with the queue.
-
-        Raises:
-            TransportError: a service ended, and cannot be started again.
-        """
+        """Return a new client, which is closed with the queue; raises TransportError once a service has failed."""
         self._refuse_failed()
         client = connect(self.address, name, stop=self._keepers.failed)
         self._clients.append(client)
@@ -132,7 +128,6 @@ class LocalQueue:
         return name
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of the running services."""
         return {name: service.pid for name, service in self._services.items() if service.pid}
 
     def wait_until_up(self, timeout_s: float) -> None:
@@ -205,7 +200,6 @@ class LocalQueue:
 
 
 def _serve_store(host: str, timeout_s: float) -> tuple[str, TCPStore, int]:
-    """Return the address at which the store is served, the store, and its port."""
     try:
         address = resolve(host)
         return address, *serve_store(address, timedelta(seconds=timeout_s))
@@ -298,7 +292,6 @@ class _Service:
 
     @property
     def pid(self) -> int:
-        """Process id; 0 while it is down."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else 0
 

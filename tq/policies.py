@@ -89,12 +89,10 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Want:
-    """What a consumer asks for.
+    """What a consumer asks for; the limits are for all ranks together.
 
-    Attributes:
-        num_rows, token_budget: at most, but at least one item; `token_budget` 0: no budget.
-        num_ranks: data-parallel ranks that share it (1: a lease of one consumer). The limits are for all of them
-            together.
+    At most `num_rows` rows and `token_budget` tokens (0: no budget), but at least one item. `num_ranks` data-parallel
+    ranks share it; 1: a lease of one consumer.
     """
 
     num_rows: int
@@ -267,11 +265,7 @@ POLICIES = Registry(
 
 
 def resolve_policy(text: str) -> str:
-    """Return a configuration's policy with an installed package's name as `module:Class`. Pydantic calls it.
-
-    Raises:
-        ValueError: it is malformed, or there is no such name.
-    """
+    """Return a configuration's policy as `module:Class`, with its settings; raises ValueError, for Pydantic."""
     name, settings = _parts(text)
     return POLICIES.resolve(name) + settings
 

@@ -44,8 +44,7 @@ class ServiceChannels:
     def get(self, service: str, replies: Any, *, timeout_s: float | None = None) -> Connection:
         """Return the connection to `service`, opening it if necessary; `replies` is the msgspec type of its answers.
 
-        `timeout_s` is how long the service may take to answer, if less than the handshake's deadline. Raises
-        TransportError when it does not answer, or these channels are closed.
+        `timeout_s` bounds the handshake. Raises TransportError when the service does not answer, or after `close`.
         """
         with self._lock:
             one_at_a_time = self._connecting.setdefault(service, threading.Lock())
@@ -106,13 +105,7 @@ class ServiceChannels:
 
 
 def await_reply(future: "Future[Reply]", service: str, what: str, timeout_s: float) -> Reply:
-    """Wait for an answer.
-
-    Raises:
-        DeadlineExceeded: none within `timeout_s`.
-        TransportError: the service is gone.
-        PeerRefused, LeaseFenced: the service answered no.
-    """
+    """Wait for an answer; raises DeadlineExceeded, TransportError (the service is gone), or its refusal."""
     try:
         return awake_result(future, timeout_s)
     except FutureTimeout as error:
@@ -128,12 +121,10 @@ logger = logging.getLogger(__name__)
 
 
 class Heartbeats:
-    """Sends heartbeats until `close`; starts with the first controller that is joined.
+    """Sends heartbeats every `interval_s` until `close`; starts with the first controller that is joined.
 
-    Args:
-        interval_s: between heartbeats.
-        join: returns the connection to a controller, opened and joined if necessary.
-        rejoin: joins once more on the open connection, for a controller that does not know this owner any more.
+    `join` returns a joined connection to a controller; `rejoin` joins again on the open one, when the controller does
+    not know this owner any more.
     """
 
     def __init__(

@@ -120,11 +120,9 @@ class Replica:
         return self._group.rank() == 0
 
     def relay(self, items: Iterator[Round | NoRows] | None) -> Iterator[Round | NoRows]:
-        """Yield rank 0's items on every rank; all ranks iterate, in one thread each. `items` is None except on rank 0.
+        """Yield rank 0's `items` (None elsewhere) on every rank; all ranks iterate, in one thread each.
 
-        Raises:
-            TransportError: a rank of the replica is gone.
-            Exception: what `items` raised on rank 0, on every rank.
+        An error of `items` is raised on every rank; TransportError: a rank of the replica is gone.
         """
         if items is None:
             while (item := self._receive()) is not None:
@@ -326,8 +324,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
     def next_partition(self) -> int:
         """Move on to the next step; returns its number, or 0 after the last one or when the queue stopped.
 
-        Raises:
-            ConfigError: the current step has not been read to its end.
+        Raises ConfigError if the current step has not been read to its end.
         """
         if self.stopped or self._partition >= self._last:
             return 0
@@ -431,11 +428,8 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         return {"task": self._request.task, "partition": self._partition + 1 if finished else self._partition}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin where `state_dict` was taken.
-
-        Raises:
-            ConfigError: the state is another task's, or this loader has begun to read.
-        """
+        """Begin where `state_dict` was taken; raises ConfigError for another task's state, or after the first
+        iteration."""
         if state.get("task") != self._request.task or not isinstance(state.get("partition"), int):
             raise ConfigError(f"{self._name}: cannot go on from {dict(state)}; it is not a state of this task's loader")
         if self._ahead is not None:

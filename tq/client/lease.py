@@ -50,10 +50,7 @@ class LeaseCalls(Protocol):
 
 
 class Lease:
-    """Rows in hand; a context manager that releases what is still open at its end. One thread at a time.
-
-    `columns` came with the grant.
-    """
+    """Rows in hand; a context manager that releases what is still open at its end. One thread at a time."""
 
     def __init__(self, calls: LeaseCalls, grant: LeaseGrant, columns: Mapping[str, Column] | None = None) -> None:
         self.grant = grant
@@ -147,8 +144,7 @@ class Lease:
     def release(self, rows: Sequence[int] | None = None) -> None:
         """Return rows (None: all open ones) to other consumers. Idempotent.
 
-        Raises:
-            TransportError: the controller did not answer within `request_timeout_s`; it hears of it when it is back.
+        Raises TransportError when the controller does not answer; it hears of the release when it is back.
         """
         rows = self.open_rows if rows is None else check_rows_of(self.grant, rows)
         self._finish(rows, lambda: self._calls.release(self.grant, rows))
@@ -187,12 +183,8 @@ def read_or_release(
 ) -> PackedBatch | None:
     """Read columns of a lease's rows; when their unit is gone, release them and return None.
 
-    A producer must then put the rows again. `monitor` counts how long nothing could be read; `closing` cuts short the
-    pause after a failure.
-
-    Raises:
-        PeerRefused: for example, a column is not written.
-        TransportError: this has lasted too long.
+    A producer must then put the rows again. `monitor` raises the TransportError once that has lasted too long;
+    `closing` cuts short the pause after a failure.
     """
     try:
         batch = lease.read(columns)
@@ -302,11 +294,7 @@ class LeaseStream(Iterable[Lease]):
 
 
 class AckThread:
-    """Acknowledges leases in its own thread, oldest first. A failed one is retried by the next `add`, unless it is
-    void.
-
-    The thread starts with the first lease; `ack` runs in it.
-    """
+    """Acknowledges leases in its own thread, oldest first; the next `add` retries those that failed."""
 
     def __init__(self, name: str, ack: Callable[[LeaseGrant], None]) -> None:
         self._name = name
@@ -329,11 +317,9 @@ class AckThread:
         self._before, self._latest = self._latest, self._thread.submit(self._run)
 
     def wait(self) -> None:
-        """Wait until all are acknowledged.
+        """Wait until all are acknowledged; raises AsyncFlowError if some are not.
 
-        Raises:
-            LeaseFenced: some leases were void, so their rows were trained for nothing; raised once.
-            AsyncFlowError: some are still to be acknowledged.
+        A void lease raises LeaseFenced, once: its rows were trained for nothing.
         """
         if self._latest is not None:
             self._latest.result()

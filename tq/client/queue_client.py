@@ -198,10 +198,8 @@ class QueueClient:
     # Producing
 
     def declare_outputs(self, columns: Iterable[str]) -> None:
-        """Tell all controllers that this client is there and will put these columns.
-
-        Otherwise they learn it with its first put; a consumer that waits longer finds no producer (`ProducersGone`).
-        """
+        """Tell all controllers that this client will put these columns, so that consumers find their producer."""
+        # Otherwise they hear it with the first put; a consumer that waits longer raises `ProducersGone`.
         self._session.declare_outputs(columns)
 
     def put_rows(
@@ -361,8 +359,7 @@ class QueueClient:
         return Lease(self.data, answer, disclose(answer.values)) if isinstance(answer, LeaseGrant) else answer
 
     def fetch_round(self, request: FetchRound) -> LeaseGrant | NoRows:
-        """Lease this rank's slice of a round; see `FetchRound`. Repeating the request for a formed round grants it
-        again."""
+        """Lease this rank's slice of a round; see `FetchRound`. A formed round is granted again on request."""
         request.owner = self.owner
         check_number("num_rows", request.num_rows, least=1, most=_MOST_ROWS)
         return self._fetch(request, check_timeout(request.timeout_s))
@@ -384,7 +381,6 @@ class QueueClient:
         """Read columns of any rows, in this order. Leases are not affected.
 
         Raises:
-            ConfigError: these are not row indices, or no names.
             PeerRefused: a row is not in the queue (any more), or a column is not written.
             TransportError: a unit is away and did not come back within `request_timeout_s`.
         """
@@ -525,7 +521,6 @@ class AsyncQueueClient:
         return await self.call(self._client.put_rows, columns, **options)
 
     async def fetch(self, task: str, **options: Any) -> "AsyncLease | NoRows":
-        """See `QueueClient.fetch`."""
         self._refuse_when_closed()
         future = self._fetches.submit(self._client.fetch, task, **options)
         try:

@@ -86,14 +86,12 @@ class QueueSession:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.outputs = TaskOutputs(credentials)
-        self.owner = new_owner(name, attempt)
-        """The consumer with its incarnation."""
+        self.owner = new_owner(name, attempt)  # the consumer with its incarnation
         self._credentials = credentials
         self._config = config
         self._stop = stop
         self._clock = clock
-        self.held = HeldLeases()
-        """What a controller hears when this client joins it."""
+        self.held = HeldLeases()  # what a controller hears when this client joins it
         limits = Limits(payload_bytes=config.max_message_bytes, shared_memory=config.shared_memory)
         self._links = ServiceChannels(credentials, name, limits, self._greet)
         interval_s = config.lease_timeout_s / _BEATS_PER_TIMEOUT
@@ -104,7 +102,6 @@ class QueueSession:
 
     @cached_property
     def directory(self) -> Directory:
-        """Which controller serves which task."""
         with self._credentials.borrowed_store() as store:
             return Directory.read(store)
 
@@ -176,7 +173,6 @@ class QueueSession:
         }
 
     def answer(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Any:
-        """Wait for the reply to a submitted message; returns it without its payload."""
         return self.reply(future, service, message, timeout_s)[0]
 
     def reply(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Reply:
@@ -204,9 +200,7 @@ class QueueSession:
     def retry_until(self, attempt: Callable[[], T], deadline: "Deadline") -> T:
         """Retry until `attempt` works or is refused; services that are gone may come back in the meantime.
 
-        Raises:
-            DeadlineExceeded: it did not work in time; names the last obstacle.
-            TransportError: likewise, but because this client is closed or its run stops.
+        Raises DeadlineExceeded with the last obstacle, or TransportError when this client is closed or its run stops.
         """
         while True:
             try:
@@ -331,7 +325,6 @@ class HeldLeases:
                     self._held.pop((task, token), None)
 
     def forget(self, grant: LeaseGrant) -> None:
-        """Another reader of the lease answers for it."""
         with self._lock:
             self._held.pop((grant.task, grant.token), None)
 
@@ -374,8 +367,7 @@ class Absence:
 # Called by `QueueClient`, `Lease` and `StreamingDataLoader`. Reading and writing ask every unit before they wait for
 # the first answer; a call has one deadline for all of its units.
 
-PUT_GRACE_S = 6.0
-"""A put is awaited for this long beyond its own deadline; then another unit takes the rows (s)."""
+PUT_GRACE_S = 6.0  # a put is awaited for this long beyond its own deadline; then another unit takes the rows (s)
 
 
 class DataPlane:
@@ -404,8 +396,7 @@ class DataPlane:
             TransportError: no unit took them in time, or another put of one of them did not end in time.
         """
         session, loads = self._session, self._loads
-        unsure: set[str] = set()
-        """Units that may have taken the rows although their answer did not arrive."""
+        unsure: set[str] = set()  # units that may have taken the rows although their answer did not arrive
         ask_again: set[str] = set()
 
         def attempt() -> None:
@@ -446,12 +437,11 @@ class DataPlane:
         return self._read(grant.rows, grant.groups, grant.units, names)
 
     def put(self, grant: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
-        """Write all output columns of some rows of a lease; the task is then done with them.
+        """Write all output columns of some rows of a lease, after which the task is done with them. Repeatable.
 
         Raises:
             LeaseFenced: the lease is void, or the rows were lost; drop the work.
-            TransportError: a unit is gone, or not all of them answered within `request_timeout_s`; putting again is
-                safe.
+            TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
         """
         self._session.beats.writes(columns)
         deadline = self._session.deadline()
@@ -503,9 +493,8 @@ class DataPlane:
     def read(self, rows: Sequence[int], names: Sequence[str]) -> PackedBatch:
         """Read columns of any rows, in this order.
 
-        Raises:
-            PeerRefused: a row is not in the queue, or a column is not written.
-            TransportError: a unit is away or does not answer.
+        Raises PeerRefused if a row is not in the queue or a column is not written, TransportError if a unit does not
+        answer.
         """
         home = {
             number: (group, unit)

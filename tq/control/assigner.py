@@ -18,8 +18,7 @@ class RoundAssigner:
     """
 
     def __init__(self, task: TaskState) -> None:
-        self.ranks: dict[str, int] = {}
-        """Consumer -> the newest step of which it got a slice."""
+        self.ranks: dict[str, int] = {}  # consumer -> the newest step of which it got a slice
         self._task = task
         self._spec = task.spec.steps
         self._version = 0
@@ -134,8 +133,7 @@ class RoundAssigner:
     def _assign_missing(self, token: Callable[[], int]) -> bool:
         """Complete the rounds of an earlier incarnation, the oldest first; returns whether all are complete."""
         steps = self._steps if self._spec is not None else {k: part.rounds for k, part in self._task.partitions.items()}
-        waiting: set[int] = set()
-        """Partitions whose rows an older round waits for."""
+        waiting: set[int] = set()  # partitions whose rows an older round waits for
         for _, rounds in sorted(steps.items()):
             for known in rounds.formed:
                 if known.missing and (known.partition in waiting or not self._assign_round(known, token)):

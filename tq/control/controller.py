@@ -107,9 +107,7 @@ class Admission(Protocol):
 
     @property
     def refills(self) -> Sequence[Refill]:
-        """The groups that were replaced so far, in order. Durable, so that a later incarnation begins with the same
-        list.
-        """
+        """The groups that were replaced so far, in order; durable, so that a later incarnation begins with the same."""
 
     def start(self, known_rows: Mapping[int, Collection[int]] | None) -> None:
         """Begin. After a restart, `known_rows` holds the rows of each partition that exist or are finished; None: first
@@ -210,8 +208,7 @@ class LeadQuestions:
 #         '-> park --> take (answered; the deadline is off) | its time is up --> `expired`
 
 NewsItem = tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared
-News = list[NewsItem]
-"""Messages to send once the lock is released."""
+News = list[NewsItem]  # messages to send once the lock is released
 
 _LONGEST_PARK_S = 3600.0
 
@@ -314,7 +311,6 @@ class StateShell:
             return self.state.removed_rows(partition)
 
     def losses_to_tell(self) -> list[UnitLoss]:
-        """Return the losses that the lead should hear of."""
         with self.lock:
             return self.state.losses()
 
@@ -528,9 +524,7 @@ class ControllerService:
         self._shell.start_admission()
 
     def stop(self) -> None:
-        """Reply to every fetch with `NoRows(stop)` from now on. A trainer saves its last checkpoint only after this
-        reply.
-        """
+        """Reply to every fetch with `NoRows(stop)` from now on; a trainer saves only after this reply."""
         self._memory.remember(Stop())
         self._shell.apply(Stop())
         # A consumer that left during the stop, while this controller was away, never rejoins.
@@ -538,7 +532,6 @@ class ControllerService:
             self._timers.after(_LEFT_S, self._end_recovery)
 
     def close(self) -> None:
-        """Idempotent."""
         self.threads.close()
         with self._shell.lock:
             self._closed = True

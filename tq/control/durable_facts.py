@@ -48,11 +48,9 @@ from tq.messages import (
 from tq.refill import AdmissionMark, Refill
 from tq.service_channels import ServiceChannels, await_reply
 
-Finished = dict[int, RowSet]
-"""Partition -> rows that all tasks are done with."""
+Finished = dict[int, RowSet]  # partition -> rows that all tasks are done with
 
-KEPT_PARTITIONS = 256
-"""Only this many of the newest partitions are remembered."""
+KEPT_PARTITIONS = 256  # only this many of the newest partitions are remembered
 _REFILLS = 256  # refills per part
 
 
@@ -107,7 +105,6 @@ class DurableMark:
         return records
 
     def save_lost(self, part: int, records: list[RowRecords]) -> None:
-        """Write which rows of a part are lost now."""
         key = f"{self._base}/lost/{part}"
         if records:
             self._credentials.call_store("put", key, msgspec.msgpack.encode(records))
@@ -118,7 +115,6 @@ class DurableMark:
         return self._load_rows("finished")
 
     def save_finished(self, partition: int, part: int, rows: RowSet) -> None:
-        """Write one part of a partition's finished rows."""
         self._save_rows("finished", partition, part, rows)
 
     def forget_finished(self, partition: int, parts: Iterable[int]) -> None:
@@ -130,7 +126,6 @@ class DurableMark:
         return self._load_rows("removed")
 
     def save_removed(self, partition: int, part: int, rows: RowSet) -> None:
-        """Write one part of the rows that a partition lacks now."""
         self._save_rows("removed", partition, part, rows)
 
     def add(self, kind: str, name: str) -> None:
@@ -174,13 +169,12 @@ class DurableMark:
 
 
 class Memory:
-    """The facts of one controller, as they were saved last; `version`: step of the weights at the start, at least."""
+    """The facts of one controller, as they were saved last. `version`: a lower bound of the newest weights."""
 
     def __init__(self, durable: DurableMark, *, version: int) -> None:
         self._durable = durable
         self._lock = threading.Lock()
-        self.saving_losses = threading.Lock()
-        """Held while losses are being written and are not durable yet."""
+        self.saving_losses = threading.Lock()  # held while losses are being written and are not durable yet
         # Each lock is taken before the facts are read, so that the latest facts are saved last.
         self._saving_finished, self._saving_removed = threading.Lock(), threading.Lock()
         self._mark = durable.load()
@@ -192,7 +186,6 @@ class Memory:
 
     @property
     def newest_version(self) -> int:
-        """Newest published weights."""
         return self._mark.newest_version
 
     @property
@@ -341,10 +334,7 @@ class UnitBacklog:
         self._begin()
 
     def add(self, message: Message) -> "Future[None]":
-        """Queue a message behind the earlier ones.
-
-        The future completes when the unit has confirmed, or could not be reached and is owed the message.
-        """
+        """Queue a message. The future completes when the unit has confirmed, or is away and is owed the message."""
         entry = _Entry(message)
         with self._changed:
             self._entries[entry] = None
@@ -353,11 +343,7 @@ class UnitBacklog:
         return entry.was_done
 
     def catch_up(self) -> None:
-        """Tell everything now, in the caller's thread; a new thread tells what is added later.
-
-        Raises:
-            TransportError: the unit does not answer; what it was not told is still owed.
-        """
+        """Tell everything now, in the caller's thread; raises TransportError, and still owes the rest."""
         # The backlog's own thread may still wait for an earlier life of the unit.
         for entry in self._all():
             self._tell_once(entry)
@@ -480,25 +466,20 @@ class UnitOrders:
             was_done[0].add_done_callback(lambda _: self._holding.put(fenced))
 
     def catch_up(self, unit: str) -> None:
-        """Tell a registering unit what it missed; a unit that restarted empty has no use for it, which does no harm.
-
-        Raises:
-            TransportError: the unit does not answer; what it was not told is still owed.
-        """
+        """Tell a registering unit what it missed; raises TransportError when it does not answer."""
         with self._lock:
             backlog = self._backlogs.get(unit)
         if backlog is not None:
             self._links.give_up_waiting(unit)
+            # A unit that restarted empty has no use for this, which does no harm.
             backlog.catch_up()
 
     def owes(self, unit: str) -> bool:
-        """Whether the unit has yet to confirm an order."""
         with self._lock:
             backlog = self._backlogs.get(unit)
         return backlog is not None and backlog.owes
 
     def close(self) -> None:
-        """Idempotent."""
         with self._lock:
             self._closed = True
             backlogs = list(self._backlogs.values())

@@ -105,11 +105,9 @@ class Fetches:
         self.newest_version = version
         self._lineage = lineage
         self._published = published or lineage == 0
-        self.closed = False
-        """All fetches are parked: the controller is recovering."""
+        self.closed = False  # all fetches are parked: the controller is recovering
         self.stopped = False
-        self.drained = False
-        """The queue was closed for writing, and all rows that will ever exist are known."""
+        self.drained = False  # the queue was closed for writing, and all rows that will ever exist are known
         self._table = table
         self._reasons = reasons
         self._replicas: dict[tuple[str, str], dict[int, LeaseGrant]] = {}

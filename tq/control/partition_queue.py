@@ -27,10 +27,8 @@ class PartitionQueue:
     """The ready rows of a `TaskPartition`, for the task with this bit."""
 
     def __init__(self, rows: Rows, bit: int, *, whole_groups: bool) -> None:
-        self.num_rows = 0
-        """Rows in items."""
-        self.num_tokens = 0
-        """Tokens of these rows."""
+        self.num_rows = 0  # rows in items
+        self.num_tokens = 0  # tokens of these rows
         self._rows = rows
         self._bit = bit
         self._whole = whole_groups
@@ -76,7 +74,6 @@ class PartitionQueue:
                 del self._groups[name]
 
     def forget_group(self, group: int) -> None:
-        """Forget a dead-letter group, which will never be complete."""
         self._groups.pop(group, None)
 
     def offer(self, number: int, row: Row) -> None:
@@ -103,13 +100,11 @@ class PartitionQueue:
             self.num_tokens -= row.tokens
 
     def grew(self, row: Row, tokens: int) -> None:
-        """An offered row got more tokens."""
         if not self._whole or self._groups[row.group].item:
             self.num_tokens += tokens
 
     def pick(self, policy: Policy, want: Want) -> list[Item]:
-        """Take the items that a policy chooses; raises PeerRefused if the policy breaks its contract, and takes
-        nothing."""
+        """Take the items that a policy chooses; raises PeerRefused, and takes nothing, if it breaks its contract."""
         shown: dict[int, Item] = {}
         taken: set[int] = set()
         try:
@@ -130,7 +125,6 @@ class PartitionQueue:
         return chosen
 
     def put_back(self, items: Sequence[Item]) -> None:
-        """Return picked items: they may be handed out again."""
         for item in items:
             for number in item.rows:
                 self.offer(number, self._rows.rows[number])
@@ -262,14 +256,11 @@ class Leases:
 
     def __init__(self) -> None:
         self.by_token: dict[int, LeaseRecord] = {}
-        self.holders: dict[int, int] = {}
-        """Row -> token of the lease that it is in."""
+        self.holders: dict[int, int] = {}  # row -> token of the lease that it is in
+        # Row -> token of the fence that it waits for; 0: a lost row, to be fenced where it is put again.
         self.fencing: dict[int, int] = {}
-        """Row -> token of the fence that it waits for; 0: a lost row, to be fenced where it is put again."""
-        self.returns: dict[int, int] = {}
-        """Row -> how often it came back after a failed try."""
-        self.some_void = False
-        """Whether a consumer may still put under a lease that is no longer its own."""
+        self.returns: dict[int, int] = {}  # row -> how often it came back after a failed try
+        self.some_void = False  # whether a consumer may still put under a lease that is no longer its own
         self._fences: dict[int, Fencing] = {}
         self._owned: dict[str, set[int]] = {}
         self._spent: dict[int, frozenset[int]] = {}
@@ -289,7 +280,6 @@ class Leases:
         self._owned.setdefault(owner, set()).add(token)
 
     def holder(self, row: int) -> LeaseRecord | None:
-        """Return the lease that a row is in."""
         token = self.holders.get(row)
         return None if token is None else self.by_token[token]
 
@@ -373,7 +363,6 @@ class Leases:
         self.returns[row] = max(times, self.returns.get(row, 0))
 
     def forget(self, row: int) -> None:
-        """A row is gone for good."""
         self.fencing.pop(row, None)
         self.returns.pop(row, None)
 

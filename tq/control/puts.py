@@ -27,8 +27,7 @@ class Backpressure:
     def __init__(self, *, row_limit: int, byte_limit: int) -> None:
         self.row_limit = row_limit
         self.byte_limit = byte_limit
-        self.waiting: dict[int, RowsCreated] = {}
-        """Request -> put, in order of arrival."""
+        self.waiting: dict[int, RowsCreated] = {}  # request -> put, in order of arrival
 
     def check(self, put: RowsCreated) -> None:
         """Raise QueueFull for a put that is larger than the queue."""
@@ -63,16 +62,14 @@ class Backpressure:
         return requests
 
 
-Marks = dict[str, list[int]]
-"""Task -> rows, or positions of rows, that it is done with."""
+Marks = dict[str, list[int]]  # task -> rows, or positions of rows, that it is done with
 
 
 class Arrivals:
     """Takes rows into the table."""
 
     def __init__(self, table: RowTable) -> None:
-        self.num_bytes = 0
-        """Of announced rows."""
+        self.num_bytes = 0  # of announced rows
         self._table = table
         self._announced: dict[int, Row] = {}
         # Announced rows that another unit had and dropped in their favour: lost if the announcement comes to nothing.
@@ -85,9 +82,9 @@ class Arrivals:
         """Return how many rows of an announcement are new, and were not lost either.
 
         Raises:
-            PeerRefused: it is malformed.
             RowsExist: a row is at another unit, and no unit has announced one.
             PutPending: another unit announced a row, which may come to nothing.
+            PeerRefused: it is malformed.
         """
         count = len(event.rows)
         if len(event.groups) != count or len(event.tokens) != count or len(set(event.rows)) != count:
@@ -204,10 +201,8 @@ class Arrivals:
                 self._lose_let_go(number)
 
     def merge(self, number: int, row: Row, *, values_kept: bool = False) -> int:
-        """A row is at a unit; returns the tasks (bits) that are known to be done with it.
-
-        `values_kept`: a lost row came back with everything that was written into it.
-        """
+        """A row is at a unit; returns the tasks (bits) known to be done with it; for `values_kept` see
+        `RowTable.revive`."""
         table, all_rows = self._table, self._table.rows
         known = all_rows.rows.get(number)
         if all_rows.is_finished(number, row.partition):
@@ -269,8 +264,7 @@ class PutQueue:
     """Part of a `ControlState`: answers puts, or parks them until there is room."""
 
     def __init__(self, table: RowTable, arrivals: Arrivals, backpressure: Backpressure) -> None:
-        self.closed = False
-        """Closed for writing: only known rows may come, that is lost ones and repeated puts."""
+        self.closed = False  # closed for writing: only known rows may come, that is lost ones and repeated puts
         self._table = table
         self._arrivals = arrivals
         self._backpressure = backpressure
@@ -281,11 +275,7 @@ class PutQueue:
         return self.closed and not self._backpressure.waiting and not len(self._arrivals)
 
     def create(self, event: RowsCreated, request: int) -> None:
-        """Answer a put, or park it.
-
-        Raises:
-            PeerRefused: it is malformed; subclasses say that rows exist already, or that it will never fit.
-        """
+        """Answer a put, or park it; raises PeerRefused (malformed), RowsExist or QueueFull (will never fit)."""
         rows = self._table.rows
         if self.closed and any(
             row not in rows.rows and not rows.is_finished(row, event.partition) for row in event.rows

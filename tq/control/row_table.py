@@ -44,14 +44,11 @@ class GroupRemovals:
     """
 
     def __init__(self, table: Table, *, refill: bool) -> None:
-        self.count = 0
-        """Groups removed because a task failed on them."""
-        self.num_filtered = 0
-        """Groups removed because they were filtered out."""
+        self.count = 0  # groups removed because a task failed on them
+        self.num_filtered = 0  # groups removed because they were filtered out
         self._table = table
         self._refill = refill
-        self.groups: dict[tuple[int, int], RemovalCause] = {}
-        """(Partition, group) -> why the group leaves."""
+        self.groups: dict[tuple[int, int], RemovalCause] = {}  # (Partition, group) -> why the group leaves
         self._reported: set[tuple[int, int]] = set()
 
     def has(self, row: Row) -> bool:
@@ -156,25 +153,21 @@ class Losses:
     """Rows lost with their unit. Sequence numbers start at `first`: above those of earlier incarnations."""
 
     def __init__(self, first: int) -> None:
-        self.watchers: dict[int, WatchLost] = {}
-        """Request -> watcher."""
+        self.watchers: dict[int, WatchLost] = {}  # request -> watcher
         self._sequence = first
         # Row -> sequence number of its report, so that no watcher misses a loss or sees it twice.
         self._reported: dict[int, int] = {}
+        # Lost rows for which it is open whether they must be put again -> whether a reader of the row's own lease waits
+        # for it.
         self.undecided: dict[int, bool] = {}
-        """Lost rows for which it is open whether they must be put again -> whether a reader of the row's own lease
-        waits for it.
-        """
-        self.lost: dict[int, set[int]] = {}
-        """Part -> lost rows."""
+        self.lost: dict[int, set[int]] = {}  # part -> lost rows
+        # Part -> rows at a unit that has not heard, and may never hear, that a task is done with them.
         self.acked: dict[int, set[int]] = {}
-        """Part -> rows at a unit that has not heard, and may never hear, that a task is done with them."""
         self._noted: dict[int, set[int]] = {}
+        # Parts to save again, because of a loss, an ack of a lost row, or the end of a recorded row.
         self.changed: set[int] = set()
-        """Parts to save again, because of a loss, an ack of a lost row, or the end of a recorded row."""
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over all lost rows."""
         for rows in self.lost.values():
             yield from rows
 
@@ -192,7 +185,6 @@ class Losses:
             self.undecided[number] = wanted or self.undecided.get(number, False)
 
     def ack(self, number: int) -> None:
-        """A task finished a lost row."""
         self.changed.add(_part(number))
 
     def ack_elsewhere(self, number: int) -> None:
@@ -255,15 +247,12 @@ class TaskGraph:
         self._rows = rows
         self._declared = {rows.bit(spec.name): rows.mask(spec.outputs) for spec in tasks}
         self._inputs = {rows.bit(spec.name): rows.mask(spec.inputs) for spec in tasks}
-        self.known = dict(self._declared)
-        """Task -> columns that it declares, or was seen to write for some row."""
+        self.known = dict(self._declared)  # task -> columns that it declares, or was seen to write for some row
 
     def learn(self, task: str, columns: Iterable[str]) -> None:
-        """A task was seen to write these columns."""
         self.known[self._rows.bit(task)] |= self._rows.mask(columns)
 
     def outputs(self, tasks: int) -> int:
-        """Return the columns that these tasks write."""
         mask = 0
         for task, outputs in self.known.items():
             mask |= outputs if tasks & task else 0
@@ -303,12 +292,6 @@ class RowTable:
     def __init__(
         self, tasks: Sequence[TaskSpec], *, served: Collection[str] | None, first_token: int, refill: bool
     ) -> None:
-        """Args:
-        tasks: all tasks of the queue.
-        served: those whose rows are handed out here; None: all.
-        first_token: lease tokens count up from here.
-        refill: admission replaces dead-letter groups, so partitions keep their size.
-        """
         self.rows = Rows([spec.name for spec in tasks])
         self.tasks = {spec.name: TaskState(spec, self.rows) for spec in tasks if served is None or spec.name in served}
         self.assigners = {name: RoundAssigner(task) for name, task in self.tasks.items()}
@@ -320,7 +303,6 @@ class RowTable:
         self._tokens = itertools.count(first_token)
 
     def token(self) -> int:
-        """Return a new lease token."""
         return next(self._tokens)
 
     # Coming
@@ -431,11 +413,9 @@ class RowTable:
         self._drop_finished_of(task, partitions)
 
     def mark_lost_done(self, task: str, numbers: Iterable[int]) -> None:
-        """Mark lost rows done on the word of another controller.
-
-        Rows that were put again in the meantime are judged by what was put.
-        """
+        """Mark lost rows done on the word of another controller."""
         bit, all_rows = self.rows.bit(task), self.rows.rows
+        # Rows that were put again in the meantime are judged by what was put.
         lost = [
             number for number in numbers if number in all_rows and all_rows[number].lost and all_rows[number].left & bit
         ]
@@ -570,9 +550,7 @@ class RowTable:
         self.out += [Answer(*told) for told in self.losses.take_answers(self.rows.rows)]
 
     def recount(self, partition: int) -> None:
-        """After a restart, once all rows are known: complete the groups that lack only rows finished before the
-        restart.
-        """
+        """After a restart, once all rows are known: complete the groups that lack only rows finished before."""
         info = self.rows.partitions.get(partition)
         if info is None or not info.nameless or not info.all_known:
             return
@@ -583,7 +561,7 @@ class RowTable:
                 task.sized(partition)
 
     def finished_again(self, number: int, row: Row) -> None:
-        """A finished row was put again: it stays done."""
+        # The row stays done.
         info = self.rows.partition(row.partition)
         if number not in info.nameless:
             return
@@ -594,7 +572,6 @@ class RowTable:
                 task.done_before(row)
 
     def refresh(self, number: int) -> None:
-        """Recompute what tasks may be given of a row."""
         row = self.rows.rows.get(number)
         if row is not None:
             for task in self.tasks.values():

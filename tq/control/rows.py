@@ -12,8 +12,7 @@ from asyncflow.errors import PeerRefused
 
 # A set of row numbers at one bit each: rows are numbered densely, and finished ones are remembered for long. Pure.
 
-Span = tuple[int, int]
-"""Consecutive rows: the first one, and the last one + 1."""
+Span = tuple[int, int]  # consecutive rows: the first one, and the last one + 1
 
 # Rows per chunk. Setting a bit copies its chunk.
 _BITS = 256
@@ -73,7 +72,6 @@ class RowSet:
             self._chunks[chunk] = self._chunks.get(chunk, 0) | bits
 
     def spans(self) -> list[Span]:
-        """Return the rows as runs of consecutive numbers, ascending."""
         spans: list[Span] = []
         for chunk, bits in sorted(self._chunks.items()):
             for low, high in [(0, _BITS)] if bits == _FULL else _runs(bits):
@@ -105,7 +103,6 @@ class RowSet:
 
 
 def _runs(bits: int) -> Iterator[Span]:
-    """Yield the runs of ones."""
     position = 0
     while bits:
         zeros = (bits & -bits).bit_length() - 1
@@ -123,24 +120,19 @@ _NONE = RowSet()
 class RowState(enum.IntEnum):
     """Where a row is in its life, as this controller knows it."""
 
-    UNKNOWN = 0
-    """Not in the table: not announced yet, or removed."""
-    ANNOUNCED = 1
-    """At a unit, but not every controller has agreed to it."""
-    STORED = 2
-    """At a unit that is up: tasks may be given it."""
-    AWAY = 3
-    """At a unit whose channel ended and that may come back."""
+    UNKNOWN = 0  # not in the table: not announced yet, or removed
+    ANNOUNCED = 1  # at a unit, but not every controller has agreed to it
+    STORED = 2  # at a unit that is up: tasks may be given it
+    AWAY = 3  # at a unit whose channel ended and that may come back
+    # Lost with its unit. Which tasks are done with it is still known.
     LOST = 4
-    """Lost with its unit. Which tasks are done with it is still known."""
-    WITHHELD = 5
-    """Its group is leaving: no task is given the row, and its unit is told to remove it."""
-    REMOVED = 6
-    """It left with its group (dead letter, filtered), its partition was cleared, or its put was taken back."""
+    WITHHELD = 5  # its group is leaving: no task is given the row, and its unit is told to remove it
+    REMOVED = 6  # it left with its group (dead letter, filtered), its partition was cleared, or its put was taken back
+    # All tasks are done with it. This is remembered.
     FINISHED = 7
-    """All tasks are done with it. This is remembered."""
 
 
+# State -> the states that may follow, each with its cause.
 TRANSITIONS: dict[RowState, dict[RowState, str]] = {
     RowState.UNKNOWN: {
         RowState.ANNOUNCED: "a unit stored it, and several controllers must agree",
@@ -184,7 +176,6 @@ TRANSITIONS: dict[RowState, dict[RowState, str]] = {
     RowState.REMOVED: {},
     RowState.FINISHED: {},
 }
-"""State -> the states that may follow, each with its cause."""
 
 
 @dataclass(slots=True, eq=False)
@@ -307,7 +298,6 @@ class Rows:
 
     @property
     def num_lost(self) -> int:
-        """Rows that were lost with their unit and not put again."""
         self.dead_units = [unit for unit in self.dead_units if unit.num_rows]
         return sum(unit.num_rows for unit in self.dead_units)
 
@@ -343,7 +333,6 @@ class Rows:
         return info
 
     def finished(self, partition: int) -> RowSet:
-        """Return the rows of a partition that all tasks are done with."""
         info = self.partitions.get(partition)
         return _NONE if info is None else info.finished
 
@@ -351,7 +340,6 @@ class Rows:
         return number in self.finished(partition)
 
     def take_finished(self) -> dict[int, RowSet]:
-        """Return partition -> rows that were finished since the last call."""
         newly, self._newly_finished = self._newly_finished, {}
         return newly
 

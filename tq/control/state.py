@@ -190,7 +190,6 @@ class Recovery:
         self._holds.clear()
 
     def fenced(self, token: int) -> None:
-        """A task's fence holds at a unit."""
         self._fences.pop(token, None)
 
     @property
@@ -307,7 +306,6 @@ class UnitRegistry:
             self._table.clear_if_empty(event.partition)
 
     def lost_records(self, rows: Iterable[int]) -> list[RowRecords]:
-        """Describe rows that were lost with their unit."""
         all_rows = self._table.rows
         records: dict[tuple[int, int, int], RowRecords] = {}
         for number in sorted(rows):
@@ -337,9 +335,7 @@ class UnitRegistry:
                 self.take_lost(loss.records)
 
     def done_of(self, losses: Iterable[UnitLoss]) -> dict[str, list[int]]:
-        """Return task -> positions (over all rows of `losses`, in order) of rows that the task is known to be done
-        with.
-        """
+        """Return task -> positions (counting all rows of `losses`) of rows that the task is known to be done with."""
         all_rows = self._table.rows
         known: dict[str, list[int]] = {}
         told = [(number, record.partition) for loss in losses for record in loss.records for number in record.rows]
@@ -510,8 +506,8 @@ class ControlState:
         refill: bool = False,
         recovering: Recovering | None = None,
     ) -> None:
+        # Read-only for others: only `handle` changes it.
         self.table = RowTable(tasks, served=served, first_token=first_token, refill=refill)
-        """Read-only for others: only `handle` changes it."""
         self._reasons = WaitReasons(self.table)
         self._fetches = Fetches(self.table, self._reasons, version=version, lineage=lineage, published=published)
         self._oldest_token = first_lease_token(lineage)
@@ -530,12 +526,10 @@ class ControlState:
 
     @property
     def newest_version(self) -> int:
-        """Newest published weights."""
         return self._fetches.newest_version
 
     @property
     def recovering(self) -> bool:
-        """Whether a restarted controller does not hand out rows yet."""
         return self._recovery is not None
 
     def handle(self, event: Event, request: int = 0) -> list[Instruction]:
@@ -577,13 +571,10 @@ class ControlState:
         return self.table.rows.known_rows()
 
     def take_finished(self) -> dict[int, RowSet]:
-        """Return partition -> rows that were finished since the last call.
+        """Return partition -> rows that were finished since the last call, for the shell to make durable.
 
-        Units remember finished rows only for a while, and not beyond their death. The shell must make these durable
-        before the
-        units forget, so that a later incarnation (`RowsFinished`) counts right and nobody works on such a row when it
-        is put
-        again.
+        Units remember finished rows only for a while, and not beyond their death. A later incarnation needs them to
+        count right (`RowsFinished`), and so that nobody works on such a row when it is put again.
         """
         return self.table.rows.take_finished()
 
@@ -602,11 +593,11 @@ class ControlState:
         return bool(self.table.losses.changed)
 
     def take_losses(self) -> dict[int, list[RowRecords]]:
-        """Return, for each part that changed, its lost rows and the tasks that are done with them.
+        """Return, for each part that changed, its lost rows and the tasks done with them, for the shell to make
+        durable.
 
-        No unit remembers these rows. The shell makes the parts durable, so that a later incarnation (`RowsLost`) asks
-        for the
-        rows and nobody works on them twice.
+        No unit remembers these rows: a later incarnation (`RowsLost`) asks for them, so that nobody works on them
+        twice.
         """
         return {part: self._registry.lost_records(rows) for part, rows in self.table.losses.take().items()}
 

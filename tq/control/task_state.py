@@ -23,18 +23,16 @@ _STORED = RowState.STORED  # enum attribute access is slow, and this value is co
 class TaskRowState(enum.IntEnum):
     """Where a row in the table is, for one task."""
 
-    WAITING = 0
-    """For inputs, for its group, or for its unit."""
-    READY = 1
-    """It may be handed out now."""
-    LEASED = 2
-    """In a consumer's hands, or assigned to a rank."""
+    WAITING = 0  # for inputs, for its group, or for its unit
+    READY = 1  # it may be handed out now
+    LEASED = 2  # in a consumer's hands, or assigned to a rank
+    # Its lease is void; its unit may still take a late put. If it is lost, the fence follows where it is put again.
     FENCING = 3
-    """Its lease is void; its unit may still take a late put. If it is lost, the fence follows where it is put again."""
-    DONE = 4
-    """Outputs are written, or it was acknowledged."""
+    DONE = 4  # outputs are written, or it was acknowledged
 
 
+# State -> the states that may follow, each with its cause. A row that left the table has none. A state is not stored:
+# `left`, the leases and `queued` imply it. The random models compare it over every event.
 TASK_TRANSITIONS: dict[TaskRowState, dict[TaskRowState, str]] = {
     TaskRowState.WAITING: {
         TaskRowState.READY: "its inputs are written and it is stored",
@@ -60,22 +58,15 @@ TASK_TRANSITIONS: dict[TaskRowState, dict[TaskRowState, str]] = {
         TaskRowState.WAITING: "its outputs were lost with a unit, and it was put again without them",
     },
 }
-"""State -> the states that may follow, each with its cause. A row that left the table has none.
-
-A state is not stored: `left`, the leases and `queued` imply it. The random models compare it over every event.
-"""
 
 
 class TaskPartition:
-    """One partition of one task."""
-
     def __init__(self, queue: PartitionQueue) -> None:
         self.queue = queue
         self.rounds = Rounds()
         self.num_held = 0
         self.num_done = 0
-        self.listed = False
-        """Whether `TaskState` looks here for ready rows."""
+        self.listed = False  # whether `TaskState` looks here for ready rows
 
 
 class TaskState:
@@ -88,8 +79,7 @@ class TaskState:
         self.leases = Leases()
         self.isolation = PoisonIsolation(self.leases, spec.max_deliveries)
         self.partitions: dict[int, TaskPartition] = {}
-        self.changed: set[int] = set()
-        """Partitions whose parked rounds may have become answerable since the last look."""
+        self.changed: set[int] = set()  # partitions whose parked rounds may have become answerable since the last look
         self.num_left = 0
         self.num_acked = 0
         self.num_deliveries = 0
@@ -179,7 +169,6 @@ class TaskState:
         self.changed.add(row.partition)
 
     def finished_before(self, partition: int, num_rows: int) -> None:
-        """Rows of a partition were done before this controller started."""
         self.partition(partition).num_done += num_rows
         self.changed.add(partition)
 
@@ -210,7 +199,6 @@ class TaskState:
         self.drop_finished(number)
 
     def drop_finished(self, number: int) -> None:
-        """Forget a partition whose rows are all done."""
         part = self.partitions.get(number)
         size = self._size(number)
         if part is not None and size is not None and part.num_done >= size:
@@ -246,10 +234,7 @@ class TaskState:
     # Leases
 
     def take(self, want: Want, *, newest_allowed: int | None) -> tuple[int, tuple[int, ...]] | None:
-        """Take ready rows of the oldest partition that has any; returns (partition, rows), or None.
-
-        `newest_allowed`: later partitions are held back (the staleness gate); None: no gate.
-        """
+        """Take ready rows of the oldest partition that has any, none beyond `newest_allowed` (the staleness gate)."""
         while self._with_ready:
             number = self._with_ready[0]
             part = self.partitions.get(number)

@@ -20,8 +20,7 @@ class WaitReasons:
     """Finds what is missing, and knows who writes what."""
 
     def __init__(self, table: RowTable) -> None:
-        self.recovering = ""
-        """What a restarted controller waits for; "": it serves."""
+        self.recovering = ""  # what a restarted controller waits for; "": it serves
         self._table = table
         self._writers: dict[str, frozenset[str]] = {}
 

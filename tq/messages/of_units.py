@@ -24,10 +24,7 @@ class PutRows(Message):
 
 
 class PutOutputs(Message):
-    """All output columns of some rows of a lease, atomically; `columns` may be empty (a plain ack). -> `Stored`.
-
-    `token` is the lease's. Repeating a put changes nothing.
-    """
+    """All output columns of some rows of a lease, atomically; none for a plain ack. Repeatable. -> `Stored`."""
 
     task: str
     token: int
@@ -50,10 +47,7 @@ class ListRows(Message):
 
 
 class ClearRows(Message):
-    """Remove rows, whatever their leases. -> `RowList` of those that were here.
-
-    Skips unknown rows, and those that every task is done with, which only wait for a checkpoint.
-    """
+    """Remove rows, whatever their leases; skips those that only wait for a checkpoint. -> `RowList` of the others."""
 
     rows: list[int]
 
@@ -107,14 +101,12 @@ class HoldPuts(Message):
 
 
 class CutSnapshot(Message):
-    """Under a hold: note the rows that are here now; the hold ends.
-
-    `after_partition`: leave out rows of this partition and earlier ones. `forget_acks_of`: store the acks of these
-    tasks as not given.
-    """
+    """Under a hold: note the rows that are here now; the hold ends."""
 
     hold: str
+    # Leave out rows of this partition and earlier ones.
     after_partition: int
+    # Store the acks of these tasks as not given.
     forget_acks_of: list[str]
 
 
@@ -170,8 +162,6 @@ class RowInfo(msgspec.Struct, frozen=True):
 
 
 class SnapshotWritten(Message):
-    """Files of one unit, relative to the snapshot's directory."""
-
     files: list[str]
     num_rows: int
     num_bytes: int

@@ -12,8 +12,8 @@ class Message(msgspec.Struct, tag=True):
     """Base of all messages; the class name is the tag."""
 
 
+# Version of the messages between the queue's processes; raised by every change that an older process would misread.
 FORMAT = 2
-"""Version of the messages between the queue's processes; raised by every change that an older process would misread."""
 
 
 class Introduction(Message, kw_only=True):
@@ -59,13 +59,13 @@ class RowRecords(msgspec.Struct):
 
 
 class RemovalReason(StrEnum):
-    """Why rows left a unit before every task was done with them.
+    """Why rows left a unit before every task was done with them."""
 
-    dropped: a controller said that they are elsewhere; cleared: with their partition; removed: by their index.
-    """
-
+    # A controller said that they are elsewhere.
     DROPPED = "dropped"
+    # With their partition.
     CLEARED = "cleared"
+    # By their index.
     REMOVED = "removed"
     REFUSED = "refused"
     GROUP_LEFT = "group_left"
@@ -116,27 +116,24 @@ class RowsCreated(Message):
 
 
 class RowsConfirmed(Message):
-    """Every controller agreed to these rows: they may be handed out. -> `RowsAccepted`, with what came up since.
-
-    `commits` (task -> positions in `rows`) is what some controller knew to be done; `values`: see `RowsCreated`.
-    """
+    """Every controller agreed to these rows: they may be handed out. -> `RowsAccepted`, with what came up since."""
 
     unit: str
     rows: list[int]
+    # Task -> positions in `rows`, as some controller knew to be done.
     commits: dict[str, list[int]] = {}
+    # See `RowsCreated`.
     values: bytes = b""
 
 
 class OutputsWritten(Message):
-    """A task's outputs for these rows were committed; the task is done with them.
-
-    `tokens` is each row's growth, `num_bytes` the growth of all rows together; `columns` are those written now.
-    """
+    """A task's outputs for these rows were committed; the task is done with them."""
 
     unit: str
     task: str
     rows: list[int]
     columns: list[str]
+    # `tokens`, `num_bytes`: by how much each row, and all of them together, grew.
     tokens: list[int]
     num_bytes: int
 
@@ -166,26 +163,24 @@ class Held(msgspec.Struct):
 
 
 class Join(Introduction):
-    """First message of a client on a channel, and again when the controller has given the client up. -> `Joined`.
+    """First message of a client on a channel, and again when the controller has given the client up. -> `Joined`."""
 
-    `owner` is the consumer with its incarnation, the same on all channels of one client object; `holds` are its leases
-    of tasks that this controller serves.
-    """
-
+    # The consumer with its incarnation, the same on all channels of one client object.
     owner: str
+    # Its leases of tasks that this controller serves.
     holds: list[Held]
 
 
+# In `Heartbeat.writes`: this client puts new rows. No column has this name.
 NEW_ROWS = ""
-"""In `Heartbeat.writes`: this client puts new rows. No column has this name."""
 
 
 class Heartbeat(Message):
     """Renews all leases of `owner`. -> `Alive`."""
 
     owner: str
+    # Columns that this client has put so far, or `NEW_ROWS`: consumers then know that their producer is there.
     writes: list[str] = []
-    """Columns that this client has put so far, or `NEW_ROWS`: consumers then know that their producer is there."""
 
 
 class OpenPartition(Message):
@@ -361,16 +356,15 @@ class LeaseGrant(Message):
 
 
 class NoRowsReason(StrEnum):
-    """Why a fetch ended without rows.
-
-    closed: for writing, and the task is done with all rows; held back: see `FetchRows.tell_held_back`.
-    """
+    """Why a fetch ended without rows."""
 
     DEADLINE = "deadline"
     NEWER_VERSION = "newer_version"
+    # See `FetchRows.tell_held_back`.
     HELD_BACK = "held_back"
     PARTITION_DONE = "partition_done"
     STOP = "stop"
+    # Closed for writing, and the task is done with all rows.
     CLOSED = "closed"
 
 

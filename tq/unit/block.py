@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 Columns = Mapping[str, StoredColumn]
 Part = tuple["Block", Sequence[int]]
-Place = tuple["Block", int]
-"""Where the value of a row is: the block, and the row's position in it."""
+Place = tuple["Block", int]  # where the value of a row is: the block, and the row's position in it
 
 
 class PlacedRow(Protocol):
@@ -69,11 +68,8 @@ class Block:
 class BlockStore:
     """Makes, opens and deletes blocks. Thread-safe.
 
-    Args:
-        backend: where new blocks go.
-        spill: where blocks that only wait for a checkpoint may go.
-        prefix: of all keys; unique to this unit's incarnation.
-        token_columns: columns whose lengths are a row's tokens.
+    Blocks that only wait for a checkpoint may go to `spill`. `prefix` of all keys is unique to this unit's incarnation;
+    lengths of `token_columns` are a row's tokens.
     """
 
     def __init__(self, backend: Backend, spill: Backend | None, *, prefix: str, token_columns: Sequence[str]) -> None:
@@ -86,9 +82,7 @@ class BlockStore:
     def add(self, rows: Sequence[int], headers: Sequence[ColumnHeader], payload: Tensor) -> Block | None:
         """Keep a put's payload, not accounted for yet; None when it has no columns.
 
-        Raises:
-            PeerRefused: a column has another number of rows.
-            TransportError: the headers do not describe the payload, or the backend failed.
+        Raises PeerRefused for a column with another number of rows, TransportError for a bad payload or backend.
         """
         columns = unpack_stored(headers, payload)
         if not columns:
@@ -128,12 +122,7 @@ class BlockStore:
     def describe(
         self, parts: Mapping[str, Sequence[Part]], *, wide: bool
     ) -> tuple[list[ColumnHeader], list[list[Piece]]]:
-        """Describe rows of pinned blocks: a header and the pieces of each column.
-
-        Raises:
-            PeerRefused: parts of one column do not go together.
-            TransportError: a backend failed.
-        """
+        """Describe rows of pinned blocks: a header and the pieces of each column."""
         opened: dict[Block, Columns] = {}
         headers, pieces = [], []
         for name, places in parts.items():
@@ -204,12 +193,9 @@ class BlockAccounting:
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0
-        """Held in memory (or in the backend), counting blocks in full."""
-        self.spilled_bytes = 0
-        """On disk."""
-        self.retained_bytes = 0
-        """Of rows that only wait for a checkpoint, wherever they are."""
+        self.num_bytes = 0  # held in memory (or in the backend), counting blocks in full
+        self.spilled_bytes = 0  # on disk
+        self.retained_bytes = 0  # of rows that only wait for a checkpoint, wherever they are
         self._gone: list[Block] = []
         self._thin: dict[Block, None] = {}
         self._resting: dict[Block, None] = {}
@@ -229,7 +215,6 @@ class BlockAccounting:
             self._classify(block)
 
     def release(self, places: Iterable[Place], *, retained: bool) -> None:
-        """A row is gone."""
         for block, position in places:
             block.alive -= 1
             block.alive_bytes -= block.row_bytes[position]
@@ -262,7 +247,6 @@ class BlockAccounting:
         return bool(self._resting) and self.retained_bytes - self.spilled_bytes > keep_bytes
 
     def take_gone(self) -> list[Block]:
-        """Return blocks to delete, once."""
         gone, self._gone = self._gone, []
         return gone
 

@@ -28,8 +28,7 @@ from tq.unit.row_journal import Change, RowJournal
 
 logger = logging.getLogger(__name__)
 
-Completions = list[tuple["Future[Any]", Any]]
-"""Futures to complete once the lock is released, with a reply or an error."""
+Completions = list[tuple["Future[Any]", Any]]  # futures to complete once the lock is released, with a reply or an error
 
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 2.0
@@ -83,8 +82,7 @@ class ControllerLink:
         counts_always: bool,
     ) -> None:
         self.controller = controller
-        self.registered = False
-        """Whether the controller has ever taken an inventory: only then do puts wait for it."""
+        self.registered = False  # whether the controller has ever taken an inventory: only then do puts wait for it
         self._credentials = replace(credentials, timeout_s=min(_HANDSHAKE_S, credentials.timeout_s))
         self._unit = unit
         self._host = host
@@ -330,10 +328,8 @@ def is_refusal(error: BaseException | None) -> bool:
 # The lead always counts. Another controller counts once it has registered this unit; with none registered, a change
 # waits for the first.
 
-Told = dict[str, "Future[Any]"]
-"""Controller -> a future of its answer; see `ControllerLink.notify`."""
-Outcome = list[Any] | BaseException
-"""All answers, or the first error."""
+Told = dict[str, "Future[Any]"]  # controller -> a future of its answer; see `ControllerLink.notify`
+Outcome = list[Any] | BaseException  # all answers, or the first error
 
 
 class Holdings(Protocol):
@@ -412,17 +408,15 @@ class ControllerLinks:
                 link.wake()
 
     def flush(self, *, here: bool = True) -> None:
-        """Send the notices; see `ControllerLink.flush`."""
         for link in self._links.values():
             link.flush(here=here)
 
     def wake(self) -> None:
-        """Have the threads send the notices; lock held."""
         for link in self._links.values():
             link.wake()
 
     def written_in_flight(self, task: str, rows: Sequence[int] | None, asker: str) -> "list[Future[Any]]":
-        """Return commits that `asker` does not know yet or, if it is not a controller, any of them; lock held."""
+        """Return commits that `asker` does not know yet or, if it is no controller, that any does not know."""
         links = [self._links[asker]] if asker in self._links else list(self._links.values())
         return [future for link in links for future in link.written_in_flight(task, rows)]
 

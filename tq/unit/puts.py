@@ -44,8 +44,7 @@ _PARKED_EXTRA_S = 5.0  # grace for a controller's refusal after a parked put's d
 _CONFIRM_FRACTION = 0.8
 # Values of a put up to this size travel in the frame of its notice; a fetch that waits for them gets them from there.
 _SMALL_BYTES = 2048
-Resume = Callable[[], None]
-"""Carries out a put that waited."""
+Resume = Callable[[], None]  # carries out a put that waited
 _DOUBTS = RowsExist, PutPending  # refusals that count only together with the other controllers' answers
 
 

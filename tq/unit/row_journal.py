@@ -49,8 +49,7 @@ from tq.unit.state import PARTITIONS_REMEMBERED
 
 logger = logging.getLogger(__name__)
 
-Change = RowsCreated | RowsConfirmed | OutputsWritten | RowsRemoved
-"""What changes the rows of a unit."""
+Change = RowsCreated | RowsConfirmed | OutputsWritten | RowsRemoved  # what changes the rows of a unit
 
 _NAME = "asyncflow-rows"
 _TOKEN_BYTES = 16
@@ -126,10 +125,10 @@ class RowJournal:
         inventory: Callable[[], RegisterUnit],
         failed: Callable[[Exception], None],
     ) -> None:
+        # What earlier lives held when they ended, the oldest first, except lives that all controllers know about.
         self.earlier: list[RegisterUnit] = []
-        """What earlier lives held when they ended, the oldest first, except lives that all controllers know about."""
+        # Commits in the unit's state that not all controllers know: a rewrite would note them as known.
         self.open_commits = 0
-        """Commits in the unit's state that not all controllers know: a rewrite would note them as known."""
         self._unit = unit
         self._lineage = lineage
         self._inventory = inventory

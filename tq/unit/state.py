@@ -39,10 +39,8 @@ def _none() -> Mapping[str, int]:
     return _NONE
 
 
-KNOWN_ELSEWHERE = -1
-"""Token of a commit that a controller told of."""
-PUT_WITH_ROW = -2
-"""Token of a commit that came with the row from a snapshot."""
+KNOWN_ELSEWHERE = -1  # token of a commit that a controller told of
+PUT_WITH_ROW = -2  # token of a commit that came with the row from a snapshot
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +88,6 @@ class Partition:
 
 @dataclass(frozen=True)
 class CutRow:
-    """A row as it was at a cut."""
-
     number: int
     partition: int
     group: int
@@ -110,11 +106,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Repeated:
-    """A put whose rows are all here already: the same put again, or another one to refuse with `refusal`.
+    """A put whose rows are all here already: the same put again, or another one to refuse with `refusal`."""
 
-    `pairs`: (earlier block, position there, position in the put). The blocks stay pinned until they are compared.
-    """
-
+    # (Earlier block, position there, position in the put); the blocks stay pinned until they are compared.
     pairs: list[tuple[Block, int, int]]
     refusal: PeerRefused
 
@@ -125,11 +119,7 @@ class Repeated:
 
 
 def parts_of(numbers: Sequence[int], rows: Sequence[Row], name: str) -> list[Part]:
-    """Return where a column of rows is, in order; neighbours in a block are one range.
-
-    Raises:
-        PeerRefused: the column is not written in one of the rows.
-    """
+    """Return where a column of rows is, in order; neighbours in a block are one range. Raises PeerRefused."""
     try:
         places = [row.places[name] for row in rows]
     except KeyError:
@@ -156,8 +146,7 @@ def check_distinct(rows: Sequence[int]) -> None:
         raise PeerRefused(f"a put names a row twice: {list(rows)}")
 
 
-PARTITIONS_REMEMBERED = 64
-"""Tombstones of older partitions are forgotten."""
+PARTITIONS_REMEMBERED = 64  # tombstones of older partitions are forgotten
 
 
 class UnitState:
@@ -194,11 +183,8 @@ class UnitState:
     ) -> Repeated | None:
         """Add rows with their first columns, pending until `confirm`; see `messages.PutRows`.
 
-        Returns what the caller must compare if all rows are here already; otherwise None.
-
-        Raises:
-            RowsExist: some of the rows exist already; nothing was added.
-            PeerRefused: the put is malformed; nothing was added.
+        Returns what the caller must compare if all rows are here already. Raises RowsExist if some are, or PeerRefused
+        for a malformed put; nothing was added then.
         """
         check_distinct(rows)
         if not rows:
@@ -382,7 +368,7 @@ class UnitState:
                 self._forget_finished(number)
 
     def cut(self, *, after_partition: int, forget_acks_of: Iterable[str]) -> Cut:
-        """Note the confirmed rows of later partitions as they are now, and pin their blocks.
+        """Note the confirmed rows of later partitions, and pin their blocks.
 
         What tasks of `forget_acks_of` put is left out, as if they had never had the row.
         """
@@ -529,10 +515,7 @@ _Key = tuple[int, frozenset[str], frozenset[str], bool]
 
 
 def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool) -> RegisterUnit:
-    """Return all rows of `state`, also those that controllers have not agreed to yet.
-
-    `held`: such rows must not be handed out before `RowsConfirmed`.
-    """
+    """Return all rows of `state`; with `held`, unconfirmed ones must not be handed out before `RowsConfirmed`."""
     finished = {partition: list(rows) for partition, rows in state.finished().items()}
     live: list[tuple[int, Row]] = []
     for number, row in state.rows():
@@ -550,10 +533,7 @@ def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool)
 def list_rows(
     state: UnitState, rows: Collection[int] | None, partition: int | None, *, retained: bool = True
 ) -> list[RowRecords]:
-    """Return the confirmed rows among `rows` (None: all) in `partition` (None: any).
-
-    `retained`: include those that only wait for a checkpoint.
-    """
+    """Return confirmed rows; None: any. `retained`: include those that only wait for a checkpoint."""
     return _records(
         (number, row)
         for number, row in state.rows(rows)
