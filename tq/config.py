@@ -58,9 +58,9 @@ class BackendConfig(Settings):
         if self.kind in ("redis", "mooncake") and not self.address:
             raise ValueError(f"storage backend {self.kind} needs an address; set it beside `kind`")
         if self.kind == "redis" and not _is_redis_url(self.address):
-            raise ValueError(f"address {self.address!r} is no Redis URL; write redis://HOST:PORT/DB")
+            raise ValueError(f"address {self.address!r} is not a Redis URL; write redis://HOST:PORT/DB")
         if self.options and self.kind in BACKENDS.built_in:
-            raise ValueError(f"options are for a backend of yours, kind is {self.kind}; remove them")
+            raise ValueError(f"options are only for your own backend class, but kind is {self.kind}; remove them")
         return self
 
 

@@ -227,7 +227,7 @@ def _check_counts(counts: Mapping[str, int]) -> None:
         if isinstance(count, bool) or not isinstance(count, int):
             raise ConfigError(f"queue: {what} is {count!r}; give a whole number")
         if count < 1:
-            raise ConfigError(f"queue: {what} is {count}, which is too few; at least one")
+            raise ConfigError(f"queue: {what} is {count}, which is too few; give at least one")
 
 
 def _declared(tasks: Mapping[str, Sequence[str] | TaskConfig], queue: QueueConfig) -> tuple[TaskConfig, ...]:

@@ -327,7 +327,7 @@ def _settings(policy: str, text: str) -> dict[str, Any]:
 
 def _check_window(window: float) -> None:
     if not 1 <= window < math.inf:
-        raise ConfigError(f"window {window} must be at least 1 and finite: it counts in rows wanted")
+        raise ConfigError(f"window {window} must be at least 1 and finite: it is a multiple of the rows wanted")
 
 
 def _front(ready: Iterator[Item], num_rows: int) -> Iterator[Item]:

@@ -102,7 +102,7 @@ class FileBackend:
             for left_over in directory.glob("*.block"):
                 left_over.unlink(missing_ok=True)
         except OSError as error:
-            raise TransportError(f"{self.name}: cannot be made ({error})") from error
+            raise TransportError(f"{self.name}: the directory cannot be created ({error})") from error
 
     def store(self, key: str, payload: Tensor) -> None:
         path = self._path(key)

@@ -40,11 +40,11 @@ def as_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Column], int]:
 def check_names(names: Sequence[str]) -> list[str]:
     """Return the columns to read as a list; raises ConfigError when these are not names."""
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ConfigError(f"columns are asked for by a list of names, not by {names!r}")
+        raise ConfigError(f"give a list of column names, not {names!r}")
     asked = list(names)
     wrong = [name for name in asked if not isinstance(name, str)]
     if wrong:
-        raise ConfigError(f"a column is asked for by {wrong[0]!r}, a {type(wrong[0]).__name__}; give its name")
+        raise ConfigError(f"a column name is a string, not {wrong[0]!r}, a {type(wrong[0]).__name__}")
     return asked
 
 
@@ -74,7 +74,7 @@ def check_timeout(timeout_s: float) -> float:
 def check_marks(commits: Mapping[str, Sequence[int]], num_rows: int) -> dict[str, list[int]]:
     """Return what tasks are done with from the start; raises ConfigError unless it is positions of the put's rows."""
     if not isinstance(commits, Mapping) or not all(isinstance(task, str) for task in commits):
-        raise ConfigError(f"commits are positions of rows by a task's name, not {commits!r}")
+        raise ConfigError(f"commits map names of tasks to positions of rows; got {commits!r}")
     return {
         task: check_numbers(f"commits of {task}", positions, most=num_rows - 1) for task, positions in commits.items()
     }

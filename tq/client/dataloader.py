@@ -431,7 +431,9 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         """Begin where `state_dict` was taken; raises ConfigError for another task's state, or after the first
         iteration."""
         if state.get("task") != self._request.task or not isinstance(state.get("partition"), int):
-            raise ConfigError(f"{self._name}: cannot go on from {dict(state)}; it is not a state of this task's loader")
+            raise ConfigError(
+                f"{self._name}: cannot continue from {dict(state)}; it is not a state of this task's loader"
+            )
         if self._ahead is not None:
             raise ConfigError(f"{self._name}: load_state_dict comes before the first iteration")
         self._partition = state["partition"] - 1

@@ -142,7 +142,7 @@ def restore_snapshot(put_rows: Callable[..., Sequence[int]], session: QueueSessi
 def _refuse_missing(held: Set[str], written: Set[str]) -> None:
     gone = sorted(held - written)
     if gone:
-        raise TransportError(f"queue snapshot: {' '.join(gone)} went while it was taken; take it again")
+        raise TransportError(f"queue snapshot: {' '.join(gone)} went away while it was taken; take it again")
 
 
 _MOST_ROWS = 2**31
@@ -342,7 +342,7 @@ class QueueClient:
         """
         timeout_s = check_timeout(self._session.seconds(timeout_s))
         if not isinstance(replica, str):
-            raise ConfigError(f"replica: {replica!r} is not a name")
+            raise ConfigError(f"replica: {replica!r} is not a string")
         message = FetchRows(
             task,
             self.owner,

@@ -707,7 +707,7 @@ class StallMonitor:
         if self._alone_since is not None and 0 < self._producers_timeout_s <= alone_s:
             raise ProducersGone(
                 f"{self._what}: waits for {missing}, but for {alone_s:.0f} s no process was connected that writes them "
-                f"or said that it will; see in the logs why the producers ended or have not begun, or raise "
+                f"or said that it will; read in the logs why the producers ended or did not start, or raise "
                 f"{self._setting} if they only start slowly"
             )
         self._say(now, f"still waits for {missing}" + (" (no producer is connected)" if self._alone_since else ""))

@@ -102,7 +102,7 @@ class Arrivals:
             coming = self._announced.get(number)
             if coming is not None and coming.unit.name != event.unit and not coming.unit.lost:
                 raise PutPending(
-                    f"row {number} is just being put, at {coming.unit.name}; put it again when that is over"
+                    f"row {number} is just being put, at {coming.unit.name}; put it again once that put has ended"
                 )
         for number in event.rows:
             row = self._announced.get(number) or all_rows.rows.get(number)
@@ -314,7 +314,7 @@ class PutQueue:
     def cancel(self, unit: str, rows: "set[int] | None" = None) -> None:
         """Drop parked puts of a unit (with rows: those that name one): they will be told again, or were taken back."""
         for request in self._backpressure.cancel(unit, rows):
-            self._table.out.append(Answer(request, PutPending(f"{unit}: a put that waited for room does so no more")))
+            self._table.out.append(Answer(request, PutPending(f"{unit}: a put no longer waits for room; put again")))
 
     def lose(self, unit: UnitLife) -> None:
         """A unit is gone, with its rows and its announcements."""

@@ -598,7 +598,9 @@ class RowTable:
             if task is not None and not is_open and not task.leases.was_done(event.token, number):
                 raise LeaseFenced(f"row {number}: the lease {event.token} of {event.task} is void")
             if task is not None and is_open and task.leases.holders.get(number) != event.token:
-                raise LeaseFenced(f"row {number}: the lease {event.token} of {event.task} was given to another")
+                raise LeaseFenced(
+                    f"row {number}: the lease {event.token} of {event.task} was given to another consumer"
+                )
             if is_open:
                 open_rows.append(number)
         return open_rows

@@ -165,7 +165,7 @@ class BlockStore:
             try:
                 home.delete(keys)
             except TransportError as error:
-                logger.warning("%d blocks stay behind: %s", len(keys), error)
+                logger.warning("%d blocks could not be deleted: %s", len(keys), error)
 
     def close(self) -> None:
         self.backend.close()

@@ -136,7 +136,7 @@ class UnitPuts:
     def _refuse_coming(self, rows: Sequence[int]) -> None:
         coming = next((row for row in rows if row in self._coming), None)
         if coming is not None:
-            raise PutPending(f"row {coming} is just being put here; put it again when that is over")
+            raise PutPending(f"row {coming} is just being put here; put it again once that put has ended")
 
     def _conclude(self, message: PutRows, call: Call, outcome: Outcome) -> None:
         """All controllers answered, or one refuses the new rows."""
@@ -458,7 +458,7 @@ class UnitUpkeep:
         try:
             new = self._blocks.compact(block, positions) if positions else None
         except TransportError as error:
-            logger.warning("%s: a block stays larger than it need be: %s", self._name, error)
+            logger.warning("%s: a block could not be compacted and stays larger than necessary: %s", self._name, error)
             new = None
         with self._lock:
             if new is not None:

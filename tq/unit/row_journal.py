@@ -382,14 +382,16 @@ def _open(credentials: Credentials, unit: str) -> list[int]:
         for fd in offer.fds:
             path = f"/proc/{int(offer.pid)}/fd/{int(fd)}"
             if not str(Path(path).readlink()).startswith(f"/memfd:{_NAME}"):
-                raise TransportError(f"{path} is no memory of a journal")
+                raise TransportError(f"{path} is not the memory of a row journal")
             fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
             if os.pread(fds[-1], _TOKEN_BYTES, 0) != offer.token:
-                raise TransportError(f"{path} is another unit's")
+                raise TransportError(f"{path} belongs to another unit")
     except (OSError, TransportError) as error:
         for fd in fds:
             os.close(fd)
-        logger.error("%s: no journal: rows that die with it and all controllers will be forgotten (%s)", unit, error)
+        logger.error(
+            "%s: no row journal: rows will be forgotten if it dies together with all controllers (%s)", unit, error
+        )
         return []
     return sorted(fds, key=_serial, reverse=True)
 

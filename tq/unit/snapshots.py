@@ -102,7 +102,7 @@ class UnitSnapshots:
             writer.join(timeout=_CLOSE_TIMEOUT_S)
 
     def _overdue(self, hold: str) -> None:
-        logger.warning("%s: hold %s was not cut in time; puts go on", self._name, hold)
+        logger.warning("%s: hold %s was not cut in time; puts continue", self._name, hold)
         self._end(hold)
 
     def _end(self, hold: str) -> None:
@@ -120,7 +120,7 @@ class UnitSnapshots:
             call.refuse(error)
         except Exception as error:  # a thread's boundary: the client waits for an answer
             expected = isinstance(error, OSError | SafetensorError)
-            logger.warning("%s: a snapshot", self._name, exc_info=None if expected else error)
+            logger.warning("%s: a snapshot could not be written", self._name, exc_info=None if expected else error)
             call.refuse(TransportError(f"{self._name}: {directory} cannot be written: {one_line(error)}"))
         finally:
             with self._lock:

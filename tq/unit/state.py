@@ -188,7 +188,7 @@ class UnitState:
         """
         check_distinct(rows)
         if not rows:
-            raise PeerRefused("a put of new rows names none")
+            raise PeerRefused("a put of new rows names no rows")
         if len(groups) != len(rows) or any(not 0 <= k < len(rows) for known in (commits or {}).values() for k in known):
             raise PeerRefused(f"a put of {len(rows)} rows names {len(groups)} groups, or commits beyond its rows")
         self._check_tasks(commits or {})
