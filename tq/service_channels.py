@@ -48,6 +48,7 @@ class ServiceChannels:
         """
         with self._lock:
             one_at_a_time = self._connecting.setdefault(service, threading.Lock())
+        # Other services stay reachable while this one is being connected.
         with one_at_a_time:
             with self._lock:
                 stop = self._stops.setdefault(service, threading.Event())
@@ -152,6 +153,7 @@ class Heartbeats:
 
     def writes(self, columns: Iterable[str]) -> None:
         """This client puts such columns; the next heartbeat says so."""
+        # The set is replaced, never changed, so that reading it needs no lock: this runs for every put.
         new = set(columns) - self._writes
         if new:
             with self._lock:

@@ -449,6 +449,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         ahead.close()
         if replica is not None and replica.shares and ahead.alive:
             replica.abort()  # ranks of the replica that still read get an error
+        # A parked fetch cannot be interrupted; its thread ends with it.
         if not self._asking:
             ahead.join(_JOIN_S)
 

@@ -248,6 +248,7 @@ class LeaseStream(Iterable[Lease]):
         self._closing.set()
         if self._ahead is not None:
             self._ahead.close()
+            # A parked fetch cannot be interrupted; its thread ends with it.
             if not self._asking:
                 self._ahead.join(_JOIN_S)
 

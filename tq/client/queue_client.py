@@ -90,6 +90,7 @@ def take_snapshot(
     """
     if directory.exists():
         raise CheckpointError(f"queue snapshot: {directory} exists already; choose another directory")
+    # Written under another name, so that a snapshot appears only when it is complete.
     beside = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -99,6 +100,7 @@ def take_snapshot(
         cut = session.tell_units(CutSnapshot(hold, after_partition, list(forget_acks_of)), Done)
         write = WriteSnapshot(hold, str(beside.resolve()))
         written = session.tell_units(write, SnapshotWritten, timeout_s=_WRITE_TIMEOUT_S)
+        # A unit that vanished between the steps takes its part with it.
         _refuse_missing(held.keys(), cut.keys() & written.keys())
         num_rows = sum(part.num_rows for part in written.values())
         files = [file for part in written.values() for file in part.files]
@@ -512,6 +514,7 @@ class AsyncQueueClient:
     async def close(self) -> None:
         """Finish the calls that were begun, then close the client, which ends waiting fetches. Idempotent."""
         self._closed = True
+        # Calls first: they need the client. Closing the client then ends the waiting fetches.
         await asyncio.to_thread(self._calls.shutdown)
         await asyncio.to_thread(self._client.close)
         await asyncio.to_thread(self._fetches.shutdown, cancel_futures=True)
@@ -546,6 +549,7 @@ class AsyncQueueClient:
                 await lease.read(columns)
                 yield lease
             finally:
+                # Shielded: a cancelled loop must still return its rows.
                 await asyncio.shield(lease.release())
 
     async def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> PackedBatch:

@@ -272,6 +272,7 @@ class StateShell:
                     self.orders.add(instruction)
                 case Lost() | GroupRemoved() | Shrunk() | Cleared():
                     news.append(instruction)
+        # This event may have ended the recovery.
         self.start_admission()
         return news
 
@@ -579,6 +580,7 @@ class ControllerService:
             case RegisterUnit():
                 self._register(message, call)
             case OpenPartition() | Stop() | CloseWriting() | PublishVersion():
+                # Durable first: a restarted controller must know what was answered.
                 self._memory.remember(message)
                 self._shell.apply(message)
                 call.reply(self._published(message) if isinstance(message, PublishVersion) else Done())
@@ -614,6 +616,8 @@ class ControllerService:
         with self._shell.lock:
             if isinstance(event, FetchRows | FetchRound):
                 self._sessions.asked(call.session.number, event.owner, time.monotonic())
+            # Keep the call before the event, which may answer it at once; only a call that is still open gets a
+            # deadline.
             request = self._shell.calls.add(call)
             try:
                 answers = self._shell.handle(event, request)
@@ -658,6 +662,7 @@ class ControllerService:
         self._durable.add("unit", message.unit)
         self._shell.learn_outputs()
         answers = None
+        # Orders may be added while the unit catches up; its rows go out only when it is owed none.
         while answers is None:
             self._shell.orders.catch_up(message.unit)
             answers = self._registered(message, call)

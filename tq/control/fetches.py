@@ -248,6 +248,7 @@ class Fetches:
         self.parked.pop(request)
         self._table.out.append(Answer(request, reply))
         if isinstance(fetch, FetchRows) and isinstance(reply, LeaseGrant):
+            # Other readers of the replica wait for this very lease.
             for twin in self.parked.twins(fetch):
                 other = self.parked.pop(twin)
                 assert other is not None
@@ -267,6 +268,7 @@ class Fetches:
         if task.isolation.holds(fetch.owner):
             return None
         newest = self.newest_partition(fetch)
+        # Weights of an earlier lineage are outdated, whatever their version.
         if newest is not None and fetch.lineage < self._lineage:
             return self._gated(NoRowsReason.NEWER_VERSION, task) if self._published else None
         taken = task.take(Want(fetch.num_rows, fetch.token_budget), newest_allowed=newest)

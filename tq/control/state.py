@@ -142,8 +142,7 @@ class Recovery:
         earlier = {(one.task, one.token): one for one in self._holds.get(owner, ())}
         for one in holds:
             before = earlier.pop((one.task, one.token), None)
-            # A consumer that joins twice may have acknowledged rows in between, and that ack may have been lost.
-            if before is not None:  # what it acked since may not have arrived
+            if before is not None:  # it joined before; acks that it sent since then may not have arrived
                 one.rows = sorted({*one.rows, *before.rows})
         self._holds[owner] = [*holds, *earlier.values()]
 
@@ -185,6 +184,7 @@ class Recovery:
         for name, task in self._table.tasks.items():
             held = [(owner, one) for owner, holds in self._holds.items() for one in holds if one.task == name]
             self._restore(task, held)
+            # Any lease of the earlier incarnation that nobody claimed may still have a writer.
             task.leases.some_void = True
             self._fences |= fence_void_leases(self._table, task, self._all_units)
         self._holds.clear()
@@ -203,8 +203,8 @@ class Recovery:
         for _, one in held:
             if task.spec.keeps_leases:
                 self._remember_unknown(task, one)
-            # A row that is not in the table now may be put later; it must be fenced then.
-            else:  # the lease may be alive for its other rows
+            else:
+                # The lease may be alive for its other rows; a row that is unknown now may be put later.
                 task.leases.owe_fence(number for number in one.rows if number not in self._table.rows.rows)
             for number in one.rows:
                 newest[number] = max(one.token, newest.get(number, 0))

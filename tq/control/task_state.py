@@ -239,6 +239,7 @@ class TaskState:
             number = self._with_ready[0]
             part = self.partitions.get(number)
             if part is None or not self._may_take(number, part):
+                # Drop the entry; `_list` adds the partition again once it has something to give.
                 heapq.heappop(self._with_ready)
                 if part is not None:
                     part.listed = False

@@ -208,6 +208,7 @@ class UnitPuts:
             if repeated is None:
                 told = self._tell_written(written := self._written(message, block))
         if repeated is not None:
+            # A repeated put is told again: a controller may have failed to confirm the first one.
             self._check_same(repeated, block)
             with self._lock:
                 told = self._tell_written(written := self._written(message, block))
@@ -221,6 +222,7 @@ class UnitPuts:
 
     def _confirm(self, written: OutputsWritten, call: Call, outcome: Outcome) -> None:
         with self._lock:
+            # The journal notes a commit only now that all controllers know it; see `tq.unit.row_journal`.
             self._journal.open_commits -= 1
             if isinstance(outcome, list):
                 self._journal.append(written)
@@ -406,6 +408,7 @@ class UnitUpkeep:
         with self._lock:
             gone = accounting.take_gone()
             here = [block for block in gone if block.home.in_process]
+            # Deleting from another place than memory is I/O, which the thread does.
             self._gone += [block for block in gone if not block.home.in_process]
             if self._has_work():
                 self._work.notify()
@@ -473,6 +476,7 @@ class UnitUpkeep:
         if not written:
             self._spill_again_at = time.monotonic() + _SPILL_AGAIN_S
         with self._lock:
+            # A reader that pinned the block in the meantime still needs the copy in memory; then the one on disk goes.
             moved = written and self._state.accounting.spilled(block, home)
             self._state.accounting.unpin([block])
         try:

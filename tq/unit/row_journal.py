@@ -225,6 +225,7 @@ class RowJournal:
 
     @staticmethod
     def _cut(fd: int) -> None:
+        # Serial first: a file that a kill leaves half cut must not count.
         os.pwrite(fd, _SERIAL.pack(0), _TOKEN_BYTES)
         os.ftruncate(fd, _BEGIN)
 
@@ -381,6 +382,7 @@ def _open(credentials: Credentials, unit: str) -> list[int]:
     try:
         for fd in offer.fds:
             path = f"/proc/{int(offer.pid)}/fd/{int(fd)}"
+            # Check the identity: the process id and the descriptor may have been reused.
             if not str(Path(path).readlink()).startswith(f"/memfd:{_NAME}"):
                 raise TransportError(f"{path} is not the memory of a row journal")
             fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))

@@ -108,6 +108,7 @@ class UnitSnapshots:
     def _end(self, hold: str) -> None:
         with self._lock:
             parked = self._holds.end(hold)
+        # Without the lock, which a resumed put takes.
         for resume in parked:
             resume()
 

@@ -289,6 +289,7 @@ class UnitState:
             row = self._rows.get(number)
             if row is not None and token > row.fences.get(task, 0):
                 row.fences = {**row.fences, task: token}
+                # A fence of a row that the task is not done with ends a lease: the row comes back.
                 if task not in row.commits:
                     row.returns = {**row.returns, task: row.returns.get(task, 0) + 1}
 
