@@ -23,7 +23,7 @@ import msgspec
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.registry import Registry
 
-# Sharing out work of unequal size: equal sums for ranks, bins under a budget. Pure arithmetic on integers.
+# Dividing work of unequal size: equal sums for ranks, bins under a budget. Pure arithmetic on integers.
 
 _Subset = tuple[int, list[int]]  # (sum of weights, indices)
 

@@ -78,7 +78,8 @@ def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[Colum
     headers, pieces = [], []
     for name, column in columns.items():
         values = column.values
-        if values.requires_grad or values.stride() != (1,):  # torch calls one value of any stride contiguous
+        # Check the stride itself: torch calls a single value contiguous, whatever its stride.
+        if values.requires_grad or values.stride() != (1,):
             values = values.detach().clone(memory_format=torch.contiguous_format)
         if values.dtype not in _NAMES or values.dtype is torch.uint16:
             dtype = str(values.dtype).removeprefix("torch.")

@@ -428,8 +428,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         return {"task": self._request.task, "partition": self._partition + 1 if finished else self._partition}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin where `state_dict` was taken; raises ConfigError for another task's state, or after the first
-        iteration."""
+        """Begin where `state_dict` was taken; raises ConfigError for another task's state, or a loader in use."""
         if state.get("task") != self._request.task or not isinstance(state.get("partition"), int):
             raise ConfigError(
                 f"{self._name}: cannot continue from {dict(state)}; it is not a state of this task's loader"
@@ -520,7 +519,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
                 yield item
 
     def _answers(self, first: int) -> Iterator[Round | NoRows]:
-        """Yield rounds, partitions' ends, a stop; passed deadlines too, so that a replica notices a dead rank."""
+        """Yield rounds, ends of partitions, a stop; also passed deadlines, so that a replica notices a dead rank."""
         assert self._client is not None
         partition, round_index = first, 0
         while partition <= self._last and not self._closing.is_set():

@@ -4,7 +4,7 @@ for lease in client.stream("ref_log_probs", ["prompts", "responses"], num_rows=3
     lease.put({"ref_log_probs": log_probs(lease.batch)})
 
                       .-> put(columns) / ack()    the task is done with the rows
-fetched ahead -> lease -> keep()                  another thread, say, puts or releases them later
+fetched ahead -> lease -> keep()                  for example, another thread puts or releases them later
                       '-> nothing                 the loop moved on or failed: the rows are released, others get them
 """
 

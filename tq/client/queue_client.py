@@ -480,7 +480,7 @@ class QueueClient:
 #             await lease.put({"score": await scores(lease.batch["prompt"])})
 #
 # Fetches wait for long, so they have their own threads and never keep a put waiting. A fetch that is cancelled
-# releases what it is granted later. A put that is cancelled is carried out nevertheless. Everything else (partitions,
+# releases what it is granted later. A cancelled put is carried out nevertheless. Everything else (partitions,
 # versions, snapshots) is the wrapped `QueueClient`'s.
 
 logger = logging.getLogger(__name__)

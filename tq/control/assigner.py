@@ -31,7 +31,7 @@ class RoundAssigner:
         for step in [step for step in self._steps if step <= self._version]:
             del self._steps[step]
         if self._spec is not None:
-            self._task.changed.add(version)  # ranks that wait for its rounds hear that it is over
+            self._task.changed.add(version)  # wake ranks that wait for its rounds: it is over
 
     def over(self, step: int) -> bool:
         """Whether the step was trained, or all rows of the partition are done."""

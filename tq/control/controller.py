@@ -91,7 +91,7 @@ from tq.refill import AdmissionMark, Refill, first_token, replaces
 from tq.service_channels import ServiceChannels, await_reply
 from tq.timers import Timer, Timers
 
-# What puts the rows of a run: a client like any other, in the lead's process, which is told what the lead knows.
+# What puts the rows of a run: a client like any other, but in the lead's process, and told what the lead knows.
 
 
 class Admission(Protocol):
@@ -135,11 +135,11 @@ class AdmissionPlace:
 MakeAdmission = Callable[[AdmissionPlace], Admission]
 
 
-# Rows that went with a unit: a controller that is not the lead tells the lead, and hears who is done with them.
+# Rows lost with a unit: every other controller tells the lead about them, and hears who is done with them.
 #
-# Only the lead has losses put again. It may not have met the unit, when both died together. And it may know that all
-# tasks were done, since an ack of rows in hand reached it alone. Otherwise the rows are never put again and no other
-# controller learns of it.
+# Only the lead has lost rows put again, and it may not have met the unit, if both died together. It may also know that
+# all tasks were done, since an ack of rows in hand reached only the lead. Without these questions the rows would never
+# be put again, and no other controller would learn that they are done.
 
 logger = logging.getLogger(__name__)
 
@@ -202,10 +202,10 @@ class LeadQuestions:
 
 # Applies events to a controller's state, one after another. Results are durable before any process is told.
 #
-# Calls that are not answered yet wait here, each with its deadline:
+# Unanswered calls wait here, each with its deadline:
 #
 #     keep --> take (answered)
-#         '-> park --> take (answered; the deadline is off) | its time is up --> `expired`
+#         '-> park --> take (answered; the deadline is cancelled) | the deadline passes --> `expired`
 
 NewsItem = tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared
 News = list[NewsItem]  # messages to send once the lock is released
@@ -250,7 +250,7 @@ class StateShell:
         self.state.handle(TasksWrite(self._outputs()))
         for event in self._memory.events():
             self.state.handle(event)
-        self.state.take_finished()  # durable already, as are these:
+        self.state.take_finished()  # durable already, like the losses
         self.state.take_losses()
 
     def apply(self, event: Event) -> None:
@@ -666,7 +666,7 @@ class ControllerService:
         while answers is None:
             self._shell.orders.catch_up(message.unit)
             answers = self._registered(message, call)
-        self._shell.save_finished()  # an earlier life of the unit may have known of them
+        self._shell.save_finished()  # an earlier life of the unit may have reported some
         self._shell.send(answers)
 
     def _registered(self, message: RegisterUnit, call: Call) -> News | None:
@@ -712,7 +712,7 @@ class ControllerService:
             answers = self._shell.handle(RecoveryDeadline())
             gone, self._awaited = self._awaited, set()
         self._shell.send(answers)
-        self._forget(list(gone))  # else every later start would wait for them, too
+        self._forget(list(gone))  # otherwise every later start would wait for them, too
 
     def _give_up(self, owner: str) -> News:
         logger.warning("%s was silent for %g s; its leases return", owner, self._config.lease_timeout_s)

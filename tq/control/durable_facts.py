@@ -348,7 +348,7 @@ class UnitBacklog:
         for entry in self._all():
             self._tell_once(entry)
         with self._changed:
-            self._fresh = True  # the earlier thread may just have taken what was added meanwhile
+            self._fresh = True  # the earlier thread may just have taken a new entry
             self._begin()
             self._changed.notify_all()
 
@@ -393,12 +393,12 @@ class UnitBacklog:
             try:
                 if reachable:
                     self._tell_once(entry)
-            except (PeerRefused, LeaseFenced) as error:  # it is up, but cannot confirm yet, so it does not count
+            except (PeerRefused, LeaseFenced) as error:  # the unit is up, but cannot confirm yet
                 logger.warning("%s is told %s again: %s", self._unit, type(entry.message).__name__, error)
                 self._again = True
                 continue
             except TransportError as error:
-                if self._over:  # the thread of the unit's new life tells what is left
+                if self._over:  # the thread of the unit's new life tells the rest
                     return
                 logger.warning("%s is still owed %s: %s", self._unit, type(entry.message).__name__, error)
                 reachable = False

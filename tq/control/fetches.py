@@ -153,7 +153,7 @@ class Fetches:
         for request in self.parked.all():
             fetch = self.parked.pop(request)
             if fetch is None:
-                continue  # answered with a twin
+                continue  # already answered together with a twin
             # Parked before recovery, so not checked against the rounds yet.
             try:
                 self.check(fetch)

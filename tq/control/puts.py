@@ -144,7 +144,7 @@ class Arrivals:
         self._drop(number)
         known = self._table.rows.rows.get(number)
         if known is not None and not known.lost:
-            return self._table.rows.every_task & ~known.left  # told twice
+            return self._table.rows.every_task & ~known.left  # announced twice
         row.to(RowState.ANNOUNCED)
         self._announced[number] = row
         self.num_bytes += row.num_bytes
@@ -299,7 +299,7 @@ class PutQueue:
             event = waiting.pop(first)
             try:
                 self._arrivals.check(event)
-            except PeerRefused as error:  # another producer put these rows meanwhile
+            except PeerRefused as error:  # another producer put these rows in the meantime
                 self._table.out.append(Answer(first, error))
             else:
                 self._take(event, first)

@@ -136,8 +136,8 @@ class GroupRemovals:
         return members
 
 
-# Rows whose unit is gone: which must be put again, which clients are told, what must be made durable, and which tasks
-# stay done with a row that is put again. Pure.
+# Rows whose unit is gone: which must be put again, which clients hear of them, what must be made durable, and which
+# tasks stay done with a row that is put again. Pure.
 #
 # lose 5, 9000      undecided: 5, 9000     changed: parts 0, 2
 # report 5          watchers are told of 5, under a sequence number
@@ -319,7 +319,7 @@ class RowTable:
         self.losses.lose([number])
 
     def add(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
-        """Add rows that were unknown so far; `partition` holds all of them."""
+        """Add rows of one partition that were unknown so far, all at one unit."""
         state = rows[0][1].unit.row_state
         some_leave = self.removals.groups and state is not _LOST
         for _, row in rows:
@@ -342,7 +342,7 @@ class RowTable:
         reopened = self.rows.every_task & ~row.left & ~done
         newly = row.left & ~put.left
         row.reopen(reopened)
-        if row.group < 0:  # only a lease told of it so far
+        if row.group < 0:  # known only from a trainer's lease
             for task in self.tasks.values():
                 if row.left & task.bit & ~reopened:
                     task.partition(row.partition).queue.expect_again(put)
@@ -355,6 +355,7 @@ class RowTable:
                 task.reopened(number, row)
         for name in self.rows.tasks(newly):
             self._done(name, number, row)
+        # The last task may just have finished it.
         if number in self.rows.rows:
             self._resume_leases(number, row)
         return done
@@ -471,7 +472,7 @@ class RowTable:
         for number in fencing.rows:
             row = self.rows.rows.get(number)
             if row is None or not row.left & task.bit:
-                continue  # its last put came before the fence
+                continue  # the last put under the lease came before the fence
             if row.lost:
                 task.leases.owe_fence([number])
             if fencing.counts:
@@ -640,7 +641,7 @@ class RowTable:
         self.rows.finish(row.partition, [number])
 
     def _drop(self, number: int, state: RowState) -> Row:
-        if self.losses.lost or self.losses.acked:  # some row was ever lost, or nearly
+        if self.losses.lost or self.losses.acked:  # skip the lookups as long as nothing was ever lost
             self.losses.end(number)
         return self.rows.remove(number, state)
 

@@ -241,11 +241,11 @@ class Recovery:
 # What a unit says when it meets a controller, or meets it again, against what the controller knows. Pure.
 #
 # never seen             its rows are new, or were lost elsewhere; its tombstones count as done
-# same life as before    its rows are available again; changes that were told in vain are made up for
+# same life as before    its rows are available again; the inventory makes up for lost messages
 # another life           it started empty: what is not in the inventory is lost
-# a life that is over    told of by the next one. Where it was met, each row of it was known. Else none of that
-#                        time may have survived: its rows are lost, unless they were put again since, and what was
-#                        finished stays so
+# a life that is over    reported by the next life. If the controller met it, it knew every row. If not, no controller
+#                        of that time may have survived: its rows are lost unless put again since, and what was
+#                        finished stays finished
 
 
 class UnitRegistry:
@@ -276,9 +276,9 @@ class UnitRegistry:
         self._table.set_online(unit, online=True)
         self._table.removals.keep_out(sorted(listed))
         unmet = [one for one in event.earlier if (one.unit, one.incarnation) not in self._lives]
-        for life in reversed(unmet):  # a row may have been in two lives: the later one knows more
+        for life in reversed(unmet):  # newest first: of a row that was in two lives, the later one knows more
             self._take_life(life)
-        if is_new and any(self._table.losses):  # rows that were lost earlier may be put here, where no fence is known
+        if is_new and any(self._table.losses):  # lost rows may be put at this unit, which knows no fences
             for served in self._table.tasks.values():
                 fence_void_leases(self._table, served, [event.unit] if served.leases.some_void else ())
         for told in [event, *unmet]:
@@ -293,7 +293,7 @@ class UnitRegistry:
         self._arrivals.forget(event.unit, set(event.rows))
         all_rows = self._table.rows.rows
         at_unit = [number for number in event.rows if number in all_rows and all_rows[number].unit.name == event.unit]
-        here = [number for number in at_unit if not all_rows[number].lost]  # else an earlier life of the unit had it
+        here = [number for number in at_unit if not all_rows[number].lost]  # lost ones were in an earlier life
         if event.reason is RemovalReason.GROUP_LEFT:
             self._table.removals.remove(here, event.cause)
             return
@@ -429,7 +429,7 @@ class UnitRegistry:
                     self.count_finished(record.partition, [number])
                 elif known is None:
                     table.add_lost(number, row)
-                elif known.lost:  # as an earlier incarnation knew it, before or after: what was done then stays done
+                elif known.lost:  # an earlier incarnation reported it; what was done then stays done
                     known.wrote(row.written)
                     for name in table.rows.tasks(known.left & ~row.left):
                         table.mark_done(name, [number])
@@ -465,7 +465,7 @@ class UnitRegistry:
         for number in [number for unit in lives for number in table.rows.at_unit(unit)]:
             if number in listed or number not in all_rows:
                 continue
-            if number in removed:  # another controller's doing
+            if number in removed:  # another controller removed it
                 table.removals.remove([number], removed[number])
             elif all_rows[number].state is RowState.WITHHELD:
                 table.removals.remove([number])
@@ -655,7 +655,7 @@ class ControlState:
             case RowsLost():
                 self._registry.take_lost(event.records)
             case TellLost():
-                if self._recovery is None:  # else a unit may just not have come back yet
+                if self._recovery is None:  # during recovery the unit may only be late
                     self._registry.adopt(event.losses)
                 self.table.out.append(Answer(request, RowsAccepted(self._registry.done_of(event.losses))))
             case DoneElsewhere():
@@ -717,7 +717,7 @@ class ControlState:
 
     def _open(self, event: OpenPartition) -> None:
         if self._fetches.stopped:
-            return  # else ranks of one gang could disagree on whether the partition is over
+            return  # otherwise ranks of a gang could disagree on whether it is over
         self.table.rows.partition(event.partition).declare(event.num_rows)
         self.table.recount(event.partition)
         for task in self.table.tasks.values():
@@ -779,7 +779,7 @@ class ControlState:
         if not self.table.losses.undecided or (self._recovery is not None and self._recovery.collecting):
             return
         new = self.table.losses.report(self.table.needed())
-        if new:  # the fences of their unit are lost with it
+        if new:  # their unit's fences were lost with it
             units = {self.table.rows.rows[number].unit.name for number in new} - {""} | self.table.rows.units.keys()
             for task in self.table.tasks.values():
                 fence_void_leases(self.table, task, units if task.leases.some_void else ())
@@ -791,7 +791,7 @@ class ControlState:
             return
         self._recovery.rebuild()
         for event in self._recovery.deferred():
-            with contextlib.suppress(PeerRefused, LeaseFenced):  # it was void, as its sender finds out by itself
+            with contextlib.suppress(PeerRefused, LeaseFenced):  # void: its sender finds out on its own
                 self._end_lease(event, promised=True)
 
     def _recover(self) -> None:

@@ -39,7 +39,7 @@ def _none() -> Mapping[str, int]:
     return _NONE
 
 
-KNOWN_ELSEWHERE = -1  # token of a commit that a controller told of
+KNOWN_ELSEWHERE = -1  # token of a commit that a controller reported
 PUT_WITH_ROW = -2  # token of a commit that came with the row from a snapshot
 
 
