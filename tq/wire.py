@@ -102,8 +102,7 @@ def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[Colum
 def describe_stored(
     name: str, parts: Sequence[tuple[StoredColumn, Sequence[int]]], *, wide: bool
 ) -> tuple[ColumnHeader, list[Piece]]:
-    """Describe rows of a unit, in the order of `parts`: (put, positions of its rows), at least one; ranges for
-    neighbours.
+    """Describe rows of a unit: `parts` (at least one) are puts and row positions in them, ranges for neighbours.
 
     `wide` lets the values travel in the readers' dtype (in shared memory that saves their cast); otherwise as held.
 

@@ -215,8 +215,7 @@ class QueueClient:
         timeout_s: float | None = None,
         commits: Mapping[str, Sequence[int]] | None = None,
     ) -> tuple[int, ...]:
-        """Create rows with their first columns on the emptiest unit; waits while the queue is full. Returns their
-        indices.
+        """Create rows with their first columns on the emptiest unit; waits while the queue is full. Returns the rows.
 
         Args:
             columns: name -> tensor or array [N, ...], list of N tensors, strings, bytes or JSON values, or `Column`.

@@ -70,8 +70,7 @@ class RoundAssigner:
         return held is not None or (step is not None and not self.over(step))
 
     def round(self, step: int, index: int, want: Want, token: Callable[[], int]) -> Round | None:
-        """Return round `index` (at most one beyond the formed ones), formed once it can be full or the step's rest is
-        ready.
+        """Return round `index`, at most one beyond the formed ones; None: it can neither be full nor hold the rest yet.
 
         `want` is that of all ranks together; `token` makes a lease token.
         """

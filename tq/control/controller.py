@@ -110,9 +110,7 @@ class Admission(Protocol):
         """The groups that were replaced so far, in order; durable, so that a later incarnation begins with the same."""
 
     def start(self, known_rows: Mapping[int, Collection[int]] | None) -> None:
-        """Begin. After a restart, `known_rows` holds the rows of each partition that exist or are finished; None: first
-        start.
-        """
+        """Begin. After a restart, `known_rows` holds each partition's existing and finished rows; None: first start."""
 
     def add(self, event: int | Lost | GroupRemoved) -> None:
         """Hear of a published version, lost rows, or a group that left its partition."""

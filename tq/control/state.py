@@ -593,8 +593,7 @@ class ControlState:
         return bool(self.table.losses.changed)
 
     def take_losses(self) -> dict[int, list[RowRecords]]:
-        """Return, for each part that changed, its lost rows and the tasks done with them, for the shell to make
-        durable.
+        """Return, for each part that changed, its lost rows and the tasks done with them; the shell makes it durable.
 
         No unit remembers these rows: a later incarnation (`RowsLost`) asks for them, so that nobody works on them
         twice.

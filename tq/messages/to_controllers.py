@@ -256,8 +256,7 @@ class UnitLoss(msgspec.Struct):
 
 
 class TellLost(Message):
-    """From another controller to the lead: rows lost with their units, for as long as that controller counts them as
-    lost.
+    """From another controller to the lead: the rows that it counts as lost with their units.
 
     The lead has the rows put again that it never heard of. -> `RowsAccepted`, with the tasks that are done with them;
     positions count all rows of `losses` in order.

@@ -252,8 +252,7 @@ class _Row:
 
 
 class Life:
-    """One life of a unit, replayed from what it told. A message that the inventory already contains changes nothing.
-    Pure."""
+    """One life of a unit, replayed from what it told. Messages that the inventory covers change nothing. Pure."""
 
     def __init__(self, began: RegisterUnit | None = None) -> None:
         self.incarnation = "" if began is None else began.incarnation
