@@ -117,8 +117,8 @@ def describe_stored(
     # A piece has one dtype: puts that were narrowed differently are brought to the narrowest common one, at the price
     # of one more copy of those.
     held = _common({stored.values.dtype for stored, _ in parts}, first.dtype)
-    tensors = [part for stored, positions in parts for part in stored.read(positions)]
     # Short rows that are not neighbours are gathered first; long ones are copied once, straight to their destination.
+    tensors = [part for stored, positions in parts for part in stored.read(positions)]
     tensors = _joined([part if part.dtype is held else part.to(held) for part in tensors])
     wire_dtype = first.dtype if wide else held
     num_values = sum(tensor.numel() for tensor in tensors)

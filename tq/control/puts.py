@@ -201,7 +201,7 @@ class Arrivals:
                 self._lose_let_go(number)
 
     def merge(self, number: int, row: Row, *, values_kept: bool = False) -> int:
-        """A row is at a unit; returns the tasks (bits) known to be done with it. `values_kept`: see `RowTable.revive`."""
+        """A row is at a unit; returns the tasks (bits) known to be done with it; see `RowTable.revive`."""
         table, all_rows = self._table, self._table.rows
         known = all_rows.rows.get(number)
         if all_rows.is_finished(number, row.partition):
