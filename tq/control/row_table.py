@@ -429,11 +429,8 @@ class RowTable:
         """Count an ack that no unit could take, because the rows were lost while the consumer had them in hand.
 
         Units that hold rows put again since then hear of it by a `Commit`. The controller that serves the task judges
-        the ack;
-        the others are told afterwards, and may not know of the loss yet.
-
-        Args:
-            promised: the consumer was told that the ack counts, so it counts even if the rows turn out to be at a unit.
+        the ack; the others are told afterwards, and may not know of the loss yet. `promised`: the consumer was told
+        that the ack counts, so it counts even if the rows turn out to be at a unit.
 
         Raises:
             LeaseFenced: another consumer has the rows; nothing changed.

@@ -536,10 +536,9 @@ class ControlState:
         """Apply one event. `request` names the request in its `Answer`; it is unique among those that wait.
 
         Raises:
-            PeerRefused: the event names something that does not exist, or asks for the impossible; nothing changed.
-                Subclasses
-                say that rows exist already, or that the queue is too small.
-            LeaseFenced: a lease is void; nothing changed.
+            PeerRefused: the event names something unknown, or asks for the impossible. Subclasses: the rows exist, or
+                will never fit into the queue.
+            LeaseFenced: a lease is void. After any error nothing has changed.
         """
         self._apply(event, request)
         # The order matters: draining needs the last puts and the end of recovery, and `wake` serves what these opened.
