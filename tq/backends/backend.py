@@ -62,6 +62,7 @@ class MemoryBackend:
     in_process = True
 
     def __init__(self, config: BackendConfig | None = None, prefix: str = "") -> None:
+        # Both arguments are unused: every backend is made with them.
         self._blocks: dict[str, Tensor] = {}
 
     def store(self, key: str, payload: Tensor) -> None:

@@ -403,7 +403,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             raise lost
 
     def ack(self) -> None:
-        """Acknowledge that the rows yielded since the last ack are in the weights. After an error, call again.
+        """The rows yielded since the last ack are in the weights. One ack per replica; after an error, call again.
 
         Raises:
             LeaseFenced: other consumers had some by now, so these were trained for nothing; all others are

@@ -296,6 +296,8 @@ class StateShell:
 
     def _make_durable(self, news: News) -> None:
         for one in news:
+            # Rows that left with their group are written before the losses: a row in neither record would be missed
+            # forever.
             if isinstance(one, Shrunk):
                 self._memory.remember_removed(one.partition, self._removed)
         if self.state.losses_changed or self._memory.saving_losses.locked():
