@@ -1,7 +1,7 @@
 """Packed columns: rows of any rank, strings, bytes or JSON values in one run of memory, without padding; and batches.
 
-Clients put and get columns, workers compute on them. Immutable by agreement: selections share memory with what they
-were taken from. Never padded, never on a device.
+Clients put and get columns, workers compute on them. Immutable by agreement: selections share memory with their source.
+Never padded, never on a device.
 
     rows 0, 1, 2 of column `responses`:   [5 6 7] [8] [9 9]
     Column.values  = [5 6 7 8 9 9]        one contiguous tensor
@@ -26,17 +26,17 @@ from torch import Tensor
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.extras import pip_line
 
-# Spans of a values tensor: which runs of values some rows take up, and copying those together.
+# Spans of a values tensor: the runs of values that some rows occupy, and copying them together.
 #
 # Rows are found by arithmetic on int64 arrays: a lease of 64 rows must not cost 64 tensor objects.
 
 Int64s = NDArray[np.int64]
 
+# Runs of values below this are worth one more copy that makes them one tensor (a tensor object costs as much).
 SMALL_BYTES = 1 << 16
-"""Runs of values below this are worth a copy more, if that makes them one tensor (a tensor object costs as much)."""
 
+# Mean span length under which one indexed read beats copying slices (measured: 8 bytes of index per value).
 _GATHER_BELOW = 48
-"""Mean span length under which one indexed read beats copying slices (measured: 8 bytes of index per value)."""
 
 
 def as_array(values: Tensor) -> NDArray[Any]:
@@ -66,7 +66,7 @@ def merge_neighbours(starts: Int64s, stops: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def take(values: Tensor, starts: Int64s, stops: Int64s) -> Tensor:
-    """Return the values of all spans, one after the other: a view if they touch each other, else a copy."""
+    """Return the values of all spans, one after the other: a view if all of them touch, otherwise a copy."""
     starts, stops = merge_neighbours(starts, stops)
     if len(starts) == 0:
         return values[:0]
@@ -121,11 +121,7 @@ class Column:
 
     @staticmethod
     def of_rows(rows: Sequence[Tensor]) -> "Column":
-        """Pack tensors of one dtype and one rank, one per row (at least one row); shapes may differ.
-
-        Raises:
-            ConfigError: no rows, or a row has another dtype or rank than the first.
-        """
+        """Pack tensors of one dtype and rank, one per row (at least one); shapes may differ. Raises ConfigError."""
         if not rows:
             raise ConfigError("a column of no rows has no dtype; pack at least one row")
         rank, dtype = rows[0].ndim, rows[0].dtype
@@ -140,10 +136,9 @@ class Column:
 
     @staticmethod
     def of_dense(rows_N: Tensor) -> "Column":
-        """Pack [N, ...]: rows of one shape; [N] are scalars. Takes no copy of contiguous values.
+        """Pack [N, ...]: rows of one shape; [N] are scalars. Contiguous values are not copied.
 
-        Raises:
-            ConfigError: a tensor of rank 0 holds no rows.
+        Raises ConfigError for a tensor of rank 0, which holds no rows.
         """
         if rows_N.ndim == 0:
             raise ConfigError("a tensor of rank 0 holds no rows; give [N] or [N, ...]")
@@ -161,20 +156,12 @@ class Column:
 
     @staticmethod
     def of_texts(texts: Sequence[str]) -> "Column":
-        """Pack strings, one per row.
-
-        Raises:
-            ConfigError: a row is not a string, or has no UTF-8 form (a lone surrogate).
-        """
+        """Pack strings, one per row. Raises ConfigError for a row without UTF-8 form (such as a lone surrogate)."""
         return _of_encoded(texts, str.encode, ColumnKind.TEXT)
 
     @staticmethod
     def of_bytes(rows: Sequence[bytes]) -> "Column":
-        """Pack byte strings, one per row.
-
-        Raises:
-            ConfigError: a row is nothing with bytes.
-        """
+        """Pack byte strings, one per row. Raises ConfigError for a row that has no bytes."""
         return _of_encoded(rows, _copy_bytes, ColumnKind.BYTES)
 
     @staticmethod
@@ -182,17 +169,13 @@ class Column:
         """Pack JSON values (dicts with string keys, lists, strings, numbers, booleans, None), one per row.
 
         Raises:
-            ConfigError: a row would come back as something else than it is (a tuple, NaN, a date, a tensor, ...).
+            ConfigError: a row would come back as something else (a tuple, NaN, a date, a tensor, ...).
         """
         return _of_encoded(values, _encode_json, ColumnKind.JSON)
 
     @staticmethod
     def concatenate(columns: Sequence["Column"]) -> "Column":
-        """Join columns of one kind, dtype and rank, in order (at least one).
-
-        Raises:
-            ConfigError: they differ.
-        """
+        """Join columns, in order (at least one). Raises ConfigError if they differ in kind, dtype or rank."""
         first = columns[0]
         if len(columns) == 1:
             return first
@@ -242,11 +225,7 @@ class Column:
         return tuple(row.view(shape) for row, shape in zip(flat, self.shapes.tolist(), strict=True))
 
     def dense(self) -> Tensor:
-        """Return all rows as one view [N, ...].
-
-        Raises:
-            ConfigError: the rows differ in shape.
-        """
+        """Return all rows as one view [N, ...]. Raises ConfigError if the rows differ in shape."""
         shapes_NR = self.lengths[:, None] if self.shapes is None else self.shapes
         if len(self) == 0:
             return self.values.view((0,) * (self.rank + 1))
@@ -281,7 +260,7 @@ class Column:
         return low_N, high_N
 
     def select(self, positions: Sequence[int]) -> "Column":
-        """Return the rows at `positions`, in that order: values are a view for neighbours, else a copy."""
+        """Return the rows at `positions`, in that order: values are a view for neighbours, otherwise a copy."""
         offsets = offsets_of(self.lengths.numpy())
         if isinstance(positions, range) and positions.step == 1:
             chosen = slice(positions.start, max(positions.start, positions.stop))
@@ -316,7 +295,6 @@ class PackedBatch:
 
     Attributes:
         indices: global row indices, in the order of the rows.
-        columns: every column has N rows.
         groups: the rows' group ids; empty where the rows were not leased from a queue.
     """
 
@@ -343,12 +321,13 @@ class PackedBatch:
         )
 
     def with_columns(self, columns: Mapping[str, Column]) -> "PackedBatch":
-        """Return the same rows with more columns, or other ones under the same names."""
+        """Return the same rows with these columns added or replaced."""
         return PackedBatch(self.indices, {**self.columns, **columns}, self.groups)
 
     def to_tensordict(self) -> Any:
-        """Return a `tensordict.TensorDict` of N rows: tensors [N, ...], jagged where rows have several lengths, and
-        lists of strings, bytes or JSON values. No value is copied. Puts take such a TensorDict as columns.
+        """Return a `tensordict.TensorDict` of N rows without copying values. Puts take such a TensorDict as columns.
+
+        Rows become tensors [N, ...], jagged where 1-D rows differ in length, or lists of strings, bytes or JSON values.
 
         Raises:
             ConfigError: tensordict is not installed, or rows of two and more dimensions differ in shape.
@@ -370,11 +349,7 @@ class PackedBatch:
 
     @staticmethod
     def concatenate(batches: Iterable["PackedBatch"]) -> "PackedBatch":
-        """Join batches of the same columns without padding, in order (at least one batch).
-
-        Raises:
-            ConfigError: a column has another kind, dtype or rank in one of them.
-        """
+        """Join batches (at least one) of the same columns, in order; raises ConfigError if a column's types differ."""
         parts = list(batches)
         if len(parts) == 1:
             return parts[0]
@@ -384,19 +359,19 @@ class PackedBatch:
 
 
 def column_of(data: Any) -> Column:
-    """Pack what a user has: a tensor or array [N, ...], or a list of tensors, arrays, strings, bytes or JSON values.
-    Of a TensorDict: also nested tensors and non-tensor data.
+    """Pack a user's tensor or array [N, ...], or list of tensors, arrays, strings, bytes or JSON values.
 
-    A list of numbers holds JSON values: they come back as Python numbers. Give a tensor to have them in a tensor.
+    From a TensorDict: nested tensors and non-tensor data, too. A list of numbers holds JSON values: they come back as
+    Python numbers. Pass a tensor to get a tensor back.
 
     Raises:
-        ConfigError: nothing of that, or a list of several sorts.
+        ConfigError: anything else, or a list of several kinds.
     """
     if isinstance(data, Column):
         return data
     if isinstance(data, Tensor) and data.is_nested:
         return Column.of_rows([_dense(row) for row in data.unbind()])
-    tensordict = sys.modules.get("tensordict")  # what is of it cannot be here before it is
+    tensordict = sys.modules.get("tensordict")  # its data cannot be here unless somebody imported it
     if tensordict is not None and tensordict.is_non_tensor(data):
         data = data.tolist()
     if isinstance(data, (Tensor, np.ndarray)):
@@ -434,7 +409,7 @@ def _copy_bytes(row: bytes) -> bytes:
 
 def _encode_json(value: Any) -> bytes:
     data = msgspec.json.encode(value)
-    # msgspec also writes tuples, dates, NaN, dataclasses, ...: what does not come back as it was is no JSON value.
+    # msgspec also writes tuples, dates, NaN, dataclasses, ...: a JSON value must come back as it was.
     if msgspec.json.decode(data) != value:
         raise ValueError(f"{value!r:.80} would come back as {data[:80]!r}")
     return data

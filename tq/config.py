@@ -31,13 +31,13 @@ class BackendConfig(Settings):
     """Where storage units keep values."""
 
     kind: Annotated[str, AfterValidator(BACKENDS.resolve)] = "memory"
-    """`memory`: in the unit's own memory. `redis`: a Redis server. `mooncake`: a Mooncake Store. A class of yours,
+    """`memory`: in the unit's own memory. `redis`: a Redis server. `mooncake`: a Mooncake Store. Or your own class,
     `module:Class` (docs/transferqueue.md)."""
     address: str = ""
-    """`redis`: a URL such as `redis://127.0.0.1:6379/0`. `mooncake`: HOST:PORT of its master. A class of
-    yours defines its own form."""
+    """`redis`: a URL such as `redis://127.0.0.1:6379/0`. `mooncake`: HOST:PORT of its master. Your own class defines
+    its own form."""
     options: dict[str, Any] = Field({})
-    """Settings of a class of yours, checked by its `Config` if it has one."""
+    """Settings of your own class, checked by its `Config` if it has one."""
     timeout_s: float = Field(30.0, gt=0)
     """Deadline of one operation (s)."""
     local_host: str = "127.0.0.1"
@@ -58,16 +58,16 @@ class BackendConfig(Settings):
         if self.kind in ("redis", "mooncake") and not self.address:
             raise ValueError(f"storage backend {self.kind} needs an address; set it beside `kind`")
         if self.kind == "redis" and not _is_redis_url(self.address):
-            raise ValueError(f"address {self.address!r} is no Redis URL; write redis://HOST:PORT/DB")
+            raise ValueError(f"address {self.address!r} is not a Redis URL; write redis://HOST:PORT/DB")
         if self.options and self.kind in BACKENDS.built_in:
-            raise ValueError(f"options are for a backend of yours, kind is {self.kind}; remove them")
+            raise ValueError(f"options are only for your own backend class, but kind is {self.kind}; remove them")
         return self
 
 
 def _is_redis_url(address: str) -> bool:
     try:
         return urlsplit(address).scheme in ("redis", "rediss", "unix") and urlsplit(address).port != 0
-    except ValueError:  # of the port
+    except ValueError:  # the port is not a number
         return False
 
 
@@ -84,36 +84,37 @@ class QueueConfig(Settings):
     num_storage_units: int = Field(2, ge=1)
     """Storage processes; rows are spread over them by load."""
     num_controllers: int = Field(1, ge=1)
-    """Controller processes; tasks are shared out among them."""
+    """Controller processes; the tasks are divided among them."""
     request_timeout_s: float = Field(60.0, gt=0)
-    """Deadline of one request to a storage unit, and how long a fetch parks before it is asked again (s)."""
+    """Deadline of one request to a storage unit, and how long a fetch parks before it is repeated (s)."""
     lease_timeout_s: float = Field(30.0, gt=0)
-    """A consumer that is silent for so long loses its leases (s); heartbeats go out four times as often."""
+    """A consumer that is silent for this long loses its leases (s); heartbeats are sent four times as often."""
     unit_timeout_s: float = Field(5.0, gt=0)
-    """A storage unit that is silent for so long counts as away (s), as if its process had died; signs of life go out
+    """A storage unit that is silent for this long counts as away (s), as if its process had died; heartbeats are sent
     four times as often."""
     unit_grace_s: float = Field(10.0, ge=0)
     """How long the rows of a storage unit that vanished wait for its return before they count as lost (s)."""
     max_deliveries: int = Field(3, ge=0)
-    """A row that comes back so often makes its group a dead letter; 0: never. A training gang's rows never do. The
-    last try is made with nothing else in hand, so that no innocent row goes along. With more than
-    `launcher.max_restarts`, a row that kills processes makes everything start again before it gets there."""
+    """A row that comes back this often makes its group a dead letter; 0: never. Rows of a training gang never do. The
+    last try is made with nothing else in hand, so that no innocent row is blamed. With a value above
+    `launcher.max_restarts`, a row that kills processes makes everything start again before it gets there.
+    """
     max_live_rows: int = Field(0, ge=0)
-    """Rows that some task is not done with; new ones wait beyond. 0: as many as the schedule admits."""
+    """Rows that some task is not done with; new rows beyond this wait. 0: as many as the schedule admits."""
     max_live_bytes: int = Field(0, ge=0)
     """The same in bytes; 0: no limit."""
     policy: Annotated[str, AfterValidator(resolve_policy)] = "fifo"
     """How rounds of a training gang are made and shared among its ranks: a name of `tq.policies.POLICIES` or
     `module:Class`. In a run `token-budget` fills `actor.max_tokens_per_micro_batch` (in role critic: the critic's)."""
     replica_fetch: ReplicaFetch = ReplicaFetch.BROADCAST
-    """Ranks that share rows. `broadcast`: rank 0 fetches, and broadcasts one packed buffer per micro-batch. `each`:
-    every rank fetches for itself, columns of its own if it likes."""
+    """How ranks that share rows get them. `broadcast`: rank 0 fetches, and broadcasts one packed buffer per
+    micro-batch. `each`: every rank fetches for itself, with its own columns if it likes."""
     max_message_bytes: int = Field(2**31, ge=2**20)
-    """Largest message that a process accepts (bytes); a larger one is refused and its channel dropped."""
+    """Largest message that a process accepts (bytes); a larger one is refused and its channel closed."""
     max_clients: int = Field(1024, ge=1)
-    """Channels that one service accepts at a time."""
+    """Channels that one service accepts at the same time."""
     shared_memory: bool = True
-    """Payloads between processes of one host go through shared memory; False: everything over the wire."""
+    """Payloads between processes of one host go through shared memory; False: everything goes over the wire."""
     token_columns: tuple[str, ...] = ("tokens",)
     """Columns whose lengths are a row's tokens: what token budgets and balanced policies count."""
     retain_until_checkpoint: bool = False
@@ -121,7 +122,7 @@ class QueueConfig(Settings):
     spill_directory: str = ""
     """Where rows that only wait for a checkpoint go when they take much memory; "": they stay in memory."""
     spill_after_bytes: int = Field(2**30, ge=0)
-    """Bytes of such rows per storage unit from which on they spill, and an early checkpoint is asked for."""
+    """Beyond this many bytes per storage unit such rows spill, and an early checkpoint is requested."""
     backend: BackendConfig = BackendConfig()
     """Where storage units keep values."""
 
@@ -139,23 +140,22 @@ class TaskConfig(Settings):
     inputs: tuple[str, ...]
     """Columns that must be written before a row is ready."""
     outputs: tuple[str, ...] = ()
-    """Columns that the task writes for every row; what it writes beside them is learnt."""
+    """Columns that the task writes for every row; any others are learned."""
     whole_groups: bool = False
     """Hand out whole groups only."""
     barrier: bool = False
     """Hand out rows of a partition only when all of them are ready."""
     in_order: bool = False
-    """Hand out rows in ascending order, as many as asked for or the partition's rest."""
+    """Hand out rows in ascending order, as many as requested or the partition's rest."""
     keeps_leases: bool = False
     """Leases survive a lost channel (a training gang)."""
     max_deliveries: int | None = Field(None, ge=0)
-    """A row that comes back so often makes its group a dead letter; 0: never. None: the queue's, but never from a task
-    that keeps its leases."""
+    """A row that comes back this often makes its group a dead letter; 0: never. None: the queue's value, but never for
+    a task that keeps its leases."""
     policy: str | None = None
     """A name of `tq.policies.POLICIES` or `module:Class`. None: fifo, or the queue's if the task keeps its leases."""
 
     def spec(self, queue: QueueConfig) -> "TaskSpec":
-        """Return it as a controller wants it."""
         from tq.policies import TaskSpec
 
         deliveries = 0 if self.keeps_leases else queue.max_deliveries

@@ -1,7 +1,7 @@
 """What the job store keeps of a queue for all its processes: its services, the next row index, who writes what.
 
-`Directory`      published by controllers once, read by clients. Names only, nothing secret. Units are not listed: they
-                 come and go, and the lead controller's heartbeat answers name those that are up.
+`Directory`      published by controllers once, read by clients. Names only, no secrets. Units are not listed: they come
+                 and go, and the lead controller's heartbeat answers name those that are up.
 `allocate_rows`  row indices for clients
 `TaskOutputs`    the columns that each task was seen to write; outlives all services
 """
@@ -32,47 +32,36 @@ _MOST_COUNTED = 2**61
 
 @dataclass(frozen=True)
 class Directory:
-    """Services and tasks of one queue.
+    """Services and tasks of one queue."""
 
-    Attributes:
-        controllers: service names; the first one is the lead: admission, limits, lost rows, loads of the units.
-        tasks: names, in the dataflow's order; task k is served by controller k modulo their number.
-    """
-
+    # Service names; the first one is the lead: admission, limits, lost rows, loads of the units.
     controllers: tuple[str, ...]
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...]  # names, in the dataflow's order; task k is served by controller k modulo their number
 
     @property
     def lead(self) -> str:
-        """The lead controller's service name."""
         return self.controllers[0]
 
     def controller_of(self, task: str) -> str:
-        """Return the service that hands out rows of `task`; an unknown task's name goes to the lead, which refuses."""
+        """Return the service that hands out rows of `task`; for an unknown task the lead, which refuses it."""
         if task not in self.tasks:
             return self.lead
         return self.controllers[self.tasks.index(task) % len(self.controllers)]
 
     def served_by(self, controller: str) -> tuple[str, ...]:
-        """Return the tasks of one controller."""
         return tuple(task for task in self.tasks if self.controller_of(task) == controller)
 
     def publish(self, store: SealedStore) -> None:
-        """Make it known; every controller may do so, all write the same."""
+        """Write it to the store; every controller may do so, since all write the same."""
         store.set(_KEY, msgspec.msgpack.encode(self))
 
     @staticmethod
     def is_published(store: SealedStore) -> bool:
-        """Whether a controller has made it known."""
         return store.check([_KEY])
 
     @staticmethod
     def read(store: SealedStore) -> "Directory":
-        """Wait for it.
-
-        Raises:
-            TransportError: it was not published within the store's timeout, or not by this job.
-        """
+        """Wait for a directory; raises TransportError if this job publishes none within the store's timeout."""
         try:
             return msgpack_decoder(Directory).decode(store.get(_KEY))
         except dist.DistError as error:
@@ -82,9 +71,9 @@ class Directory:
 class TaskOutputs:
     """The columns that each task was seen to write. Thread-safe.
 
-    A unit notes them before it stores a task's first put of such columns, so before any process hears of the put. A
-    controller reads them before it decides which tasks stay done with rows that were lost and are put again. A snapshot
-    takes them along. Names are only added: a task that wrote a column once may have written it for any row.
+    A unit notes them before it stores a task's first put of such columns, hence before any process hears of the put. A
+    controller reads them before it decides which tasks stay done with lost rows that are put again. A snapshot contains
+    them. Names are only added: a task that wrote a column once may have written it for any row.
     """
 
     def __init__(self, credentials: Credentials) -> None:
@@ -92,22 +81,14 @@ class TaskOutputs:
         self._noted: set[tuple[str, str]] = set()
 
     def note(self, task: str, columns: Iterable[str]) -> None:
-        """A task writes such columns; returns when the store has them. Costs nothing the next time.
-
-        Raises:
-            TransportError: the store is gone.
-        """
+        """Note that a task writes these columns; returns once the store has them. Free from the second time on."""
         for column in columns:
             if (task, column) not in self._noted:
                 self._credentials.call_store("put", f"{_OUTPUTS}/{task}/{column}", "1")
                 self._noted.add((task, column))
 
     def read(self, tasks: Iterable[str]) -> dict[str, list[str]]:
-        """Return what was noted: task -> columns.
-
-        Raises:
-            TransportError: the store is gone.
-        """
+        """Return task -> columns."""
         keys = self._credentials.call_store("read_below", f"{_OUTPUTS}/")
         prefixes = {task: f"{task}/" for task in tasks}
         found = {
@@ -124,28 +105,19 @@ def allocate_rows(store: SealedStore, number: int) -> range:
 
 
 def reserve_rows(store: SealedStore, beyond: int) -> int:
-    """Let no later `allocate_rows` return a row up to `beyond`; returns where it goes on.
-
-    Two callers at once may leave more out than they need. Rows from 2**61 on are left alone: no counter gets there.
-    """
+    """Keep later `allocate_rows` from returning a row up to `beyond`; returns where it continues."""
     end = store.add(_NEXT_ROW, 0)
+    # Two callers at once may skip more than they need. Rows from 2**61 on need no care: no counter gets there.
     missing = min(beyond + 1, _MOST_COUNTED) - end
     return store.add(_NEXT_ROW, missing) if missing > 0 else end
 
 
-# How to reach a queue that runs alone: a file with mode 0600, since it holds the queue's secret.
+# How to reach a stand-alone queue: a file with mode 0600, since it holds the queue's secret.
 
 
 @dataclass(frozen=True)
 class QueueAddress:
-    """Endpoint, secret and settings.
-
-    Attributes:
-        host, port: of the queue's store.
-        secret: proved by challenge-response, never sent.
-        config: settings of all processes.
-        tasks: what the controllers hand out.
-    """
+    """Endpoint, secret and settings of a queue; the secret is proved by challenge-response, never sent."""
 
     host: str
     port: int
@@ -154,11 +126,7 @@ class QueueAddress:
     tasks: tuple[TaskConfig, ...]
 
     def credentials(self) -> Credentials:
-        """Connect to the store.
-
-        Raises:
-            TransportError: the store does not answer.
-        """
+        """Connect to the store; raises TransportError when it does not answer."""
         timeout_s = self.config.request_timeout_s
         try:
             store = connect_store(self.host, self.port, timedelta(seconds=timeout_s))
@@ -167,15 +135,10 @@ class QueueAddress:
         return Credentials(store, self.secret, timeout_s)
 
     def specs(self) -> list[TaskSpec]:
-        """Return the tasks as controllers want them."""
         return [task.spec(self.config) for task in self.tasks]
 
     def save(self, path: Path) -> None:
-        """Write the file (mode 0600), in place of any that is there.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
+        """Write the file (mode 0600), replacing any other; raises ConfigError."""
         fields = {
             "host": self.host,
             "port": self.port,
@@ -184,7 +147,7 @@ class QueueAddress:
             "tasks": [task.model_dump(mode="json") for task in self.tasks],
         }
         try:
-            path.unlink(missing_ok=True)  # its mode would stay
+            path.unlink(missing_ok=True)  # an existing file would keep its mode
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 json.dump(fields, file)
         except OSError as error:
@@ -192,11 +155,7 @@ class QueueAddress:
 
     @staticmethod
     def load(path: Path) -> "QueueAddress":
-        """Read the file.
-
-        Raises:
-            ConfigError: there is none, or it is not a queue's.
-        """
+        """Read the file; raises ConfigError if it is not a queue's."""
         try:
             fields = json.loads(path.read_text())
             return QueueAddress(

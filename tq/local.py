@@ -1,4 +1,4 @@
-"""A queue of its own, without the rest of the system: controllers and storage units as child processes of this one.
+"""A stand-alone queue, without the rest of the system: controllers and storage units as child processes of this one.
 
     with tq.start({"score": ["prompt"], "train": ["prompt", "score"]}) as queue, queue.client("me") as client:
         client.put_rows({"prompt": ["1 + 1 =", "2 + 2 ="]})
@@ -8,8 +8,8 @@
 
     other process:  client = tq.connect(queue.address, "scorer")
 
-A service that dies is started again: a controller rebuilds itself from the units, a unit starts empty and its rows are
-reported as lost. Everything ends with this process, and listens on loopback, or, with `host`, where other hosts reach
+A service that dies is started again: a controller rebuilds itself from the units; a unit starts empty and its rows are
+reported as lost. Everything ends with this process, and listens on loopback or, with `host`, where other hosts reach
 it. They connect with a copy of the address file, which holds the queue's secret:
 
     with tq.start({"score": ["prompt"]}, host="10.0.0.1", address_file="queue.json"): ...
@@ -52,7 +52,21 @@ _EARLY_S = 10.0
 
 
 class LocalQueue:
-    """Owns the service processes; a context manager."""
+    """Owns the service processes; a context manager. Its constructor starts the services and waits until they work.
+
+    Args:
+        tasks: name -> input columns, or a full `TaskConfig`; producers before consumers.
+        num_units, num_controllers: processes; None: as many as `config` says.
+        config: all other settings; None: the defaults.
+        log_dir: where services write SERVICE.log, created if missing; None: they write to this process's stderr what
+            the level of its logger `tq` lets through, only errors where logging is not set up.
+        host: name or address of this host at which the queue is served; by default other hosts cannot reach it.
+        address_file: where `address` is written (mode 0600) while the queue exists; None: in a temporary directory.
+
+    Raises:
+        ConfigError: invalid arguments; nothing was started.
+        TransportError: the services did not start.
+    """
 
     def __init__(
         self,
@@ -65,21 +79,6 @@ class LocalQueue:
         host: str = LOOPBACK,
         address_file: Path | str | None = None,
     ) -> None:
-        """Start the services and wait until they work.
-
-        Args:
-            tasks: name -> input columns, or a full `TaskConfig`; producers before consumers.
-            num_units, num_controllers: processes; None: as many as `config` says.
-            config: all other settings; None: the defaults.
-            log_dir: where services write SERVICE.log, made if it is not there; None: they write to this process's
-                stderr what the level of its logger `tq` lets through, only errors where logging is not set up.
-            host: name or address of this host at which the queue is served; by default other hosts cannot reach it.
-            address_file: where `address` is written (mode 0600) while the queue is there; None: a directory of its own.
-
-        Raises:
-            ConfigError: the arguments cannot be; nothing was started.
-            TransportError: they did not start.
-        """
         numbers = {"num_storage_units": num_units, "num_controllers": num_controllers}
         update = {name: number for name, number in numbers.items() if number is not None}
         _check_counts(update)
@@ -96,7 +95,7 @@ class LocalQueue:
         self._own = ExitStack()
         own = address_file or Path(self._own.enter_context(tempfile.TemporaryDirectory(prefix="tq-"))) / "queue.json"
         self.address = Path(own)
-        """What another process needs to `tq.connect`; readable by this user only."""
+        """What another process needs to `tq.connect`; readable only by this user."""
         secret = secrets.token_bytes(32)
         self._store = SealedStore(server, secret)
         QueueAddress(host, port, secret, config, declared).save(self.address)
@@ -116,11 +115,7 @@ class LocalQueue:
             raise
 
     def client(self, name: str) -> QueueClient:
-        """Return a new client; it is closed with the queue.
-
-        Raises:
-            TransportError: a service ended, and cannot be started again.
-        """
+        """Return a new client, which is closed with the queue; raises TransportError once a service has failed."""
         self._refuse_failed()
         client = connect(self.address, name, stop=self._keepers.failed)
         self._clients.append(client)
@@ -133,22 +128,17 @@ class LocalQueue:
         return name
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of the services that run."""
         return {name: service.pid for name, service in self._services.items() if service.pid}
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Wait until every unit is known to every controller.
-
-        Raises:
-            TransportError: that took longer than `timeout_s`.
-        """
+        """Wait until every controller knows every unit; raises TransportError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         self._wait(lambda: Directory.is_published(self._store), deadline)
         client = connect(self.address, "starter", stop=self._keepers.failed)
         units = {name for name in self._services if name.startswith("storage-")}
 
         def known() -> bool:
-            with suppress(TransportError):  # a controller that is only starting, longer than a request may take
+            with suppress(TransportError):  # a controller may take longer to start than a request may take
                 return all(units <= stats.units.keys() for stats in client.stats())
             return False
 
@@ -158,11 +148,7 @@ class LocalQueue:
             client.close()
 
     def wait(self, stop: threading.Event) -> None:
-        """Serve until `stop` is set.
-
-        Raises:
-            TransportError: a service ended, and cannot be started again.
-        """
+        """Serve until `stop` is set; raises TransportError if a service ends and cannot be started again."""
         while not stop.wait(_POLL_S):
             self._refuse_failed()
 
@@ -214,7 +200,6 @@ class LocalQueue:
 
 
 def _serve_store(host: str, timeout_s: float) -> tuple[str, TCPStore, int]:
-    """Return the address at which the store is served, the store, and its port."""
     try:
         address = resolve(host)
         return address, *serve_store(address, timedelta(seconds=timeout_s))
@@ -230,7 +215,7 @@ def _make_directory(log_dir: Path) -> None:
 
 
 def _level_shown() -> int:
-    """Return from which level on this program shows what `tq` logs; errors, where logging is not set up."""
+    """Return the level from which this program shows what `tq` logs; errors, where logging is not set up."""
     ours = logging.getLogger("tq")
     handlers = [*ours.handlers, *logging.getLogger().handlers]
     is_set_up = any(not isinstance(handler, logging.NullHandler) for handler in handlers)
@@ -242,7 +227,7 @@ def _check_counts(counts: Mapping[str, int]) -> None:
         if isinstance(count, bool) or not isinstance(count, int):
             raise ConfigError(f"queue: {what} is {count!r}; give a whole number")
         if count < 1:
-            raise ConfigError(f"queue: {what} is {count}, which is too few; at least one")
+            raise ConfigError(f"queue: {what} is {count}, which is too few; give at least one")
 
 
 def _declared(tasks: Mapping[str, Sequence[str] | TaskConfig], queue: QueueConfig) -> tuple[TaskConfig, ...]:
@@ -280,13 +265,11 @@ def _declared_task(name: str, task: Sequence[str] | TaskConfig, queue: QueueConf
 def connect(address: Path | str, name: str, *, stop: threading.Event | None = None) -> QueueClient:
     """Return a client of a running queue.
 
-    Args:
-        address: `LocalQueue.address`.
-        name: of this process, for messages.
-        stop: once set, services that are gone are not waited for.
+    `address` is `LocalQueue.address`; `name` is that of this process, for messages. Once `stop` is set, the client does
+    not wait for services that are gone.
 
     Raises:
-        ConfigError: there is no such file, or it is another one.
+        ConfigError: there is no such file, or it is not a queue's.
         TransportError: the queue has been closed.
     """
     queue = QueueAddress.load(Path(address))
@@ -295,7 +278,7 @@ def connect(address: Path | str, name: str, *, stop: threading.Event | None = No
 
 
 class _Service:
-    """One service, started again whenever it dies. The thread that starts it lives as long: see `die_with_parent`."""
+    """One service, started again whenever it dies."""
 
     def __init__(self, address: Path, name: str, log: Path | None, keepers: ServiceThreads) -> None:
         level = _level_shown() if log is None else logging.INFO
@@ -304,28 +287,27 @@ class _Service:
         self._log = log
         self._ending = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
+        # The thread that starts the process must live as long as the process: see `die_with_parent`.
         self._thread = keepers.start(self._run, name=f"keep-{name}")
 
     @property
     def pid(self) -> int:
-        """Process id; 0 while it is down."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else 0
 
     def end(self) -> None:
-        """Ask the process to end."""
         self._ending.set()
         process = self._process
         if process is not None:
             process.terminate()
 
     def left(self, deadline: float) -> bool:
-        """Wait until it has left; returns whether it has. `deadline` is one of `time.monotonic`."""
+        """Wait until the process has left or `deadline` (`time.monotonic`) passes; returns whether it has left."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     def kill(self) -> None:
-        """End it at once, also when it is stopped."""
+        """End the process at once, even if it is stopped."""
         process = self._process
         if process is not None:
             process.kill()
@@ -343,11 +325,11 @@ class _Service:
                 self._ending.wait(_RESTART_DELAY_S)
 
     def _live(self) -> tuple[str, bool]:
-        """Start the process and wait for its end; returns how it ended, and whether it failed: killed, it did not."""
+        """Run the process once; returns how it ended, and whether it failed (being killed is no failure)."""
         try:
             with self._log.open("ab") if self._log else nullcontext() as log:
                 self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        except OSError as error:  # no process or descriptor is left, or no place for the log
+        except OSError as error:  # out of processes or descriptors, or the log cannot be opened
             return f"could not be started: {error}", True
         if self._ending.is_set():
             self._process.terminate()

@@ -1,13 +1,13 @@
 """Which ready rows make a lease, and how a round is split among ranks. Small pure objects; a task names its policy.
 
 An *item* is the smallest thing handed out: one row, or, in a task with `whole_groups`, all rows of one group (so whole
-groups work with every policy and need none of their own). A policy sees the ready items in queue order, lazily: what
-it looks at is what it costs. Every pick takes the front item, so no item waits for ever.
+groups work with every policy and need none of their own). A policy sees the ready items in queue order, lazily: it
+pays only for what it looks at. Every pick takes the front item, so no item waits forever.
 
     fifo            oldest first, equally many items to each rank
-    token-budget    micro-batches under a token budget: passes over what does not fit
+    token-budget    micro-batches under a token budget: skips what does not fit
     token-balanced  ranks get equal numbers of tokens (Karmarkar-Karp)
-    group-affinity  rows of one group go to one rank, though they are leased row by row
+    group-affinity  rows of one group go to one rank, although they are leased row by row
 """
 
 import heapq
@@ -23,31 +23,23 @@ import msgspec
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.registry import Registry
 
-# Sharing out work of unequal size: equal sums for ranks, bins under a budget. Pure arithmetic on integers.
+# Dividing work of unequal size: equal sums for ranks, bins under a budget. Pure arithmetic on integers.
 
 _Subset = tuple[int, list[int]]  # (sum of weights, indices)
 
 
 def split_evenly(weights: Sequence[int], num_parts: int, *, equal_counts: bool) -> list[list[int]]:
-    """Split weights into parts of nearly equal sum; the sums differ by the largest weight at most.
+    """Split non-negative weights into parts of nearly equal sum; the sums differ by the largest weight at most.
 
-    The largest differencing method: partial partitions are joined, those with the widest spread first, the heaviest
-    subset of one with the lightest of the other; a join never widens the larger spread, whence the bound.
-
-    Args:
-        weights: not negative.
-        num_parts: at least 1.
-        equal_counts: the parts' counts differ by 1 at most. The method then starts from runs of `num_parts` sorted
-            weights, one for each part, instead of from single weights.
-
-    Returns:
-        Indices into `weights`, ascending, per part; parts in the order of their first index, empty ones last.
+    Returns indices into `weights`, ascending, per part; parts in the order of their first index, empty ones last. With
+    `equal_counts` the parts' sizes differ by 1 at most.
 
     Source: Karmarkar & Karp 1982; k parts and equal counts: Michiels et al. 2003 (balanced LDM).
     """
     # A part's count breaks ties between sums, so that weights of zero (unknown lengths) are spread out as well.
     scaled = [weight * (len(weights) + 1) + 1 for weight in weights]
     order = sorted(range(len(weights)), key=lambda i: -scaled[i])
+    # For equal counts, start from runs of `num_parts` sorted weights, one weight per part, instead of single weights.
     step = num_parts if equal_counts else 1
     heap = []
     for k in range(0, len(order), step):
@@ -55,6 +47,8 @@ def split_evenly(weights: Sequence[int], num_parts: int, *, equal_counts: bool) 
         subsets += [(0, [])] * (num_parts - len(subsets))
         heap.append((subsets[-1][0] - subsets[0][0], k, subsets))
     heapq.heapify(heap)
+    # Largest differencing method: join the partial partitions of widest spread, the heaviest subset of one with the
+    # lightest of the other. A join never widens the larger spread, hence the bound.
     while len(heap) > 1:
         _, k, wide = heapq.heappop(heap)
         _, _, other = heapq.heappop(heap)
@@ -66,18 +60,10 @@ def split_evenly(weights: Sequence[int], num_parts: int, *, equal_counts: bool) 
 
 
 def split_by_tokens(tokens: Sequence[int], budget: int) -> list[list[int]]:
-    """Split rows into micro-batches of at most `budget` tokens; a row longer than that is alone in its own.
+    """Split rows into micro-batches of at most `budget` tokens (at least 1); a longer row is alone in its own.
 
-    First fit, longest first: at most 11/9 of the fewest possible micro-batches, and 6/9 of one.
-
-    Args:
-        tokens: length of each row.
-        budget: at least 1.
-
-    Returns:
-        Positions of rows, ascending, per micro-batch; micro-batches in the order of their first row.
-
-    Source: Johnson 1973; the bound: Dosa 2007.
+    Returns row positions, ascending, per micro-batch; micro-batches in the order of their first row. First fit, longest
+    first: at most 11/9 of the fewest possible micro-batches, plus 6/9. Source: Johnson 1973; the bound: Dosa 2007.
     """
     loads: list[int] = []
     bins: list[list[int]] = []
@@ -92,11 +78,9 @@ def split_by_tokens(tokens: Sequence[int], budget: int) -> list[list[int]]:
 
 
 class Item(NamedTuple):
-    """Rows that are handed out together, in ascending order.
+    """Rows that are handed out together, ascending, at least one; the first one decides the place in the queue.
 
-    Attributes:
-        rows: at least one; the first one decides the place in the queue.
-        tokens: length of all of them together.
+    `tokens` is the length of all of them together.
     """
 
     rows: tuple[int, ...]
@@ -105,12 +89,10 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Want:
-    """What a consumer asks for.
+    """What a consumer asks for; the limits are for all ranks together.
 
-    Attributes:
-        num_rows: at most so many rows, but at least one item.
-        token_budget: at most so many tokens, but at least one item; 0: no budget.
-        num_ranks: data-parallel ranks that share it (1: a lease of one consumer). The limits are for all of them.
+    At most `num_rows` rows and `token_budget` tokens (0: no budget), but at least one item. `num_ranks` data-parallel
+    ranks share it; 1: a lease of one consumer.
     """
 
     num_rows: int
@@ -125,11 +107,9 @@ class Policy(Protocol):
         """Choose items from the front of the queue; at least one when there is any. What is not returned stays."""
 
     def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
-        """Split what `pick` chose among ranks; one list per rank, possibly empty, every item once.
+        """Split what `pick` chose (in queue order) among ranks: one list per rank, possibly empty, every item once.
 
-        Args:
-            items: in queue order.
-            assigned: per rank, the tokens that it was given in the partition's earlier rounds.
+        `assigned`: tokens that each rank was given in the partition's earlier rounds.
         """
 
 
@@ -152,7 +132,7 @@ class Fifo:
         return chosen
 
     def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
-        """Give the first ranks the longer lists."""
+        """Deal out contiguous runs; the first ranks get the longer ones."""
         num_ranks = len(assigned)
         base, extra = divmod(len(items), num_ranks)
         rank_slices = []
@@ -166,13 +146,11 @@ class Fifo:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Fills a token budget: an item that does not fit is passed over for a later one that does.
+    """Fills a token budget: skips an item that does not fit in favour of a later one that does.
 
-    Each rank's tokens stay within its slice of the budget; only an item that is larger by itself exceeds it, alone
-    or, where the budget of all ranks has room for it, beside other ranks' items.
-
-    Attributes:
-        window: looks at so many times the rows wanted, at least 1.
+    Each rank's tokens stay within its slice of the budget. Only an item larger than a slice exceeds it, alone or, where
+    the budget of all ranks has room for it, beside other ranks' items. `window` (at least 1) is how many times the
+    wanted rows it looks at.
     """
 
     window: float = 2.0
@@ -199,7 +177,7 @@ class TokenBudget:
         return chosen
 
     def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
-        """Give each item, in order, to the rank with the fewest tokens (of those, the fewest items).
+        """Give each item, in order, to the rank with the fewest tokens (among those, the fewest items).
 
         Tokens of two ranks differ by the largest item at most. Source: Graham 1966, list scheduling.
         """
@@ -217,7 +195,7 @@ class TokenBalanced:
     """Ranks get nearly equal numbers of tokens: they differ by the largest item at most.
 
     Attributes:
-        window: looks at so many times the rows wanted, and takes those nearest in length to the front item; 1: takes
+        window: how many times the wanted rows it looks at; takes those nearest in length to the front item. 1: takes
             the oldest, in order. A wider window balances better and reorders more.
         equal_counts: ranks also get equally many items, within one.
     """
@@ -229,27 +207,24 @@ class TokenBalanced:
         _check_window(self.window)
 
     def pick(self, ready: Iterator[Item], want: Want) -> list[Item]:
-        """Take the front item and, of the window, those nearest to it in length that fit."""
+        """Take the front item and those of the window nearest to it in length that fit."""
         seen = list(_front(ready, math.ceil(self.window * want.num_rows)))
         nearest = sorted(seen[1:], key=lambda item: abs(item.tokens - seen[0].tokens)) if self.window > 1 else seen[1:]
         return sorted(_fitting(seen[:1] + nearest, want))
 
     def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
-        """Split by the largest differencing method; see `balance.split_evenly`."""
         rank_slices = split_evenly([item.tokens for item in items], len(assigned), equal_counts=self.equal_counts)
         return _evened_out([[items[i] for i in rank_slice] for rank_slice in rank_slices], assigned)
 
 
 @dataclass(frozen=True)
 class GroupAffinity:
-    """Rows of one group that are picked together go to one rank, though they are leased row by row.
-
-    A group is `group_size` consecutive row indices, as the queue numbers them.
+    """Rows of one group that are picked together go to one rank, although they are leased row by row.
 
     Attributes:
-        group_size: rows of a group.
+        group_size: a group is this many consecutive row indices, as the queue numbers them.
         sticky: a group that is split over several rounds goes to the same rank in all of them (group number modulo
-            ranks: balanced on average only); else the ranks' tokens are balanced in each round.
+            ranks: balanced only on average); otherwise the ranks' tokens are balanced in each round.
     """
 
     group_size: int
@@ -260,11 +235,10 @@ class GroupAffinity:
             raise ConfigError(f"group-affinity: group_size {self.group_size} must be at least 1")
 
     def pick(self, ready: Iterator[Item], want: Want) -> list[Item]:
-        """Take items in order."""
         return Fifo().pick(ready, want)
 
     def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
-        """Assign whole groups; the ranks' tokens differ by the largest group at most, unless `sticky`."""
+        """Assign whole groups; unless `sticky`, the ranks' tokens differ by the largest group at most."""
         groups: dict[int, list[Item]] = {}
         for item in items:
             groups.setdefault(item.rows[0] // self.group_size, []).append(item)
@@ -291,26 +265,21 @@ POLICIES = Registry(
 
 
 def resolve_policy(text: str) -> str:
-    """Return what a configuration says of a policy, with `module:Class` for an installed package's. Pydantic calls it.
-
-    Raises:
-        ValueError: it is malformed, or there is no such name.
-    """
+    """Return a configuration's policy as `module:Class`, with its settings; raises ValueError, for Pydantic."""
     name, settings = _parts(text)
     return POLICIES.resolve(name) + settings
 
 
 def policy_name(text: str) -> str:
-    """Return the name in it, without settings."""
+    """Return the name without its settings."""
     return text.partition("(")[0].strip()
 
 
 def load_policy(text: str) -> Policy:
     """Return the policy that a configuration names.
 
-    Args:
-        text: a name of `POLICIES`, or `module:Class` for one of the user's own; then, in parentheses, its settings with
-            JSON values: `token-balanced(window=2, equal_counts=false)`, `my_package.policies:Newest`.
+    `text` is a name of `POLICIES`, or `module:Class` for one of the user's own; then, in parentheses, settings with
+    JSON values: `token-balanced(window=2, equal_counts=false)`, `my_package.policies:Newest`.
 
     Raises:
         ConfigError: no such policy, or it cannot be made with these settings.
@@ -337,7 +306,7 @@ def load_policy(text: str) -> Policy:
 
 
 def _parts(text: str) -> tuple[str, str]:
-    """Return the name, and its settings in their parentheses, if there are any; raises ValueError."""
+    """Return the name, and its settings in parentheses or ""; raises ValueError."""
     match = re.fullmatch(r"([\w.:-]+)\s*(\(.*\))?", text.strip())
     if match is None:
         raise ValueError("write a name, or name(setting=value, ...)")
@@ -358,7 +327,7 @@ def _settings(policy: str, text: str) -> dict[str, Any]:
 
 def _check_window(window: float) -> None:
     if not 1 <= window < math.inf:
-        raise ConfigError(f"window {window} must be at least 1 and finite: it counts in rows wanted")
+        raise ConfigError(f"window {window} must be at least 1 and finite: it is a multiple of the rows wanted")
 
 
 def _front(ready: Iterator[Item], num_rows: int) -> Iterator[Item]:
@@ -371,10 +340,8 @@ def _front(ready: Iterator[Item], num_rows: int) -> Iterator[Item]:
 
 
 def _evened_out(rank_slices: list[list[Item]], assigned: Sequence[int]) -> list[list[Item]]:
-    """Give the heaviest slice to the rank that was assigned the least so far, and so on; in order where that is equal.
-
-    So what rounds leave uneven does not add up over a partition, where ranks need not wait for each other in between.
-    """
+    """Give the heaviest slice to the rank that was assigned the least so far, and so on; ties in order."""
+    # What rounds leave uneven must not add up over a partition, in which ranks need not wait for each other.
     heaviest = sorted(rank_slices, key=lambda rank_slice: -sum(item.tokens for item in rank_slice))
     ranks = sorted(range(len(assigned)), key=lambda rank: assigned[rank])
     given = dict(zip(ranks, heaviest, strict=True))
@@ -398,16 +365,14 @@ def _fitting(items: Iterable[Item], want: Want) -> list[Item]:
     return chosen
 
 
-# A task of a queue as controllers know it. Made from configs when the queue starts; plain data.
+# A task of a queue as controllers know it: plain data, made from configs when the queue starts.
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Steps of a training gang that are not its partitions: each takes rows of several ones.
+    """Steps of a training gang that are not its partitions: each takes `num_rows` rows of several partitions.
 
-    Attributes:
-        num_rows: of each step.
-        lateness: a row is handed out at most so many steps after its partition.
+    A row is handed out at most `lateness` steps after its partition.
     """
 
     num_rows: int
@@ -416,22 +381,21 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What a controller must know of a task.
+    """What a controller must know about a task.
 
     Attributes:
-        name: unique.
         inputs: columns that must be written before a row is ready.
-        outputs: columns that the task writes for every row; what it writes beside them is learnt.
-        whole_groups: a group is handed out only when all its rows are ready, and never split.
-        max_staleness: rows of step s go only to consumers whose weights are of a version v with
-            (s - 1) - v <= max_staleness; None: weights do not matter.
-        version_interval: consumers compute with weights of every so many steps (0, N, 2N, ...); those between are of no
-            use to them. With `max_staleness` N - 1 a row goes to those of the last such step before its own.
+        outputs: columns that the task writes for every row; any others are learned.
+        whole_groups: a group is handed out only when all its rows are ready, and is never split.
+        max_staleness: rows of step s go only to consumers whose weights are of a version v with (s - 1) - v <=
+            max_staleness; None: weights do not matter.
+        version_interval: consumers compute only with weights of every Nth step (0, N, 2N, ...) and cannot use those in
+            between. With `max_staleness` N - 1 a row goes to those of the last such step before its own.
         barrier: rows of a partition are handed out only when all of them are ready (`sync`).
-        in_order: rows go out in ascending order, as many as asked for or the partition's rest; a fetch waits for
-            the next ones. So which rows go out together does not depend on when they became ready.
+        in_order: rows go out in ascending order, as many as requested or the partition's rest; a fetch waits for the
+            next ones. Which rows go out together then does not depend on when they became ready.
         keeps_leases: leases survive a lost channel; they end only with the whole gang (the trainer).
-        max_deliveries: a row that comes back so often makes its group a dead letter; 0: never.
+        max_deliveries: a row that comes back this often makes its group a dead letter; 0: never.
         policy: which ready rows make a lease, and how a round is shared.
         steps: of a gang whose rounds come from several partitions; None: a partition is a step.
     """
@@ -450,19 +414,13 @@ class TaskSpec:
     steps: StepSpec | None = None
 
     def usable_version(self, newest: int) -> int:
-        """Return the newest weights, up to some, that consumers of the task can compute with."""
+        """Return the newest weights, up to `newest`, that the task's consumers can compute with."""
         return newest // self.version_interval * self.version_interval
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a partition has to give.
-
-    Attributes:
-        partition: number.
-        num_ready: rows that may be handed out now.
-        num_left: rows that were not handed out yet, ready or not.
-    """
+    """What a partition has to give: rows that are ready now, and rows not handed out yet, ready or not."""
 
     partition: int
     num_ready: int
@@ -470,26 +428,20 @@ class Offer:
 
 
 def choose(spec: StepSpec, step: int, num_assigned: int, offers: Sequence[Offer], full: int) -> Offer | None:
-    """Return from where the next round of a step is taken, and how much, if a step trains what is finished first.
+    """Return where the next round of a step comes from, for steps that train what is finished first; None: wait.
 
-    A step takes `spec.num_rows` rows, the oldest partition first that has a full round ready. Rows of a partition that
-    may not become later (`lateness`) are due: once they are all that the step has room for, nothing else is taken.
+    The offer returned has as many rows ready as may be taken; a full round has `full` rows. `offers`: partitions with
+    rows left, oldest first.
+
+    A step takes `spec.num_rows` rows (`num_assigned` so far), the oldest partition first that has a full round ready.
+    Rows of a partition that may not get any later (`lateness`) are due: once they fill the room left in the step,
+    nothing else is taken.
 
         lateness 1, step 4      3: 8 rows left, 4 ready     4: 16 left, 4 ready     5: 16 left, 12 ready
         rounds of 8, room 16    due: 8                      not full                -> a round of 5, then wait for 3
 
     Partitions up to a step have at least as many rows left as the step has room for, so it never needs later ones and
-    can always be completed. What is due fits into it: all older partitions are assigned, a partition is a step large.
-
-    Args:
-        spec: of the steps.
-        step: number.
-        num_assigned: rows that it has already.
-        offers: partitions of which rows are left, oldest first.
-        full: rows of a full round.
-
-    Returns:
-        The offer, with as many rows ready as may be taken, or None: nothing may be taken now.
+    can always be completed. What is due fits: all older partitions are assigned, and a partition is as large as a step.
     """
     room = spec.num_rows - num_assigned
     newest_due = step - spec.lateness

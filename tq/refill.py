@@ -1,4 +1,4 @@
-"""What is known of a group that left its step, and where admission stands. Plain data, torch-free."""
+"""What is known about a group that left its step, and where admission stands. Plain data, torch-free."""
 
 import secrets
 
@@ -8,30 +8,18 @@ from asyncflow.errors import TransportError
 
 
 class RemovalCause(msgspec.Struct, frozen=True, array_like=True):
-    """Why a group is a dead letter: a task failed on it too often, or a filter found its rewards useless.
+    """Why a group is a dead letter: a task failed on it too often, or a filter found its rewards useless."""
 
-    Attributes:
-        task: that failed on it, or judged it; "": not known any more.
-        deliveries: how often one of its rows came back from that task.
-        filtered: it was judged: it is fine, and would teach nothing.
-    """
-
-    task: str = ""
-    deliveries: int = 0
-    filtered: bool = False
+    task: str = ""  # the one that failed on it, or judged it; "": no longer known
+    deliveries: int = 0  # how often one of its rows came back from that task
+    filtered: bool = False  # it was judged: it is fine, but would teach nothing
 
 
 UNKNOWN = RemovalCause()
 
 
 class Refill(msgspec.Struct, frozen=True, array_like=True):
-    """Group `group` takes the place of group `replaced`, which is a dead letter, in `step`.
-
-    Attributes:
-        group, replaced: ids.
-        step: that both were admitted for.
-        cause: of the dead letter.
-    """
+    """Group `group` takes the place of the dead-letter group `replaced` in `step`, for which both were admitted."""
 
     group: int
     step: int
@@ -42,10 +30,7 @@ class Refill(msgspec.Struct, frozen=True, array_like=True):
 class AdmissionMark(msgspec.Struct):
     """Where admission stands; durable before a group is put, and part of every checkpoint.
 
-    Attributes:
-        version: newest weights.
-        next_step: the next one to admit.
-        refills: in order of their ids.
+    `version`: newest weights; `next_step`: the next one to admit; `refills`: in order of their ids.
     """
 
     version: int
@@ -53,11 +38,11 @@ class AdmissionMark(msgspec.Struct):
     refills: list[Refill] = []
 
 
-# Lease tokens: numbers that only ever grow, over restarts of a controller and of the whole queue.
+# Lease tokens: numbers that only ever grow, across restarts of a controller and of the whole queue.
 #
 #     lineage (11 bits) | start of the controller (12 bits) | count (40 bits)
 #
-# A queue that begins anew for the next lineage knows nothing of the leases before, and refuses puts under them.
+# A queue that begins anew for the next lineage knows nothing about earlier leases, and refuses puts under them.
 
 _COUNT_BITS = 40
 _START_BITS = 12
@@ -65,14 +50,12 @@ _LINEAGE_BITS = 11
 
 
 def first_token(lineage: int, start: int = 0) -> int:
-    """Return a number below all tokens of a controller's start, and not below those of earlier ones.
+    """Return a number below all tokens of a controller's start, and not below those of earlier starts.
 
-    Args:
-        lineage: of the queue.
-        start: counts the controller's starts in it from 1; 0: before all of them.
+    `start` counts the controller's starts in this lineage from 1; 0: before all of them.
 
     Raises:
-        TransportError: so often nothing can be started again.
+        TransportError: more starts than tokens can tell apart.
     """
     if lineage >= 1 << _LINEAGE_BITS or start >= 1 << _START_BITS:
         raise TransportError(
@@ -82,7 +65,7 @@ def first_token(lineage: int, start: int = 0) -> int:
     return (lineage << _START_BITS | start) << _COUNT_BITS
 
 
-# What a consumer is called where its leases are known: its name, and which incarnation of it. Pure.
+# What a consumer is called where its leases are known: its name and its incarnation. Pure.
 #
 # trainer@5ba7898b          others may have the same name at the same time
 # rollout-0/0@2.5ba7898b    the process is there once under its name, and this is its third start: what was there
@@ -90,18 +73,13 @@ def first_token(lineage: int, start: int = 0) -> int:
 
 
 def new_owner(name: str, attempt: int | None = None) -> str:
-    """Return the name of a new incarnation.
-
-    Args:
-        name: of the process.
-        attempt: counts its starts; None: others may have the same name.
-    """
+    """Return the name of a new incarnation. `attempt` counts its starts; None: others may have the same name."""
     incarnation = secrets.token_hex(4)
     return f"{name}@{incarnation}" if attempt is None else f"{name}@{attempt}.{incarnation}"
 
 
 def replaces(owner: str, other: str) -> bool:
-    """Return whether `other` must be gone since `owner` is there."""
+    """Whether `other` must be gone because `owner` is there."""
     name, attempt = _parts(owner)
     other_name, other_attempt = _parts(other)
     return name == other_name and attempt is not None and other_attempt is not None and attempt > other_attempt

@@ -1,6 +1,6 @@
-"""Channels of one process: one to each service, made on first use, made again when one broke.
+"""Channels of one process: one to each service, opened on first use, reopened when it broke.
 
-Used by `QueueServices`, and by a controller's `UnitOrders` and `LeadQuestions`. Never decides what is sent.
+Used by `QueueSession`, and by a controller's `UnitOrders` and `LeadQuestions`. Never decides what is sent.
 """
 
 import logging
@@ -19,17 +19,14 @@ from tq.messages import Alive, Heartbeat
 
 
 class ServiceChannels:
-    """Connections by service name. Thread-safe; two threads never open the same one twice."""
+    """Connections by service name. Thread-safe; two threads never open the same one twice.
+
+    `greet` is called with (service, connection) before anybody uses a new connection.
+    """
 
     def __init__(
         self, credentials: Credentials, name: str, limits: Limits, greet: Callable[[str, Connection], None]
     ) -> None:
-        """Args:
-        credentials: store and secret.
-        name: of this process.
-        limits: largest reply accepted.
-        greet: called with (service, connection) before a new connection is used by anybody.
-        """
         self._credentials = credentials
         self._name = name
         self._limits = limits
@@ -42,22 +39,16 @@ class ServiceChannels:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
         return self._closing.is_set()
 
     def get(self, service: str, replies: Any, *, timeout_s: float | None = None) -> Connection:
-        """Return the connection to `service`, opening it if need be.
+        """Return the connection to `service`, opening it if necessary; `replies` is the msgspec type of its answers.
 
-        Args:
-            service: whom to call.
-            replies: msgspec type of its answers.
-            timeout_s: for the service to answer, if that is less than the handshake's deadline.
-
-        Raises:
-            TransportError: the service does not answer, or these links are closed.
+        `timeout_s` bounds the handshake. Raises TransportError when the service does not answer, or after `close`.
         """
         with self._lock:
             one_at_a_time = self._connecting.setdefault(service, threading.Lock())
+        # Other services stay reachable while this one is being connected.
         with one_at_a_time:
             with self._lock:
                 stop = self._stops.setdefault(service, threading.Event())
@@ -91,7 +82,7 @@ class ServiceChannels:
         return None if connection is None or connection.closed else connection
 
     def give_up_waiting(self, service: str) -> None:
-        """The service started anew: calls that still connect to its earlier life fail, and delay no others."""
+        """The service restarted: calls that still connect to its earlier life fail, and delay no others."""
         with self._lock:
             self._connecting.pop(service, None)
             stop = self._stops.pop(service, None)
@@ -115,39 +106,31 @@ class ServiceChannels:
 
 
 def await_reply(future: "Future[Reply]", service: str, what: str, timeout_s: float) -> Reply:
-    """Wait for an answer.
-
-    Raises:
-        DeadlineExceeded: none within `timeout_s`.
-        TransportError: the service is gone.
-        PeerRefused, LeaseFenced: the service answered no.
-    """
+    """Wait for an answer; raises DeadlineExceeded, TransportError (the service is gone), or its refusal."""
     try:
         return awake_result(future, timeout_s)
     except FutureTimeout as error:
         raise DeadlineExceeded(f"{service} did not answer {what} within {timeout_s:g} s") from error
 
 
-# Keeps a client's leases alive, and what the controllers say in return: which units are up, and how full.
+# Keeps a client's leases alive, and keeps what the controllers answer: which units are up, and how full they are.
 #
-# One thread per controller, so that one that is gone does not silence this client at the others. A controller that is
-# back, or that has given this client up, is joined again at once, so that it soon knows what its live consumers hold.
+# One thread per controller, so that one that is gone does not silence this client at the others. The client joins a
+# controller that is back, or that gave it up, again at once, so that it soon knows what its live consumers hold.
 
 logger = logging.getLogger(__name__)
 
 
 class Heartbeats:
-    """Beats until `close`; starts with the first controller that is joined."""
+    """Sends heartbeats every `interval_s` until `close`; starts with the first controller that is joined.
+
+    `join` returns a joined connection to a controller; `rejoin` joins again on the open one, when the controller does
+    not know this owner any more.
+    """
 
     def __init__(
         self, owner: str, interval_s: float, *, join: Callable[[str], Connection], rejoin: Callable[[str], None]
     ) -> None:
-        """Args:
-        owner: the consumer.
-        interval_s: between beats; an answer must come within as much.
-        join: returns the connection to a controller, opened and joined if need be.
-        rejoin: the controller does not know this owner any more: join once more on the open connection.
-        """
         self._owner = owner
         self._interval_s = interval_s
         self._join = join
@@ -159,7 +142,7 @@ class Heartbeats:
         self._closed = threading.Event()
 
     def watch(self, controller: str) -> None:
-        """Beat for this controller from now on."""
+        """Send heartbeats to this controller from now on."""
         with self._lock:
             if controller in self._threads or self._closed.is_set():
                 return
@@ -169,34 +152,27 @@ class Heartbeats:
         thread.start()
 
     def writes(self, columns: Iterable[str]) -> None:
-        """This client puts such columns; the next beat says so."""
+        """This client puts such columns; the next heartbeat says so."""
+        # The set is replaced, never changed, so that reading it needs no lock: this runs for every put.
         new = set(columns) - self._writes
         if new:
             with self._lock:
                 self._writes = self._writes | new
 
     def units(self, controller: str) -> dict[str, int]:
-        """Return the units that are up as this controller said last, with the bytes that they hold."""
+        """Return unit -> bytes held for the units that are up, by this controller's last answer."""
         with self._lock:
             heard = self._heard.get(controller)
             return dict(heard.units) if heard is not None else {}
 
     def away(self, controller: str) -> list[str]:
-        """Return the units that, as this controller said last, are not up but may come back with their rows."""
+        """Return the units that, by this controller's last answer, are down but may come back with their rows."""
         with self._lock:
             heard = self._heard.get(controller)
             return list(heard.away) if heard is not None else []
 
     def beat(self, controller: str, *, timeout_s: float | None = None) -> None:
-        """Beat once, now.
-
-        Args:
-            controller: for whom.
-            timeout_s: for the answer; default four intervals.
-
-        Raises:
-            TransportError: the controller is gone or does not answer.
-        """
+        """Send one heartbeat now; `timeout_s` None: four intervals. Raises TransportError without an answer."""
         with self._lock:
             message = Heartbeat(self._owner, sorted(self._writes))
         future = self._join(controller).submit(message)
@@ -208,12 +184,11 @@ class Heartbeats:
             self._heard[controller] = reply
 
     def close(self) -> None:
-        """Stop; idempotent."""
         self._closed.set()
         with self._lock:
             threads = list(self._threads.values())
         for thread in threads:
-            thread.join(timeout=1)  # one that waits for a controller's return ends with its links
+            thread.join(timeout=1)  # a thread that waits for a controller's return ends with its channels
 
     def _run(self, controller: str) -> None:
         while not self._closed.wait(self._interval_s):
@@ -223,5 +198,5 @@ class Heartbeats:
                 logger.warning("%s: %s", self._owner, error)
             except TransportError as error:
                 logger.debug("%s: %s", self._owner, error)
-            except Exception:  # the leases of this client depend on the next beat
+            except Exception:  # the leases of this client depend on the next heartbeat
                 logger.exception("%s: a heartbeat to %s failed; the next one follows", self._owner, controller)

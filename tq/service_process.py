@@ -1,8 +1,8 @@
-"""Entry of one service process of a queue that runs alone.
+"""Entry of one service process of a stand-alone queue.
 
     python -m tq.service_process ADDRESS_FILE SERVICE LOG_LEVEL
 
-`tq.local.LocalQueue` starts it, and again when it died. The process ends with its parent.
+`tq.local.LocalQueue` starts it, and starts it again when it dies. The process ends with its parent.
 """
 
 import faulthandler
@@ -45,7 +45,7 @@ def serve(address_file: Path, service: str, stop: threading.Event) -> None:
 
 
 def main() -> int:
-    """Obey SIGTERM and SIGINT."""
+    """Run until SIGTERM or SIGINT."""
     die_with_parent()
     faulthandler.enable()  # a crash in C++ leaves every thread's stack in the log
     serve_only()
@@ -58,7 +58,7 @@ def main() -> int:
     except AsyncFlowError as error:
         logger.error("%s", error)
         return 1
-    except Exception:  # the process ends with `os._exit`, which tells nobody
+    except Exception:  # the process ends with `os._exit`, which reports nothing
         logger.exception("ended")
         return 1
     return 0
@@ -69,13 +69,11 @@ _ROUNDS = 20
 
 
 def serve_only() -> None:
-    """Favour short answers over the rest.
-
-    Copies of a message are short, and OpenMP's threads would spin on the clients' cores: one thread. Rows are many
-    small objects that live long and are in no cycles: a garbage collector that looks at them every few puts takes a
-    sixth of a unit's time, so it looks rarely, and never at what was imported.
-    """
+    """Tune the process for short answers."""
+    # Copies of a message are short, and OpenMP's threads would spin on the clients' cores.
     torch.set_num_threads(1)
+    # Rows are many small, long-lived objects without cycles. A collector that scans them every few puts takes a sixth
+    # of a unit's time, so it runs rarely, and never scans what was imported.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_ALLOCATIONS, _ROUNDS, _ROUNDS)

@@ -3,11 +3,11 @@
     DIRECTORY/storage-0-0000-CHECKSUM.safetensors ...    written by the units (`tq.unit.snapshots`)
     DIRECTORY/queue.json                                 written last, by the client that took the snapshot
 
-A file is safetensors: per chunk k of rows `k/values/COLUMN` (as narrow as they were stored) and, where rows
-differ in shape, `k/shapes/COLUMN` (int32 [N, R]). Its metadata holds the rest as JSON (`ChunkRecord`). The name
-ends with the file's checksum, so that the manifest needs no second pass over the data.
+A file is safetensors: per chunk k of rows `k/values/COLUMN` (as narrow as they were stored) and, where rows differ in
+shape, `k/shapes/COLUMN` (int32 [N, R]). Its metadata holds the rest as JSON (`ChunkRecord`). The name ends with the
+file's checksum, so that the manifest needs no second pass over the data.
 
-Rows come back as chunks that any number of units can take. Values are the very bits that were put.
+Rows come back as chunks that any number of units can take. Values are bit for bit those that were put.
 """
 
 import os
@@ -36,8 +36,6 @@ _DAMAGED = (OSError, KeyError, SafetensorError, msgspec.DecodeError, TransportEr
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """A file as it must be; `xxh3` is its checksum."""
-
     name: str
     num_bytes: int
     xxh3: str
@@ -53,14 +51,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class ChunkRecord(msgspec.Struct):
-    """Rows that were alike: put again with one `PutRows`.
-
-    Attributes:
-        partition, group_size: of all of them.
-        rows, groups: parallel.
-        columns: of the tensors.
-        commits: task -> positions in `rows`.
-    """
+    """Rows that can be put again with one `PutRows`, as its metadata; `columns` describes the tensors."""
 
     partition: int
     group_size: int
@@ -72,43 +63,27 @@ class ChunkRecord(msgspec.Struct):
 
 @dataclass(frozen=True)
 class SnapshotChunk:
-    """Rows of a snapshot that can be put with one `PutRows`.
-
-    Attributes:
-        partition, group_size: of all of them; a group may have rows in other chunks.
-        rows, groups: parallel.
-        columns: name -> values.
-        commits: task -> positions in `rows`.
-    """
+    """Rows of a snapshot that can be put with one `PutRows`; a group may have rows in other chunks."""
 
     partition: int
     group_size: int
+    # `rows`, `groups`: parallel.
     rows: list[int]
     groups: list[int]
     columns: Mapping[str, Column]
-    commits: dict[str, list[int]]
+    commits: dict[str, list[int]]  # task -> positions in `rows`
 
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """Where a chunk is.
-
-    Attributes:
-        path: of the file.
-        number: of the chunk in it.
-        record: what it holds.
-    """
+    """Where a chunk is: its file, its number in it, and what it holds."""
 
     path: Path
     number: int
     record: ChunkRecord
 
     def read(self, names: Collection[str] | None = None) -> SnapshotChunk:
-        """Read the values of some columns (None: of all).
-
-        Raises:
-            CheckpointError: the file does not hold what a unit writes.
-        """
+        """Read the values of some columns (None: of all); raises CheckpointError."""
         record = self.record
         headers = [header for header in record.columns if names is None or header.name in names]
         try:
@@ -125,13 +100,7 @@ class ChunkPlace:
 def write_manifest(
     directory: Path, files: Sequence[str], *, num_rows: int, outputs: Mapping[str, list[str]] | None = None
 ) -> Path:
-    """Make the files a snapshot, atomically; call it when all units have written theirs.
-
-    Args:
-        directory: of the snapshot.
-        files: `SnapshotWritten.files` of all units.
-        num_rows: over all units.
-        outputs: task -> columns that it was seen to write.
+    """Make the files a snapshot, atomically, once all units have written theirs (`SnapshotWritten.files`).
 
     Raises:
         CheckpointError: a file is missing, or the manifest cannot be written.
@@ -144,6 +113,7 @@ def write_manifest(
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        # The data is on disk before the name: a crash leaves a complete manifest or none.
         part.replace(directory / MANIFEST)
         sync(directory)
     except OSError as error:
@@ -152,11 +122,7 @@ def write_manifest(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest once every file has been found to be what it says.
-
-    Raises:
-        CheckpointError: a file is missing or was changed, or there is no manifest that can be read.
-    """
+    """Return the manifest after verifying every file; raises CheckpointError if one is missing or was changed."""
     manifest = _manifest(directory)
     for entry in manifest.files:
         _verify(directory / entry.name, entry)
@@ -180,11 +146,7 @@ def _manifest(directory: Path) -> Manifest:
 
 
 def chunk_places(directory: Path) -> Iterator[ChunkPlace]:
-    """Return where the chunks are; reads no values.
-
-    Raises:
-        CheckpointError: a file does not hold what a unit writes.
-    """
+    """Return where the chunks are, without reading values; raises CheckpointError for a malformed file."""
     for entry in _manifest(directory).files:
         path = directory / entry.name
         try:
@@ -197,22 +159,14 @@ def chunk_places(directory: Path) -> Iterator[ChunkPlace]:
 
 
 def read_snapshot(directory: Path) -> Iterator[SnapshotChunk]:
-    """Return the rows, chunk by chunk; everything is verified before the first one comes.
-
-    Raises:
-        CheckpointError: see `read_manifest`, or a file does not hold what a unit writes.
-    """
+    """Return the rows, chunk by chunk; everything is verified before the first one. Raises CheckpointError."""
     read_manifest(directory)
     for place in chunk_places(directory):
         yield place.read()
 
 
 def last_rows(directory: Path) -> list[int]:
-    """Return the largest row of every chunk; reads no values.
-
-    Raises:
-        CheckpointError: a file does not hold what a unit writes.
-    """
+    """Return the largest row of every chunk, without reading values."""
     return [max(place.record.rows) for place in chunk_places(directory) if place.record.rows]
 
 

@@ -19,33 +19,22 @@ from tq.columns import SMALL_BYTES, ColumnKind, Int64s, as_array, merge_neighbou
 
 @dataclass(frozen=True, eq=False)
 class StoredColumn:
-    """One field of N rows.
+    """One field of N rows."""
 
-    Attributes:
-        values: [V], narrowed integers or the column's own dtype; views the put's payload.
-        num_rows: N.
-        dtype: what readers get.
-        kind: what the rows are.
-        rank: dimensions of each row.
-        shape: of every row, where all rows have the same and it is not empty; else None.
-        shapes: int32 [N, R], only where `shape` is None.
-        offsets: int64 [N + 1], where rows begin; only where `shape` is None.
-    """
-
-    values: Tensor
+    values: Tensor  # [V], narrowed integers or the column's own dtype; a view of the put's payload
     num_rows: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # what readers get
     kind: ColumnKind
     rank: int
-    shape: tuple[int, ...] | None
-    shapes: NDArray[np.int32] | None
-    offsets: Int64s | None
+    shape: tuple[int, ...] | None  # of every row, where all rows have the same and it is not empty; otherwise None
+    shapes: NDArray[np.int32] | None  # int32 [N, R], only where `shape` is None
+    offsets: Int64s | None  # int64 [N + 1], where rows begin; only where `shape` is None
 
     def __len__(self) -> int:
         return self.num_rows
 
     def lengths(self) -> Int64s | int:
-        """Return values per row, int64 [N]; one number where it is the same for all rows."""
+        """Return values per row: int64 [N], or one number that holds for all rows."""
         if self.offsets is not None:
             return self.offsets[1:] - self.offsets[:-1]
         assert self.shape is not None
@@ -57,15 +46,13 @@ class StoredColumn:
         return self.kind is ColumnKind.TENSOR and self.rank == 1
 
     def equals(self, positions: Sequence[int], other: "StoredColumn", other_positions: Sequence[int]) -> bool:
-        """Whether rows here and rows there are the same to a reader, however they were narrowed.
-
-        Values are compared as bits, so that NaN equals NaN.
-        """
+        """Whether a reader sees the same rows here and there, however they were narrowed."""
         if (self.kind, self.dtype, self.rank) != (other.kind, other.dtype, other.rank):
             return False
         if not np.array_equal(self.shapes_of(positions), other.shapes_of(other_positions)):
             return False
         mine, theirs = torch.cat(self.read(positions)), torch.cat(other.read(other_positions))
+        # Compare bits, so that NaN equals NaN.
         if mine.dtype == theirs.dtype:
             return torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
         return bool(np.array_equal(as_array(mine), as_array(theirs)))  # integers: different widths, same numbers

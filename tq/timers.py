@@ -19,32 +19,19 @@ _TIDY_ABOVE = 1024
 
 @dataclass(eq=False, slots=True)
 class Timer:
-    """One deadline.
-
-    Attributes:
-        callback: what to do; None: cancelled.
-    """
+    """One deadline; a `callback` of None means cancelled."""
 
     callback: Callable[[], None] | None
 
     def cancel(self) -> None:
-        """Do nothing at that time, unless it is being done just now. Idempotent.
-
-        References to the callback are dropped at once.
-        """
+        """Do not run the callback, unless it is running already; drops all references to it. Idempotent."""
         self.callback = None
 
 
 class Timers:
-    """Runs callbacks, which must not block for long."""
+    """Runs callbacks, which must not block for long. `failed` hears of one that raised; the others run all the same."""
 
     def __init__(self, name: str, *, failed: Callable[[Exception], None] | None = None) -> None:
-        """Start the thread.
-
-        Args:
-            name: appears in the thread's.
-            failed: called when a callback raised; the others run all the same.
-        """
         self._name = name
         self._failed = failed
         self._changed = threading.Condition()
@@ -65,7 +52,7 @@ class Timers:
             if len(self._heap) >= self._tidy_at:
                 self._tidy()
             heapq.heappush(self._heap, (at, next(self._numbers), timer))
-            if self._heap[0][2] is timer:  # else the thread is up in time anyway
+            if self._heap[0][2] is timer:  # otherwise the thread wakes in time anyway
                 self._changed.notify()
         return timer
 
@@ -79,16 +66,17 @@ class Timers:
             self._thread.join(timeout=5)
 
     def _tidy(self) -> None:
-        """Drop cancelled timers; the next sweep waits until the heap doubled, so cost per timer is constant."""
+        """Drop cancelled timers."""
         self._heap = [one for one in self._heap if one[2].callback is not None]
         heapq.heapify(self._heap)
+        # The next sweep waits until the heap has doubled, so that the cost per timer is constant.
         self._tidy_at = max(_TIDY_ABOVE, 2 * len(self._heap))
 
     def _run(self) -> None:
         while (callback := self._next_due()) is not None:
             try:
                 callback()
-            except Exception as error:  # the boundary of a thread: without it no other deadline would ever pass
+            except Exception as error:  # a thread's boundary: without this no other deadline would ever pass
                 logger.exception("%s: a callback failed", self._name)
                 if self._failed is not None:
                     self._failed(error)
@@ -104,6 +92,6 @@ class Timers:
                     self._changed.wait(wait_s)
                     continue
                 callback = heapq.heappop(self._heap)[2].callback
-                if callback is not None:  # else it was cancelled just now
+                if callback is not None:  # None: cancelled just now
                     return callback
         return None

@@ -1,6 +1,6 @@
 """Columns as message parts: a typed description, and pieces of bytes that are copied only when they leave.
 
-Each column takes up its values, then int32 [N, R] shapes (for 1-D rows: their lengths) unless the description gives one
+A column consists of its values, then int32 [N, R] shapes (for 1-D rows: their lengths) unless the description gives one
 shape for all rows. Pieces start at multiples of 8 bytes; there is no other padding. Integers may travel narrower than
 they are; floats never change.
 
@@ -30,8 +30,7 @@ _NARROWER = {
     ]
     for wide in (torch.int64, torch.int32)
 }
-_FEW_VALUES = 1 << 16
-"""Below this two looks with numpy are faster than one with torch."""
+_FEW_VALUES = 1 << 16  # below this, two passes with numpy are faster than one with torch
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -46,25 +45,17 @@ _MAX_NUMEL = 2**62
 
 
 class ColumnHeader(msgspec.Struct, frozen=True):
-    """Describes one packed column in a payload.
-
-    Attributes:
-        name: of the column.
-        dtype: of its values.
-        wire_dtype: as which they travel: `dtype`, or a narrower integer.
-        kind: what the rows are.
-        num_rows, num_values: N and V.
-        rank: R; 1 unless `kind` is a tensor.
-        shape: of every row, if all have the same and it holds values; else None, and int32 [N, R] follow the values.
-    """
+    """Describes one packed column in a payload."""
 
     name: str
     dtype: str
-    wire_dtype: str
+    wire_dtype: str  # of the values as they travel: `dtype`, or a narrower integer
     kind: ColumnKind
+    # `num_rows`, `num_values`: N and V.
     num_rows: int
     num_values: int
-    rank: int = 1
+    rank: int = 1  # R; 1 unless `kind` is a tensor
+    # Of every row, if all rows have the same and it holds values; otherwise None, and int32 [N, R] follow the values.
     shape: list[int] | None = None
 
 
@@ -77,11 +68,9 @@ _ENCLOSED = msgpack_decoder(_Enclosed)
 
 
 def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[ColumnHeader], Payload]:
-    """Return headers and the payload that they describe; nothing is copied yet.
+    """Return headers and the payload that they describe, without copying anything yet.
 
-    Args:
-        columns: by name.
-        narrow: let int64 and int32 values travel as the narrowest integers that hold their extremes.
+    `narrow` lets int64 and int32 values travel as the narrowest integers that hold their extremes.
 
     Raises:
         TransportError: a column's dtype, rank or device cannot travel.
@@ -89,7 +78,8 @@ def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[Colum
     headers, pieces = [], []
     for name, column in columns.items():
         values = column.values
-        if values.requires_grad or values.stride() != (1,):  # torch calls one value of any stride contiguous
+        # Check the stride itself: torch calls a single value contiguous, whatever its stride.
+        if values.requires_grad or values.stride() != (1,):
             values = values.detach().clone(memory_format=torch.contiguous_format)
         if values.dtype not in _NAMES or values.dtype is torch.uint16:
             dtype = str(values.dtype).removeprefix("torch.")
@@ -112,16 +102,9 @@ def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[Colum
 def describe_stored(
     name: str, parts: Sequence[tuple[StoredColumn, Sequence[int]]], *, wide: bool
 ) -> tuple[ColumnHeader, list[Piece]]:
-    """Describe rows of a unit, in the order of `parts`.
+    """Describe rows of a unit: `parts` (at least one) are puts and row positions in them, ranges for neighbours.
 
-    One piece has parts of one dtype, so puts that were narrowed differently are brought to the narrowest dtype that
-    holds all of them: one more copy, of those only. Short rows that are not neighbours are gathered first, long ones
-    are copied once, straight to where they go.
-
-    Args:
-        name: of the column.
-        parts: which rows of which put (at least one part); pass ranges for neighbours.
-        wide: let the values travel as what readers want (shared memory: their cast is saved); else as they are held.
+    `wide` lets the values travel in the readers' dtype (in shared memory that saves their cast); otherwise as held.
 
     Raises:
         PeerRefused: the parts differ in kind, dtype or rank.
@@ -131,7 +114,10 @@ def describe_stored(
         if (stored.kind, stored.dtype, stored.rank) != (first.kind, first.dtype, first.rank):
             found = " and ".join(f"{one.kind} {one.dtype} of rank {one.rank}" for one in (first, stored))
             raise PeerRefused(f"column {name}: {found} do not make one column; read these rows apart")
+    # A piece has one dtype: puts that were narrowed differently are brought to the narrowest common one, at the price
+    # of one more copy of those.
     held = _common({stored.values.dtype for stored, _ in parts}, first.dtype)
+    # Short rows that are not neighbours are gathered first; long ones are copied once, straight to their destination.
     tensors = [part for stored, positions in parts for part in stored.read(positions)]
     tensors = _joined([part if part.dtype is held else part.to(held) for part in tensors])
     wire_dtype = first.dtype if wide else held
@@ -149,14 +135,10 @@ def describe_stored(
 
 
 def unpack(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str, Column]:
-    """Return columns; those that did not travel narrow view `payload`.
-
-    Args:
-        headers: one per column, in the order of the payload.
-        payload: uint8 [bytes], contiguous.
+    """Return columns of a contiguous uint8 payload; those that did not travel narrow are views of it.
 
     Raises:
-        TransportError: the headers do not describe this payload.
+        TransportError: the headers (one per column, in order) do not describe this payload.
     """
     columns = {}
     for header, dtype, values, sizes_NR, lengths_N in _parts(headers, payload):
@@ -176,16 +158,12 @@ def unpack(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str, Column
 
 
 def enclose(headers: Sequence[ColumnHeader], payload: Tensor) -> bytes:
-    """Return a small put's columns as they fit into a message; see `disclose`."""
+    """Return a small put's columns in a form that fits into a message; see `disclose`."""
     return msgspec.msgpack.encode(_Enclosed(headers, payload.numpy().tobytes()))
 
 
 def disclose(enclosed: bytes) -> dict[str, Column]:
-    """Return the columns that `enclose` was given; b"" holds none.
-
-    Raises:
-        TransportError: these are no such bytes.
-    """
+    """Undo `enclose`; b"" holds no columns. Raises TransportError for anything else."""
     if not enclosed:
         return {}
     try:
@@ -196,15 +174,7 @@ def disclose(enclosed: bytes) -> dict[str, Column]:
 
 
 def unpack_stored(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str, StoredColumn]:
-    """Return columns for a storage unit: every one views `payload` and stays as narrow as it came.
-
-    Args:
-        headers: one per column, in the order of the payload.
-        payload: uint8 [bytes], contiguous.
-
-    Raises:
-        TransportError: the headers do not describe this payload.
-    """
+    """As `unpack`, for a storage unit: every column is a view of `payload` and stays as narrow as it came."""
     columns = {}
     for header, dtype, values, sizes_NR, lengths_N in _parts(headers, payload):
         shape = None if header.shape is None else tuple(header.shape)
@@ -220,7 +190,7 @@ def _parts(
 ) -> list[tuple[ColumnHeader, torch.dtype, Tensor, NDArray[np.int32] | None, Int64s | None]]:
     """Return (header, dtype, values as they travelled, shapes [N, R], lengths [N]) of each column.
 
-    Shapes and lengths are None where the header tells the shape of all rows.
+    Shapes and lengths are None where the header gives one shape for all rows.
     """
     if payload.data_ptr() % ALIGN or payload.storage_offset() % ALIGN:
         payload = payload.clone()
@@ -288,7 +258,7 @@ def _all_equal(shapes_NR: NDArray[Any]) -> bool:
     if len(shapes_NR) == 1:
         return True
     if shapes_NR.shape[1] and shapes_NR[0, 0] != shapes_NR[-1, 0]:
-        return False  # what most columns are: one look instead of all
+        return False  # the usual case: one comparison instead of all
     return bool((shapes_NR == shapes_NR[0]).all())
 
 

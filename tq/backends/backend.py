@@ -29,8 +29,8 @@ from tq.config import BACKENDS, BackendConfig
 class Backend(Protocol):
     """Keeps blocks by key. Thread-safe. A failure is a `TransportError` that names the backend and its address.
 
-    One that `tq.backend.kind` names is made with two arguments: that section, with its `options`, and what all keys of
-    the unit begin with. It deletes what an earlier life of the unit left under that prefix. `missing` makes the error
+    A class that `tq.backend.kind` names is made with two arguments: that section, with its `options`, and the prefix of
+    all keys of the unit. It deletes what an earlier life of the unit left under that prefix. `missing` makes the error
     of a block that is not there.
     """
 
@@ -40,29 +40,16 @@ class Backend(Protocol):
     """Whether blocks stay in this process's memory as they are, so that readers need not `load` them."""
 
     def store(self, key: str, payload: Tensor) -> None:
-        """Keep a block, all of it or nothing.
+        """Keep a block, all of it or nothing; raises TransportError.
 
-        Args:
-            key: new; not yet in use.
-            payload: uint8 [bytes], contiguous, at least one byte; not changed by anybody from now on.
-
-        Raises:
-            TransportError: it could not be stored; nothing of it is left behind.
+        `key` is not in use. `payload` is uint8 [bytes], contiguous, not empty; nobody changes it from now on.
         """
 
     def load(self, key: str, num_bytes: int) -> Tensor:
-        """Return a block, uint8 [num_bytes].
-
-        Raises:
-            TransportError: the block is not there, or has another size, or the backend does not answer.
-        """
+        """Return a block, uint8 [num_bytes]; raises TransportError if it is not there, or has another size."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Forget blocks; unknown ones are passed over.
-
-        Raises:
-            TransportError: the backend does not answer.
-        """
+        """Forget blocks; unknown ones are skipped."""
 
     def close(self) -> None:
         """Delete what this backend still keeps, as far as it answers, and disconnect. Idempotent."""
@@ -75,59 +62,50 @@ class MemoryBackend:
     in_process = True
 
     def __init__(self, config: BackendConfig | None = None, prefix: str = "") -> None:
-        """Begin empty; the arguments are all backends'."""
+        # Both arguments are unused: every backend is made with them.
         self._blocks: dict[str, Tensor] = {}
 
     def store(self, key: str, payload: Tensor) -> None:
-        """See `Backend`."""
         self._blocks[key] = payload
 
     def load(self, key: str, num_bytes: int) -> Tensor:
-        """See `Backend`."""
         payload = self._blocks.get(key)
         if payload is None or payload.numel() != num_bytes:
             raise missing(self.name, key, num_bytes)
         return payload
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `Backend`."""
         for key in keys:
             self._blocks.pop(key, None)
 
     def close(self) -> None:
-        """See `Backend`."""
         self._blocks.clear()
 
 
 def missing(name: str, key: str, num_bytes: int) -> TransportError:
-    """Return the error of a load that found nothing, or something else."""
+    """Return the error of a load that found nothing, or a block of another size."""
     return TransportError(
         f"{name}: no block {key} of {num_bytes} bytes; was it evicted, or deleted by another program?"
     )
 
 
 class FileBackend:
-    """See `Backend`. Files lie in a directory of this unit's own, which goes with it."""
+    """Files in a directory that belongs to this unit and goes with it."""
 
     in_process = False
 
     def __init__(self, directory: Path) -> None:
-        """Make the directory, and forget what a former process of the same name left there.
-
-        Raises:
-            TransportError: it cannot be made.
-        """
         self.name = f"files in {directory}"
         self._directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            # A former process of the same name may have been killed before it could delete these.
             for left_over in directory.glob("*.block"):
                 left_over.unlink(missing_ok=True)
         except OSError as error:
-            raise TransportError(f"{self.name}: cannot be made ({error})") from error
+            raise TransportError(f"{self.name}: the directory cannot be created ({error})") from error
 
     def store(self, key: str, payload: Tensor) -> None:
-        """See `Backend`."""
         path = self._path(key)
         try:
             with path.open("wb") as file:
@@ -138,10 +116,10 @@ class FileBackend:
             raise TransportError(f"{self.name}: {payload.numel()} bytes cannot be written ({error})") from error
 
     def load(self, key: str, num_bytes: int) -> Tensor:
-        """See `Backend`."""
         payload = torch.empty(num_bytes, dtype=torch.uint8)
         try:
             with self._path(key).open("rb") as file:
+                # Also read past the end: a longer file is not this block.
                 complete = file.readinto(payload.numpy().data) == num_bytes and not file.read(1)
         except FileNotFoundError:
             complete = False
@@ -152,13 +130,11 @@ class FileBackend:
         return payload
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `Backend`."""
         for key in keys:
             with contextlib.suppress(OSError):
                 self._path(key).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """See `Backend`."""
         with contextlib.suppress(OSError):
             for path in self._directory.glob("*.block"):
                 path.unlink(missing_ok=True)
@@ -175,14 +151,10 @@ _RUN_ID = "tq/run_id"
 
 
 def load_backend(config: BackendConfig, unit_name: str, run_id: str) -> Backend:
-    """Return what the settings name; leftovers of former incarnations of this unit are deleted.
-
-    Args:
-        config: settings.
-        unit_name, run_id: all keys of the unit begin with `key_prefix(run_id, unit_name)`.
+    """Return what the settings name; leftovers of the unit's former incarnations are deleted.
 
     Raises:
-        ConfigError: the client library is not installed, or a class of the user's cannot be made.
+        ConfigError: the client library is not installed, or a user's class cannot be made.
         TransportError: the backend does not answer.
     """
     try:
@@ -199,11 +171,7 @@ def load_backend(config: BackendConfig, unit_name: str, run_id: str) -> Backend:
 
 
 def backend_class(kind: str) -> Any:
-    """Import the class that `tq.backend.kind` names.
-
-    Raises:
-        ConfigError: it cannot be imported, or is not a backend.
-    """
+    """Import the class that `tq.backend.kind` names; raises ConfigError if it is not a backend."""
     module, _, name = BACKENDS.locate(kind).partition(":")
     try:
         found = attrgetter(name)(import_module(module))
@@ -223,18 +191,14 @@ def backend_class(kind: str) -> Any:
 
 
 def backend_options(config: BackendConfig, kind: Any) -> dict[str, Any]:
-    """Return the options of a user's backend, as its `Config` has them; without one as they are.
-
-    Raises:
-        ConfigError: it refuses one.
-    """
+    """Return the options of a user's backend, checked by its `Config` if it has one; raises ConfigError."""
     if not hasattr(kind, "Config"):
         return config.options
     return dict(own_settings(kind, config.options, name=config.kind, section="tq.backend.options", base=Settings))
 
 
 def key_prefix(run_id: str, unit_name: str) -> str:
-    """Return what all keys of a unit in a run begin with, whatever its incarnation."""
+    """Return the prefix of all keys of a unit in a run, whatever its incarnation."""
     return f"asyncflow:{run_id}:{unit_name}"
 
 
@@ -245,8 +209,8 @@ def agree_on_run_id(store: SealedStore, proposal: str) -> str:
 
 # Blocks in a Mooncake Store: parts of a block are objects, pinned so that the store never evicts them.
 #
-# Every unit lends the store a segment of its memory and prefers it for its own blocks. A block that went to another
-# unit's segment, because this one was full, is lost when that unit dies.
+# Every unit lends the store a segment of its memory and prefers it for its own blocks. A block in another unit's
+# segment, because this unit's was full, is lost when that other unit dies.
 
 _MOONCAKE_PART_BYTES = 2**24
 _NOT_FOUND = -704
@@ -254,17 +218,11 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class MooncakeBackend:
-    """See `Backend`."""
+    """Joins the store at construction, and deletes what former incarnations left under `prefix`."""
 
     in_process = False
 
     def __init__(self, config: BackendConfig, prefix: str) -> None:
-        """Join the store, and delete what former incarnations left under `prefix`.
-
-        Raises:
-            ConfigError: the Python package is not installed, or lacks a system library.
-            TransportError: the master does not answer.
-        """
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as error:
@@ -295,7 +253,6 @@ class MooncakeBackend:
         self._delete_all()
 
     def store(self, key: str, payload: Tensor) -> None:
-        """See `Backend`."""
         num_bytes = payload.numel()
         starts = range(0, num_bytes, self._part_bytes)
         with self._lock:
@@ -311,7 +268,6 @@ class MooncakeBackend:
             raise
 
     def load(self, key: str, num_bytes: int) -> Tensor:
-        """See `Backend`."""
         with self._lock:
             known = self._sizes.get(key)
         if known != num_bytes:
@@ -327,17 +283,16 @@ class MooncakeBackend:
         return payload
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `Backend`. What cannot be deleted stays until the next incarnation deletes it."""
         with self._lock:
             sizes = {key: self._sizes.pop(key, 0) for key in keys}
         parts = [f"{key}:{part}" for key in keys for part in range(-(-sizes[key] // self._part_bytes))]
         if parts:
             failed = [code for code in self._store.batch_remove(parts, True) if code not in (0, _NOT_FOUND)]
+            # What cannot be deleted stays until the next incarnation deletes it.
             if failed:
                 self._check(failed[0], f"delete of {len(failed)} parts")
 
     def close(self) -> None:
-        """See `Backend`."""
         if self._closed:
             return
         self._closed = True
@@ -384,24 +339,22 @@ def _check_port(name: str, config: BackendConfig) -> None:
         raise TransportError(f"{name}: the master does not answer: {error}") from error
 
 
-# Blocks in a Redis server: one hash per block, its fields are parts of the payload, so none reaches Redis' 512 MB.
+# Blocks in a Redis server: one hash per block, whose fields are parts of the payload, so that none reaches Redis's
+# limit of 512 MB.
 
 _REDIS_PART_BYTES = 2**26
 _DELETE_AT_ONCE = 512
 
 
 class RedisBackend:
-    """See `Backend`. The server must not evict (`maxmemory-policy noeviction`, Redis' default)."""
+    """The server must not evict (`maxmemory-policy noeviction`, Redis's default).
+
+    Connects at construction, and deletes what former incarnations left under `prefix`.
+    """
 
     in_process = False
 
     def __init__(self, config: BackendConfig, prefix: str) -> None:
-        """Connect, and delete what former incarnations left under `prefix`.
-
-        Raises:
-            ConfigError: redis-py is not installed.
-            TransportError: the server does not answer.
-        """
         try:
             import redis
         except ImportError as error:
@@ -417,7 +370,6 @@ class RedisBackend:
         self._delete_all()
 
     def store(self, key: str, payload: Tensor) -> None:
-        """See `Backend`."""
         data = payload.numpy().data
         try:
             with self._named("store"):
@@ -428,7 +380,6 @@ class RedisBackend:
             raise
 
     def load(self, key: str, num_bytes: int) -> Tensor:
-        """See `Backend`."""
         payload = torch.empty(num_bytes, dtype=torch.uint8)
         out = payload.numpy().data
         for start in range(0, num_bytes, _REDIS_PART_BYTES):
@@ -440,13 +391,11 @@ class RedisBackend:
         return payload
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `Backend`."""
         with self._named("delete"):
             for start in range(0, len(keys), _DELETE_AT_ONCE):
                 self._client.unlink(*keys[start : start + _DELETE_AT_ONCE])
 
     def close(self) -> None:
-        """See `Backend`."""
         if self._closed:
             return
         self._closed = True
@@ -455,6 +404,7 @@ class RedisBackend:
         self._client.close()
 
     def _delete_all(self) -> None:
+        # Escape what SCAN would take as a wildcard.
         pattern = "".join(f"[{letter}]" if letter in "*?[" else letter for letter in self._prefix) + ":*"
         with self._named("scan"):
             keys = list(self._client.scan_iter(match=pattern, count=1000))

@@ -14,13 +14,10 @@ _LONGEST_S = 10**9
 
 
 def as_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Column], int]:
-    """Return a put's columns, packed, and their number of rows.
-
-    Args:
-        columns: name -> `Column`, or what `tq.column` makes one of: a tensor, a list of tensors, strings, ...
+    """Return a put's columns, packed, and their number of rows; `columns` holds `Column`s or what `tq.column` accepts.
 
     Raises:
-        ConfigError: these are not columns, or not equally long, or one has no name.
+        ConfigError: these are not columns, differ in length, or one has no name.
     """
     if not isinstance(columns, Mapping):
         raise ConfigError(f"a put needs columns by name, not a {type(columns).__name__}")
@@ -41,18 +38,18 @@ def as_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Column], int]:
 
 
 def check_names(names: Sequence[str]) -> list[str]:
-    """Return the columns to read; ConfigError when these are not names."""
+    """Return the columns to read as a list; raises ConfigError when these are not names."""
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ConfigError(f"columns are asked for by a list of names, not by {names!r}")
+        raise ConfigError(f"give a list of column names, not {names!r}")
     asked = list(names)
     wrong = [name for name in asked if not isinstance(name, str)]
     if wrong:
-        raise ConfigError(f"a column is asked for by {wrong[0]!r}, a {type(wrong[0]).__name__}; give its name")
+        raise ConfigError(f"a column name is a string, not {wrong[0]!r}, a {type(wrong[0]).__name__}")
     return asked
 
 
 def check_numbers(what: str, numbers: Iterable[int], *, least: int = 0, most: int = _MOST) -> list[int]:
-    """Return rows, groups, partitions, ... as plain integers; ConfigError says which is none."""
+    """Return rows, groups, partitions, ... as plain integers; ConfigError names the offender."""
     try:
         plain = [int(operator.index(number)) for number in numbers]
     except TypeError as error:
@@ -64,28 +61,27 @@ def check_numbers(what: str, numbers: Iterable[int], *, least: int = 0, most: in
 
 
 def check_number(what: str, number: int, *, least: int = 0, most: int = _MOST) -> int:
-    """Like `check_numbers`, for one."""
     return check_numbers(what, [number], least=least, most=most)[0]
 
 
 def check_timeout(timeout_s: float) -> float:
-    """Return a timeout (s) as a plain number; ConfigError when it is none, or not in 0 .. 10**9."""
+    """Return a timeout (s) as a float; raises ConfigError unless it is a number in 0 .. 10**9."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real) or not 0 <= timeout_s <= _LONGEST_S:
         raise ConfigError(f"timeout_s: {timeout_s!r} is not a number of seconds in 0 .. 10**9")
     return float(timeout_s)
 
 
 def check_marks(commits: Mapping[str, Sequence[int]], num_rows: int) -> dict[str, list[int]]:
-    """Return what tasks are done with from the start; ConfigError when these are not positions of the put's rows."""
+    """Return what tasks are done with from the start; raises ConfigError unless it is positions of the put's rows."""
     if not isinstance(commits, Mapping) or not all(isinstance(task, str) for task in commits):
-        raise ConfigError(f"commits are positions of rows by a task's name, not {commits!r}")
+        raise ConfigError(f"commits map names of tasks to positions of rows; got {commits!r}")
     return {
         task: check_numbers(f"commits of {task}", positions, most=num_rows - 1) for task, positions in commits.items()
     }
 
 
 def check_task(task: str, known: Sequence[str]) -> None:
-    """Refuse a task that the queue does not have; ConfigError says which there are."""
+    """Raise ConfigError, which lists the queue's tasks, if this is none of them."""
     if task not in known:
         raise ConfigError(f"no task is named {task!r}; known: {' '.join(known)}")
 

@@ -9,10 +9,10 @@
     for rounds in loader.passes(4, seed=7):    # the same rows several times (PPO), in place of the inner loop
         for batch in rounds: ...               # (the actor keeps rounds itself: with the columns it computed)
 
-It is an `IterableDataset`: `torch.utils.data.DataLoader(loader, batch_size=None)` iterates over it too.
+It is an `IterableDataset`: `torch.utils.data.DataLoader(loader, batch_size=None)` iterates over it, too.
 
-A thread of its own leases and reads ahead, over the partition's end too. In a data-parallel replica rank 0 fetches and
-that thread broadcasts (`tq.client.dataloader`), so nothing but taking a finished batch happens in the caller's thread.
+A separate thread leases and reads ahead, also beyond the partition's end. In a data-parallel replica rank 0 fetches and
+that thread broadcasts, so the caller's thread only takes finished batches.
 """
 
 import random
@@ -49,12 +49,12 @@ from tq.wire import ColumnHeader, describe, unpack
 #     rank 0: queue -> item ->+-> header 4 KiB (sizes; a small item whole) --> rank 1, 2, ...
 #                             '-> one buffer (description, then values), only if it did not fit
 #
-# `relay` runs in the read-ahead thread of every rank, on a Gloo group that nothing else uses, so it overlaps with
+# `relay` runs in every rank's read-ahead thread, on a Gloo group that nothing else uses, so it overlaps with
 # compute and the order of the collectives is the same everywhere. What ends rank 0's fetching (a stop, the last
 # partition, any error) travels like an item: no rank waits for rows that will not come. A rank that dies breaks the
 # group's pairs, so the others' broadcast fails. int64 columns travel as narrow as their values allow.
 #
-# With `ReplicaFetch.EACH` there is no broadcast: every rank (a pipeline stage that reads columns of its own, say) asks
+# With `ReplicaFetch.EACH` there is no broadcast: every rank (such as a pipeline stage with its own columns) asks
 # for the same rounds and is granted the same leases, which rank 0 acknowledges.
 
 Round = tuple[LeaseGrant, PackedBatch]
@@ -65,14 +65,14 @@ _SIZES = struct.Struct("<qq")
 
 
 class Failure(msgspec.Struct):
-    """An error of rank 0: its class, by name, and its text."""
+    """An error of rank 0: the name of its class, and its text."""
 
     kind: str
     text: str
 
 
 class _Envelope(msgspec.Struct):
-    """What travels; everything absent: rank 0 has nothing more to give."""
+    """What travels. All fields absent: rank 0 has nothing more to give."""
 
     answer: LeaseGrant | NoRows | None = None
     failure: Failure | None = None
@@ -80,7 +80,13 @@ class _Envelope(msgspec.Struct):
 
 
 class Replica:
-    """The ranks that share rows. Its collectives belong to one thread per rank; `abort` to any."""
+    """The ranks that share rows. One thread per rank calls its collectives; any thread may call `abort`.
+
+    Args:
+        group: a Gloo group of the replica's ranks, used for nothing else (`asyncflow.device.connect_group`): rows are
+            in host memory, and a device communicator would wait beside the model's. With `EACH` only its ranks matter.
+        fetch: which ranks ask the queue; None: as the config of the loader's client says (`tq.replica_fetch`).
+    """
 
     def __init__(
         self,
@@ -89,15 +95,9 @@ class Replica:
         *,
         fetch: ReplicaFetch | None = None,
     ) -> None:
-        """Args:
-        group: of Gloo, the replica's ranks, for nothing but this (`asyncflow.device.connect_group`): rows lie in host
-            memory, and a communicator of the device would wait beside the model's. With `EACH` only its ranks matter.
-        name: for messages.
-        fetch: which ranks ask the queue; None: what the config of the loader's client says (`tq.replica_fetch`).
-        """
         self.name = name
         self.fetch = fetch
-        """Which ranks ask the queue; None until a loader has decided it."""
+        """Which ranks ask the queue; None until a loader has decided."""
         self._group = group
         self._outgoing = torch.empty(0, dtype=torch.uint8)
         self._aborted = False
@@ -120,14 +120,9 @@ class Replica:
         return self._group.rank() == 0
 
     def relay(self, items: Iterator[Round | NoRows] | None) -> Iterator[Round | NoRows]:
-        """Yield rank 0's items on every rank; all ranks iterate, in one thread each.
+        """Yield rank 0's `items` (None elsewhere) on every rank; all ranks iterate, in one thread each.
 
-        Args:
-            items: on rank 0; None elsewhere.
-
-        Raises:
-            TransportError: a rank of the replica is gone.
-            Exception: what `items` raised on rank 0; the same error on the other ranks.
+        An error of `items` is raised on every rank; TransportError: a rank of the replica is gone.
         """
         if items is None:
             while (item := self._receive()) is not None:
@@ -189,21 +184,20 @@ class Replica:
         return granted, PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's `tensor` on every rank."""
         if self._aborted:
             raise TransportError(f"{self.name}: closed")
         try:
             self._group.broadcast([tensor]).wait()
             return tensor
         except RuntimeError as error:
-            self.abort()  # other ranks do not notice by themselves: a broadcast does not touch every pair
+            self.abort()  # other ranks do not notice on their own: a broadcast does not touch every pair
             raise TransportError(
                 f"{self.name}: a broadcast among its {self._group.size()} ranks failed at rank {self._group.rank()}: "
                 f"one of them died or left"
             ) from error
 
     def _room(self, num_bytes: int) -> Tensor:
-        """Memory that is sent from again and again: fresh pages would cost as much as the copy."""
+        # Reuse the buffer: faulting in fresh pages would cost as much as the copy.
         if self._outgoing.numel() < num_bytes:
             self._outgoing = torch.empty(num_bytes, dtype=torch.uint8)
         return self._outgoing[:num_bytes]
@@ -229,9 +223,9 @@ _WORKERS = "a StreamingDataLoader reads ahead by itself and cannot move into wor
 
 
 def order_of_pass(count: int, *, seed: int | None, partition: int, number: int) -> list[int]:
-    """Return the order in which pass `number` (0: the first) goes over a partition's rounds: positions, as they came.
+    """Return the order of a partition's rounds in pass `number` (0: the first, unshuffled), as positions.
 
-    Later passes are shuffled by (seed, partition, number), so all ranks of a gang go the same way; None: they are not.
+    Later passes are shuffled by (seed, partition, number), so that all ranks of a gang agree; None: no shuffling.
     """
     order = list(range(count))
     if number and seed is not None:
@@ -240,7 +234,28 @@ def order_of_pass(count: int, *, seed: int | None, partition: int, number: int) 
 
 
 class StreamingDataLoader(IterableDataset[PackedBatch]):
-    """Iterates over one rank's micro-batches, one partition at a time. One thread iterates; any thread may close."""
+    """Iterates over one rank's micro-batches, one partition at a time. One thread iterates; any thread may close.
+
+    Reading ahead starts with the first `next_partition` or iteration.
+
+    Args:
+        client: may be None on ranks of a replica that do not fetch, which ignore it.
+        columns: to read. Ranks of a replica that each fetch may read different ones.
+        first_partition, last_partition: the steps, inclusive; `last_partition` None: the first one alone.
+        rows_per_round: rows per rank in a full round; 0: only `token_budget` counts.
+        token_budget: tokens per rank in a full round; 0: only `rows_per_round` counts.
+        rank, num_ranks: data-parallel rank and their number.
+        replica: the ranks that share this rank's rows; None: this rank alone. If it does not say which ranks fetch, the
+            client's config does, so every rank needs its client.
+        prefetch: rounds read ahead.
+        timeout_s: a fetch is repeated after this time at the latest; it does not end the iteration.
+        producers_timeout_s: fail when no producer of the missing rows has been connected for this long (s); longer than
+            producers take to start. 0: wait forever.
+        producers_setting: the user's name for that limit, for the error.
+
+    Raises:
+        ConfigError: a round has no size, or it is not known which ranks of the replica fetch.
+    """
 
     def __init__(
         self,
@@ -260,27 +275,6 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         producers_timeout_s: float = 60.0,
         producers_setting: str = "producers_timeout_s",
     ) -> None:
-        """Reading ahead starts with the first `next_partition` or iteration.
-
-        Args:
-            client: this rank's access to the queue; not used, and may be None, on ranks of a replica that do not fetch.
-            task: the training task.
-            columns: to read. Ranks of a replica that each fetch may read different ones.
-            first_partition, last_partition: the steps, inclusive; None: the first one alone.
-            rows_per_round: rows per rank in a full round; 0: only `token_budget` counts.
-            token_budget: tokens per rank in a full round; 0: only `rows_per_round` counts.
-            rank, num_ranks: data-parallel rank and their number.
-            replica: the ranks that share this rank's rows; None: this rank alone. If it does not say which
-                ranks fetch, the client's config does, so every rank needs its client.
-            prefetch: rounds read ahead.
-            timeout_s: a fetch is asked again after so long at the latest; it does not end the iteration.
-            producers_timeout_s: error when no producer of the missing rows has been connected for so long (s); longer
-                than producers take to start. 0: wait for ever.
-            producers_setting: what the user calls that, for the error.
-
-        Raises:
-            ConfigError: a round has no size, or it is not known which ranks of the replica fetch.
-        """
         if replica is not None and replica.fetch is None:
             if client is None:
                 raise ConfigError(
@@ -296,7 +290,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         self.round_rows = 0
         """Most rows of any rank in the current round."""
         self.round_partition = 0
-        """Partition of the current round's rows: the step that is read, or another if steps take rows of several."""
+        """Partition of the current round's rows: the step being read, or another one if steps take rows of several."""
         self.stopped = False
         """The queue was stopped, or the loader closed, before the partition's end."""
         self.requests = 0
@@ -328,10 +322,9 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         return self._partition
 
     def next_partition(self) -> int:
-        """Move on to the next step; returns its number, or 0 when the run's last one is over or the queue stopped.
+        """Move on to the next step; returns its number, or 0 after the last one or when the queue stopped.
 
-        Raises:
-            ConfigError: the current one has not been read to its end.
+        Raises ConfigError if the current step has not been read to its end.
         """
         if self.stopped or self._partition >= self._last:
             return 0
@@ -345,8 +338,8 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
     def __iter__(self) -> Iterator[PackedBatch]:
         """Yield the packed batches of this rank's rounds until the partition ends or the queue stops.
 
-        An iteration that was left goes on where it was; after a partition's end the next one begins, whether or not
-        `next_partition` was called.
+        A new iteration resumes one that was left early; after a partition's end it begins the next partition, even
+        without `next_partition`.
 
         Raises:
             ProducersGone: no producer of the rows is left.
@@ -359,11 +352,8 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
     def passes(self, count: int, *, seed: int | None = None) -> Iterator[Iterator[PackedBatch]]:
         """Yield `count` iterations over the current partition: the first one fetches, the others repeat from memory.
 
-        Rounds stay as they were assigned, so that token budgets hold and ranks keep equally many micro-batches.
-
-        Args:
-            count: passes; a stop in the first one ends them all.
-            seed: order of the rounds in later passes, the same on all ranks of the gang; None: as they came.
+        Rounds stay as they were assigned, so that token budgets hold and all ranks have equally many micro-batches. A
+        stop in the first pass ends all. `seed` must be the same on all ranks of the gang; see `order_of_pass`.
         """
         kept: list[Round] = []
         yield (self._yielded(*item) for item in self._rounds(kept))
@@ -374,14 +364,13 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             yield (self._yielded(*kept[position]) for position in order)
 
     def micro_batches(self, batch: PackedBatch, *, num_rows: int = 0, token_budget: int = 0) -> list[PackedBatch]:
-        """Split the round that was yielded last by the tokens of its rows.
+        """Split the last yielded round (`batch`, possibly with more columns) by the tokens of its rows.
 
         Args:
-            batch: of that round, possibly with more columns.
-            num_rows: make as many micro-batches as the gang's fullest rank needs for so many rows each: equally many
+            num_rows: make as many micro-batches as the gang's fullest rank needs at this many rows each: equally many
                 on all ranks, the last ones empty where rows are short, tokens balanced among the others.
-            token_budget: instead, as few as possible of at most so many tokens (a longer row is alone). Their
-                number differs between ranks; those with fewer have to take part in the others' collectives.
+            token_budget: instead, make as few as possible of at most this many tokens (a longer row is alone). Their
+                number differs between ranks; ranks with fewer must take part in the others' collectives.
         """
         tokens = [self._tokens.get(row, 1) for row in batch.indices]
         if token_budget:
@@ -393,18 +382,15 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         return [batch.select(part) for part in parts] + [_EMPTY] * (count - filled)
 
     def put(self, columns: Mapping[str, Any]) -> None:
-        """Write the task's outputs for the round that was yielded last; its rows then need no ack.
-
-        Args:
-            columns: outputs, in the order of the round's rows; none for an empty round.
+        """Write the task's outputs for the last yielded round, in the order of its rows, which then need no ack.
 
         Raises:
-            LeaseFenced: other consumers have the rows by now; drop the work and go on.
-            ConfigError, TransportError: see `Lease.put`. Put again: until then nothing else works, since the rows would
-                stay leased, or be acked without their outputs.
+            LeaseFenced: other consumers have the rows by now; drop the work and continue.
+            ConfigError, TransportError: see `Lease.put`. Put again; nothing else works until then.
         """
         granted = self._held[-1]
         lost: LeaseFenced | None = None
+        # Unless the put succeeds, the rows would stay leased, or be acknowledged without their outputs.
         self._owes_put = True
         try:
             if granted.rows and self._client is not None:
@@ -420,39 +406,33 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         """The rows yielded since the last ack are in the weights. One ack per replica; after an error, call again.
 
         Raises:
-            LeaseFenced: other consumers had some by now, so they were trained for nothing; all others are acked. Raised
-                once.
-            TransportError: some are still to be acked.
+            LeaseFenced: other consumers had some by now, so these were trained for nothing; all others are
+                acknowledged. Raised once.
+            TransportError: some are still to be acknowledged.
             ConfigError: the last round's outputs could not be put.
         """
         self._hand_over()
         self._acks.wait()
 
     def ack_soon(self) -> None:
-        """As `ack`, in a thread of its own; call `ack` to wait until it is done.
-
-        Raises:
-            AsyncFlowError: one of those begun so far failed, see `ack`. The others go on.
-        """
+        """As `ack`, in a separate thread, for which `ack` waits. Raises the error of an earlier call."""
         self._hand_over()
         self._acks.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the partition to begin with. Rows of it that are acked already do not come again.
+        """Return the position: the partition to begin with. Rows of it that are acknowledged do not come again.
 
-        What `ack_soon` has not done yet counts as not acked: call `ack` before a checkpoint.
+        What `ack_soon` has not done yet counts as not acknowledged: call `ack` before a checkpoint.
         """
         finished = self._read_to_end and not self._held and self._acks.idle
         return {"task": self._request.task, "partition": self._partition + 1 if finished else self._partition}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin where `state_dict` was taken.
-
-        Raises:
-            ConfigError: it is of another task, or this loader reads already.
-        """
+        """Begin where `state_dict` was taken; raises ConfigError for another task's state, or a loader in use."""
         if state.get("task") != self._request.task or not isinstance(state.get("partition"), int):
-            raise ConfigError(f"{self._name}: cannot go on from {dict(state)}; it is not a state of this task's loader")
+            raise ConfigError(
+                f"{self._name}: cannot continue from {dict(state)}; it is not a state of this task's loader"
+            )
         if self._ahead is not None:
             raise ConfigError(f"{self._name}: load_state_dict comes before the first iteration")
         self._partition = state["partition"] - 1
@@ -468,6 +448,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         ahead.close()
         if replica is not None and replica.shares and ahead.alive:
             replica.abort()  # ranks of the replica that still read get an error
+        # A parked fetch cannot be interrupted; its thread ends with it.
         if not self._asking:
             ahead.join(_JOIN_S)
 
@@ -518,11 +499,10 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         self._held.clear()
 
     def _ack(self, granted: LeaseGrant) -> None:
-        """In the thread of acks."""
         if self._client is None:
             return
         if self._replica is not None and not self._replica.acks:
-            self._client.data.forget(granted)  # else a restarted controller would keep it for this client
+            self._client.data.forget(granted)  # otherwise a restarted controller would keep the lease for this client
         elif granted.rows:
             self._client.data.ack(granted, granted.rows)
 
@@ -539,7 +519,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
                 yield item
 
     def _answers(self, first: int) -> Iterator[Round | NoRows]:
-        """Yield rounds, partitions' ends, a stop; passed deadlines too, so that a replica notices a dead rank."""
+        """Yield rounds, ends of partitions, a stop; also passed deadlines, so that a replica notices a dead rank."""
         assert self._client is not None
         partition, round_index = first, 0
         while partition <= self._last and not self._closing.is_set():
@@ -571,7 +551,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             self._asking = False
 
     def _read(self, client: QueueClient, granted: LeaseGrant) -> PackedBatch | None:
-        """Read a lease's rows; None when their unit is gone: the same round is then asked for again."""
+        """Read a lease's rows; None when their unit is gone: the same round is then requested again."""
         self.requests += len(set(granted.units))
         try:
             batch = client.data.get(granted, self._columns) if granted.rows else _EMPTY

@@ -4,7 +4,7 @@ for lease in client.stream("ref_log_probs", ["prompts", "responses"], num_rows=3
     lease.put({"ref_log_probs": log_probs(lease.batch)})
 
                       .-> put(columns) / ack()    the task is done with the rows
-fetched ahead -> lease -> keep()                  another thread, say, puts or releases them later
+fetched ahead -> lease -> keep()                  for example, another thread puts or releases them later
                       '-> nothing                 the loop moved on or failed: the rows are released, others get them
 """
 
@@ -40,24 +40,19 @@ class LeaseCalls(Protocol):
         """Write outputs."""
 
     def ack(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
-        """Be done without outputs."""
+        """Finish rows without outputs."""
 
     def release(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Return rows."""
 
     def filter(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
-        """Take groups out of the queue."""
+        """Remove groups from the queue."""
 
 
 class Lease:
     """Rows in hand; a context manager that releases what is still open at its end. One thread at a time."""
 
     def __init__(self, calls: LeaseCalls, grant: LeaseGrant, columns: Mapping[str, Column] | None = None) -> None:
-        """Args:
-        calls: the client's data plane.
-        grant: of the controller.
-        columns: that came with it.
-        """
         self.grant = grant
         """The queue's own description: task, token, partition, units."""
         self.kept = False
@@ -70,7 +65,7 @@ class Lease:
         return len(self.grant.rows)
 
     def __getitem__(self, name: str) -> Column:
-        """Return a column; it is read now unless it was read before."""
+        """Return a column, reading it now unless it was read before."""
         return self.read([name])[name]
 
     def __enter__(self) -> "Lease":
@@ -93,12 +88,11 @@ class Lease:
 
     @property
     def units(self) -> list[str]:
-        """Where the rows are."""
+        """The unit of each row."""
         return self.grant.units
 
     @property
     def groups(self) -> list[int]:
-        """The rows' group ids."""
         return self.grant.groups
 
     @property
@@ -108,14 +102,13 @@ class Lease:
 
     @property
     def open_rows(self) -> list[int]:
-        """Rows that were neither put, acked nor released yet."""
+        """Rows that were neither put, acknowledged nor released yet."""
         return list(self._open)
 
     def read(self, columns: Sequence[str]) -> PackedBatch:
-        """Return columns of all rows, in the lease's order; reads those that were not read before, together.
+        """Return columns of all rows, in the lease's order; reads together those that were not read before.
 
         Raises:
-            ConfigError: these are not names.
             LeaseFenced: the lease is void, or the rows were lost with their unit.
             PeerRefused: a column is not written.
             TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
@@ -127,14 +120,10 @@ class Lease:
         return PackedBatch(tuple(self.rows), {name: self._batch[name] for name in names}, tuple(self.groups))
 
     def put(self, columns: Mapping[str, Any], rows: Sequence[int] | None = None) -> bool:
-        """Write all output columns of `rows` (default: of all open ones); the task is then done with them.
+        """Write all output columns of `rows` (None: all open ones); the task is then done with them.
 
-        Args:
-            columns: name -> `Column`, tensor or list, in the order of the rows; at least one (see `ack`).
-            rows: indices; some of the lease's.
-
-        Returns:
-            False when the lease was fenced: other consumers have the rows now, and this work is dropped (logged).
+        `columns` maps names to `Column`, tensor or list, in the order of the rows; at least one (see `ack`). Returns
+        False when the lease was fenced: other consumers have the rows now, and this work is dropped (logged).
 
         Raises:
             ConfigError: rows and columns do not go together; nothing was put.
@@ -148,38 +137,30 @@ class Lease:
         return self._finish(rows, lambda: self._calls.put(self.grant, rows, packed))
 
     def ack(self, rows: Sequence[int] | None = None) -> bool:
-        """Like `put`, for a task without outputs. Rows that were lost with their unit are acked too."""
+        """Like `put`, for a task without outputs. Works for rows lost with their unit, too."""
         rows = self.open_rows if rows is None else check_rows_of(self.grant, rows)
         return self._finish(rows, lambda: self._calls.ack(self.grant, rows))
 
     def release(self, rows: Sequence[int] | None = None) -> None:
-        """Return rows (default: all open ones); other consumers get them. Idempotent.
+        """Return rows (None: all open ones) to other consumers. Idempotent.
 
-        Raises:
-            ConfigError: the lease has no such rows.
-            TransportError: the controller did not answer within `request_timeout_s`; it learns of it when it is back.
+        Raises TransportError when the controller does not answer; it hears of the release when it is back.
         """
         rows = self.open_rows if rows is None else check_rows_of(self.grant, rows)
         self._finish(rows, lambda: self._calls.release(self.grant, rows))
 
     def filter(self, rows: Sequence[int], *, failures: int = 0) -> None:
-        """Take the groups of these rows out of the queue: no task works on them any more.
+        """Remove the groups of these rows from the queue: no task works on them any more.
 
-        Where prompts are admitted, the next one takes each one's place in its step. With a lease that is void by now
-        nothing changes: the rows' new owner judges them.
-
-        Args:
-            rows: of the lease.
-            failures: how often work on them failed here, which makes the groups dead letters; 0: they teach nothing.
-
-        Raises:
-            ConfigError: the lease has no such rows.
+        Where prompts are admitted, the next one takes each one's place in its step. A lease that is void by now changes
+        nothing: the rows' new owner judges them. `failures`: how often work on them failed here, which makes the groups
+        dead letters; 0: they teach nothing.
         """
         rows = check_rows_of(self.grant, rows)
         self._finish(rows, lambda: self._calls.filter(self.grant, rows, failures=failures))
 
     def keep(self) -> "Lease":
-        """Let the stream's loop move on without releasing these rows; the caller puts, acks or releases them."""
+        """Let the stream's loop move on without releasing these rows; the caller puts or releases them."""
         self.kept = True
         return self
 
@@ -200,20 +181,10 @@ class Lease:
 def read_or_release(
     lease: Lease, columns: Sequence[str], *, monitor: StallMonitor, closing: threading.Event
 ) -> PackedBatch | None:
-    """Read columns of a lease's rows; when their unit is gone, release them.
+    """Read columns of a lease's rows; when their unit is gone, release them and return None.
 
-    Args:
-        lease: in hand.
-        columns: to read.
-        monitor: counts how long nothing could be read.
-        closing: cuts the pause short that follows a failure.
-
-    Returns:
-        The rows; None when they could not be read: they come again once a producer has put them again.
-
-    Raises:
-        PeerRefused: for example, a column is not written.
-        TransportError: this has gone on for too long.
+    A producer must then put the rows again. `monitor` raises the TransportError once that has lasted too long;
+    `closing` cuts short the pause after a failure.
     """
     try:
         batch = lease.read(columns)
@@ -230,7 +201,7 @@ def read_or_release(
 
 
 class LeaseStream(Iterable[Lease]):
-    """What `QueueClient.stream` returns. Iterate once; leaving the loop, however, closes it."""
+    """What `QueueClient.stream` returns. Iterate once; leaving the loop in any way closes it."""
 
     def __init__(
         self,
@@ -245,7 +216,6 @@ class LeaseStream(Iterable[Lease]):
         timeout_s: float,
         producers_timeout_s: float,
     ) -> None:
-        """See `QueueClient.stream`; `fetch` is the client's."""
         self.ended_by: NoRowsReason | None = None
         """Why the queue has no more leases: a stop, closed for writing and empty, or weights newer than `version`."""
         self._fetch = fetch
@@ -262,7 +232,6 @@ class LeaseStream(Iterable[Lease]):
         self._ahead: ReadAhead[Lease] | None = None
 
     def __iter__(self) -> Iterator[Lease]:
-        """Yield leases until the queue has no more; see `QueueClient.stream`."""
         lease: Lease | None = None
         try:
             for lease in self._leases():
@@ -275,10 +244,11 @@ class LeaseStream(Iterable[Lease]):
             self.close()
 
     def close(self) -> None:
-        """End the iteration; what was fetched ahead is released. Idempotent; does not wait for a parked fetch."""
+        """End the iteration and release what was fetched ahead. Idempotent; does not wait for a parked fetch."""
         self._closing.set()
         if self._ahead is not None:
             self._ahead.close()
+            # A parked fetch cannot be interrupted; its thread ends with it.
             if not self._asking:
                 self._ahead.join(_JOIN_S)
 
@@ -325,13 +295,9 @@ class LeaseStream(Iterable[Lease]):
 
 
 class AckThread:
-    """Acks leases in a thread of its own, oldest first. One that fails stays for the next time, unless it is void."""
+    """Acknowledges leases in its own thread, oldest first; the next `add` retries those that failed."""
 
     def __init__(self, name: str, ack: Callable[[LeaseGrant], None]) -> None:
-        """Args:
-        name: of the thread; it starts with the first lease.
-        ack: acks one lease; runs in the thread.
-        """
         self._name = name
         self._ack = ack
         self._waiting: deque[LeaseGrant] = deque()
@@ -342,22 +308,19 @@ class AckThread:
 
     @property
     def idle(self) -> bool:
-        """Whether all leases were acked."""
         return not self._waiting
 
     def add(self, grants: Iterable[LeaseGrant]) -> None:
-        """Ack these leases, and those that failed before."""
+        """Acknowledge these leases, and those that failed before."""
         self._waiting.extend(grants)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
         self._before, self._latest = self._latest, self._thread.submit(self._run)
 
     def wait(self) -> None:
-        """Wait until all are acked.
+        """Wait until all are acknowledged; raises AsyncFlowError if some are not.
 
-        Raises:
-            LeaseFenced: some leases were void, so their rows were trained for nothing; raised once.
-            AsyncFlowError: some are still to be acked.
+        A void lease raises LeaseFenced, once: its rows were trained for nothing.
         """
         if self._latest is not None:
             self._latest.result()
@@ -371,7 +334,7 @@ class AckThread:
         self._raise_void()
 
     def close(self) -> None:
-        """Ack what was added, within some seconds. Idempotent."""
+        """Acknowledge what was added, within some seconds. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown(wait=False)

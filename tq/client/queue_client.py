@@ -4,7 +4,7 @@
     for lease in client.stream("score", ["prompt"], num_rows=32):
         lease.put({"score": scores(lease["prompt"])})
 
-Calls wait for a controller that restarts. A unit that is gone is an error, but for new rows and for acks.
+Calls wait for a controller that restarts. A unit that is gone is an error, except for new rows and for acks.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ from tq.wire import disclose
 # Snapshot and restore of a whole queue, driven by one client over all units.
 #
 #     hold every unit ---- cut every unit ---- write files ---- manifest, rename
-#     puts wait (milliseconds)   |  traffic goes on
+#     puts wait (milliseconds)   |  traffic continues
 #
 # All units are cut while all of them hold, so the snapshot is the queue at one moment. It appears under its name only
 # when it is complete. Restoring puts the rows again, spread over however many units there are now.
@@ -82,16 +82,15 @@ def take_snapshot(
 ) -> int:
     """Write the queue's rows into `directory`, which must not exist; all units must see the same file system.
 
-    Returns:
-        The number of rows.
+    Returns the number of rows. On an error nothing is left behind.
 
     Raises:
         CheckpointError: the directory exists.
-        TransportError: a unit is away and does not come back in time, goes meanwhile, or is too slow; nothing is left
-            behind.
+        TransportError: a unit is away and does not come back in time, goes in the meantime, or is too slow.
     """
     if directory.exists():
         raise CheckpointError(f"queue snapshot: {directory} exists already; choose another directory")
+    # Written under another name, so that a snapshot appears only when it is complete.
     beside = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -101,6 +100,7 @@ def take_snapshot(
         cut = session.tell_units(CutSnapshot(hold, after_partition, list(forget_acks_of)), Done)
         write = WriteSnapshot(hold, str(beside.resolve()))
         written = session.tell_units(write, SnapshotWritten, timeout_s=_WRITE_TIMEOUT_S)
+        # A unit that vanished between the steps takes its part with it.
         _refuse_missing(held.keys(), cut.keys() & written.keys())
         num_rows = sum(part.num_rows for part in written.values())
         files = [file for part in written.values() for file in part.files]
@@ -116,24 +116,15 @@ def take_snapshot(
 def restore_snapshot(put_rows: Callable[..., Sequence[int]], session: QueueSession, directory: Path) -> int:
     """Put a snapshot's rows into a queue that has none of them; tasks that were done with a row stay done.
 
-    New rows that are put without indices of their own get later ones than these.
-
-    Partitions are not declared here: those that were must be declared again (`open_partition`).
-
-    Args:
-        put_rows: of the client; puts the rows of one chunk.
-        session: the client's.
-        directory: the snapshot.
-
-    Returns:
-        The number of rows.
+    Returns the number of rows. `put_rows` is the client's method. Partitions must be declared again (`open_partition`).
 
     Raises:
         CheckpointError: the snapshot is incomplete or damaged; nothing was put.
-        RowsExist: the queue has such a row already.
+        RowsExist: the queue already has such a row.
     """
     for task, columns in read_manifest(directory).outputs.items():
         session.outputs.note(task, columns)
+    # New rows that are put later without explicit indices must not take those of the snapshot.
     session.reserve_rows(last_rows(directory))
     num_rows = 0
     for chunk in read_snapshot(directory):
@@ -153,14 +144,21 @@ def restore_snapshot(put_rows: Callable[..., Sequence[int]], session: QueueSessi
 def _refuse_missing(held: Set[str], written: Set[str]) -> None:
     gone = sorted(held - written)
     if gone:
-        raise TransportError(f"queue snapshot: {' '.join(gone)} went while it was taken; take it again")
+        raise TransportError(f"queue snapshot: {' '.join(gone)} went away while it was taken; take it again")
 
 
 _MOST_ROWS = 2**31
 
 
 class QueueClient:
-    """One consumer or producer; a context manager. Its leases live as long as its heartbeats."""
+    """One consumer or producer; a context manager. Its leases live as long as its heartbeats.
+
+    Args:
+        name: of this process, for messages; need not be unique.
+        stop: once set, calls do not wait for services that are gone.
+        attempt: how many processes of this name were started before, one at a time: leases of earlier ones return as
+            soon as this one asks for something. None: several may run at once.
+    """
 
     def __init__(
         self,
@@ -171,19 +169,11 @@ class QueueClient:
         stop: threading.Event | None = None,
         attempt: int | None = None,
     ) -> None:
-        """Args:
-        credentials: store and secret.
-        name: of this process, for messages; need not be unique.
-        config: limits and deadlines.
-        stop: once set, calls do not wait for services that are gone.
-        attempt: how often a process of this name was started before. It says that there is one at a time, so that the
-            leases of earlier ones return as soon as this one asks for something. None: there may be several.
-        """
         self._config = config
         stop = stop or threading.Event()
         self._session = QueueSession(credentials, name, config=config, stop=stop, attempt=attempt)
         self.data = DataPlane(self._session, max_message_bytes=config.max_message_bytes)
-        """What `Lease` and `StreamingDataLoader` ask the units."""
+        """What `Lease` and `StreamingDataLoader` use to ask the units."""
 
     def __enter__(self) -> "QueueClient":
         return self
@@ -195,12 +185,12 @@ class QueueClient:
 
     @property
     def owner(self) -> str:
-        """This consumer with its incarnation: leases are bound to it."""
+        """This consumer with its incarnation; leases are bound to it."""
         return self._session.owner
 
     @property
     def replica_fetch(self) -> ReplicaFetch:
-        """Which of the ranks that share rows fetches, as the queue's config says."""
+        """Which of the ranks that share rows fetch, by the queue's config."""
         return self._config.replica_fetch
 
     def close(self) -> None:
@@ -210,8 +200,8 @@ class QueueClient:
     # Producing
 
     def declare_outputs(self, columns: Iterable[str]) -> None:
-        """Tell all controllers that this client is there and will put such columns. Without this they learn it with its
-        first put, and a consumer that waits for longer believes that there is no producer (`ProducersGone`)."""
+        """Tell all controllers that this client will put these columns, so that consumers find their producer."""
+        # Otherwise they hear it with the first put; a consumer that waits longer raises `ProducersGone`.
         self._session.declare_outputs(columns)
 
     def put_rows(
@@ -225,26 +215,23 @@ class QueueClient:
         timeout_s: float | None = None,
         commits: Mapping[str, Sequence[int]] | None = None,
     ) -> tuple[int, ...]:
-        """Create rows with their first columns on the unit that holds least; waits while the queue is full.
+        """Create rows with their first columns on the emptiest unit; waits while the queue is full. Returns the rows.
 
         Args:
             columns: name -> tensor or array [N, ...], list of N tensors, strings, bytes or JSON values, or `Column`.
             partition: the step that the rows belong to.
-            rows: their global indices; default: new ones from the job store.
-            groups: group ids; default: `group_size` neighbours make one, or each row its own.
+            rows: global indices; None: new ones from the job store.
+            groups: group ids; None: every `group_size` consecutive rows form a group, or each row its own.
             group_size: rows of each group, over all puts; 0: the groups are complete in this put.
-            timeout_s: how long to wait for room; default `request_timeout_s`.
-            commits: task -> positions of rows that it is done with already (restored ones).
-
-        Returns:
-            The rows' indices.
+            timeout_s: how long to wait for room; None: `request_timeout_s`.
+            commits: task -> positions of rows that the task is already done with (restored ones).
 
         Raises:
             ConfigError: the arguments do not go together; nothing was put.
             QueueFull: no room within `timeout_s`; says what it waited for.
             RowsExist: a row exists already.
             PeerRefused: the queue was closed for writing.
-            TransportError: no unit took them in time, or another put of one of them did not end in time.
+            TransportError: no unit took the rows in time, or another put of one of them did not end in time.
         """
         timeout_s = check_timeout(self._session.seconds(timeout_s))
         packed, number = as_columns(columns)
@@ -271,25 +258,19 @@ class QueueClient:
     def close_writing(self) -> None:
         """Refuse new rows from now on. Streams end when their task is done with all rows that are there.
 
-        Tasks still write outputs, and rows that were lost may still be put again.
+        Tasks still write outputs, and lost rows may still be put again.
         """
         self._session.tell_controllers(CloseWriting())
 
     def open_partition(self, partition: int, num_rows: int) -> None:
-        """Declare how many rows a partition will have, so that its end can be known.
-
-        Raises:
-            ConfigError: a negative number.
-        """
+        """Declare how many rows a partition will have, so that its end can be known."""
         message = OpenPartition(check_number("partition", partition), check_number("num_rows", num_rows))
         self._session.tell_controllers(message)
 
     def lost_rows(self, after: int = 0, *, timeout_s: float | None = None) -> LostRows | None:
-        """Wait for rows that were lost with a unit: put them again under the same indices.
+        """Wait for rows that were lost with a unit: put them again under the same indices. None: the time is up.
 
-        Args:
-            after: `sequence` of the last answer; 0 at first.
-            timeout_s: then None; default `request_timeout_s`.
+        `after` is the `sequence` of the last answer, 0 at first.
         """
         timeout_s = check_timeout(self._session.seconds(timeout_s))
         message = WatchLost(check_number("after", after), timeout_s)
@@ -313,20 +294,19 @@ class QueueClient:
         """Iterate over a task's rows as they become ready, until the queue stops, or is closed for writing and done.
 
         The next lease is fetched and read while the loop works on this one. When the loop moves on or ends, also by an
-        error, rows that it neither put nor acked are released; `max_deliveries` of the queue keeps poisonous rows from
-        coming back for ever.
+        error, rows that it neither put nor acknowledged are released; the queue's `max_deliveries` keeps poisonous rows
+        from coming back forever.
 
         Args:
-            task: whose inputs must be complete.
+            task: the task whose inputs must be complete.
             columns: to read ahead.
-            num_rows: at most so many rows per lease.
-            token_budget: at most so many tokens per lease; 0: no budget.
-            version: newest weights that this consumer holds, for version-gated tasks; newer ones end the stream
+            num_rows, token_budget: limits of one lease; `token_budget` 0: no limit.
+            version: newest weights that this consumer holds, for version-gated tasks. Newer ones end the stream
                 (`ended_by`), so that the consumer loads them and starts another one.
             prefetch: leases fetched ahead; 0: none, and no thread.
-            timeout_s: a fetch is asked again after so long at the latest; it does not end the iteration.
-            producers_timeout_s: raise `ProducersGone` when no producer of the inputs has been connected for so long
-                (s); 0: wait for them for ever.
+            timeout_s: a fetch is repeated after this time at the latest; it does not end the iteration.
+            producers_timeout_s: raise `ProducersGone` when no producer of the inputs has been connected for this long
+                (s); 0: wait for one forever.
         """
         return LeaseStream(
             self.fetch,
@@ -356,18 +336,14 @@ class QueueClient:
         """Lease ready rows; waits until there are some, the deadline passes, or the queue stops. See also `stream`.
 
         Args:
-            task: whose inputs must be complete.
             num_rows: at most, but at least one item (a row, or a whole group).
             version: newest weights that this consumer holds (version-gated tasks).
-            timeout_s: default `request_timeout_s`.
+            timeout_s: None: `request_timeout_s`.
             token_budget, replica, sequence, lineage, tell_held_back: see `FetchRows`.
-
-        Raises:
-            ConfigError: no such task, or a number that cannot be.
         """
         timeout_s = check_timeout(self._session.seconds(timeout_s))
         if not isinstance(replica, str):
-            raise ConfigError(f"replica: {replica!r} is not a name")
+            raise ConfigError(f"replica: {replica!r} is not a string")
         message = FetchRows(
             task,
             self.owner,
@@ -384,7 +360,7 @@ class QueueClient:
         return Lease(self.data, answer, disclose(answer.values)) if isinstance(answer, LeaseGrant) else answer
 
     def fetch_round(self, request: FetchRound) -> LeaseGrant | NoRows:
-        """Lease this rank's slice of a round; see `FetchRound`. Asking again for a formed round grants it again."""
+        """Lease this rank's slice of a round; see `FetchRound`. A formed round is granted again on request."""
         request.owner = self.owner
         check_number("num_rows", request.num_rows, least=1, most=_MOST_ROWS)
         return self._fetch(request, check_timeout(request.timeout_s))
@@ -392,10 +368,7 @@ class QueueClient:
     # Rows without a lease
 
     def list_rows(self, *, partition: int | None = None) -> list[RowInfo]:
-        """Return the rows that the units hold, by index: for people and tests, not for loops.
-
-        Args:
-            partition: only its rows; None: all.
+        """Return the rows that the units hold, by index; `partition` None: all. For people and tests, not for loops.
 
         Raises:
             TransportError: a unit is away and did not come back within `request_timeout_s`.
@@ -409,32 +382,28 @@ class QueueClient:
         """Read columns of any rows, in this order. Leases are not affected.
 
         Raises:
-            ConfigError: these are not row indices, or no names.
             PeerRefused: a row is not in the queue (any more), or a column is not written.
             TransportError: a unit is away and did not come back within `request_timeout_s`.
         """
         return self.data.read(check_numbers("rows", rows), check_names(columns))
 
     def clear_rows(self, rows: Sequence[int]) -> list[int]:
-        """Remove rows; returns those that were there. Leases on them are void, and they may be put anew.
+        """Remove rows; returns those that existed. Leases on them become void, and the rows may be put anew.
 
-        Rows that every task is done with stay so: those that wait for a checkpoint are left alone.
+        Finished rows stay finished: those that wait for a checkpoint are left alone.
 
         Raises:
-            ConfigError: these are not row indices.
-            TransportError: a unit, or a controller, did not come back within `request_timeout_s`. Clear again.
+            TransportError: a unit or a controller did not come back within `request_timeout_s`. Clear again.
         """
         return self.data.clear_rows(check_numbers("rows", rows))
 
     # The queue as a whole
 
     def publish_version(self, step: int, *, refills_known: int = 0) -> list[Refill]:
-        """Announce that weights of `step` exist; returns which groups admission replaced: failed or filtered ones.
+        """Announce that weights of `step` exist; returns the groups that admission replaced, as failed or filtered.
 
-        Args:
-            step: the version's.
-            refills_known: how many of those this trainer was told of; the later ones are returned, in order. Every
-                refill whose group, or a later one, could be fetched by now is among them.
+        `refills_known` says how many replacements this trainer already knows; the later ones are returned, in order.
+        Every refill whose group, or a later one, could be fetched by now is among them.
         """
         message = PublishVersion(check_number("step", step), check_number("refills_known", refills_known))
         return expect(self._session.tell_controllers(message)[0], Published).refills
@@ -444,12 +413,10 @@ class QueueClient:
         self._session.tell_controllers(Stop())
 
     def clear_partition(self, partition: int) -> None:
-        """Remove all rows of a partition; leases on them are void. Its rows may be put anew once this has returned.
-
-        The call waits for units and controllers that are away.
+        """Remove all rows of a partition; their leases become void. The rows may be put anew once this has returned.
 
         Raises:
-            TransportError: one of them did not come back within `request_timeout_s`. Clear again.
+            TransportError: a unit or controller that is away did not come back within `request_timeout_s`. Clear again.
         """
         message = ClearPartition(check_number("partition", partition))
         self._session.tell_units(message, Done, every=True)
@@ -458,14 +425,13 @@ class QueueClient:
     def release_checkpointed(self, step: int) -> None:
         """A durable checkpoint covers partitions up to and including `step`: units free their retained rows.
 
-        The call does not wait for a unit that is away: the next one covers the same partitions, and more. It waits for
-        controllers: they write down which rows are finished before units forget that.
-
         Raises:
-            TransportError: a controller or a unit that is up did not answer within `request_timeout_s`. The next call
+            TransportError: a controller, or a unit that is up, did not answer within `request_timeout_s`. The next call
                 makes up for it.
         """
         message = ReleaseCheckpointed(check_number("step", step))
+        # Controllers first: they write down which rows are finished before units forget it. A unit that is away is not
+        # awaited, since the next call covers the same partitions and more.
         self._session.tell_controllers(message)
         self._session.tell_units(message, Done)
 
@@ -480,22 +446,20 @@ class QueueClient:
         return restore_snapshot(self.put_rows, self._session, Path(directory))
 
     def checkpoint_wanted(self) -> bool:
-        """Whether rows that only wait for a checkpoint take so much room that one should be saved soon.
-
-        False, too, where a unit does not answer just now: ask again later.
-        """
+        """Whether rows that only wait for a checkpoint take so much room that one should be saved soon."""
         limit = self._config.spill_after_bytes
         try:
             return any(unit.retained_bytes > limit for unit in self.unit_stats().values())
         except TransportError:
+            # A unit does not answer just now; the caller asks again later.
             return False
 
     def stats(self) -> list[QueueStats]:
-        """Return what each controller counts, the lead first."""
+        """Return each controller's counts, the lead's first."""
         return [expect(counted, QueueStats) for counted in self._session.tell_controllers(GetQueueStats())]
 
     def unit_stats(self) -> dict[str, UnitStats]:
-        """Return what each unit that is up holds."""
+        """Return unit -> what it holds, for the units that are up."""
         return self._session.tell_units(GetUnitStats(), UnitStats)
 
     def _fetch(self, message: FetchRows | FetchRound, timeout_s: float) -> LeaseGrant | NoRows:
@@ -507,15 +471,15 @@ class QueueClient:
         return expect(reply, NoRows)
 
 
-# The queue for asyncio: the calls of a consumer or producer as coroutines, run by threads that this object owns.
+# The queue for asyncio: the calls of a consumer or producer as coroutines, run by threads that the client owns.
 #
 #     async with AsyncQueueClient(client) as queue:
 #         await queue.put_rows({"prompt": ["1 + 1 =", "2 + 2 ="]})
 #         async for lease in queue.stream("score", ["prompt"]):
 #             await lease.put({"score": await scores(lease.batch["prompt"])})
 #
-# Fetches wait for long, so they have threads of their own: they never keep a put waiting. A fetch that is cancelled
-# releases what it is granted later. A put that is cancelled is carried out nevertheless. Everything else (partitions,
+# Fetches wait for long, so they have their own threads and never keep a put waiting. A fetch that is cancelled
+# releases what it is granted later. A cancelled put is carried out nevertheless. Everything else (partitions,
 # versions, snapshots) is the wrapped `QueueClient`'s.
 
 logger = logging.getLogger(__name__)
@@ -525,14 +489,14 @@ T = TypeVar("T")
 
 
 class AsyncQueueClient:
-    """One consumer or producer of an asyncio program. Use it from one event loop."""
+    """One consumer or producer of an asyncio program. Use it from one event loop; `close` also closes `client`.
+
+    Args:
+        max_fetches: fetches and watches for lost rows that may wait at the same time; others wait for a thread.
+        max_calls: other calls at the same time.
+    """
 
     def __init__(self, client: QueueClient, *, max_fetches: int = 16, max_calls: int = 8) -> None:
-        """Args:
-        client: does the work; closed by `close`.
-        max_fetches: fetches and watches for lost rows that wait at the same time; others wait for a thread.
-        max_calls: other calls at the same time.
-        """
         self._client = client
         self._closed = False
         self._fetches = ThreadPoolExecutor(max_fetches, thread_name_prefix="queue-fetch")
@@ -547,8 +511,9 @@ class AsyncQueueClient:
         await self.close()
 
     async def close(self) -> None:
-        """Carry out what was begun, then close the client, which ends waiting fetches. Idempotent."""
+        """Finish the calls that were begun, then close the client, which ends waiting fetches. Idempotent."""
         self._closed = True
+        # Calls first: they need the client. Closing the client then ends the waiting fetches.
         await asyncio.to_thread(self._calls.shutdown)
         await asyncio.to_thread(self._client.close)
         await asyncio.to_thread(self._fetches.shutdown, cancel_futures=True)
@@ -558,7 +523,6 @@ class AsyncQueueClient:
         return await self.call(self._client.put_rows, columns, **options)
 
     async def fetch(self, task: str, **options: Any) -> "AsyncLease | NoRows":
-        """See `QueueClient.fetch`, also for the options."""
         self._refuse_when_closed()
         future = self._fetches.submit(self._client.fetch, task, **options)
         try:
@@ -569,14 +533,10 @@ class AsyncQueueClient:
         return AsyncLease(self, answer) if isinstance(answer, Lease) else answer
 
     async def stream(self, task: str, columns: Sequence[str], **options: Any) -> "AsyncIterator[AsyncLease]":
-        """Iterate over a task's rows, read already, until the queue stops, or is closed for writing and done.
+        """Iterate over a task's rows, already read, until the queue stops, or is closed for writing and done.
 
         Leases that the loop leaves open are released when it moves on. Nothing is fetched ahead: run several loops.
-
-        Args:
-            task: whose inputs must be complete.
-            columns: to read.
-            options: of `QueueClient.fetch`.
+        `options` are those of `QueueClient.fetch`.
         """
         while True:
             lease = await self.fetch(task, **options)
@@ -588,19 +548,17 @@ class AsyncQueueClient:
                 await lease.read(columns)
                 yield lease
             finally:
+                # Shielded: a cancelled loop must still return its rows.
                 await asyncio.shield(lease.release())
 
     async def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> PackedBatch:
-        """See `QueueClient.read_rows`."""
         return await self.call(self._client.read_rows, rows, columns)
 
     async def lost_rows(self, after: int = 0, *, timeout_s: float | None = None) -> LostRows | None:
-        """See `QueueClient.lost_rows`."""
         self._refuse_when_closed()
         return await asyncio.wrap_future(self._fetches.submit(self._client.lost_rows, after, timeout_s=timeout_s))
 
     async def close_writing(self) -> None:
-        """See `QueueClient.close_writing`."""
         await self.call(self._client.close_writing)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -613,7 +571,8 @@ class AsyncQueueClient:
             raise TransportError(f"{self._client.owner}: the queue client is closed")
 
     def _return(self, fetched: "Future[Lease | NoRows]") -> None:
-        """A cancelled fetch ended, in its own thread or, if it was faster, in the event loop's: so do not block."""
+        """Give back what a cancelled fetch was granted."""
+        # This runs in the fetch's thread or, if the fetch was faster, in the event loop's: it must not block.
         if fetched.cancelled() or fetched.exception() is not None:
             return
         lease = fetched.result()
@@ -635,7 +594,6 @@ class AsyncLease:
         return len(self._lease)
 
     def __getitem__(self, name: str) -> Column:
-        """Return a column that was read."""
         return self._lease.batch[name]
 
     @property
@@ -649,19 +607,15 @@ class AsyncLease:
         return self._lease.rows
 
     async def read(self, columns: Sequence[str]) -> PackedBatch:
-        """See `Lease.read`."""
         return await self._queue.call(self._lease.read, columns)
 
     async def put(self, columns: Mapping[str, Any], rows: Sequence[int] | None = None) -> bool:
-        """See `Lease.put`."""
         return await self._queue.call(self._lease.put, columns, rows)
 
     async def ack(self, rows: Sequence[int] | None = None) -> bool:
-        """See `Lease.ack`."""
         return await self._queue.call(self._lease.ack, rows)
 
     async def release(self, rows: Sequence[int] | None = None) -> None:
-        """See `Lease.release`."""
         if self._lease.open_rows:
             await self._queue.call(self._lease.release, rows)
 

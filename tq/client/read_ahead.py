@@ -2,8 +2,8 @@
 
     source (an iterator, runs in the thread) -> at most `depth` finished items -> next(read_ahead)
 
-The thread ends when the source does, when it fails (the error is raised at the taker, again at every call), or when
-the taker closes: then finished items that were not taken go to `discard`.
+The thread ends when the source does, when it fails (every call of the taker then raises the error), or when the taker
+closes: then finished items that were not taken go to `discard`.
 """
 
 import threading
@@ -15,7 +15,13 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """An iterator over what a thread produces. One thread takes; any thread may close."""
+    """An iterator over what a thread produces. One thread takes; any thread may close.
+
+    Args:
+        depth: finished items that may wait, at least 1.
+        closing: set by `close`; the source checks it between its own waits.
+        discard: gets every item that is produced but never taken.
+    """
 
     def __init__(
         self,
@@ -26,15 +32,6 @@ class ReadAhead(Generic[T]):
         closing: threading.Event,
         discard: Callable[[T], None] = lambda item: None,
     ) -> None:
-        """Start the thread.
-
-        Args:
-            source: advanced by the thread alone.
-            depth: finished items that may wait, at least 1.
-            name: of the thread.
-            closing: set by `close`; the source looks at it between its own waits.
-            discard: gets every item that is produced but never taken.
-        """
         assert depth >= 1, f"a read-ahead of {depth} items"
         self._source = source
         self._depth = depth
@@ -49,19 +46,13 @@ class ReadAhead(Generic[T]):
 
     @property
     def alive(self) -> bool:
-        """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        """Wait for the next item.
-
-        Raises:
-            StopIteration: the source is exhausted, or this was closed.
-            Exception: the source's own, once everything before it was taken.
-        """
+        """Wait for the next item; raises the source's own error once everything before it was taken."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._ended or self._closing.is_set())
             if self._closing.is_set():
@@ -85,7 +76,7 @@ class ReadAhead(Generic[T]):
             self._discard(item)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end after `close`; returns whether it came."""
+        """Wait for the thread's end after `close`; returns whether it ended."""
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()

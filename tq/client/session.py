@@ -1,7 +1,7 @@
 """A client's session with the queue: its name, channels to services, heartbeats, deadlines, and the leases it holds.
 
-Called by `QueueClient` and `DataPlane`. The session knows which service does what and how long to wait, not what is
-asked. It waits for a controller that restarts and joins it again; it waits for a unit until the caller's deadline.
+`QueueClient` and `DataPlane` call it. The session knows which service does what and how long to wait, not what is
+asked. It waits for a controller that restarts, and joins again; it waits for a unit until the caller's deadline.
 """
 
 import contextlib
@@ -57,12 +57,11 @@ from tq.service_channels import Heartbeats, ServiceChannels, await_reply
 from tq.wire import ColumnHeader, describe, unpack
 
 _BEATS_PER_TIMEOUT = 4
+# How long a client waits for an answer beyond the request's own deadline, which the service enforces (s).
 _GRACE_S = 30.0
-"""How long a client waits for an answer beyond the request's own deadline, which the service keeps (s)."""
 _LEAST_S = 0.5
 _RETRY_S = 0.1
-_LOOK_S = 1.0
-"""How often a wait for a unit looks whether the unit is still up (s)."""
+_LOOK_S = 1.0  # a wait for a unit checks this often whether the unit is still up (s)
 _ROW_BLOCK = 1024
 
 M = TypeVar("M", bound=Message)
@@ -70,7 +69,11 @@ T = TypeVar("T")
 
 
 class QueueSession:
-    """Controllers and units as one client sees them. Thread-safe."""
+    """Controllers and units as one client sees them. Thread-safe.
+
+    Once `stop` is set, the session does not wait for services that are gone. `attempt`: see `tq.refill`; `clock`: in
+    seconds, for deadlines.
+    """
 
     def __init__(
         self,
@@ -82,95 +85,70 @@ class QueueSession:
         attempt: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        credentials: store and secret.
-        name: of this process.
-        config: limits and deadlines.
-        stop: once set, services that are gone are not waited for.
-        attempt: see `tq.refill`.
-        clock: seconds, for deadlines.
-        """
         self.outputs = TaskOutputs(credentials)
-        """What tasks write."""
-        self.owner = new_owner(name, attempt)
-        """The consumer with its incarnation."""
+        self.owner = new_owner(name, attempt)  # the consumer with its incarnation
         self._credentials = credentials
         self._config = config
         self._stop = stop
         self._clock = clock
-        self.held = HeldLeases()
-        """What a controller is told when this client joins it."""
+        self.held = HeldLeases()  # what a controller hears when this client joins it
         limits = Limits(payload_bytes=config.max_message_bytes, shared_memory=config.shared_memory)
         self._links = ServiceChannels(credentials, name, limits, self._greet)
         interval_s = config.lease_timeout_s / _BEATS_PER_TIMEOUT
         self.beats = Heartbeats(self.owner, interval_s, join=self.controller, rejoin=self._rejoin)
-        """Sign of life, and what comes back with it."""
         self._rows_lock = threading.Lock()
         self._rows = range(0)
         self._reserved = 0
 
     @cached_property
     def directory(self) -> Directory:
-        """Which controller serves which task."""
         with self._credentials.borrowed_store() as store:
             return Directory.read(store)
 
     def declare_outputs(self, columns: Iterable[str]) -> None:
-        """See `QueueClient`."""
+        """See `QueueClient.declare_outputs`."""
         self.beats.writes(columns)
         for controller in self.directory.controllers:
             self.beats.watch(controller)
 
     def units(self) -> dict[str, int]:
-        """Return the units that are up, with the bytes that they hold, as the lead controller said last."""
+        """Return unit -> bytes held for the units that are up, by the lead controller's last answer."""
         return self.beats.units(self.directory.lead)
 
     def may_answer(self, unit: str) -> bool:
-        """Whether a unit is up, or may come back with its rows, as the lead controller said last."""
+        """Whether a unit is up or may come back with its rows, by the lead controller's last answer."""
         return unit in self.units() or unit in self.beats.away(self.directory.lead)
 
     def deadline(self, timeout_s: float | None = None) -> "Deadline":
-        """Begin a call that has so long, by default `request_timeout_s`."""
+        """Start the deadline of a call; None: `request_timeout_s`."""
         return Deadline(self.seconds(timeout_s), self._clock)
 
     def seconds(self, timeout_s: float | None) -> float:
-        """Return how long a call has (s): what was asked for, by default `request_timeout_s`."""
+        """Return `timeout_s`, or `request_timeout_s` for None."""
         return self._config.request_timeout_s if timeout_s is None else timeout_s
 
     def unit(self, name: str, timeout_s: float | None = None) -> Connection:
-        """Return the channel to a unit; raises TransportError when it is gone."""
+        """Return the channel to a unit; raises TransportError when the unit is gone."""
         return self._links.get(name, UNIT_REPLIES, timeout_s=timeout_s)
 
     def controller(self, name: str, timeout_s: float | None = None) -> Connection:
-        """Return the channel to a controller, joined; raises TransportError when it is gone."""
+        """Return the joined channel to a controller; raises TransportError when the controller is gone."""
         return self._links.get(name, CONTROLLER_REPLIES, timeout_s=timeout_s)
 
     def call(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
-        """Ask a controller once.
-
-        Args:
-            controller: service name.
-            message: request.
-            timeout_s: how long it may park.
-
-        Raises:
-            TransportError: it is gone or does not answer.
-            PeerRefused, LeaseFenced: it answered no.
-        """
+        """Ask a controller once; the request may park for `timeout_s`. Raises TransportError without an answer."""
         wait_s = self.seconds(timeout_s) + _GRACE_S
         return self.controller(controller, wait_s).call(message, timeout_s=wait_s)[0]
 
     def ask(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
-        """Like `call`, but a controller that is gone may come back meanwhile."""
+        """Like `call`, but waits for a controller that is gone to come back."""
         return self.retry_until(lambda: self.call(controller, message, timeout_s), self.deadline(timeout_s))
 
     def post(self, controller: str, message: Message) -> None:
-        """Send a message over an open channel without waiting for the answer; without a channel it is dropped.
-
-        It is carried out unless the controller or the channel goes: then this client joins anew.
-        """
+        """Send a message over an open channel without waiting for the answer; without a channel, drop it."""
         connection = self._links.opened(controller)
         if connection is not None:
+            # Lost only if the controller or the channel goes, and then this client joins anew.
             with contextlib.suppress(TransportError):
                 connection.submit(message)
 
@@ -181,16 +159,10 @@ class QueueSession:
     def tell_units(
         self, message: Message, answer: type[M], *, every: bool = False, timeout_s: float | None = None
     ) -> dict[str, M]:
-        """Send one message to the units that are up; returns their answers.
+        """Send one message to the units that are up; returns unit -> answer of kind `answer`.
 
-        Args:
-            message: the same for all.
-            answer: what they reply.
-            every: first wait until no unit is away that may come back with its rows (killed, starting again).
-            timeout_s: for all of it; default `request_timeout_s`.
-
-        Raises:
-            TransportError: a unit did not answer in time, or, with `every`, was away all the time.
+        `every`: first wait until no unit that may come back with its rows (killed, restarting) is away. Raises
+        TransportError when a unit does not answer, or is still away, after `timeout_s`.
         """
         deadline = self.deadline(timeout_s)
         self.retry_until(partial(self._find_units, every=every), deadline)
@@ -201,16 +173,10 @@ class QueueSession:
         }
 
     def answer(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Any:
-        """Wait for the reply to a submitted message; returns it without its payload."""
         return self.reply(future, service, message, timeout_s)[0]
 
     def reply(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Reply:
-        """Wait for the reply to a submitted message, with its payload.
-
-        Raises:
-            TransportError: none came in time, or the service is a unit that the lead controller counts as away
-                meanwhile: it may be stopped, and another one take the rows.
-        """
+        """Wait for the reply to a submitted message, with its payload; raises TransportError if none comes in time."""
         deadline = self._clock() + self.seconds(timeout_s)
         absence = Absence(self._clock)
         while (left_s := deadline - self._clock()) > _LOOK_S:
@@ -219,6 +185,7 @@ class QueueSession:
                 return reply
             if service in self.directory.controllers:
                 continue
+            # A unit that is away may be a stopped process: fail early, so that another unit can take the rows.
             if absence.lasts(away=self._is_away(service)) > self._config.unit_timeout_s:
                 raise TransportError(f"{service} does not answer {type(message).__name__}, and counts as away")
         return await_reply(future, service, type(message).__name__, max(0.0, left_s))
@@ -231,11 +198,9 @@ class QueueSession:
         return False
 
     def retry_until(self, attempt: Callable[[], T], deadline: "Deadline") -> T:
-        """Try until it works or is refused, while services that are gone may come back.
+        """Retry until `attempt` works or is refused; services that are gone may come back in the meantime.
 
-        Raises:
-            DeadlineExceeded: it did not work in time; says what came in the way last.
-            TransportError: the same, but this client is closed, or its run stops.
+        Raises DeadlineExceeded with the last obstacle, or TransportError when this client is closed or its run stops.
         """
         while True:
             try:
@@ -246,7 +211,7 @@ class QueueSession:
                 if deadline.passed:
                     raise DeadlineExceeded(f"{self.owner} tried for {deadline.timeout_s:g} s: {error}") from error
                 if self._links.closed or self._stop.wait(_RETRY_S):
-                    if error.deadline:  # it was the last attempt's: this call's has not passed
+                    if error.deadline:  # the last attempt's own deadline passed, but not that of this call
                         raise TransportError(str(error)) from error
                     raise
 
@@ -260,13 +225,11 @@ class QueueSession:
         return taken
 
     def reserve_rows(self, rows: Sequence[int]) -> None:
-        """Let `new_rows`, here or elsewhere, return none of these; asks the store once per block of ascending rows.
-
-        Rows that another client was given before, and has not put yet, are beyond its reach.
-        """
+        """Keep `new_rows`, in any client, from returning these rows; asks the store once per block."""
         if not rows:
             return
         with self._rows_lock:
+            # Rows that another client took earlier, and has not put yet, are beyond reach.
             last = max(rows)
             if min(rows) < self._rows.stop and last >= self._rows.start:
                 self._rows = range(last + 1, max(last + 1, self._rows.stop))
@@ -305,25 +268,21 @@ class QueueSession:
 
 
 class Deadline:
-    """The deadline of one call, shared by all services that the call asks; begins when it is made."""
+    """The deadline of one call, shared by all services that the call asks; it starts at construction."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeout_s = timeout_s
-        """How long the whole call has (s)."""
         self._clock = clock
         self._end = clock() + timeout_s
 
     @property
     def passed(self) -> bool:
-        """Whether the time is up."""
         return self._clock() >= self._end
 
     @property
     def left_s(self) -> float:
-        """How long the next service may take (s).
-
-        Never zero: else one silent service would make the services that are asked after it look silent, every time.
-        """
+        """How long the next service may take (s); never zero."""
+        # With zero, one silent service would make every service that is asked after it look silent, too.
         return max(_LEAST_S, self._end - self._clock())
 
 
@@ -335,7 +294,7 @@ class HeldLeases:
         self._held: dict[tuple[str, int], Held] = {}
 
     def granted(self, fetch: FetchRows | FetchRound, answer: LeaseGrant) -> None:
-        """A lease was given; the same one again changes nothing."""
+        """Note a lease; the same one again changes nothing."""
         held = Held(fetch.task, answer.token, answer.partition, list(answer.rows))
         if isinstance(fetch, FetchRound):
             held.round_index, held.rank, held.num_ranks = fetch.round_index, fetch.rank, fetch.num_ranks
@@ -349,7 +308,7 @@ class HeldLeases:
                 self._forget_old_rounds(fetch.task, fetch.partition)
 
     def done(self, grant: LeaseGrant, rows: Iterable[int]) -> None:
-        """Rows left the lease: put, acked or released."""
+        """Rows left the lease: put, acknowledged or released."""
         key, gone = (grant.task, grant.token), set(rows)
         with self._lock:
             held = self._held.get(key)
@@ -359,19 +318,17 @@ class HeldLeases:
                     del self._held[key]
 
     def void(self, tasks: Collection[str], tokens: Collection[int]) -> None:
-        """A controller does not count these as this client's any more."""
+        """A controller no longer counts these leases as this client's."""
         with self._lock:
             for task in tasks:
                 for token in tokens:
                     self._held.pop((task, token), None)
 
     def forget(self, grant: LeaseGrant) -> None:
-        """Another reader of the lease answers for it."""
         with self._lock:
             self._held.pop((grant.task, grant.token), None)
 
     def of_tasks(self, tasks: Collection[str]) -> list[Held]:
-        """Return what is held of these tasks."""
         with self._lock:
             return [held for (task, _), held in self._held.items() if task in tasks]
 
@@ -382,55 +339,41 @@ class HeldLeases:
 
 
 def expect(reply: Any, kind: type[M]) -> M:
-    """Return `reply` if it is what the protocol says.
-
-    Raises:
-        TransportError: it is something else.
-    """
+    """Return `reply`; raises TransportError if it is not of this kind."""
     if isinstance(reply, kind):
         return reply
     raise TransportError(f"expected {kind.__name__}, got {type(reply).__name__}")
 
 
 class Absence:
-    """How long a unit has counted as away, by the lead's repeated answers.
-
-    Time before the first "away" does not count: the lead was not asked, did not answer, or had just restarted.
-    """
+    """How long a unit has counted as away, by the lead's repeated answers."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Args:
-        clock: seconds.
-        """
         self._clock = clock
         self._since: float | None = None
 
     def lasts(self, *, away: bool) -> float:
-        """Take in an answer; return for how long (s) all answers have been "away"."""
+        """Take in an answer; returns how long (s) all answers have been "away"."""
         if not away:
             self._since = None
+        # Time before the first "away" does not count: the lead was not asked, did not answer, or had just restarted.
         elif self._since is None:
             self._since = self._clock()
         return 0.0 if self._since is None else self._clock() - self._since
 
 
-# What a client asks the units: put rows, read columns, write outputs, ack, find rows. Controllers hear of releases.
+# What a client asks the units: put rows, read columns, write outputs, ack, find rows. Releases go to controllers.
 #
 # Called by `QueueClient`, `Lease` and `StreamingDataLoader`. Reading and writing ask every unit before they wait for
 # the first answer; a call has one deadline for all of its units.
 
-PUT_GRACE_S = 6.0
-"""How long a put is waited for beyond its own deadline: when its unit is stopped, another one shall take the rows."""
+PUT_GRACE_S = 6.0  # a put is awaited for this long beyond its own deadline; then another unit takes the rows (s)
 
 
 class DataPlane:
-    """The units as one client sees them. Thread-safe."""
+    """The units as one client sees them. Thread-safe. A unit closes the channel on a put beyond `max_message_bytes`."""
 
     def __init__(self, session: QueueSession, *, max_message_bytes: int) -> None:
-        """Args:
-        session: channels to units and controllers.
-        max_message_bytes: of a put's payload; a unit drops the channel of a larger one.
-        """
         self._session = session
         self._max_message_bytes = max_message_bytes
         self._loads = UnitLoads()
@@ -438,11 +381,7 @@ class DataPlane:
     # New rows
 
     def describe(self, columns: Mapping[str, Column]) -> tuple[list[ColumnHeader], Payload]:
-        """Return columns as a put carries them.
-
-        Raises:
-            ConfigError: they are too large for one put.
-        """
+        """Return columns in the form that a put carries; raises ConfigError if they are too large for one put."""
         headers, payload = describe(columns, narrow=True)
         most = self._max_message_bytes
         if payload.num_bytes > most:
@@ -450,15 +389,14 @@ class DataPlane:
         return headers, payload
 
     def put_rows(self, message: PutRows, payload: Payload) -> None:
-        """Put new rows on some unit, the emptiest first; another one is tried when a unit dies or an answer is lost.
+        """Put new rows on the emptiest unit; when a unit dies or an answer is lost, try another one.
 
         Raises:
-            RowsExist, PeerRefused: the rows were there before the first attempt, or were refused.
+            RowsExist, PeerRefused: the rows existed before the first attempt, or were refused.
             TransportError: no unit took them in time, or another put of one of them did not end in time.
         """
         session, loads = self._session, self._loads
-        unsure: set[str] = set()
-        """Units that may have taken the rows though their answer did not come."""
+        unsure: set[str] = set()  # units that may have taken the rows although their answer did not arrive
         ask_again: set[str] = set()
 
         def attempt() -> None:
@@ -472,10 +410,11 @@ class DataPlane:
             except RowsExist as error:
                 if not unsure:
                     raise
-                if unit not in unsure:  # an earlier attempt got through, or died and a controller does not know it yet
+                # An earlier attempt got through, or died before a controller noticed: ask the units in doubt again.
+                if unit not in unsure:
                     ask_again.update(unsure)
                     raise TransportError(str(error)) from error
-            except PutPending as error:  # what becomes of it decides whether they exist
+            except PutPending as error:  # the rows' existence depends on how the other put ends
                 raise TransportError(str(error)) from error
             except (PeerRefused, LeaseFenced):
                 raise
@@ -491,30 +430,29 @@ class DataPlane:
         """Read columns of a lease's rows, in the lease's order, into tensors that the caller owns.
 
         Raises:
-            LeaseFenced: rows are not where they were: freed, since the lease is void, or lost with their unit.
+            LeaseFenced: the rows were freed, since the lease is void, or were lost with their unit.
             PeerRefused: a column is not written.
             TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
         """
         return self._read(grant.rows, grant.groups, grant.units, names)
 
     def put(self, grant: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
-        """Write all output columns of some rows of a lease; the task is then done with them.
+        """Write all output columns of some rows of a lease, after which the task is done with them. Repeatable.
 
         Raises:
             LeaseFenced: the lease is void, or the rows were lost; drop the work.
-            TransportError: a unit is gone, or not all of them answered within `request_timeout_s`; putting again is
-                safe.
+            TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
         """
         self._session.beats.writes(columns)
         deadline = self._session.deadline()
         self._finish(grant, rows, lambda: self._put(grant, rows, columns, deadline), deadline)
 
     def ack(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
-        """Be done with rows of a lease without writing anything. Rows lost with their unit are acked too.
+        """Finish rows of a lease without outputs, even rows lost with their unit; acknowledging again is safe.
 
         Raises:
             LeaseFenced: the lease is void.
-            TransportError: neither unit nor controller answered within `request_timeout_s`; acking again is safe.
+            TransportError: neither unit nor controller answered within `request_timeout_s`.
         """
         deadline = self._session.deadline()
         for unit, positions in _by_unit(_units_of(grant, rows)).items():
@@ -523,24 +461,18 @@ class DataPlane:
         self._session.held.done(grant, rows)
 
     def release(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
-        """Return rows of a lease to the queue; a controller that is away learns of it when it is back.
+        """Return rows of a lease to the queue; a controller that is away hears of it when it is back.
 
-        Raises:
-            TransportError: the controller did not answer within `request_timeout_s`. A trainer's lease (`keeps_leases`)
-                must then be released again.
+        Raises TransportError when there is no answer: a trainer's lease (`keeps_leases`) must then be released again.
         """
         self._session.held.done(grant, rows)
         self._ask_controller(grant, Release(grant.task, grant.token, list(rows)))
 
     def filter(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
-        """Take the groups of these rows out of the queue. With a void lease nothing changes.
+        """Remove the groups of these rows from the queue; a void lease changes nothing.
 
-        Args:
-            grant, rows: a lease, and some of its rows.
-            failures: how often the consumer failed on them, which makes the groups dead letters; 0: they are fine.
-
-        Raises:
-            TransportError: the controller did not answer within `request_timeout_s`.
+        `failures`: how often the consumer failed on the rows, which makes the groups dead letters; 0: only filtered
+        out. Raises TransportError when the controller does not answer within `request_timeout_s`.
         """
         self._ask_controller(
             grant, Release(grant.task, grant.token, list(rows), filtered=not failures, failures=failures)
@@ -548,22 +480,21 @@ class DataPlane:
         self._session.held.done(grant, rows)
 
     def forget(self, grant: LeaseGrant) -> None:
-        """Another reader of this lease (a rank of the same replica) answers for it from now on."""
+        """Leave this lease to another reader of it (a rank of the same replica), which answers for it from now on."""
         self._session.held.forget(grant)
 
     # Rows by their index
 
     def list_rows(self, *, rows: Sequence[int] | None = None, partition: int | None = None) -> dict[str, RowList]:
-        """Return unit -> what it knows of these rows; None: of all."""
+        """Return unit -> what it knows of these rows (None: all)."""
         asked = ListRows(None if rows is None else list(rows), partition)
         return self._session.tell_units(asked, RowList, every=True)
 
     def read(self, rows: Sequence[int], names: Sequence[str]) -> PackedBatch:
         """Read columns of any rows, in this order.
 
-        Raises:
-            PeerRefused: a row is not in the queue, or a column is not written.
-            TransportError: a unit is away or does not answer.
+        Raises PeerRefused if a row is not in the queue or a column is not written, TransportError if a unit does not
+        answer.
         """
         home = {
             number: (group, unit)
@@ -577,7 +508,7 @@ class DataPlane:
         return self._read(rows, [home[row][0] for row in rows], [home[row][1] for row in rows], names)
 
     def clear_rows(self, rows: Sequence[int]) -> list[int]:
-        """Remove rows; returns those that were there, ascending."""
+        """Remove rows; returns those that existed, ascending."""
         cleared = self._session.tell_units(ClearRows(list(rows)), RowList, every=True)
         return sorted(row for listed in cleared.values() for record in listed.records for row in record.rows)
 
@@ -616,15 +547,13 @@ class DataPlane:
         *,
         done: bool = True,
     ) -> None:
-        """Try to put or ack; when the lease is void for one of the rows, the work on all of them is dropped.
-
-        The other rows return. The controller may also count all of them as this client's, and then they would never be
-        handed out: one that recovers rebuilds the leases that it was told of when this client joined.
-        """
+        """Try to put or ack; when the lease is void for one of the rows, drop the work on all of them."""
         try:
             self._session.retry_until(attempt, deadline)
         except LeaseFenced:
             self._session.held.done(grant, rows)
+            # Return the other rows. A recovering controller rebuilds the leases it heard of when this client joined, so
+            # it may still count the rows as this client's, and would never hand them out.
             service = self._session.directory.controller_of(grant.task)
             self._session.post(service, Release(grant.task, grant.token, list(rows), fenced=True))
             raise
@@ -644,7 +573,7 @@ class DataPlane:
             self._session.answer(future, unit, message, deadline.left_s)
 
     def _ack(self, grant: LeaseGrant, unit: str, rows: list[int], deadline: Deadline) -> None:
-        """Ack at the unit, or, when it is gone or started empty, at the controller."""
+        """Ack at the unit or, when the unit is gone or restarted empty, at the controller."""
         message = PutOutputs(grant.task, grant.token, rows, [])
         try:
             future = self._session.unit(unit, deadline.left_s).submit(message)
@@ -654,19 +583,20 @@ class DataPlane:
         except TransportError as error:
             try:
                 self._ack_lost(AckLost(grant.task, grant.token, rows), deadline)
-            except PeerRefused as refusal:  # the rows are not lost: their unit will be back
-                if isinstance(error, LeaseFenced):  # it is back, empty, and the controller is about to hear of that
+            except PeerRefused as refusal:  # the rows are not lost: their unit will return
+                if isinstance(error, LeaseFenced):  # the unit is back, empty, and the controller has yet to hear of it
                     raise TransportError(f"{error}; {refusal}") from None
                 raise error from None
             except LeaseFenced:
-                # A controller that was started again forgot under which lease rows were done before; the unit knows.
+                # A restarted controller forgot under which lease rows were done before; the unit knows.
                 if isinstance(error, LeaseFenced) or not self._session.may_answer(unit):
                     raise
                 raise error from None
 
     def _ack_lost(self, lost: AckLost, deadline: Deadline) -> None:
-        """Ack at the controller that gave the lease; when it agrees, the others must not ask for these rows again."""
         directory = self._session.directory
+        # The controller that gave the lease judges first. Once it agrees, the others must hear, or they would ask for
+        # these rows again.
         first = directory.controller_of(lost.task)
         for service in sorted(directory.controllers, key=lambda name: name != first):
             future = self._session.controller(service, deadline.left_s).submit(lost)
@@ -677,7 +607,7 @@ class DataPlane:
 
 
 class UnitLoads:
-    """How full the units are: what heartbeats said last, corrected by the answers to this client's own puts."""
+    """How full the units are: the last heartbeat's numbers, corrected by the answers to this client's own puts."""
 
     def __init__(self) -> None:
         self._reported: dict[str, int] = {}
@@ -685,20 +615,12 @@ class UnitLoads:
         self._puts: dict[str, int] = {}
 
     def put(self, unit: str, num_bytes: int) -> None:
-        """A put succeeded; the unit holds so many bytes now."""
+        """A put succeeded; the unit now holds `num_bytes`."""
         self._seen[unit] = num_bytes
         self._puts[unit] = self._puts.get(unit, 0) + 1
 
     def emptiest(self, units: Mapping[str, int], passed_over: Collection[str]) -> str:
-        """Choose a unit.
-
-        Args:
-            units: those that are up, with the bytes that they hold as last reported.
-            passed_over: chosen only when no other is left.
-
-        Raises:
-            TransportError: no unit is up.
-        """
+        """Choose among `units` (unit -> bytes), preferably not `passed_over`; raises TransportError if none is up."""
         if not units:
             raise TransportError("no storage unit is up")
         for unit, num_bytes in units.items():
@@ -726,9 +648,9 @@ def _by_unit(units: Sequence[str]) -> dict[str, Sequence[int]]:
     return dict(by_unit)
 
 
-# Watches how long a consumer waits for rows: logs it, and gives up when no producer of them is left.
+# Watches how long a consumer waits for rows: logs the wait, and gives up when no producer of the rows is left.
 #
-# Pure but for the log: it gets every reply, and its clock is passed in.
+# Pure except for the log: it gets every reply, and its clock is passed in.
 
 logger = logging.getLogger(__name__)
 
@@ -737,7 +659,13 @@ LOST_ROWS_S = 60.0
 
 
 class StallMonitor:
-    """The waiting of one consumer: `ask`, then `served` or `waited` or `unreadable`, over and over."""
+    """The waiting of one consumer: `ask`, then `served`, `waited` or `unreadable`, again and again.
+
+    Args:
+        producers_timeout_s: fail when there has been no producer for this long without a break (s); 0: wait forever.
+        setting: the user's name for that limit.
+        narrates: log warnings (one rank of a gang does).
+    """
 
     def __init__(
         self,
@@ -747,12 +675,6 @@ class StallMonitor:
         narrates: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        producers_timeout_s: no producer for so long without a break is an error (s); 0: wait for ever.
-        setting: what the user calls that.
-        narrates: whether this consumer logs warnings (one rank of a gang does).
-        clock: seconds.
-        """
         self._producers_timeout_s = producers_timeout_s
         self._setting = setting
         self._level = logging.WARNING if narrates else logging.DEBUG
@@ -771,15 +693,10 @@ class StallMonitor:
         return min(timeout_s, SAY_EVERY_S, self._producers_timeout_s or SAY_EVERY_S)
 
     def served(self) -> None:
-        """Rows came and were read."""
         self._asked_at = self._alone_since = self._unreadable_since = None
 
     def waited(self, answer: NoRows) -> None:
-        """A request's deadline passed without rows.
-
-        Raises:
-            ProducersGone: there has been no producer for `producers_timeout_s`.
-        """
+        """A request's deadline passed. Raises ProducersGone after `producers_timeout_s` without a producer."""
         now = self._clock()
         if answer.producers_alive:
             self._alone_since = None
@@ -790,17 +707,13 @@ class StallMonitor:
         if self._alone_since is not None and 0 < self._producers_timeout_s <= alone_s:
             raise ProducersGone(
                 f"{self._what}: waits for {missing}, but for {alone_s:.0f} s no process was connected that writes them "
-                f"or said that it will; see in the logs why the producers ended or have not begun, or raise "
+                f"or said that it will; read in the logs why the producers ended or did not start, or raise "
                 f"{self._setting} if they only start slowly"
             )
         self._say(now, f"still waits for {missing}" + (" (no producer is connected)" if self._alone_since else ""))
 
     def unreadable(self, error: TransportError) -> None:
-        """Leased rows could not be read: their unit is gone. They come back when a producer puts them again.
-
-        Raises:
-            TransportError: `error`, when that has gone on for too long.
-        """
+        """The unit of leased rows is gone; they come back when put again. Raises `error` if this lasts too long."""
         now = self._clock()
         if self._unreadable_since is None:
             self._unreadable_since = now

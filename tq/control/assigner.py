@@ -11,24 +11,19 @@ from tq.policies import Fifo, Offer, Want, choose
 class RoundAssigner:
     """Assigns the rounds of one task to the ranks of a gang.
 
-    A step is a partition, unless the task's steps take rows of several ones (`TaskSpec.steps`). A round has rows of one
-    partition. It is chosen once; all ranks get the same, however often they ask. After a restart of the controller the
-    ranks say what they hold: with which step and round it came, and how large that round was. Slices that no rank holds
+    A step is a partition, unless the task's steps take rows of several partitions (`TaskSpec.steps`). A round has rows
+    of one partition. It is chosen once; all ranks get the same round, however often they ask. After a restart of the
+    controller the ranks say what they hold: the step and round, and how large that round was. Slices that no rank holds
     are assigned again before anything new is.
     """
 
     def __init__(self, task: TaskState) -> None:
-        """Args:
-        task: whose partitions and leases.
-        """
-        self.ranks: dict[str, int] = {}
-        """Consumer -> the newest step that it got a slice of."""
+        self.ranks: dict[str, int] = {}  # consumer -> the newest step of which it got a slice
         self._task = task
         self._spec = task.spec.steps
         self._version = 0
         self._steps: dict[int, Rounds] = {}
-        self._restored = False
-        """Whether slices of an earlier incarnation may be missing."""
+        self._restored = False  # whether slices of an earlier incarnation may be missing
 
     def published(self, version: int) -> None:
         """Weights of step `version` exist, so that step is over."""
@@ -36,7 +31,7 @@ class RoundAssigner:
         for step in [step for step in self._steps if step <= self._version]:
             del self._steps[step]
         if self._spec is not None:
-            self._task.changed.add(version)  # ranks that wait for its rounds hear that it is over
+            self._task.changed.add(version)  # wake ranks that wait for its rounds: it is over
 
     def over(self, step: int) -> bool:
         """Whether the step was trained, or all rows of the partition are done."""
@@ -49,11 +44,10 @@ class RoundAssigner:
         return self.over(step) or (step in self._steps and self._steps[step].num_rows >= self._spec.num_rows)
 
     def rounds(self, step: int) -> Rounds:
-        """Return the rounds of a step."""
         return self._task.partition(step).rounds if self._spec is None else self._steps.setdefault(step, Rounds())
 
     def known_rounds(self, step: int) -> Rounds | None:
-        """Return them if anything is known of the step."""
+        """Return the step's rounds, or None if nothing is known of the step."""
         if self._spec is not None:
             return self._steps.get(step)
         part = self._task.partitions.get(step)
@@ -68,7 +62,7 @@ class RoundAssigner:
             self._restored = True
 
     def keeps_leases(self, owner: str) -> bool:
-        """Whether a consumer's leases, or its slices of a step that is not over, outlive its channel."""
+        """Whether a consumer's leases, or its slices of an unfinished step, outlive its channel."""
         if not self._task.spec.keeps_leases:
             return False
         step = self.ranks.get(owner)
@@ -76,13 +70,9 @@ class RoundAssigner:
         return held is not None or (step is not None and not self.over(step))
 
     def round(self, step: int, index: int, want: Want, token: Callable[[], int]) -> Round | None:
-        """Return a round, formed when it can be full or the step's rest is ready.
+        """Return round `index`, at most one beyond the formed ones; None: it can neither be full nor hold the rest yet.
 
-        Args:
-            step: its number.
-            index: of the round; at most one more than there are.
-            want: of all ranks together.
-            token: makes a lease token.
+        `want` is that of all ranks together; `token` makes a lease token.
         """
         rounds = self.rounds(step)
         assert index <= len(rounds.formed), "the caller checks that no round is skipped"
@@ -113,7 +103,7 @@ class RoundAssigner:
         return formed
 
     def _form(self, rounds: Rounds, partition: int, want: Want, token: Callable[[], int]) -> Round:
-        """Add a round of what a partition has ready, which is enough."""
+        """Add a round of what a partition has ready."""
         items = self._task.partition(partition).queue.pick(self._task.picking, want)
         rank_slices = self._task.spec.policy.assign(items, rounds.loads(want.num_ranks))
         formed = rounds.form(rank_slices, token, partition=partition)
@@ -122,30 +112,27 @@ class RoundAssigner:
         return formed
 
     def _hold(self, rank_slice: RankSlice | None, partition: int) -> None:
-        """A slice is a lease from now on, if it has rows."""
         if rank_slice is not None and rank_slice.rows:
             self._task.lease(rank_slice.token, partition, rank_slice.rows)
 
     def _offers(self) -> list[Offer]:
-        """Return what partitions have to give, oldest first.
-
-        Of old ones only what is ready counts: a restarted controller may have forgotten that their rows were trained.
-        """
+        """Return what partitions have to give, oldest first."""
         assert self._spec is not None
         offers = []
         trained = self._version - self._spec.lateness
         for number, part in sorted(self._task.partitions.items()):
             ready = part.queue.num_rows
+            # Of old partitions only ready rows count: a restarted controller may have forgotten that the others were
+            # trained.
             left = ready if number <= trained else self._task.num_unassigned(number)
             if left:
                 offers.append(Offer(number, ready, left))
         return offers
 
     def _assign_missing(self, token: Callable[[], int]) -> bool:
-        """Complete the rounds of an earlier incarnation, the oldest first; returns whether all are."""
+        """Complete the rounds of an earlier incarnation, the oldest first; returns whether all are complete."""
         steps = self._steps if self._spec is not None else {k: part.rounds for k, part in self._task.partitions.items()}
-        waiting: set[int] = set()
-        """Partitions whose rows an older round waits for."""
+        waiting: set[int] = set()  # partitions whose rows an older round waits for
         for _, rounds in sorted(steps.items()):
             for known in rounds.formed:
                 if known.missing and (known.partition in waiting or not self._assign_round(known, token)):
@@ -154,13 +141,13 @@ class RoundAssigner:
         return not waiting
 
     def _assign_round(self, known: Round, token: Callable[[], int]) -> bool:
-        """Assign the missing slices of a round once what they had is ready again; returns whether none is missing."""
+        """Assign the missing slices of a round once its rows are ready again; returns whether none is missing."""
         queue, missing = self._task.partition(known.partition).queue, known.missing
         left = known.total_rows - sum(rank_slice.num_rows for rank_slice in known.rank_slices if rank_slice is not None)
         if queue.num_rows < left:
             if not self._task.rest_ready(known.partition):
                 return False
-            left = queue.num_rows  # some left the partition with their group
+            left = queue.num_rows  # the other rows left the partition with their group
         for position, rank in enumerate(missing):
             size = -(-left // (len(missing) - position))
             rank_slice = RankSlice.of(token(), queue.pick(Fifo(), Want(size)) if size > 0 else [])

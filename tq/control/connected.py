@@ -1,4 +1,4 @@
-"""Units and consumers that are connected to a controller, by channel, with the last sign of life of each. Pure."""
+"""Units and consumers that are connected to a controller, by channel, with the last heartbeat of each. Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from functools import partial
 from asyncflow.clock import excused
 from tq.timers import Timer, Timers
 
+# Checks come at least this often. After a longer pause this process stood still itself, with heartbeats unread.
 _LOOKS_PER_TIMEOUT = 4
-"""At least so many are expected. After a longer pause this process stood still itself, and signs of life lie unread."""
 
 
 @dataclass
@@ -39,38 +39,36 @@ class Sessions:
         return list(self._owners)
 
     def joined(self, session: int, owner: str, now: float) -> None:
-        """A consumer joins, on a channel that replaces an earlier one, or on the same again since it was given up."""
+        """A consumer joins, on a new channel or, after it was given up, again on the same one."""
         self._owners[owner] = _Owner(session, now)
 
     def asked(self, session: int, owner: str, now: float) -> None:
-        """A consumer may get rows: if it was given up, its channel is watched again, but it must join to be `heard`."""
+        """A consumer may get rows: watch its channel again if it was given up, but it must join to be `heard`."""
         if owner not in self._owners:
             self._owners[owner] = _Owner(session, now, joined=False)
 
     def elsewhere(self, session: int, owner: str) -> bool:
-        """Whether a consumer is reached over another channel than this one, whose end was not noticed yet."""
+        """Whether a consumer's known channel is another one than this, whose end was not noticed yet."""
         known = self._owners.get(owner)
         return known is not None and known.session != session
 
     def heard(self, owner: str, now: float) -> bool:
-        """A sign of life; False when the owner is not known (any more), and must join."""
+        """Note a heartbeat; False when the owner is not known (any more), and must join."""
         known = self._owners.get(owner)
         if known is not None:
             known.last_heard = now
         return known is not None and known.joined
 
     def registered(self, session: int, unit: str, now: float) -> None:
-        """A unit's first message on a channel."""
         self._units[unit] = _Unit(session, now)
 
     def unit_heard(self, session: int, now: float) -> None:
-        """A unit's sign of life."""
         for unit in self._units.values():
             if unit.session == session:
                 unit.last_heard = now
 
     def silent_units(self, now: float, timeout_s: float) -> list[tuple[str, int]]:
-        """Return (unit, session) of those that were silent for `timeout_s`, while this process ran."""
+        """Return (unit, session) of those that were silent for `timeout_s` while this process ran."""
         _excuse(self._units.values(), self._units_looked_at, now, timeout_s)
         self._units_looked_at = now
         return [(name, unit.session) for name, unit in self._units.items() if now - unit.last_heard > timeout_s]
@@ -83,7 +81,7 @@ class Sessions:
         return owners, units
 
     def silent(self, now: float, timeout_s: float) -> list[str]:
-        """Return, and forget, the owners that were silent for `timeout_s`, while this process ran."""
+        """Return, and forget, the owners that were silent for `timeout_s` while this process ran."""
         _excuse(self._owners.values(), self._owners_looked_at, now, timeout_s)
         self._owners_looked_at = now
         owners = [name for name, owner in self._owners.items() if now - owner.last_heard > timeout_s]
@@ -91,7 +89,7 @@ class Sessions:
         return owners
 
     def gone(self, owners: Iterable[str]) -> None:
-        """Forget consumers of which it is known that they are gone; those that are not known are left out."""
+        """Forget consumers that are known to be gone; unknown ones are skipped."""
         self._forget([owner for owner in owners if owner in self._owners], ())
 
     def _forget(self, owners: Iterable[str], units: Iterable[str]) -> None:
@@ -110,15 +108,10 @@ def _excuse(those: Iterable[_Owner | _Unit], looked_at: float, now: float, timeo
 class UnitGraces:
     """Units whose channel ended, until they are back or their time is up. The caller holds the lock.
 
-    One grace for each break of a channel: that of an earlier break never ends a later one.
+    `expired` is called without the lock, with the arguments of `over`.
     """
 
     def __init__(self, timers: Timers, grace_s: float, expired: Callable[[str, int], None]) -> None:
-        """Args:
-        timers: run the deadlines.
-        grace_s: how long a unit may be away.
-        expired: called without the lock with what `over` wants to know.
-        """
         self._timers = timers
         self._grace_s = grace_s
         self._expired = expired
@@ -126,8 +119,9 @@ class UnitGraces:
         self._breaks = 0
 
     def begin(self, unit: str) -> None:
-        """A unit's channel ended: its grace begins."""
+        """A unit's channel ended."""
         self.end(unit)
+        # Number the breaks, so that the grace of an earlier one never ends a later one.
         self._breaks += 1
         self._running[unit] = (
             self._breaks,
@@ -135,13 +129,13 @@ class UnitGraces:
         )
 
     def end(self, unit: str) -> None:
-        """The unit is back: its grace is over."""
+        """The unit is back."""
         _, timer = self._running.pop(unit, (0, None))
         if timer is not None:
             timer.cancel()
 
     def over(self, unit: str, number: int) -> bool:
-        """Whether a break has really lasted too long: the unit did not come back just now."""
+        """Whether this break has lasted too long: False if the unit came back just now."""
         if self._running.get(unit, (0, None))[0] != number:
             return False
         del self._running[unit]

@@ -1,7 +1,8 @@
 """One controller service: the control plane's shell around `ControlState`, and, on the lead, admission.
 
 Threads: the channel server's receivers apply events and send the answers (`StateShell`); `timers` answers parked
-requests whose time is up and gives up units and silent consumers; `UnitOrders` tells the units; `admission` puts rows.
+requests whose deadline passed, and gives up units and silent consumers; `UnitOrders` tells the units; `admission` puts
+rows.
 
     first start      serve at once
     later starts     read the mark, wait for the units' inventories and for the consumers that were there, fence the
@@ -90,7 +91,7 @@ from tq.refill import AdmissionMark, Refill, first_token, replaces
 from tq.service_channels import ServiceChannels, await_reply
 from tq.timers import Timer, Timers
 
-# What puts the rows of a run: a client like any other, in the lead's process, which is told what the lead knows.
+# What puts the rows of a run: a client like any other, but in the lead's process, and told what the lead knows.
 
 
 class Admission(Protocol):
@@ -102,21 +103,17 @@ class Admission(Protocol):
 
     @property
     def admitted_groups(self) -> int:
-        """Ids of groups below this were given out."""
+        """All group ids below this number were given out."""
 
     @property
     def refills(self) -> Sequence[Refill]:
-        """Which groups were replaced so far, in order; durable, so that a later incarnation begins with the same."""
+        """The groups that were replaced so far, in order; durable, so that a later incarnation begins with the same."""
 
     def start(self, known_rows: Mapping[int, Collection[int]] | None) -> None:
-        """Begin.
-
-        Args:
-            known_rows: after a restart, per partition, the rows that exist or are finished; None: the first start.
-        """
+        """Begin. After a restart, `known_rows` holds each partition's existing and finished rows; None: first start."""
 
     def add(self, event: int | Lost | GroupRemoved) -> None:
-        """Weights of a version were published, rows were lost, or a group left its partition."""
+        """Hear of a published version, lost rows, or a group that left its partition."""
 
     def close(self) -> None:
         """Stop; idempotent."""
@@ -124,31 +121,23 @@ class Admission(Protocol):
 
 @dataclass(frozen=True)
 class AdmissionPlace:
-    """What a controller gives its admission.
+    """What a controller gives its admission."""
 
-    Attributes:
-        starts: of the controller, this one included.
-        mark: where an earlier incarnation stood; None: there was none.
-        version: newest weights that were published; the mark may know of older ones only.
-        save: makes a mark durable; returns when it is.
-        threads: the controller's: it fails with a thread of admission.
-    """
-
-    starts: int
-    mark: AdmissionMark | None
-    version: int
-    save: Callable[[AdmissionMark], None]
-    threads: ServiceThreads
+    starts: int  # how often the controller started, this start included
+    mark: AdmissionMark | None  # where an earlier incarnation stood; None: there was none
+    version: int  # newest published weights; `mark` may know only older ones
+    save: Callable[[AdmissionMark], None]  # makes a mark durable; returns when it is
+    threads: ServiceThreads  # the controller's; the controller fails when a thread of admission does
 
 
 MakeAdmission = Callable[[AdmissionPlace], Admission]
 
 
-# Rows that went with a unit: a controller that is not the lead tells the lead, and hears who is done with them.
+# Rows lost with a unit: every other controller tells the lead about them, and hears who is done with them.
 #
-# Only the lead has losses put again. It may not have met the unit, when both died together. And it may know that all
-# tasks were done, since an ack of rows in hand reached it alone. Otherwise the rows are never put again and no other
-# controller learns of it.
+# Only the lead has lost rows put again, and it may not have met the unit, if both died together. It may also know that
+# all tasks were done, since an ack of rows in hand reached only the lead. Without these questions the rows would never
+# be put again, and no other controller would learn that they are done.
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +145,13 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class LeadQuestions:
-    """Asks in a thread of its own, again and again; a lead that is away is asked the next time."""
+    """Repeatedly asks the lead in its own thread; a lead that is away is asked the next time.
+
+    Args:
+        timeout_s: deadline of one question.
+        losses: returns the rows to report; called from the thread.
+        heard: receives what the lead knows; called from the thread.
+    """
 
     def __init__(
         self,
@@ -170,18 +165,6 @@ class LeadQuestions:
         heard: Callable[[DoneElsewhere], None],
         threads: ServiceThreads,
     ) -> None:
-        """Start.
-
-        Args:
-            credentials: store and secret.
-            name: of this controller.
-            lead: service name.
-            interval_s: between two questions.
-            timeout_s: deadline of one question.
-            losses: returns the rows to tell of; called from the thread.
-            heard: called from the thread with what the lead knows.
-            threads: the controller's.
-        """
         self._channels = ServiceChannels(credentials, name, Limits(), lambda *_: None)
         self._lead = lead
         self._interval_s = interval_s
@@ -217,14 +200,13 @@ class LeadQuestions:
 
 # Applies events to a controller's state, one after another. Results are durable before any process is told.
 #
-# Calls that are not answered yet wait here, each with its deadline:
+# Unanswered calls wait here, each with its deadline:
 #
 #     keep --> take (answered)
-#         '-> park --> take (answered; the deadline is off) | its time is up --> `expired`
+#         '-> park --> take (answered; the deadline is cancelled) | the deadline passes --> `expired`
 
 NewsItem = tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared
-News = list[NewsItem]
-"""Messages that are sent when the lock is released."""
+News = list[NewsItem]  # messages to send once the lock is released
 
 _LONGEST_PARK_S = 3600.0
 
@@ -232,7 +214,12 @@ _LONGEST_PARK_S = 3600.0
 class StateShell:
     """The state with its lock, parked calls and listeners (units, durable facts, admission).
 
-    No thread calls another process while holding the lock.
+    No thread calls another process while it holds the lock.
+
+    Args:
+        outputs: reads task -> the columns that the task was seen to write.
+        orders: makes the object that tells the units; it calls `fenced` for every fence that holds.
+        restarted: this is not the controller's first start.
     """
 
     def __init__(
@@ -246,15 +233,6 @@ class StateShell:
         orders: Callable[..., UnitOrders],
         restarted: bool,
     ) -> None:
-        """Args:
-        state: of the controller.
-        memory: its durable facts.
-        timers: run the deadlines of calls.
-        threads: the controller's.
-        outputs: reads task -> the columns that it was seen to write.
-        orders: makes what tells the units; `fenced` is called with every fence that holds.
-        restarted: this is not the controller's first start.
-        """
         self.state = state
         self.lock = threading.Lock()
         self.calls = PendingRequests(timers, lambda request: self.apply(DeadlinePassed(request)))
@@ -266,21 +244,21 @@ class StateShell:
         self._restarted = restarted
 
     def recall(self) -> None:
-        """Tell the state what earlier incarnations left."""
+        """Feed the state what earlier incarnations left."""
         self.state.handle(TasksWrite(self._outputs()))
         for event in self._memory.events():
             self.state.handle(event)
-        self.state.take_finished()  # durable already, as are these:
+        self.state.take_finished()  # durable already, like the losses
         self.state.take_losses()
 
     def apply(self, event: Event) -> None:
-        """Apply an event and tell what follows; the lock is not held."""
+        """Apply an event and tell the consequences. The caller does not hold the lock."""
         with self.lock:
             answers = self.handle(event)
         self.send(answers)
 
     def handle(self, event: Event, request: int = 0) -> News:
-        """Apply an event and return what to `send`; the lock is held."""
+        """Apply an event and return what to `send`. The caller holds the lock."""
         news: News = []
         for instruction in self.state.handle(event, request):
             match instruction:
@@ -292,18 +270,19 @@ class StateShell:
                     self.orders.add(instruction)
                 case Lost() | GroupRemoved() | Shrunk() | Cleared():
                     news.append(instruction)
+        # This event may have ended the recovery.
         self.start_admission()
         return news
 
     def send(self, news: News, event: Event | None = None) -> None:
-        """Tell clients, units and admission; the lock is not held. Fetches go first: rows wait for these answers.
+        """Tell clients, units and admission. The caller does not hold the lock.
 
-        Args:
-            news: what follows from an event.
-            event: if it may have brought the values of its rows.
+        `event` is what caused the news, if it may carry the values of its rows; a lease of exactly these rows then
+        brings them.
         """
         with self.failing("durable facts"):
             self._make_durable(news)  # before any process is told
+        # Answers to fetches go first: consumers are idle until they come.
         for one in sorted(news, key=_can_wait) if len(news) > 1 else news:
             match one:
                 case Lost() | GroupRemoved() if self.admission is not None:
@@ -316,8 +295,9 @@ class StateShell:
                     call.reply(reply)
 
     def _make_durable(self, news: News) -> None:
-        """What left with its group is written before the losses: a row that is in neither would be missed for ever."""
         for one in news:
+            # Rows that left with their group are written before the losses: a row in neither record would be missed
+            # forever.
             if isinstance(one, Shrunk):
                 self._memory.remember_removed(one.partition, self._removed)
         if self.state.losses_changed or self._memory.saving_losses.locked():
@@ -332,18 +312,17 @@ class StateShell:
             return self.state.removed_rows(partition)
 
     def losses_to_tell(self) -> list[UnitLoss]:
-        """Return what went with units, for the lead."""
         with self.lock:
             return self.state.losses()
 
     def learn_outputs(self) -> None:
-        """Hear what tasks write: an earlier incarnation or another controller may have been told, but not this one."""
+        """Read what tasks write: an earlier incarnation or another controller may have been told, but not this one."""
         with self.failing("outputs of tasks", SealBroken):
             outputs = self._outputs()
         self.apply(TasksWrite(outputs))
 
     def save_finished(self) -> None:
-        """Make durable which rows are finished; the lock is not held."""
+        """Make durable which rows are finished. The caller does not hold the lock."""
         with self.failing("durable facts"):
             self._memory.remember_finished(self._newly_finished)
 
@@ -359,7 +338,7 @@ class StateShell:
 
     @contextlib.contextmanager
     def failing(self, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
-        """If that fails, so has the service: it starts again, and rebuilds everything."""
+        """Fail the whole service if the block fails: it restarts and rebuilds everything."""
         try:
             yield
         except kind as error:
@@ -367,52 +346,51 @@ class StateShell:
             raise
 
     def start_admission(self) -> None:
-        """Begin as soon as the state knows which rows exist."""
+        """Start admission once the state knows which rows exist."""
         if self.admission is None or self.admission.started or self.state.recovering:
             return
         self.admission.start(self.state.known_rows() if self._restarted else None)
 
 
 class PendingRequests:
-    """Calls that wait, by request number. The caller holds the shell's lock. Never answers."""
+    """Calls that wait, by request number. The caller holds the shell's lock. Never answers.
+
+    `expired` is called without the lock when a request's deadline passes; the request may be answered at that moment.
+    """
 
     def __init__(self, timers: Timers, expired: Callable[[int], None]) -> None:
-        """Args:
-        timers: run the deadlines.
-        expired: called without the lock with a request whose time is up, though it may just be answered.
-        """
         self._timers = timers
         self._expired = expired
         self._pending: dict[int, _Pending] = {}
         self._newest = 0
 
     def add(self, call: Call) -> int:
-        """Keep a call until it is taken; returns the request's number."""
+        """Keep a call until it is taken; returns its request number."""
         self._newest += 1
         self._pending[self._newest] = _Pending(call, time.monotonic())
         return self._newest
 
     def park(self, request: int, timeout_s: float) -> None:
-        """Set the deadline of a request, unless it was answered."""
+        """Set a request's deadline, unless it was answered already."""
         pending = self._pending.get(request)
         if pending is not None:
             delay_s = min(max(0.0, timeout_s), _LONGEST_PARK_S)
             pending.deadline = self._timers.after(delay_s, partial(self._expired, request))
 
     def take(self, request: int) -> Call | None:
-        """Return the call, which is to be answered now, once."""
+        """Return the call, to be answered once and now; None: it was taken before."""
         pending = self._pending.pop(request, None)
         return None if pending is None else pending.let_go()
 
     def drop(self, session: int) -> list[int]:
-        """A channel ended: its calls need no reply, and would keep it alive. Returns the requests."""
+        """Drop the calls of a channel that ended, and return their requests."""
         requests = [number for number, pending in self._pending.items() if pending.call.session.number == session]
+        # Nobody waits for a reply, and a kept call would keep the dead channel alive.
         for number in requests:
             self.take(number)
         return requests
 
     def fetches_of(self, owner: str) -> list[int]:
-        """Return the fetches of a consumer."""
         return [
             number
             for number, pending in self._pending.items()
@@ -420,9 +398,9 @@ class PendingRequests:
         ]
 
     def waiting_since(self) -> dict[str, float]:
-        """Return, per task, when its oldest fetch began to wait (s, monotonic)."""
+        """Return, per task, when its oldest waiting fetch arrived (s, monotonic)."""
         oldest: dict[str, float] = {}
-        for pending in self._pending.values():  # in the order of their coming
+        for pending in self._pending.values():  # in order of arrival
             if isinstance(pending.call.message, FetchRows | FetchRound):
                 oldest.setdefault(pending.call.message.task, pending.since)
         return oldest
@@ -441,24 +419,32 @@ class _Pending:
 
 
 def _brings(event: Event | None, grant: LeaseGrant, fetch: Message) -> TypeGuard[RowsCreated | RowsConfirmed]:
-    """Whether an event has the values of a lease: a put of exactly these rows, where they are."""
+    """Whether the event carries the values of a lease: a put of exactly these rows, still at the same unit."""
     if not isinstance(event, RowsCreated | RowsConfirmed) or not event.values or not isinstance(fetch, FetchRows):
         return False
     return grant.rows == event.rows and grant.units.count(event.unit) == len(event.rows)
 
 
 def _can_wait(one: NewsItem) -> bool:
-    """Whether this is not an answer to a fetch."""
     return not (isinstance(one, tuple) and isinstance(one[1].reply, LeaseGrant | NoRows))
 
 
 _CHECKS_PER_TIMEOUT = 8
-_LEFT_S = 5.0
-"""A consumer that has not joined a restarted controller so long after a stop has left (s)."""
+_LEFT_S = 5.0  # after a stop, a consumer that has not joined a restarted controller within this time has left (s)
 
 
 class ControllerService:
-    """Serves its part of the control plane under `name` until `close`."""
+    """Serves its part of the control plane under `name`, from construction until `close`.
+
+    Args:
+        name: one of `config.controllers`; the first one is the lead.
+        tasks: of the whole queue, producers before consumers.
+        admission: makes the object that puts the rows, on the lead; None: other clients put them.
+        refill: the lead's admission replaces dead-letter groups.
+        version: step of the weights at the start.
+        row_limit: live rows beyond which puts wait, unless `config` sets a limit; 0: no limit.
+        lineage: of the queue; nothing of an earlier lineage counts.
+    """
 
     def __init__(
         self,
@@ -473,19 +459,6 @@ class ControllerService:
         row_limit: int = 0,
         lineage: int = 0,
     ) -> None:
-        """Start serving.
-
-        Args:
-            credentials: store and secret.
-            name: one of `config.controllers`; the first one is the lead.
-            tasks: of the whole queue, producers before consumers.
-            config: settings.
-            admission: makes what puts the rows, on the lead; None: others put them.
-            refill: the lead's admission replaces dead-letter groups.
-            version: step of the weights at the start.
-            row_limit: live rows beyond which puts wait, where `config` does not say; 0: none.
-            lineage: of the queue: nothing of an earlier one counts.
-        """
         self.threads = ServiceThreads(name)
         self._name = name
         self._config = config
@@ -495,16 +468,16 @@ class ControllerService:
         starts = self._durable.start()
         self._recovered = starts > 1
         self._memory = memory = Memory(self._durable, version=version)
+        # Held while a consumer joins or is forgotten, both in the store and here; taken before the shell's lock.
         self._naming = threading.Lock()
-        """Held while a consumer joins, or is forgotten, in the store and here; taken before the shell's lock."""
         self._timers = Timers(name, failed=partial(self.threads.fail, "timers"))
         self._graces = UnitGraces(self._timers, config.unit_grace_s, self._give_unit_up)
         self._sessions = Sessions()
         self._rates = TaskRates(time.monotonic())
         self._closed = False
         recovering = None
+        # Consumers of an earlier incarnation that have not joined this one; empty once recovery gives them up.
         self._awaited: set[str] = set()
-        """Consumers of an earlier incarnation that have not joined this one, until its recovery gives them up."""
         if self._recovered:
             owners = {owner for owner in self._durable.names("owner") if not owner.startswith(f"{name}@")}  # not itself
             recovering = Recovering(frozenset(self._durable.names("unit")), frozenset(owners))
@@ -552,18 +525,14 @@ class ControllerService:
         self._shell.start_admission()
 
     def stop(self) -> None:
-        """Reply to every fetch with `NoRows(stop)` from now on.
-
-        A consumer that left during the stop, while this controller was away, never rejoins. A trainer saves only after
-        this reply.
-        """
+        """Reply to every fetch with `NoRows(stop)` from now on; a trainer saves only after this reply."""
         self._memory.remember(Stop())
         self._shell.apply(Stop())
+        # A consumer that left during the stop, while this controller was away, never rejoins.
         if self._recovered:
             self._timers.after(_LEFT_S, self._end_recovery)
 
     def close(self) -> None:
-        """Stop serving; idempotent."""
         self.threads.close()
         with self._shell.lock:
             self._closed = True
@@ -576,7 +545,7 @@ class ControllerService:
             self._questions.close()
 
     def disconnected(self, session: Session) -> None:
-        """A channel ended: a consumer's leases return, except a trainer's; a unit's rows wait for its return."""
+        """A channel ended: a consumer's leases return, except a trainer's; a unit's rows wait for the unit's return."""
         with self._shell.lock:
             owners, units = self._sessions.ended(session.number)
             events: list[Event] = [DeadlinePassed(request) for request in self._shell.calls.drop(session.number)]
@@ -611,6 +580,7 @@ class ControllerService:
             case RegisterUnit():
                 self._register(message, call)
             case OpenPartition() | Stop() | CloseWriting() | PublishVersion():
+                # Durable first: a restarted controller must know what was answered.
                 self._memory.remember(message)
                 self._shell.apply(message)
                 call.reply(self._published(message) if isinstance(message, PublishVersion) else Done())
@@ -646,6 +616,8 @@ class ControllerService:
         with self._shell.lock:
             if isinstance(event, FetchRows | FetchRound):
                 self._sessions.asked(call.session.number, event.owner, time.monotonic())
+            # Keep the call before the event, which may answer it at once; only a call that is still open gets a
+            # deadline.
             request = self._shell.calls.add(call)
             try:
                 answers = self._shell.handle(event, request)
@@ -672,7 +644,7 @@ class ControllerService:
         self._forget(gone)
 
     def _joined(self, message: Join, call: Call) -> tuple[list[str], News]:
-        """Returns who is gone since this consumer is here, and what to tell."""
+        """Returns the incarnations that this consumer replaces, and what to tell."""
         with self._shell.lock:
             gone = [other for other in {*self._sessions.owners, *self._awaited} if replaces(message.owner, other)]
             self._sessions.gone(gone)
@@ -690,14 +662,15 @@ class ControllerService:
         self._durable.add("unit", message.unit)
         self._shell.learn_outputs()
         answers = None
+        # Orders may be added while the unit catches up; its rows go out only when it is owed none.
         while answers is None:
             self._shell.orders.catch_up(message.unit)
             answers = self._registered(message, call)
-        self._shell.save_finished()  # an earlier life of the unit may have known of them
+        self._shell.save_finished()  # an earlier life of the unit may have reported some
         self._shell.send(answers)
 
     def _registered(self, message: RegisterUnit, call: Call) -> News | None:
-        """Returns what to tell; None: the unit must be told something first, a fence say, before its rows go out."""
+        """Returns what to tell; None: the unit must first hear something, such as a fence, before its rows go out."""
         with self._shell.lock:
             if self._shell.orders.owes(message.unit):
                 return None
@@ -710,7 +683,7 @@ class ControllerService:
         self._shell.apply(event)
 
     def _look_for_silent(self) -> None:
-        """Give up consumers that were not heard of; again and again."""
+        """Periodically give up consumers that have been silent for `lease_timeout_s`."""
         timeout_s = self._config.lease_timeout_s
         with self._shell.lock:
             silent = self._sessions.silent(time.monotonic(), timeout_s)
@@ -720,7 +693,7 @@ class ControllerService:
         self._timers.after(timeout_s / _CHECKS_PER_TIMEOUT, self._look_for_silent)
 
     def _look_for_silent_units(self) -> None:
-        """Cut off units that were not heard of, a stopped process say; when they go on they register again."""
+        """Periodically cut off silent units, such as a stopped process; a unit that continues registers again."""
         timeout_s = self._config.unit_timeout_s
         with self._shell.lock:
             silent = self._sessions.silent_units(time.monotonic(), timeout_s)
@@ -739,23 +712,21 @@ class ControllerService:
             answers = self._shell.handle(RecoveryDeadline())
             gone, self._awaited = self._awaited, set()
         self._shell.send(answers)
-        self._forget(list(gone))  # else every later start would wait for them, too
+        self._forget(list(gone))  # otherwise every later start would wait for them, too
 
     def _give_up(self, owner: str) -> News:
-        """A consumer was silent for too long; should it live on, it must not wait for an answer that never comes."""
         logger.warning("%s was silent for %g s; its leases return", owner, self._config.lease_timeout_s)
+        # Should the consumer live on, it must not wait for an answer that never comes.
         parked = self._shell.calls.fetches_of(owner)
         answers = [answer for request in parked for answer in self._shell.handle(DeadlinePassed(request))]
         return answers + self._shell.handle(OwnerGone(owner))
 
     def _forget(self, owners: Sequence[str]) -> None:
-        """Consumers were given up: the next incarnation does not wait for them, unless they are back already.
-
-        Trainers whose leases outlive their channel are kept: they come back.
-        """
+        """Let the next incarnation not wait for these consumers, unless they are back already."""
         with self._naming:
             for owner in owners:
                 with self._shell.lock:
+                    # Trainers keep leases beyond the end of their channel: they are expected back.
                     expected = owner in self._sessions.owners or self._shell.state.keeps_leases(owner)
                 if not expected:
                     self._durable.remove("owner", owner)

@@ -1,18 +1,18 @@
-"""What of a controller outlives its process: a few facts in the job store. Everything else is rebuilt from the units.
+"""What of a controller outlives its process: a few facts in the job store. The rest is rebuilt from the units.
 
     tq/LINEAGE/NAME/incarnation     how often it was started
     tq/LINEAGE/NAME/mark            newest version, sizes of partitions, admission's mark; no refills
     tq/LINEAGE/NAME/refills/K       groups that replace others, part K of them in order
-    tq/LINEAGE/NAME/lost/K          rows that went with their unit, and who was done with them, part K of `Losses`
+    tq/LINEAGE/NAME/lost/K          rows lost with their unit, and who was done with them, part K of `Losses`
     tq/LINEAGE/NAME/finished/P/K    rows of partition P that all tasks are done with, part K of `RowSet.parts`
-    tq/LINEAGE/NAME/removed/P/K     rows that left it with dead-letter groups and have no replacement, in like parts
+    tq/LINEAGE/NAME/removed/P/K     rows that left it with dead-letter groups and have no replacement, in the same parts
     tq/LINEAGE/NAME/owner/OWNER     a consumer that joined and was not given up
     tq/LINEAGE/NAME/unit/UNIT       a unit that registered
 
 A fact is durable before it is acted on or told. What grows with a run is stored in parts, since the store refuses
-values beyond 8 MiB, and a part that did not change is not written again. A queue that begins anew (the next lineage)
-reads nothing of the one before. What was not written by this job ends the controller: it cannot do without these facts,
-nor guess them. `DurableMark` reads and writes; `Memory` knows what was saved last.
+values beyond 8 MiB, and an unchanged part is not written again. A queue that begins anew (the next lineage) reads
+nothing of the one before. Facts not written by this job end the controller: it can neither do without them nor guess
+them. `DurableMark` reads and writes; `Memory` knows what was saved last.
 """
 
 import logging
@@ -48,35 +48,24 @@ from tq.messages import (
 from tq.refill import AdmissionMark, Refill
 from tq.service_channels import ServiceChannels, await_reply
 
-Finished = dict[int, RowSet]
-"""Partition -> rows that all tasks are done with."""
+Finished = dict[int, RowSet]  # partition -> rows that all tasks are done with
 
-KEPT_PARTITIONS = 256
-"""The newest ones are remembered."""
-_REFILLS = 256
-"""In one part."""
+KEPT_PARTITIONS = 256  # only this many of the newest partitions are remembered
+_REFILLS = 256  # refills per part
 
 
 class Mark(msgspec.Struct):
-    """The facts.
-
-    Attributes:
-        newest_version: newest published weights.
-        partitions: number -> rows as declared, the newest ones.
-        stopped: the queue was stopped.
-        writing_closed: the queue was closed for writing.
-        admission: where admission stands; None without it.
-    """
+    """The facts in one value."""
 
     newest_version: int = 0
-    partitions: dict[int, int] = {}
+    partitions: dict[int, int] = {}  # number -> rows as declared, for the newest partitions
     stopped: bool = False
     writing_closed: bool = False
-    admission: AdmissionMark | None = None
+    admission: AdmissionMark | None = None  # where admission stands; None without admission
 
 
 class DurableMark:
-    """Reads and writes the facts of one controller."""
+    """Reads and writes the facts of one controller. A save returns once the store has it."""
 
     def __init__(self, credentials: Credentials, service: str, *, lineage: int = 0) -> None:
         self._credentials = credentials
@@ -88,7 +77,7 @@ class DurableMark:
         return int(self._credentials.call_store("add", f"{self._base}/incarnation", 1))
 
     def load(self) -> Mark:
-        """Return the facts that were saved last; those of a new queue when there are none."""
+        """Return the facts that were saved last, or those of a new queue."""
         key = f"{self._base}/mark"
         if not self._credentials.call_store("check", [key]):
             return Mark()
@@ -100,24 +89,22 @@ class DurableMark:
         return mark
 
     def save(self, mark: Mark) -> None:
-        """Write the facts; returns when the store has them. Admission's refills only ever get more."""
         for partition in sorted(mark.partitions)[:-KEPT_PARTITIONS]:
             del mark.partitions[partition]
         admission = mark.admission
+        # The list of refills only grows, so it is saved in parts.
         if admission is not None:
             self._save_refills(admission.refills)
             mark = msgspec.structs.replace(mark, admission=msgspec.structs.replace(admission, refills=[]))
         self._credentials.call_store("put", f"{self._base}/mark", msgspec.msgpack.encode(mark))
 
     def load_lost(self) -> list[RowRecords]:
-        """Return the lost rows that were saved."""
         records: list[RowRecords] = []
         for data in self._parts("lost").values():
             records += msgpack_decoder(list[RowRecords]).decode(data)
         return records
 
     def save_lost(self, part: int, records: list[RowRecords]) -> None:
-        """Write which rows of a part are lost now; returns when the store has them."""
         key = f"{self._base}/lost/{part}"
         if records:
             self._credentials.call_store("put", key, msgspec.msgpack.encode(records))
@@ -125,24 +112,20 @@ class DurableMark:
             self._credentials.call_store("delete_key", key)
 
     def load_finished(self) -> Finished:
-        """Return the finished rows that were saved."""
         return self._load_rows("finished")
 
     def save_finished(self, partition: int, part: int, rows: RowSet) -> None:
-        """Write one part of the finished rows of a partition; returns when the store has it."""
         self._save_rows("finished", partition, part, rows)
 
     def forget_finished(self, partition: int, parts: Iterable[int]) -> None:
-        """Remove these parts of the finished rows of a partition."""
         for part in parts:
             self._save_rows("finished", partition, part, RowSet())
 
     def load_removed(self) -> dict[int, RowSet]:
-        """Return partition -> the rows that it lacks, as they were saved."""
+        """Return partition -> the rows that it lacks."""
         return self._load_rows("removed")
 
     def save_removed(self, partition: int, part: int, rows: RowSet) -> None:
-        """Write one part of the rows that a partition lacks now; returns when the store has it."""
         self._save_rows("removed", partition, part, rows)
 
     def add(self, kind: str, name: str) -> None:
@@ -150,7 +133,7 @@ class DurableMark:
         self._credentials.call_store("put", f"{self._base}/{kind}/{name}", "1")
 
     def remove(self, kind: str, name: str) -> None:
-        """Note that it is gone for good."""
+        """Note that the owner or unit is gone for good."""
         self._credentials.call_store("delete_key", f"{self._base}/{kind}/{name}")
 
     def names(self, kind: str) -> list[str]:
@@ -176,7 +159,7 @@ class DurableMark:
             self._credentials.call_store("delete_key", key)
 
     def _save_refills(self, refills: Sequence[Refill]) -> None:
-        """Write those that are new, with the others of their part."""
+        """Write the new refills, with the others of their part."""
         if len(refills) == self._num_refills:
             return
         for first in range(self._num_refills // _REFILLS * _REFILLS, len(refills), _REFILLS):
@@ -186,36 +169,27 @@ class DurableMark:
 
 
 class Memory:
-    """The facts of one controller, as they were saved last."""
+    """The facts of one controller, as they were saved last. `version`: a lower bound of the newest weights."""
 
     def __init__(self, durable: DurableMark, *, version: int) -> None:
-        """Recall.
-
-        Args:
-            durable: reads and writes.
-            version: step of the weights at the start, at least.
-        """
         self._durable = durable
         self._lock = threading.Lock()
-        self.saving_losses = threading.Lock()
-        """Held while losses are being written and are not durable yet."""
+        self.saving_losses = threading.Lock()  # held while losses are being written and are not durable yet
+        # Each lock is taken before the facts are read, so that the latest facts are saved last.
         self._saving_finished, self._saving_removed = threading.Lock(), threading.Lock()
-        """Taken, as that one is, before the facts are asked for, so that those of the latest moment are saved last."""
         self._mark = durable.load()
         self._finished = {partition: rows.parts() for partition, rows in durable.load_finished().items()}
         self._removed = {partition: rows.parts() for partition, rows in durable.load_removed().items()}
+        # (Partition, part) of finished rows that are not saved yet; a failed save leaves them here.
         self._unsaved: set[tuple[int, int]] = set()
-        """(partition, part) of finished rows still to be saved; a failed save leaves them here."""
         self._mark.newest_version = max(version, self._mark.newest_version)
 
     @property
     def newest_version(self) -> int:
-        """Newest published weights."""
         return self._mark.newest_version
 
     @property
     def admission(self) -> AdmissionMark | None:
-        """Where admission stood."""
         return self._mark.admission
 
     def events(self) -> Iterator[Event]:
@@ -236,7 +210,6 @@ class Memory:
             yield Stop()
 
     def remember(self, event: OpenPartition | PublishVersion | Stop | CloseWriting) -> None:
-        """Make durable what the control state was told, or found out."""
         with self._lock:
             match event:
                 case OpenPartition():
@@ -250,17 +223,14 @@ class Memory:
             self._durable.save(self._mark)
 
     def remember_admission(self, mark: AdmissionMark) -> None:
-        """Save admission's mark; returns when it is durable."""
         with self._lock:
             self._mark.admission = mark
             self._durable.save(self._mark)
 
     def remember_finished(self, newly: Callable[[], Finished]) -> None:
-        """Save the rows finished since the last call, which units may forget: a restarted controller neither waits for
-        them nor takes them as new.
+        """Save the rows that `newly` takes: those finished since its last call.
 
-        Args:
-            newly: takes the rows that were finished since it was called last.
+        Units may then forget them: a restarted controller neither waits for them nor takes them as new.
         """
         with self._saving_finished:
             self._save_finished(newly())
@@ -276,9 +246,8 @@ class Memory:
     def remember_losses(self, state: Callable[[], tuple[Finished, dict[int, list[RowRecords]]] | None]) -> None:
         """Write that rows were lost, or that tasks are done with some of them, before any process is told.
 
-        Args:
-            state: takes what was finished lately, and the parts of the losses that changed, of one moment (a lost row
-                that gets finished is known to no unit), or None when that has been saved since.
+        `state` takes the newly finished rows and the changed parts of the losses at one moment, since no unit knows a
+        lost row that gets finished; None: another call has saved them.
         """
         with self.saving_losses, self._saving_finished:
             facts = state()
@@ -288,13 +257,9 @@ class Memory:
                     self._durable.save_lost(part, records)
 
     def remember_removed(self, partition: int, state: Callable[[int], RowSet]) -> None:
-        """A partition lacks rows, or was cleared and has none that it lacks.
-
-        Args:
-            partition: which one.
-            state: returns the rows that it lacks now; another thread may have saved later ones than caused this call.
-        """
+        """Save the rows that a partition lacks now, none once it was cleared."""
         with self._saving_removed:
+            # Ask only now: another thread may have saved later facts than those that caused this call.
             self._save_removed(partition, state(partition).parts())
             for old in sorted(self._removed)[:-KEPT_PARTITIONS]:
                 self._save_removed(old, {})
@@ -326,11 +291,11 @@ class Memory:
         self._durable.forget_finished(partition, parts)
 
 
-# What a controller has to tell the units: fences, dead letter, acks that it took in their place.
+# What a controller has to tell the units: fences, dead letters, and acks that it took in their place.
 #
-# Each unit is told by a thread of its own (`UnitBacklog`), so that none waits for another one that is stopped, no life
-# of a unit waits for an earlier one (a thread may wait long for an end that died while it was connecting), and no
-# handler waits for any. One more thread reports the fences, each for one unit.
+# Each unit has its own thread (`UnitBacklog`), so that no unit waits for another one that is stopped, no life of a
+# unit waits for an earlier one (a thread may wait long for an end that died while it was connecting), and no handler
+# waits for any. One more thread reports the fences, each for one unit.
 #
 #     add --> told --> done, forgotten
 #         '-> refused: the unit cannot confirm yet --> told again
@@ -352,16 +317,12 @@ class _Entry:
 
 
 class UnitBacklog:
-    """Owned by a `UnitOrders`."""
+    """What one unit has yet to confirm. Owned by a `UnitOrders`.
+
+    `tell` tells the unit something and waits until the unit confirms; it raises TransportError.
+    """
 
     def __init__(self, unit: str, tell: Callable[[str, Message], None], threads: ServiceThreads) -> None:
-        """Start the thread.
-
-        Args:
-            unit: whom to tell.
-            tell: tells a unit something and waits until it confirms; raises TransportError.
-            threads: the controller's.
-        """
         self._unit = unit
         self._tell = tell
         self._threads = threads
@@ -373,11 +334,7 @@ class UnitBacklog:
         self._begin()
 
     def add(self, message: Message) -> "Future[None]":
-        """Have it told after everything that was added before.
-
-        Returns:
-            A future that completes when the unit confirmed, or when it could not be reached and is owed the message.
-        """
+        """Queue a message. The future completes when the unit has confirmed, or is away and is owed the message."""
         entry = _Entry(message)
         with self._changed:
             self._entries[entry] = None
@@ -386,17 +343,12 @@ class UnitBacklog:
         return entry.was_done
 
     def catch_up(self) -> None:
-        """Tell everything now, in the caller's thread: that of the backlog may wait for an earlier life of the unit.
-
-        What is added from now on is told by a new thread.
-
-        Raises:
-            TransportError: the unit does not answer; what it was not told is still owed.
-        """
+        """Tell everything now, in the caller's thread; raises TransportError, and still owes the rest."""
+        # The backlog's own thread may still wait for an earlier life of the unit.
         for entry in self._all():
             self._tell_once(entry)
         with self._changed:
-            self._fresh = True  # the earlier thread may just have taken what was added meanwhile
+            self._fresh = True  # the earlier thread may just have taken a new entry
             self._begin()
             self._changed.notify_all()
 
@@ -407,17 +359,15 @@ class UnitBacklog:
             return bool(self._entries)
 
     def stop(self) -> None:
-        """End the thread soon."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for its end."""
         self._thread.join(timeout_s)
 
     def _begin(self) -> None:
-        """Have a new thread tell; an earlier one ends as soon as it can."""
+        """Start a new thread; an earlier one ends as soon as it can."""
         with self._changed:  # the new thread compares itself with what is stored here
             self._thread = self._threads.start(self._run, name=f"orders-{self._unit}")
 
@@ -443,12 +393,12 @@ class UnitBacklog:
             try:
                 if reachable:
                     self._tell_once(entry)
-            except (PeerRefused, LeaseFenced) as error:  # it is up, but cannot confirm yet, so it does not count
+            except (PeerRefused, LeaseFenced) as error:  # the unit is up, but cannot confirm yet
                 logger.warning("%s is told %s again: %s", self._unit, type(entry.message).__name__, error)
                 self._again = True
                 continue
             except TransportError as error:
-                if self._over:  # the thread of the unit's new life tells what is left
+                if self._over:  # the thread of the unit's new life tells the rest
                     return
                 logger.warning("%s is still owed %s: %s", self._unit, type(entry.message).__name__, error)
                 reachable = False
@@ -480,7 +430,11 @@ Order = Commit | Fence | FenceAll | RemoveGroup
 
 
 class UnitOrders:
-    """Carries orders to the units and reports fences that hold."""
+    """Carries orders to the units and reports fences that hold.
+
+    `fenced` is called from a thread when a fence holds at its unit, or when the unit is away and is owed it. `threads`
+    are the controller's, which must fail with ours: otherwise rows of void leases would never come back.
+    """
 
     def __init__(
         self,
@@ -491,15 +445,6 @@ class UnitOrders:
         fenced: Callable[[Fenced], None],
         threads: ServiceThreads,
     ) -> None:
-        """Send nothing to any unit yet.
-
-        Args:
-            credentials: store and secret.
-            name: of the controller.
-            timeout_s: deadline of one request.
-            fenced: called from a thread when a fence holds at its unit, or when that is away, and is owed it.
-            threads: the controller's: without one of ours, rows of void leases would never come back.
-        """
         self._links = ServiceChannels(credentials, name, Limits(), lambda *_: None)
         self._timeout_s = timeout_s
         self._fenced = fenced
@@ -511,7 +456,7 @@ class UnitOrders:
         self._thread = threads.start(self._report, name="unit-orders")
 
     def add(self, order: Order) -> None:
-        """Have it done soon: at each unit, after the orders that were added before."""
+        """Carry out an order soon: at each unit, after the orders that were added before."""
         with self._lock:
             if self._closed:
                 return
@@ -521,25 +466,20 @@ class UnitOrders:
             was_done[0].add_done_callback(lambda _: self._holding.put(fenced))
 
     def catch_up(self, unit: str) -> None:
-        """The unit registers: tell it what it missed. One that started empty has no use for it, which does no harm.
-
-        Raises:
-            TransportError: it does not answer; what it was not told is still owed.
-        """
+        """Tell a registering unit what it missed; raises TransportError when it does not answer."""
         with self._lock:
             backlog = self._backlogs.get(unit)
         if backlog is not None:
             self._links.give_up_waiting(unit)
+            # A unit that restarted empty has no use for this, which does no harm.
             backlog.catch_up()
 
     def owes(self, unit: str) -> bool:
-        """Whether the unit has not confirmed something that it was, or is to be, told."""
         with self._lock:
             backlog = self._backlogs.get(unit)
         return backlog is not None and backlog.owes
 
     def close(self) -> None:
-        """Stop; idempotent."""
         with self._lock:
             self._closed = True
             backlogs = list(self._backlogs.values())

@@ -43,7 +43,7 @@ class OwnerGone:
 
 @dataclass(frozen=True)
 class OwnerWrites:
-    """A consumer that is there puts such columns; `tq.messages.NEW_ROWS` stands for new rows."""
+    """A connected consumer puts these columns; `tq.messages.NEW_ROWS` stands for new rows."""
 
     owner: str
     columns: tuple[str, ...]
@@ -80,7 +80,7 @@ class UnitLost:
 
 @dataclass(frozen=True)
 class RecoveryDeadline:
-    """Units and consumers that have not come back by now are given up."""
+    """Give up the units and consumers that have not come back by now."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class RowsFinished:
 
 @dataclass(frozen=True)
 class RowsLost:
-    """An earlier incarnation knew that these rows went with their unit (`ControlState.take_losses`)."""
+    """An earlier incarnation knew that these rows were lost with their unit (`ControlState.take_losses`)."""
 
     records: tuple[RowRecords, ...]
 
@@ -108,14 +108,14 @@ class RowsLacking:
 
 @dataclass(frozen=True)
 class TasksWrite:
-    """Tasks were seen to write such columns, which this controller may not have been told: task -> columns."""
+    """Tasks were seen to write these columns, which this controller may not have heard: task -> columns."""
 
     outputs: Mapping[str, Iterable[str]]
 
 
 @dataclass(frozen=True)
 class DoneElsewhere:
-    """Another controller knows that tasks were done with rows which are lost: task -> rows."""
+    """Another controller knows that tasks were done with rows that are lost: task -> rows."""
 
     commits: dict[str, list[int]]
 
@@ -142,7 +142,7 @@ class Fence:
 class FenceAll:
     """Tell a unit that leases of the task older than `token` are void, except `alive`, then report `Fenced`.
 
-    One that has not come back yet must hear it before its rows count as here.
+    A unit that is away must hear it before its rows count as here.
     """
 
     task: str
@@ -162,7 +162,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class RemoveGroup:
-    """Tell the units to take rows of dead-letter groups out; they report `RowsRemoved`."""
+    """Tell the units to remove rows of dead-letter groups; they report `RowsRemoved`."""
 
     rows: dict[str, tuple[int, ...]]
     cause: RemovalCause
@@ -177,7 +177,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class GroupRemoved:
-    """A group left its partition for good; it had so many rows."""
+    """A group of `num_rows` rows left its partition for good."""
 
     partition: int
     group: int
@@ -194,7 +194,7 @@ class Shrunk:
 
 @dataclass(frozen=True)
 class Cleared:
-    """A partition has no rows any more, and may begin anew: which ones were finished need not be durable any more."""
+    """A partition has no rows any more and may begin anew: its finished rows need not be durable any longer."""
 
     partition: int
 

@@ -22,7 +22,7 @@ V = TypeVar("V")
 
 
 class ParkedFetches:
-    """Requests by number, in their order."""
+    """Parked fetches by request number, in order of arrival."""
 
     def __init__(self) -> None:
         self._all: dict[int, Fetch] = {}
@@ -32,7 +32,6 @@ class ParkedFetches:
         self._counts: dict[str, int] = {}
 
     def add(self, request: int, fetch: Fetch) -> None:
-        """Park a fetch."""
         self._all[request] = fetch
         if isinstance(fetch, FetchRound):
             self._rounds.setdefault((fetch.task, fetch.partition), {})[request] = fetch
@@ -42,7 +41,7 @@ class ParkedFetches:
         self._counts[fetch.task] = self.count(fetch.task) + 1
 
     def pop(self, request: int) -> Fetch | None:
-        """A fetch does not wait any more; None: it did not."""
+        """Take out a fetch; None: it was not parked."""
         fetch = self._all.pop(request, None)
         if fetch is None:
             return None
@@ -55,19 +54,15 @@ class ParkedFetches:
         return fetch
 
     def waits(self, request: int) -> bool:
-        """Whether a request is parked."""
         return request in self._all
 
     def of(self, owner: str) -> list[int]:
-        """Return the requests of a consumer."""
         return list(self._owners.get(owner, ()))
 
     def rows(self, task: str) -> list[tuple[int, FetchRows]]:
-        """Return what waits for rows of a task."""
         return list(self._rows.get(task, {}).items())
 
     def rounds(self, task: str, partition: int) -> list[tuple[int, FetchRound]]:
-        """Return what waits for rounds of a partition."""
         return list(self._rounds.get((task, partition), {}).items())
 
     def partitions(self, task: str) -> list[int]:
@@ -82,11 +77,9 @@ class ParkedFetches:
         return [number for number, other in self.rows(fetch.task) if (other.replica, other.sequence) == key]
 
     def all(self) -> list[int]:
-        """Return all requests."""
         return list(self._all)
 
     def count(self, task: str) -> int:
-        """Return how many wait for a task."""
         return self._counts.get(task, 0)
 
 
@@ -101,25 +94,20 @@ _REPLICA_FETCHES_REMEMBERED = 16
 
 
 class Fetches:
-    """Parked requests, and the gate that they wait at."""
+    """Parked requests, and the gate at which they wait.
+
+    `lineage` is that of the newest weights; consumers with weights of an earlier one get no rows of a version-gated
+    task. `published`: weights of this lineage exist; otherwise those consumers wait for them.
+    """
 
     def __init__(self, table: RowTable, reasons: WaitReasons, *, version: int, lineage: int, published: bool) -> None:
-        """Args:
-        table: rows and tasks.
-        reasons: explains a fetch whose deadline passed.
-        version: newest weights.
-        lineage: of these; consumers with weights of an earlier one get none of a version-gated task's rows.
-        published: there are weights of this lineage; else those consumers wait for them.
-        """
         self.parked = ParkedFetches()
         self.newest_version = version
         self._lineage = lineage
         self._published = published or lineage == 0
-        self.closed = False
-        """All fetches are parked: the controller is recovering."""
+        self.closed = False  # all fetches are parked: the controller is recovering
         self.stopped = False
-        self.drained = False
-        """The queue was closed for writing, and all rows that will ever be are known."""
+        self.drained = False  # the queue was closed for writing, and all rows that will ever exist are known
         self._table = table
         self._reasons = reasons
         self._replicas: dict[tuple[str, str], dict[int, LeaseGrant]] = {}
@@ -131,11 +119,7 @@ class Fetches:
         return None if bound is None else fetch.version + 1 + bound
 
     def check(self, fetch: Fetch) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            PeerRefused: unknown task, or nonsense; nothing changed.
-        """
+        """Raise PeerRefused for an unknown task or invalid numbers."""
         self._table.rows.bit(fetch.task)
         if fetch.task not in self._table.tasks:
             raise PeerRefused(f"{fetch.task} is served by another controller; here: {' '.join(self._table.tasks)}")
@@ -156,7 +140,7 @@ class Fetches:
                 self._check_round(fetch)
 
     def add(self, request: int, fetch: Fetch) -> None:
-        """Answer a fetch that `check` found nothing wrong with, or park it."""
+        """Answer a fetch that passed `check`, or park it."""
         if isinstance(fetch, FetchRound) and not self.closed and not self._assigner(fetch).over(fetch.partition):
             self._assigner(fetch).rounds(fetch.partition).num_ranks = fetch.num_ranks
         self.parked.add(request, fetch)
@@ -164,12 +148,13 @@ class Fetches:
             self._try(request, fetch)
 
     def open(self) -> None:
-        """The controller has recovered: parked fetches are served."""
+        """The controller has recovered: serve the parked fetches."""
         self.closed = False
         for request in self.parked.all():
             fetch = self.parked.pop(request)
             if fetch is None:
-                continue  # answered with a twin
+                continue  # already answered together with a twin
+            # Parked before recovery, so not checked against the rounds yet.
             try:
                 self.check(fetch)
             except PeerRefused as error:
@@ -178,7 +163,7 @@ class Fetches:
                 self.add(request, fetch)
 
     def stop(self) -> None:
-        """Nothing more is handed out, except rounds that some rank has."""
+        """Hand out nothing more, except rounds that some rank has."""
         self.stopped = True
         if not self.closed:
             for request in self.parked.all():
@@ -195,7 +180,7 @@ class Fetches:
                 self.add(request, fetch)
 
     def publish(self, version: int) -> None:
-        """Newer weights exist: reply to consumers that are held back by their old ones."""
+        """Newer weights exist: answer consumers that are held back by their old ones."""
         self.newest_version = max(self.newest_version, version)
         self._published = True
         self._tell_steps()
@@ -206,12 +191,10 @@ class Fetches:
                 self._try(request, fetch)
 
     def leave(self, owner: str) -> None:
-        """A consumer is gone: its requests are dropped."""
         for request in self.parked.of(owner):
             self.parked.pop(request)
 
     def expire(self, request: int) -> None:
-        """A request waited long enough."""
         fetch = self.parked.pop(request)
         if fetch is None:
             return
@@ -245,17 +228,18 @@ class Fetches:
             if (refused is not None and fetch.version <= refused) or task.isolation.holds(fetch.owner):
                 continue
             if not self._try(request, fetch) and self.parked.waits(request):
+                # Without a gate, no later fetch gets anything, either; with one, only those with newer weights may.
                 if task.spec.max_staleness is None:
                     return
                 refused = fetch.version if refused is None else max(refused, fetch.version)
 
     def _try(self, request: int, fetch: Fetch) -> bool:
-        """Answer a parked fetch if that is possible."""
+        """Answer a parked fetch if possible; returns whether it was answered."""
         if not self.parked.waits(request):
             return False
         try:
             reply = self._round(fetch) if isinstance(fetch, FetchRound) else self._rows(fetch)
-        except PeerRefused as error:  # the task's policy is broken; the sender of this event is not to blame
+        except PeerRefused as error:  # the task's policy is broken; do not blame the sender of this event
             self.parked.pop(request)
             self._table.out.append(Answer(request, error))
             return True
@@ -264,6 +248,7 @@ class Fetches:
         self.parked.pop(request)
         self._table.out.append(Answer(request, reply))
         if isinstance(fetch, FetchRows) and isinstance(reply, LeaseGrant):
+            # Other readers of the replica wait for this very lease.
             for twin in self.parked.twins(fetch):
                 other = self.parked.pop(twin)
                 assert other is not None
@@ -283,6 +268,7 @@ class Fetches:
         if task.isolation.holds(fetch.owner):
             return None
         newest = self.newest_partition(fetch)
+        # Weights of an earlier lineage are outdated, whatever their version.
         if newest is not None and fetch.lineage < self._lineage:
             return self._gated(NoRowsReason.NEWER_VERSION, task) if self._published else None
         taken = task.take(Want(fetch.num_rows, fetch.token_budget), newest_allowed=newest)
@@ -291,7 +277,7 @@ class Fetches:
                 return None
             if task.spec.usable_version(self.newest_version) > fetch.version:
                 return self._gated(NoRowsReason.NEWER_VERSION, task)
-            # Rows that these weights are for may still come, or come back: the consumer goes on asking with them.
+            # Rows for these weights may still come, or come back: the consumer keeps asking with them.
             return self._gated(NoRowsReason.HELD_BACK, task) if fetch.tell_held_back else None
         partition, rows = taken
         token = self._table.token()
@@ -330,13 +316,11 @@ class Fetches:
         return granted
 
     def _readable(self, rows: list[int]) -> bool:
-        """Whether all rows of a slice can be read; lost ones must be put again.
-
-        Also for a reader that holds the slice: if it asks once more, the unit died before it had read them.
-        """
+        """Whether all rows of a slice can be read; lost ones must be put again."""
         all_rows = self._table.rows.rows
         away = [row for row in rows if all_rows[row].state is not RowState.STORED]
         lost = [row for row in away if all_rows[row].lost]
+        # Also for a reader that holds the slice: it asks again because the unit died before it had read the rows.
         self._table.losses.look_again(lost, wanted=True)
         return not away
 
@@ -367,7 +351,7 @@ class Fetches:
         return self._table.assigners[fetch.task]
 
     def _grant_before(self, fetch: FetchRows) -> LeaseGrant | None:
-        """Return the lease that another reader of the replica got for the same fetch, unless it ended."""
+        """Return the lease that another reader of the replica got for the same fetch, unless the lease ended."""
         known = self._replicas.get((fetch.task, fetch.replica), {}).get(fetch.sequence) if fetch.replica else None
         leases = self._task(fetch).leases
         if known is None or not leases.known(known.token):

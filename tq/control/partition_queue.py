@@ -1,6 +1,6 @@
 """The rows of one partition that one task may be given now, as items in order. Pure.
 
-offer ---> (whole groups: until all rows of the group that are left are offered) ---> item ---pick---> gone
+offer ---> (whole groups: until all remaining rows of the group are offered) ---> item ---pick---> gone
    ^--------------- withdraw: the row's unit went away, or the row is done ---------------'
 """
 
@@ -16,32 +16,19 @@ from tq.policies import Item, Policy, Want
 
 @dataclass(slots=True)
 class _Group:
-    """A group of a task with whole groups.
+    """A group of a task with whole groups."""
 
-    Attributes:
-        num_left: rows, seen or not, that the task is not done with.
-        offered: of those, rows that may be handed out.
-        item: all that is left, in order, when all of it is offered; else empty.
-    """
-
-    num_left: int
-    offered: set[int] = field(default_factory=set)
-    item: tuple[int, ...] = ()
+    num_left: int  # rows, seen or not, that the task is not done with
+    offered: set[int] = field(default_factory=set)  # those of them that may be handed out
+    item: tuple[int, ...] = ()  # all rows left, in order, when all of them are offered; otherwise empty
 
 
 class PartitionQueue:
-    """Owned by `TaskState`."""
+    """The ready rows of a `TaskPartition`, for the task with this bit."""
 
     def __init__(self, rows: Rows, bit: int, *, whole_groups: bool) -> None:
-        """Args:
-        rows: the table.
-        bit: the task's.
-        whole_groups: see `TaskSpec`.
-        """
-        self.num_rows = 0
-        """Rows in items."""
-        self.num_tokens = 0
-        """Tokens of those."""
+        self.num_rows = 0  # rows in items
+        self.num_tokens = 0  # tokens of these rows
         self._rows = rows
         self._bit = bit
         self._whole = whole_groups
@@ -49,19 +36,19 @@ class PartitionQueue:
         self._groups: dict[int, _Group] = {}
 
     def expect(self, row: Row) -> None:
-        """A row that the task is not done with came to be; its group may wait for it."""
+        """A new row that the task is not done with: its group may have to wait for it."""
         if self._whole and row.group not in self._groups:
             self._groups[row.group] = _Group(row.group_size)
 
     def expect_again(self, row: Row) -> None:
-        """The task was done with this row, and is not any more."""
+        """The task is no longer done with this row."""
         if self._whole:
             group = self._groups.setdefault(row.group, _Group(0))
             self._unlist(group)
             group.num_left += 1
 
     def mark_done(self, row: Row) -> None:
-        """The task is done with a row, which is not offered any more."""
+        """The task is done with a row, which must not be on offer any more."""
         if not self._whole or row.group not in self._groups:
             return
         group = self._groups[row.group]
@@ -72,7 +59,7 @@ class PartitionQueue:
             del self._groups[row.group]
 
     def recount(self, numbers: Iterator[int]) -> None:
-        """These are all rows that the partition has: what groups miss is done for."""
+        """Complete groups: `numbers` are all rows that the partition has; the rows that groups lack are done."""
         left: dict[int, int] = {}
         for number in numbers:
             row = self._rows.rows[number]
@@ -87,11 +74,9 @@ class PartitionQueue:
                 del self._groups[name]
 
     def forget_group(self, group: int) -> None:
-        """A dead-letter group will not be completed."""
         self._groups.pop(group, None)
 
     def offer(self, number: int, row: Row) -> None:
-        """A row may be handed out."""
         row.queued |= self._bit
         if self._whole:
             group = self._groups[row.group]
@@ -104,7 +89,6 @@ class PartitionQueue:
             self.num_tokens += row.tokens
 
     def withdraw(self, number: int, row: Row) -> None:
-        """A row may not be handed out any more."""
         row.queued &= ~self._bit
         if self._whole:
             group = self._groups[row.group]
@@ -116,16 +100,11 @@ class PartitionQueue:
             self.num_tokens -= row.tokens
 
     def grew(self, row: Row, tokens: int) -> None:
-        """An offered row got more tokens."""
         if not self._whole or self._groups[row.group].item:
             self.num_tokens += tokens
 
     def pick(self, policy: Policy, want: Want) -> list[Item]:
-        """Take the items that a policy chooses.
-
-        Raises:
-            PeerRefused: the policy does not keep its promises; nothing was taken.
-        """
+        """Take the items that a policy chooses; raises PeerRefused, and takes nothing, if it breaks its contract."""
         shown: dict[int, Item] = {}
         taken: set[int] = set()
         try:
@@ -139,28 +118,28 @@ class PartitionQueue:
                 raise PeerRefused(f"{policy!r} chose {num_rows} rows where {want.num_rows} were wanted")
             taken = names
         finally:
+            # Also when the policy raises: nothing that it was shown may get lost.
             self._queue.put_back([name for name in shown if name not in taken])
         for item in chosen:
             self._claim(item)
         return chosen
 
     def put_back(self, items: Sequence[Item]) -> None:
-        """Return items that were picked: they may be handed out again."""
         for item in items:
             for number in item.rows:
                 self.offer(number, self._rows.rows[number])
 
     def _front(self, shown: dict[int, Item]) -> Iterator[Item]:
-        """Yield items in order, and note them by their first rows."""
+        """Yield items in order, and note them in `shown` by their first rows."""
         rows = self._rows.rows
         while (number := self._queue.pop()) is not None:
             row = rows.get(number)
             if row is None or not row.queued & self._bit:
-                continue  # withdrawn since
+                continue  # withdrawn in the meantime
             if self._whole:
                 members = self._groups[row.group].item
                 if not members or members[0] != number:
-                    continue  # its group was listed anew
+                    continue  # outdated: the group was listed again
                 item = Item(members, sum(rows[member].tokens for member in members))
             else:
                 item = Item((number,), row.tokens)
@@ -196,21 +175,17 @@ _BUCKET_BITS = 10
 
 
 class ReadyQueue:
-    """Row numbers in ascending order. A number may be here twice or be out of date: the caller checks what it pops.
-
-    Cost does not grow with the number of rows that wait: neighbouring numbers share a bucket, and only the bucket in
-    front is kept sorted. So a million rows cost a heap of a thousand buckets, in whatever order they become ready.
-    """
+    """Row numbers in ascending order. A number may be here twice or be out of date: the caller checks what it pops."""
 
     def __init__(self) -> None:
-        self._front: list[int] = []
-        """Negated, so that the smallest number is last."""
+        # Neighbouring numbers share a bucket, and only the front bucket is kept sorted, so the cost does not grow with
+        # the rows that wait: a million rows cost a heap of a thousand buckets, in whatever order they become ready.
+        self._front: list[int] = []  # negated, so that the smallest number is last
         self._front_bucket = -1
         self._buckets: dict[int, list[int]] = {}
         self._order: list[int] = []
 
     def push(self, number: int) -> None:
-        """Add a number."""
         bucket = number >> _BUCKET_BITS
         if bucket == self._front_bucket:
             insort(self._front, -number)
@@ -225,7 +200,7 @@ class ReadyQueue:
             self._retreat()
 
     def pop(self) -> int | None:
-        """Take the smallest number; None: there is none. A number that was pushed twice comes once."""
+        """Take the smallest number, once even if it was pushed twice; None: there is none."""
         if not self._front:
             if not self._order:
                 return None
@@ -237,12 +212,11 @@ class ReadyQueue:
         return number
 
     def put_back(self, numbers: Sequence[int]) -> None:
-        """Return numbers that were popped."""
         for number in reversed(numbers):
             self.push(number)
 
     def _retreat(self) -> None:
-        """A bucket that comes earlier exists."""
+        """Make room for an earlier bucket than the front one."""
         if self._front:
             self._buckets[self._front_bucket] = [-number for number in self._front]
             heapq.heappush(self._order, self._front_bucket)
@@ -259,31 +233,19 @@ _SPENT_REMEMBERED = 16384
 
 @dataclass(slots=True, eq=False)
 class LeaseRecord:
-    """Rows in a consumer's hands.
-
-    Attributes:
-        token: names it.
-        partition: of its rows.
-        granted: all its rows but those that were released.
-        rows: of those, the ones that are not done.
-        readers: consumers that hold it; none yet: a round's slice that no rank asked for.
-    """
+    """Rows in a consumer's hands."""
 
     token: int
     partition: int
-    granted: set[int]
-    rows: set[int]
+    granted: set[int]  # all its rows except those that were released
+    rows: set[int]  # those of them that are not done
+    # Consumers that hold it; none yet: a round's slice that no rank asked for.
     readers: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class Fencing:
-    """Rows of a void lease.
-
-    Attributes:
-        rows: not handed out before the fence holds.
-        counts: whether this is a delivery that failed.
-    """
+    """Rows of a void lease, held back until the fence holds; `counts`: as a failed delivery."""
 
     rows: tuple[int, ...]
     counts: bool
@@ -294,20 +256,17 @@ class Leases:
 
     def __init__(self) -> None:
         self.by_token: dict[int, LeaseRecord] = {}
-        self.holders: dict[int, int] = {}
-        """Row -> token of the lease that it is in."""
+        self.holders: dict[int, int] = {}  # row -> token of the lease that it is in
+        # Row -> token of the fence that it waits for; 0: a lost row, to be fenced where it is put again.
         self.fencing: dict[int, int] = {}
-        """Row -> token of the fence that it waits for; 0: a lost row, to be fenced where it is put again."""
-        self.returns: dict[int, int] = {}
-        """Row -> how often it came back after a try that failed."""
-        self.some_void = False
-        """Whether a consumer may still put under a lease that is not its own any more."""
+        self.returns: dict[int, int] = {}  # row -> how often it came back after a failed try
+        self.some_void = False  # whether a consumer may still put under a lease that is no longer its own
         self._fences: dict[int, Fencing] = {}
         self._owned: dict[str, set[int]] = {}
         self._spent: dict[int, frozenset[int]] = {}
 
     def give(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:
-        """Rows are in a lease from now on; "": no consumer asked for it yet."""
+        """Put rows into a new lease; `reader` "": no consumer asked for it yet."""
         lease = self.by_token[token] = LeaseRecord(token, partition, set(rows), set(rows))
         for row in lease.rows:
             assert row not in self.holders, "a row is in one lease at a time"
@@ -321,12 +280,11 @@ class Leases:
         self._owned.setdefault(owner, set()).add(token)
 
     def holder(self, row: int) -> LeaseRecord | None:
-        """Return the lease that a row is in."""
         token = self.holders.get(row)
         return None if token is None else self.by_token[token]
 
     def release(self, row: int) -> bool:
-        """A row is done, or gone; returns whether it was in a lease."""
+        """A row is done or gone; returns whether it was in a lease."""
         token = self.holders.pop(row, None)
         if token is None:
             return False
@@ -337,7 +295,7 @@ class Leases:
         return True
 
     def void(self, token: int, rows: Iterable[int] | None = None) -> list[int]:
-        """Take rows (default: all that are not done) out of a lease; returns them in order."""
+        """Take rows (None: all that are not done) out of a lease; returns them in order."""
         self.some_void = True
         lease = self.by_token[token]
         taken = sorted(lease.rows if rows is None else lease.rows.intersection(rows))
@@ -376,7 +334,7 @@ class Leases:
         return token in self.by_token or token in self._spent
 
     def owe_fence(self, rows: Iterable[int]) -> None:
-        """Rows of void leases are lost: they are not leased before a fence holds where they are put again."""
+        """Rows of void leases are lost: do not lease them before a fence holds where they are put again."""
         self.fencing.update(dict.fromkeys(rows, 0))
 
     def fence(self, token: int, fencing: Fencing) -> None:
@@ -386,7 +344,7 @@ class Leases:
             self.fencing[row] = token
 
     def fenced(self, token: int) -> Fencing | None:
-        """A fence holds; returns the rows that waited for it and no other."""
+        """A fence holds; returns the rows that waited for this fence and no later one."""
         fencing = self._fences.pop(token, None)
         if fencing is None:
             return None
@@ -396,16 +354,15 @@ class Leases:
         return Fencing(rows, fencing.counts)
 
     def returned(self, row: int) -> int:
-        """A row came back after a try that failed; returns how often it has."""
+        """Count a failed try of a row; returns how many there were."""
         self.returns[row] = self.returns.get(row, 0) + 1
         return self.returns[row]
 
     def returned_before(self, row: int, times: int) -> None:
-        """A unit knows that a row came back so often."""
+        """Take a unit's count of how often a row came back."""
         self.returns[row] = max(times, self.returns.get(row, 0))
 
     def forget(self, row: int) -> None:
-        """A row is gone for good."""
         self.fencing.pop(row, None)
         self.returns.pop(row, None)
 
@@ -416,6 +373,7 @@ class Leases:
             owned.discard(lease.token)
             if not owned:
                 del self._owned[owner]
+        # Remember the rows, so that a repeated ack is recognized.
         if lease.granted:
             self._spent[lease.token] = frozenset(lease.granted)
             if len(self._spent) > _SPENT_REMEMBERED:
@@ -423,20 +381,16 @@ class Leases:
 
 
 class PoisonIsolation:
-    """Which rows of a task are handed out alone: those whose next return would put their group among the dead letters.
-
-    A consumer that dies has many rows in hand, and all of them come back; the one that it died of is among them. So the
-    last try of a row is made alone: its reader gets nothing more of the task until it is done with it, and what is
-    blamed for another death is one item.
+    """Which rows of a task are handed out alone: those whose next return would make their group a dead letter.
 
         returns, of max_deliveries 3    0, 1: together with others    2: alone    3: dead letter
+
+    A consumer that dies returns all the rows it had in hand, and one of them may have killed it. So the last try of a
+    row is made alone: its reader gets nothing else of the task until it is done with it, and one item at most is blamed
+    for another death.
     """
 
     def __init__(self, leases: Leases, max_deliveries: int) -> None:
-        """Args:
-        leases: the task's.
-        max_deliveries: see `TaskSpec`.
-        """
         self._leases = leases
         self._last_try = max_deliveries - 1 if max_deliveries > 1 else 0
 
@@ -445,7 +399,7 @@ class PoisonIsolation:
         return bool(self._last_try and self._leases.returns) and any(map(self._is_last, self._leases.of(owner)))
 
     def together(self, items: Sequence[Item]) -> int:
-        """Return how many of the items, from the first on, may be in one lease; all of them as a rule."""
+        """Return how many of the items, from the first on, may share a lease; normally all of them."""
         if not self._last_try or not self._leases.returns:
             return len(items)
         alone = (k for k, item in enumerate(items) if any(map(self._is_last, item.rows)))

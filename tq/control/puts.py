@@ -7,8 +7,8 @@
                                     '--the put failed, or the unit went--> forgotten
 
 Where there are several controllers, each hands out rows of other tasks, and each may know of another task that was done
-with a lost row before. So a put is held: every controller says what it knows, and only when all have agreed, and heard
-what the others know, is a row handed out.
+with a lost row before. So a put is held: every controller says what it knows, and a row is handed out only when all
+controllers have agreed and heard what the others know.
 """
 
 from collections import Counter
@@ -22,30 +22,21 @@ from tq.messages import OutputsWritten, RowsAccepted, RowsConfirmed, RowsCreated
 
 
 class Backpressure:
-    """How much may be alive, and which puts wait for it."""
+    """How many rows and bytes may be alive (0: no limit), and which puts wait for room."""
 
     def __init__(self, *, row_limit: int, byte_limit: int) -> None:
-        """Args:
-        row_limit, byte_limit: of rows that some task is not done with; 0: none.
-        """
         self.row_limit = row_limit
         self.byte_limit = byte_limit
-        self.waiting: dict[int, RowsCreated] = {}
-        """By request."""
+        self.waiting: dict[int, RowsCreated] = {}  # request -> put, in order of arrival
 
     def check(self, put: RowsCreated) -> None:
-        """Refuse what will never fit.
-
-        Raises:
-            QueueFull: the put is larger than the queue.
-        """
+        """Raise QueueFull for a put that is larger than the queue."""
         if 0 < self.row_limit < len(put.rows):
             raise QueueFull(f"a put of {len(put.rows)} rows is larger than the queue ({self.row_limit} live rows)")
         if 0 < self.byte_limit < put.num_bytes:
             raise QueueFull(f"a put of {put.num_bytes} bytes is larger than the queue ({self.byte_limit} live bytes)")
 
     def fits(self, put: RowsCreated, *, num_rows: int, num_bytes: int) -> bool:
-        """Whether a put fits beside what is alive."""
         rows_fit = not self.row_limit or num_rows + len(put.rows) <= self.row_limit
         return rows_fit and (not self.byte_limit or num_bytes + put.num_bytes <= self.byte_limit)
 
@@ -71,23 +62,18 @@ class Backpressure:
         return requests
 
 
-Marks = dict[str, list[int]]
-"""Task -> rows, or positions of rows, that it is done with."""
+Marks = dict[str, list[int]]  # task -> rows, or positions of rows, that it is done with
 
 
 class Arrivals:
     """Takes rows into the table."""
 
     def __init__(self, table: RowTable) -> None:
-        """Args:
-        table: rows and tasks.
-        """
-        self.num_bytes = 0
-        """Of announced rows."""
+        self.num_bytes = 0  # of announced rows
         self._table = table
         self._announced: dict[int, Row] = {}
+        # Announced rows that another unit had and dropped in their favour: lost if the announcement comes to nothing.
         self._let_go: dict[int, Row] = {}
-        """Announced rows that another unit had, and dropped for them: lost if the announcement comes to nothing."""
 
     def __len__(self) -> int:
         return len(self._announced)
@@ -96,9 +82,9 @@ class Arrivals:
         """Return how many rows of an announcement are new, and were not lost either.
 
         Raises:
-            PeerRefused: it is malformed.
-            RowsExist: a row is at another unit, and none is announced by one.
+            RowsExist: a row is at another unit, and no unit has announced one.
             PutPending: another unit announced a row, which may come to nothing.
+            PeerRefused: it is malformed.
         """
         count = len(event.rows)
         if len(event.groups) != count or len(event.tokens) != count or len(set(event.rows)) != count:
@@ -116,7 +102,7 @@ class Arrivals:
             coming = self._announced.get(number)
             if coming is not None and coming.unit.name != event.unit and not coming.unit.lost:
                 raise PutPending(
-                    f"row {number} is just being put, at {coming.unit.name}; put it again when that is over"
+                    f"row {number} is just being put, at {coming.unit.name}; put it again once that put has ended"
                 )
         for number in event.rows:
             row = self._announced.get(number) or all_rows.rows.get(number)
@@ -129,16 +115,14 @@ class Arrivals:
         return num_new
 
     def left_by(self, event: RowsCreated) -> list[UnitLife]:
-        """Return units that are away and whose rows are put elsewhere: their producer knows that the unit died.
-
-        The put may have reached this controller and not another one, which then could never report the rows as lost.
-        """
+        """Return units that are away and whose rows are now put elsewhere: their producer knows that the unit died."""
+        # The put may have reached this controller but not another one, which then could never report the rows as lost.
         here, coming = self._table.rows.rows, self._announced
         known = [row.unit for number in event.rows if (row := coming.get(number) or here.get(number)) is not None]
         return [unit for unit in dict.fromkeys(known) if unit.name != event.unit and not unit.online and not unit.lost]
 
     def create(self, event: RowsCreated) -> RowsAccepted:
-        """Take new rows, and lost ones that were put again; `check` found nothing wrong."""
+        """Take new rows, and lost ones that were put again; `check` must have passed."""
         accepted: Marks = {}
         all_rows, finished = self._table.rows, self._table.rows.finished(event.partition)
         new = []
@@ -156,11 +140,11 @@ class Arrivals:
         return RowsAccepted(accepted)
 
     def announce(self, number: int, row: Row) -> int:
-        """A row is somewhere, but not confirmed; returns the tasks that are known to be done with it (bits)."""
+        """A row is somewhere, but not confirmed; returns the tasks (bits) that are known to be done with it."""
         self._drop(number)
         known = self._table.rows.rows.get(number)
         if known is not None and not known.lost:
-            return self._table.rows.every_task & ~known.left  # told twice
+            return self._table.rows.every_task & ~known.left  # announced twice
         row.to(RowState.ANNOUNCED)
         self._announced[number] = row
         self.num_bytes += row.num_bytes
@@ -174,12 +158,12 @@ class Arrivals:
         return row is not None and row.unit.online
 
     def let_go(self, number: int, row: Row) -> None:
-        """Another unit returned with this row, which is announced by one that is up, and was told to drop it."""
+        """A returning unit had this row, and was told to drop it for the announcement of a unit that is up."""
         if number not in self._table.rows.rows:
             self._let_go[number] = row
 
     def confirm(self, event: RowsConfirmed) -> RowsAccepted:
-        """Every controller has agreed to these rows. The reply has what was learnt since."""
+        """Every controller has agreed to these rows. The reply says what was learned since."""
         accepted: Marks = {}
         done = self._done(event.commits)
         partitions = set()
@@ -187,7 +171,7 @@ class Arrivals:
             row = self._announced.get(number)
             if row is not None and row.unit.name == event.unit:
                 self._drop(number)
-                self._lose_let_go(number)  # what is known of it counts for the row that is merged
+                self._lose_let_go(number)  # first: what is known of it counts for the row that is merged
                 row.done(done[k])
                 partitions.add(row.partition)
                 for name in self._table.rows.tasks(self.merge(number, row) & row.left):
@@ -198,7 +182,7 @@ class Arrivals:
         return RowsAccepted(accepted)
 
     def write(self, event: OutputsWritten) -> None:
-        """A holder of a lost row put its outputs where the row is put again, before that is confirmed."""
+        """A holder of a lost row put its outputs where the row is put again, before that was confirmed."""
         mask, bit = self._table.rows.mask(event.columns), self._table.rows.bit(event.task)
         grown = event.num_bytes // max(1, len(event.rows))
         for k, number in enumerate(event.rows):
@@ -210,20 +194,14 @@ class Arrivals:
                 self.num_bytes += grown
 
     def forget(self, unit: str, rows: "set[int] | None" = None) -> None:
-        """What a unit announced (with rows: of those) will not be confirmed."""
+        """Drop a unit's announcements (with rows: of those), which will not be confirmed."""
         for number in [number for number, row in self._announced.items() if row.unit.name == unit]:
             if rows is None or number in rows:
                 self._drop(number)
                 self._lose_let_go(number)
 
     def merge(self, number: int, row: Row, *, values_kept: bool = False) -> int:
-        """A row is at a unit; returns the tasks that are known to be done with it (bits).
-
-        Args:
-            number: of the row.
-            row: what there is.
-            values_kept: a lost row came back with everything that was written.
-        """
+        """A row is at a unit; returns the tasks (bits) known to be done with it; see `RowTable.revive`."""
         table, all_rows = self._table, self._table.rows
         known = all_rows.rows.get(number)
         if all_rows.is_finished(number, row.partition):
@@ -234,7 +212,7 @@ class Arrivals:
             return 0
         if known.lost:
             return table.revive(number, known, row, values_kept=values_kept)
-        return 0  # it was in an inventory already
+        return 0  # an inventory brought it already
 
     def _drop(self, number: int) -> None:
         row = self._announced.pop(number, None)
@@ -264,7 +242,7 @@ class Arrivals:
         ]  # fmt: skip
 
     def _done(self, commits: Marks) -> Counter[int]:
-        """Return, by position, the tasks (bits) that are done with a row."""
+        """Return position -> tasks (bits) that are done with the row."""
         done: Counter[int] = Counter()
         for task, positions in commits.items():
             bit = self._table.rows.bit(task)
@@ -273,40 +251,30 @@ class Arrivals:
         return done
 
     def _came(self, partitions: Iterable[int], rows: Iterable[int]) -> None:
-        """Rows came: some may belong to groups that leave, and some partitions may be complete."""
         if self._table.removals.groups:
             self._table.removals.keep_out(rows)
+        # The partitions may be complete now.
         for partition in partitions:
             self._table.drop_finished(partition)
             self._table.recount(partition)
 
 
 class PutQueue:
-    """Part of a `ControlState`."""
+    """Part of a `ControlState`: answers puts, or parks them until there is room."""
 
     def __init__(self, table: RowTable, arrivals: Arrivals, backpressure: Backpressure) -> None:
-        """Args:
-        table: rows and tasks.
-        arrivals: takes rows into it.
-        backpressure: the limits.
-        """
-        self.closed = False
-        """For writing: only rows may come that were here before, lost ones, or a put that is repeated."""
+        self.closed = False  # closed for writing: only known rows may come, that is lost ones and repeated puts
         self._table = table
         self._arrivals = arrivals
         self._backpressure = backpressure
 
     @property
     def drained(self) -> bool:
-        """Whether no row can come any more that was not here before."""
+        """Whether no unknown row can come any more."""
         return self.closed and not self._backpressure.waiting and not len(self._arrivals)
 
     def create(self, event: RowsCreated, request: int) -> None:
-        """Answer a put, or park it.
-
-        Raises:
-            PeerRefused: it is malformed; its children say that rows exist already, or that it will never fit.
-        """
+        """Answer a put, or park it; raises PeerRefused (malformed), RowsExist or QueueFull (will never fit)."""
         rows = self._table.rows
         if self.closed and any(
             row not in rows.rows and not rows.is_finished(row, event.partition) for row in event.rows
@@ -315,6 +283,7 @@ class PutQueue:
         for unit in self._arrivals.left_by(event):
             self.lose(unit)
         num_new = self._arrivals.check(event)
+        # Lost rows that are put again, and rows restored from a snapshot, do not wait for room.
         if num_new and not event.commits:
             self._backpressure.check(event)
             if self._backpressure.waiting or not self._fits(event):
@@ -329,7 +298,7 @@ class PutQueue:
             event = waiting.pop(first)
             try:
                 self._arrivals.check(event)
-            except PeerRefused as error:  # another producer put these rows meanwhile
+            except PeerRefused as error:  # another producer put these rows in the meantime
                 self._table.out.append(Answer(first, error))
             else:
                 self._take(event, first)
@@ -342,12 +311,12 @@ class PutQueue:
         return put is not None
 
     def cancel(self, unit: str, rows: "set[int] | None" = None) -> None:
-        """Parked puts of a unit (with rows: those that name one) will be told again, or were taken back."""
+        """Drop parked puts of a unit (with rows: those that name one): they will be told again, or were taken back."""
         for request in self._backpressure.cancel(unit, rows):
-            self._table.out.append(Answer(request, PutPending(f"{unit}: a put that waited for room does so no more")))
+            self._table.out.append(Answer(request, PutPending(f"{unit}: a put no longer waits for room; put again")))
 
     def lose(self, unit: UnitLife) -> None:
-        """A unit is gone, with its rows and with what it announced."""
+        """A unit is gone, with its rows and its announcements."""
         self._arrivals.forget(unit.name)
         self._table.lose(unit)
 
@@ -359,6 +328,6 @@ class PutQueue:
         return self._backpressure.fits(event, **self._used())
 
     def _used(self) -> dict[str, int]:
-        """Return what counts toward the limits: rows that are coming, too."""
+        """Return what counts toward the limits, including announced rows."""
         rows, coming = self._table.rows, self._arrivals
         return {"num_rows": len(rows) + len(coming), "num_bytes": rows.num_bytes + coming.num_bytes}

@@ -1,4 +1,4 @@
-"""The rounds of one step of one task (mostly its partition): every rank of a gang gets one slice of each. Pure.
+"""The rounds of one step of one task (usually its partition): every rank of a gang gets one slice of each. Pure.
 
 A slice is a lease from the moment its round is formed; its rank comes for it later, perhaps several times.
 """
@@ -12,13 +12,7 @@ from tq.policies import Item
 
 @dataclass
 class RankSlice:
-    """One rank's part of a round.
-
-    Attributes:
-        token: of its lease.
-        rows: as they were assigned; after a restart without those that were done.
-        num_rows: how many were assigned.
-    """
+    """One rank's part of a round; after a restart `rows` lacks those that were done, `num_rows` counts them, too."""
 
     token: int
     rows: tuple[int, ...]
@@ -26,28 +20,20 @@ class RankSlice:
 
     @staticmethod
     def of(token: int, items: Sequence[Item]) -> "RankSlice":
-        """Return a slice of whole items."""
         rows = tuple(row for item in items for row in item.rows)
         return RankSlice(token, rows, len(rows))
 
 
 @dataclass
 class Round:
-    """One round.
+    """One round."""
 
-    Attributes:
-        rank_slices: by rank; None: an earlier incarnation of the controller gave it to nobody, so it is assigned again.
-        round_rows: most rows of any slice.
-        last: no rows of the step follow.
-        partition: of its rows.
-        total_rows: of all slices.
-    """
-
+    # By rank; None: an earlier incarnation of the controller gave it to nobody, so it is assigned again.
     rank_slices: list[RankSlice | None]
-    round_rows: int
-    last: bool
+    round_rows: int  # most rows of any slice
+    last: bool  # no rows of the step follow
     partition: int = 0
-    total_rows: int = 0
+    total_rows: int = 0  # of all slices
 
     @property
     def missing(self) -> list[int]:
@@ -57,29 +43,23 @@ class Round:
 
 @dataclass
 class Rounds:
-    """Of one step.
+    """The rounds of one step, in order."""
 
-    Attributes:
-        num_ranks: among how many they are split; 0: no rank asked yet.
-        assigned: per rank, the tokens of its slices of the rounds that were formed here.
-        formed: in order.
-    """
-
-    num_ranks: int = 0
+    num_ranks: int = 0  # ranks that share the rounds; 0: no rank asked yet
     formed: list[Round] = field(default_factory=list)
+    # Per rank, the tokens of its slices of the rounds that were formed here.
     assigned: list[int] = field(default_factory=list)
 
     def loads(self, num_ranks: int) -> list[int]:
-        """Return `assigned` of so many ranks."""
+        """Return `assigned`, or zeros before the first round."""
         return self.assigned or [0] * num_ranks
 
     @property
     def num_rows(self) -> int:
-        """Rows in all rounds."""
         return sum(round_.total_rows for round_ in self.formed)
 
     def form(self, rank_slices: Sequence[Sequence[Item]], token: Callable[[], int], *, partition: int) -> Round:
-        """Add a round from what each rank gets; it is not the last one unless the caller says so."""
+        """Add a round of what each rank gets; the caller marks the last one."""
         assigned = [RankSlice.of(token(), items) for items in rank_slices]
         tokens = [sum(item.tokens for item in items) for items in rank_slices]
         self.assigned = [before + now for before, now in zip(self.loads(len(rank_slices)), tokens, strict=True)]

@@ -1,7 +1,7 @@
 """The life of rows in the control plane: they come, are worked on, get lost, come back, go. Pure.
 
-Keeps the rows and the served tasks' views of them in step; everything that changes a row goes through here.
-Instructions that a change causes are collected in `out`; `ControlState` hands them to its shell.
+Keeps the rows and the served tasks' views of them in step; everything that changes a row goes through here. The
+resulting instructions are collected in `out`; `ControlState` hands them to its shell.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from tq.refill import UNKNOWN, RemovalCause
 
 
 class Table(Protocol):
-    """What is needed of a `RowTable`."""
+    """What `GroupRemovals` needs of a `RowTable`."""
 
     rows: Rows
     tasks: dict[str, TaskState]
@@ -38,29 +38,25 @@ class Table(Protocol):
 
 
 class GroupRemovals:
-    """Part of a `RowTable`."""
+    """Dead-letter and filtered groups.
+
+    With `refill`, admission replaces the groups, so partitions keep their size; otherwise they shrink.
+    """
 
     def __init__(self, table: Table, *, refill: bool) -> None:
-        """Args:
-        table: rows and tasks.
-        refill: admission replaces groups, so partitions keep their size; else they get smaller.
-        """
-        self.count = 0
-        """Groups that left because a task failed on them."""
-        self.num_filtered = 0
-        """Groups that left because they were filtered out."""
+        self.count = 0  # groups removed because a task failed on them
+        self.num_filtered = 0  # groups removed because they were filtered out
         self._table = table
         self._refill = refill
-        self.groups: dict[tuple[int, int], RemovalCause] = {}
-        """(Partition, group) -> why it leaves."""
+        self.groups: dict[tuple[int, int], RemovalCause] = {}  # (Partition, group) -> why the group leaves
         self._reported: set[tuple[int, int]] = set()
 
     def has(self, row: Row) -> bool:
-        """Whether a row's group is leaving: a dead letter, or filtered."""
+        """Whether the row's group is leaving: a dead letter, or filtered."""
         return (row.partition, row.group) in self.groups
 
     def begin(self, row: Row, cause: RemovalCause) -> None:
-        """No consumer gets rows of this row's group any more, and the units take it out."""
+        """Withhold the rows of this row's group from consumers, and have the units remove them."""
         if self.has(row):
             return
         all_rows = self._table.rows
@@ -71,14 +67,14 @@ class GroupRemovals:
             self._table.out.append(RemoveGroup(where, cause))
 
     def give_up(self, task: TaskState, token: int, rows: Iterable[int], *, failures: int = 0) -> None:
-        """The holder of a lease has no use for the groups of some of its rows, or failed on them so often."""
+        """Remove the groups of some leased rows: their holder failed on them, or (`failures` 0) filters them out."""
         for number in task.leases.by_token[token].rows.intersection(rows):
             row = self._table.rows.rows.get(number)
             if row is not None:
                 self.begin(row, RemovalCause(task.spec.name, failures, filtered=not failures))
 
     def keep_out(self, numbers: Iterable[int]) -> None:
-        """New rows of a group that is leaving leave at once."""
+        """Remove new rows at once if their group is leaving."""
         all_rows = self._table.rows
         members: dict[RemovalCause, list[int]] = {}
         for number in numbers:
@@ -89,10 +85,7 @@ class GroupRemovals:
             self._table.out.append(RemoveGroup(all_rows.by_unit(withheld), cause))
 
     def remove(self, numbers: Iterable[int], cause: RemovalCause = UNKNOWN) -> None:
-        """Rows of groups that are leaving left the queue; `cause`: as the removal's originator named it.
-
-        If that was another controller, lost rows of these groups leave here now: no unit will report them.
-        """
+        """Rows left the queue with their groups, for `cause` as the originator of the removal named it."""
         all_rows = self._table.rows
         removed: dict[int, list[int]] = {}
         leaving = deque(numbers)
@@ -100,6 +93,7 @@ class GroupRemovals:
             number = leaving.popleft()
             row = all_rows.rows[number]
             if not self.has(row):
+                # Another controller removed the group. Its lost rows leave here and now: no unit will report them.
                 leaving += [member for member in self._withhold(row, cause) if all_rows.rows[member].lost]
             self._report(row)
             self._table.remove(number)
@@ -112,13 +106,12 @@ class GroupRemovals:
                 task.sized(partition)
 
     def lack(self, partition: int, numbers: Iterable[int]) -> None:
-        """A partition will not have these rows, which are not in the table, unless admission replaces their groups."""
+        """Shrink a partition by rows that are not in the table, unless admission replaces their groups."""
         if not self._refill:
             self._table.rows.partition(partition).lack(RowSet(numbers))
             self._table.out.append(Shrunk(partition))
 
     def forget(self, partition: int) -> None:
-        """A partition was cleared."""
         self.groups = {key: cause for key, cause in self.groups.items() if key[0] != partition}
         self._reported = {key for key in self._reported if key[0] != partition}
 
@@ -132,7 +125,7 @@ class GroupRemovals:
             self._table.out.append(GroupRemoved(row.partition, row.group, row.group_size, cause))
 
     def _withhold(self, row: Row, cause: RemovalCause) -> list[int]:
-        """Hand out nothing of a row's group any more; returns the group's rows."""
+        """Stop handing out the row's group; returns the rows of the group."""
         all_rows = self._table.rows
         self.groups[row.partition, row.group] = cause
         members = [number for number in all_rows.numbers(row.partition) if all_rows.rows[number].group == row.group]
@@ -143,8 +136,8 @@ class GroupRemovals:
         return members
 
 
-# Rows whose unit is gone: which must be put again, which clients are told, what must be made durable, and which tasks
-# stay done with a row that is put again. Pure.
+# Rows whose unit is gone: which must be put again, which clients hear of them, what must be made durable, and which
+# tasks stay done with a row that is put again. Pure.
 #
 # lose 5, 9000      undecided: 5, 9000     changed: parts 0, 2
 # report 5          watchers are told of 5, under a sequence number
@@ -152,65 +145,55 @@ class GroupRemovals:
 # back 5            changed: -, the record stays: the unit may not know yet which tasks were done with the row
 # end 5             changed: part 0        take -> {0: []}: the store forgets the part
 
-_ROWS = 4096
-"""Neighbours that go into one part of the durable record."""
-_PARTS = 256
-"""Rows beyond so many parts begin with the first one again."""
+_ROWS = 4096  # this many consecutive row indices share one part of the durable record
+_PARTS = 256  # part numbers wrap around here, so the record has at most this many parts
 
 
 class Losses:
-    """Part of a `RowTable`."""
+    """Rows lost with their unit. Sequence numbers start at `first`: above those of earlier incarnations."""
 
     def __init__(self, first: int) -> None:
-        """Args:
-        first: sequence numbers count up from here; a restarted controller starts above all earlier ones.
-        """
-        self.watchers: dict[int, WatchLost] = {}
-        """By request."""
+        self.watchers: dict[int, WatchLost] = {}  # request -> watcher
         self._sequence = first
+        # Row -> sequence number of its report, so that no watcher misses a loss or sees it twice.
         self._reported: dict[int, int] = {}
-        """Row -> sequence number; no watcher misses a loss or sees it twice."""
+        # Lost rows for which it is open whether they must be put again -> whether a reader of the row's own lease waits
+        # for it.
         self.undecided: dict[int, bool] = {}
-        """Row, of which it is not decided whether it must be put again -> whether a reader waits for it, though it is
-        in that reader's lease."""
-        self.lost: dict[int, set[int]] = {}
-        """Part -> lost rows."""
+        self.lost: dict[int, set[int]] = {}  # part -> lost rows
+        # Part -> rows at a unit that has not heard, and may never hear, that a task is done with them.
         self.acked: dict[int, set[int]] = {}
-        """Part -> rows that are at a unit which has not heard, and may never hear, that a task is done with them."""
         self._noted: dict[int, set[int]] = {}
+        # Parts to save again, because of a loss, an ack of a lost row, or the end of a recorded row.
         self.changed: set[int] = set()
-        """Parts whose record must be written again: for a loss, an ack of a lost row, the end of a noted one."""
 
     def __iter__(self) -> Iterator[int]:
-        """Yield all lost rows."""
         for rows in self.lost.values():
             yield from rows
 
     # What happens to rows
 
     def lose(self, numbers: Iterable[int]) -> None:
-        """Record rows as lost; their partitions are to be saved."""
         for number in numbers:
             self.lost.setdefault(_part(number), set()).add(number)
             self.changed.add(_part(number))
             self.undecided.setdefault(number, False)
 
     def look_again(self, numbers: Iterable[int], *, wanted: bool = False) -> None:
-        """Lost rows left a lease, or a reader of their lease waits for them (`wanted`): they may be needed now."""
+        """Decide again on lost rows that left a lease, or that a reader of their lease waits for (`wanted`)."""
         for number in numbers:
             self.undecided[number] = wanted or self.undecided.get(number, False)
 
     def ack(self, number: int) -> None:
-        """A task finished a lost row: its partition is to be saved."""
         self.changed.add(_part(number))
 
     def ack_elsewhere(self, number: int) -> None:
-        """A task is done with a row that is not lost, and its unit has yet to hear: the record is to have it."""
+        """Record a row that is not lost: a task is done with it, and the row's unit is yet to hear."""
         self.acked.setdefault(_part(number), set()).add(number)
         self.changed.add(_part(number))
 
     def back(self, number: int) -> None:
-        """A row was put again; if it gets lost once more, that is another loss."""
+        """A row was put again; losing it once more counts as another loss."""
         self.lost.get(_part(number), set()).discard(number)
         self._reported.pop(number, None)
 
@@ -224,12 +207,11 @@ class Losses:
     # Clients that are told
 
     def take_undecided(self) -> dict[int, bool]:
-        """Return lost row -> whether a reader waits for it, of those that are not decided on."""
         undecided, self.undecided = self.undecided, {}
         return undecided
 
     def report(self, rows: Iterable[int]) -> list[int]:
-        """These rows must be put again; returns those that were not reported yet."""
+        """Note that these rows must be put again; returns those that were not reported yet."""
         new = [number for number in rows if number not in self._reported]
         if new:
             self._sequence += 1
@@ -237,7 +219,7 @@ class Losses:
         return new
 
     def take_answers(self, all_rows: dict[int, Row]) -> list[tuple[int, LostRows]]:
-        """Return (request, reply) of the watchers that have not seen the newest losses; they watch no more."""
+        """Return (request, reply) for watchers that have not seen the newest losses, and drop these watchers."""
         answers = []
         for request, watch in list(self.watchers.items()):
             rows = sorted(number for number, sequence in self._reported.items() if sequence > watch.after)
@@ -251,7 +233,7 @@ class Losses:
     # What is durable
 
     def take(self) -> dict[int, list[int]]:
-        """Return part -> the rows that its record is to hold, of the parts that changed since the last call."""
+        """Return, for each part that changed since the last call, the rows that its record must hold."""
         changed, self.changed = self.changed, set()
         for part in changed:
             self._noted[part] = self.lost.get(part, set()) | self.acked.get(part, set())
@@ -262,29 +244,22 @@ class TaskGraph:
     """All tasks of the queue; tasks and columns are bits."""
 
     def __init__(self, tasks: Sequence[TaskSpec], rows: Rows) -> None:
-        """Args:
-        tasks: of the queue.
-        rows: names the bits.
-        """
         self._rows = rows
         self._declared = {rows.bit(spec.name): rows.mask(spec.outputs) for spec in tasks}
         self._inputs = {rows.bit(spec.name): rows.mask(spec.inputs) for spec in tasks}
-        self.known = dict(self._declared)
-        """Task -> columns that it declares or was seen to write, for some row."""
+        self.known = dict(self._declared)  # task -> columns that it declares, or was seen to write for some row
 
     def learn(self, task: str, columns: Iterable[str]) -> None:
-        """A task was seen to write such columns."""
         self.known[self._rows.bit(task)] |= self._rows.mask(columns)
 
     def outputs(self, tasks: int) -> int:
-        """Return the columns that tasks write."""
         mask = 0
         for task, outputs in self.known.items():
             mask |= outputs if tasks & task else 0
         return mask
 
     def upstream(self, task: int) -> int:
-        """Return the tasks that wrote, directly or not, what `task` reads."""
+        """Return the tasks that wrote, directly or indirectly, what `task` reads."""
         found, read = 0, self._inputs[task]
         while True:
             new = sum(writer for writer, outputs in self.known.items() if outputs & read) & ~found
@@ -295,12 +270,10 @@ class TaskGraph:
                 read |= inputs if new & reader else 0
 
     def still_done(self, row: Row, put: Row) -> int:
-        """Return the tasks that are done with a lost row that was put again: not those whose outputs went.
-
-        These are the declared ones and, beside them, what the task was seen to write and the row had.
-        """
+        """Return the tasks that stay done with a lost row that was put again: those whose outputs came back with it."""
         done = self._rows.every_task & ~row.left
         for task, outputs in self.known.items():
+            # A task must have its declared outputs back, plus any undeclared ones that it wrote into this row.
             if (self._declared[task] | outputs & row.written) & ~put.written:
                 done &= ~task
         return done
@@ -310,22 +283,15 @@ def _part(number: int) -> int:
     return number // _ROWS % _PARTS
 
 
-_LOST = RowState.LOST
-"""An attribute of an enumeration is slow, and these are looked at for every row and task."""
+_LOST = RowState.LOST  # enum attribute access is slow, and this value is compared for every row and task
 
 
 class RowTable:
-    """Rows, and the served tasks' view of them."""
+    """Rows, and the served tasks' view of them; see `ControlState` for the arguments."""
 
     def __init__(
         self, tasks: Sequence[TaskSpec], *, served: Collection[str] | None, first_token: int, refill: bool
     ) -> None:
-        """Args:
-        tasks: all tasks of the queue.
-        served: those whose rows are handed out here; None: all.
-        first_token: lease tokens count up from here.
-        refill: admission replaces dead-letter groups, so partitions keep their size.
-        """
         self.rows = Rows([spec.name for spec in tasks])
         self.tasks = {spec.name: TaskState(spec, self.rows) for spec in tasks if served is None or spec.name in served}
         self.assigners = {name: RoundAssigner(task) for name, task in self.tasks.items()}
@@ -337,13 +303,12 @@ class RowTable:
         self._tokens = itertools.count(first_token)
 
     def token(self) -> int:
-        """Return the next lease token."""
         return next(self._tokens)
 
     # Coming
 
     def add_lost(self, number: int, row: Row) -> None:
-        """A row is known, but no unit has it; the units may prove otherwise. One in the table, or done, stays."""
+        """Add a row that no unit has, unless the row is here or finished; a unit may still turn up with it."""
         if number in self.rows.rows or self.rows.is_finished(number, row.partition):
             return
         if self.removals.has(row):
@@ -354,7 +319,7 @@ class RowTable:
         self.losses.lose([number])
 
     def add(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
-        """Rows of a partition that were not known are at a unit."""
+        """Add rows of one partition that were unknown so far, all at one unit."""
         state = rows[0][1].unit.row_state
         some_leave = self.removals.groups and state is not _LOST
         for _, row in rows:
@@ -369,19 +334,15 @@ class RowTable:
             self._finish(number)
 
     def revive(self, number: int, row: Row, put: Row, *, values_kept: bool = False) -> int:
-        """A lost row is somewhere again; returns the tasks that stay done with it (bits).
+        """A lost row is somewhere again, as `put` describes; returns the tasks (bits) that stay done with it.
 
-        Args:
-            number: of the row.
-            row: what is known of it.
-            put: what there is now.
-            values_kept: it came back with everything that was written.
+        `values_kept`: the row came back with everything that was written into it.
         """
         done = self.rows.every_task & ~row.left if values_kept else self.graph.still_done(row, put)
         reopened = self.rows.every_task & ~row.left & ~done
         newly = row.left & ~put.left
         row.reopen(reopened)
-        if row.group < 0:  # only a lease told of it so far
+        if row.group < 0:  # known only from a trainer's lease
             for task in self.tasks.values():
                 if row.left & task.bit & ~reopened:
                     task.partition(row.partition).queue.expect_again(put)
@@ -394,14 +355,15 @@ class RowTable:
                 task.reopened(number, row)
         for name in self.rows.tasks(newly):
             self._done(name, number, row)
+        # The last task may just have finished it.
         if number in self.rows.rows:
             self._resume_leases(number, row)
         return done
 
     def _resume_leases(self, number: int, row: Row) -> None:
-        """A row that was lost is back: holders that cannot go on with it lose it, behind a fence."""
         for task in self.tasks.values():
             lease = task.leases.holder(number)
+            # This holder read the lost values, and cannot continue with the new ones: void its lease behind a fence.
             if lease is not None and lease.readers and not task.spec.keeps_leases:
                 task.void(lease.token, [number])
                 task.leases.owe_fence([number])
@@ -413,7 +375,7 @@ class RowTable:
     # Work
 
     def write(self, event: OutputsWritten) -> None:
-        """A task's outputs for some rows are in; notifications that come twice change nothing."""
+        """Take in a task's outputs for some rows; a repeated notification changes nothing."""
         bit = self.rows.bit(event.task)
         if event.tokens and len(event.tokens) != len(event.rows):
             raise PeerRefused(f"{event.unit}: {len(event.rows)} rows with {len(event.tokens)} lengths")
@@ -436,7 +398,6 @@ class RowTable:
         self._drop_finished_of(event.task, partitions)
 
     def grow(self, row: Row, mask: int, tokens: int, num_bytes: int) -> None:
-        """Columns were written."""
         for task in self.tasks.values() if tokens else ():
             if row.queued & task.bit:
                 task.partition(row.partition).queue.grew(row, tokens)
@@ -444,7 +405,6 @@ class RowTable:
         self.rows.grow(row, num_bytes)
 
     def mark_done(self, task: str, numbers: Iterable[int]) -> None:
-        """A task is known to be done with rows."""
         partitions = set()
         for number in numbers:
             row = self.rows.rows.get(number)
@@ -454,27 +414,23 @@ class RowTable:
         self._drop_finished_of(task, partitions)
 
     def mark_lost_done(self, task: str, numbers: Iterable[int]) -> None:
-        """Another controller knows that a task was done with rows when they were lost; here it may not have been told.
-
-        What it wrote went with them. Rows that were put again meanwhile are judged by what was put.
-        """
+        """Mark lost rows done on the word of another controller."""
         bit, all_rows = self.rows.bit(task), self.rows.rows
+        # Rows that were put again in the meantime are judged by what was put.
         lost = [
             number for number in numbers if number in all_rows and all_rows[number].lost and all_rows[number].left & bit
         ]
         for number in lost:
+            # What the task wrote was lost with the row; this controller may never have heard of it.
             all_rows[number].wrote(self.graph.outputs(bit))
         self.mark_done(task, lost)
 
     def ack_lost(self, event: AckLost, *, promised: bool = False) -> None:
         """Count an ack that no unit could take, because the rows were lost while the consumer had them in hand.
 
-        Where they were put again since, their units are told by a `Commit`. The controller that serves the task judges;
-        the others are told afterwards, and may not know of the loss yet.
-
-        Args:
-            event: the ack.
-            promised: the consumer was told that it counts, so it does, also when the rows turn out to be at a unit.
+        Units that hold rows put again since then hear of it by a `Commit`. The controller that serves the task judges
+        the ack; the others are told afterwards, and may not know of the loss yet. `promised`: the consumer was told
+        that the ack counts, so it counts even if the rows turn out to be at a unit.
 
         Raises:
             LeaseFenced: another consumer has the rows; nothing changed.
@@ -495,7 +451,7 @@ class RowTable:
             self.out.append(Commit(event.task, event.token, where))
 
     def release(self, task: TaskState, token: int, rows: Iterable[int] | None = None, *, counts: bool = True) -> None:
-        """Rows (default: all) of a lease return, once the units refuse late puts; `counts`: as a try that failed."""
+        """Return rows (None: all) of a lease once the units refuse late puts; `counts`: as a failed try."""
         taken = task.void(token, rows)
         lost = [number for number in taken if self.rows.rows[number].lost]
         task.leases.owe_fence(lost)
@@ -513,7 +469,7 @@ class RowTable:
         for number in fencing.rows:
             row = self.rows.rows.get(number)
             if row is None or not row.left & task.bit:
-                continue  # its last put came before the fence
+                continue  # the last put under the lease came before the fence
             if row.lost:
                 task.leases.owe_fence([number])
             if fencing.counts:
@@ -526,7 +482,7 @@ class RowTable:
     # Loss, removal
 
     def remove(self, number: int, *, may_return: bool = False) -> None:
-        """A row leaves before all tasks are done with it; `may_return`: leases on it are void if it is put anew."""
+        """Drop a row before all tasks are done with it; `may_return`: leases on it are void if it is put anew."""
         row = self.rows.rows[number]
         for task in self.tasks.values():
             task.removed(number, row, may_return=may_return)
@@ -546,7 +502,7 @@ class RowTable:
         self.out.append(Cleared(partition))
 
     def lose(self, unit: UnitLife) -> None:
-        """A unit is gone with its rows; ranks that wait for a slice with some of them are looked at again."""
+        """A unit is gone with its rows; look again at ranks that wait for a slice with some of them."""
         unit.online, unit.lost = False, True
         self.rows.dead_units.append(unit)
         if self.rows.units.get(unit.name) is unit:
@@ -561,7 +517,7 @@ class RowTable:
             self._moved(number)
 
     def misplace(self, numbers: Sequence[int]) -> None:
-        """A unit dropped rows that another controller says are elsewhere; a notice of where may follow."""
+        """A unit dropped rows that another controller says are elsewhere; word of where may follow."""
         for number in numbers:
             row = self.rows.rows[number]
             self.rows.move(row, self._lost_unit(), row.num_bytes)
@@ -570,7 +526,7 @@ class RowTable:
         self.losses.lose(numbers)
 
     def set_online(self, unit: UnitLife, *, online: bool) -> None:
-        """A unit's channel ended, or it is back: its rows may be handed out, or not."""
+        """A unit's channel ended or is back: hand out its rows, or not."""
         unit.online = online
         for number in self.rows.at_unit(unit):
             row = self.rows.rows[number]
@@ -579,10 +535,7 @@ class RowTable:
             self._moved(number)
 
     def needed(self) -> Iterator[int]:
-        """Take the rows that were lost lately and must be put again.
-
-        A row is not needed when the only tasks left are trainers that have it in hand.
-        """
+        """Take the recently lost rows that must be put again."""
         for number, wanted in self.losses.take_undecided().items():
             row = self.rows.rows.get(number)
             if row is None or not row.lost:
@@ -591,11 +544,11 @@ class RowTable:
                 yield number
 
     def tell_watchers(self) -> None:
-        """Send watchers the losses they have not seen."""
+        """Send watchers the losses that they have not seen."""
         self.out += [Answer(*told) for told in self.losses.take_answers(self.rows.rows)]
 
     def recount(self, partition: int) -> None:
-        """After a restart: groups that miss rows which were finished before are complete once all rows are known."""
+        """After a restart, once all rows are known: complete the groups that lack only rows finished before."""
         info = self.rows.partitions.get(partition)
         if info is None or not info.nameless or not info.all_known:
             return
@@ -606,17 +559,17 @@ class RowTable:
                 task.sized(partition)
 
     def finished_again(self, number: int, row: Row) -> None:
-        """A finished row was put again: it stays done. If it was finished before this start, its group is known now."""
+        # The row stays done.
         info = self.rows.partition(row.partition)
         if number not in info.nameless:
             return
+        # The row was finished before this start, so its group was unknown until now.
         info.nameless.discard(number)
         for task in self.tasks.values():
             if not task.over(row.partition):
                 task.done_before(row)
 
     def refresh(self, number: int) -> None:
-        """What tasks may be given of a row changed."""
         row = self.rows.rows.get(number)
         if row is not None:
             for task in self.tasks.values():
@@ -634,7 +587,7 @@ class RowTable:
     # Private
 
     def _under_lease(self, event: AckLost) -> list[int]:
-        """Return the rows that are not done yet; only the controller that serves the task can check the lease."""
+        """Return the rows that are not done yet. Only the controller that serves the task can check the lease."""
         bit, task = self.rows.bit(event.task), self.tasks.get(event.task)
         open_rows = []
         for number in event.rows:
@@ -643,7 +596,9 @@ class RowTable:
             if task is not None and not is_open and not task.leases.was_done(event.token, number):
                 raise LeaseFenced(f"row {number}: the lease {event.token} of {event.task} is void")
             if task is not None and is_open and task.leases.holders.get(number) != event.token:
-                raise LeaseFenced(f"row {number}: the lease {event.token} of {event.task} was given to another")
+                raise LeaseFenced(
+                    f"row {number}: the lease {event.token} of {event.task} was given to another consumer"
+                )
             if is_open:
                 open_rows.append(number)
         return open_rows
@@ -651,17 +606,18 @@ class RowTable:
     def _needs(self, name: str, number: int) -> bool:
         task = self.tasks.get(name)
         lease = None if task is None else task.leases.holder(number)
+        # Not needed: a row whose only open tasks are trainers that have already read it.
         return task is None or lease is None or not task.spec.keeps_leases or not lease.readers
 
     def _moved(self, number: int) -> None:
-        """Where a row is changed: tasks may be given it, or not, and a rank may wait for a slice with it."""
+        """Where a row is changed: refresh it for the tasks, and for a rank that waits for a slice with it."""
         self.refresh(number)
         for task in self.tasks.values():
             if number in task.leases.holders:
                 task.changed.add(self.rows.rows[number].partition)
 
     def _fence(self, task: TaskState, numbers: Sequence[int], *, counts: bool) -> None:
-        """One fence for each unit: the rows of one return though another one is stopped."""
+        # One fence per unit, so that a stopped unit does not hold back the rows of the others.
         for unit, rows in self.rows.by_unit(numbers).items():
             token = self.token()
             task.fence(token, rows, counts=counts)
@@ -682,7 +638,7 @@ class RowTable:
         self.rows.finish(row.partition, [number])
 
     def _drop(self, number: int, state: RowState) -> Row:
-        if self.losses.lost or self.losses.acked:  # some row was ever lost, or nearly
+        if self.losses.lost or self.losses.acked:  # skip the lookups as long as nothing was ever lost
             self.losses.end(number)
         return self.rows.remove(number, state)
 

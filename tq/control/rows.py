@@ -1,7 +1,7 @@
 """Rows that some task is not done with, as a controller knows them: where, which columns, for whom. Pure, plain tables.
 
-Built for a million rows: a row is one object of numbers; columns and tasks are bits. It never decides anything, but it
-refuses what cannot be: a row changes its state only as `TRANSITIONS` has it.
+Built for a million rows: a row is one object of numbers; columns and tasks are bits. The table decides nothing, but it
+refuses the impossible: a row changes its state only as `TRANSITIONS` allows.
 """
 
 import enum
@@ -10,21 +10,19 @@ from dataclasses import dataclass, field
 
 from asyncflow.errors import PeerRefused
 
-# A set of row numbers at a bit each: rows are numbered densely, and finished ones are remembered for long. Pure.
+# A set of row numbers at one bit each: rows are numbered densely, and finished ones are remembered for long. Pure.
 
-Span = tuple[int, int]
-"""Neighbours: the first one, and the last one + 1."""
+Span = tuple[int, int]  # consecutive rows: the first one, and the last one + 1
 
+# Rows per chunk. Setting a bit copies its chunk.
 _BITS = 256
-"""Per chunk: setting a bit copies its chunk."""
 _FULL = (1 << _BITS) - 1
-_CHUNKS = 256
-"""Chunks of neighbours that go into one part."""
+_CHUNKS = 256  # consecutive chunks per part
 _PARTS = 256
 
 
 class RowSet:
-    """In ascending order when looked through."""
+    """A set of row numbers, iterated in ascending order."""
 
     def __init__(self, rows: Iterable[int] = ()) -> None:
         self._chunks: dict[int, int] = {}
@@ -49,18 +47,15 @@ class RowSet:
     __hash__ = None  # type: ignore[assignment]  # it changes
 
     def copy(self) -> "RowSet":
-        """Return the same rows, to be changed by themselves."""
         rows = RowSet()
         rows._chunks = dict(self._chunks)
         return rows
 
     def add(self, row: int) -> None:
-        """Take in one row."""
         chunk = row // _BITS
         self._chunks[chunk] = self._chunks.get(chunk, 0) | 1 << row % _BITS
 
     def discard(self, row: int) -> None:
-        """Remove one row, if it is in here."""
         bits = self._chunks.get(row // _BITS, 0) & ~(1 << row % _BITS)
         if bits:
             self._chunks[row // _BITS] = bits
@@ -68,17 +63,15 @@ class RowSet:
             self._chunks.pop(row // _BITS, None)
 
     def update(self, rows: Iterable[int]) -> None:
-        """Take in several."""
         for row in rows:
             self.add(row)
 
     def merge(self, other: "RowSet") -> None:
-        """Take in all of another set; costs no more for a chunk of rows than for a row."""
+        """Add all rows of another set; a whole chunk costs no more than one row."""
         for chunk, bits in other._chunks.items():
             self._chunks[chunk] = self._chunks.get(chunk, 0) | bits
 
     def spans(self) -> list[Span]:
-        """Return the rows as runs of neighbours, ascending."""
         spans: list[Span] = []
         for chunk, bits in sorted(self._chunks.items()):
             for low, high in [(0, _BITS)] if bits == _FULL else _runs(bits):
@@ -99,9 +92,9 @@ class RowSet:
         return rows
 
     def parts(self) -> "dict[int, RowSet]":
-        """Return number -> rows of this part: at most 256 parts of 65,536 neighbours each, larger ones in turn.
+        """Return part number -> its rows: at most 256 parts of 65,536 consecutive rows each; higher rows wrap around.
 
-        A row is in the same part of every set, so a set that is stored by parts is written anew where it grew only.
+        A row is in the same part of every set, so a set that is stored by parts is rewritten only where it grew.
         """
         parts: dict[int, RowSet] = {}
         for chunk, bits in self._chunks.items():
@@ -110,7 +103,6 @@ class RowSet:
 
 
 def _runs(bits: int) -> Iterator[Span]:
-    """Yield the runs of ones."""
     position = 0
     while bits:
         zeros = (bits & -bits).bit_length() - 1
@@ -128,24 +120,19 @@ _NONE = RowSet()
 class RowState(enum.IntEnum):
     """Where a row is in its life, as this controller knows it."""
 
-    UNKNOWN = 0
-    """Not in the table: not announced yet, or removed."""
-    ANNOUNCED = 1
-    """At a unit, but not every controller has agreed to it."""
-    STORED = 2
-    """At a unit that is up: tasks may be given it."""
-    AWAY = 3
-    """At a unit whose channel ended, and that may come back."""
+    UNKNOWN = 0  # not in the table: not announced yet, or removed
+    ANNOUNCED = 1  # at a unit, but not every controller has agreed to it
+    STORED = 2  # at a unit that is up: tasks may be given it
+    AWAY = 3  # at a unit whose channel ended and that may come back
+    # Lost with its unit. Which tasks are done with it is still known.
     LOST = 4
-    """It went with its unit. Which tasks are done with it is still known."""
-    WITHHELD = 5
-    """Its group leaves: no task is given it, and its unit is told to take it out."""
-    REMOVED = 6
-    """It left with its group (dead letter, filtered), or its partition was cleared, or its put was taken back."""
+    WITHHELD = 5  # its group is leaving: no task is given the row, and its unit is told to remove it
+    REMOVED = 6  # it left with its group (dead letter, filtered), its partition was cleared, or its put was taken back
+    # All tasks are done with it. This is remembered.
     FINISHED = 7
-    """All tasks are done with it. This is remembered."""
 
 
+# State -> the states that may follow, each with its cause.
 TRANSITIONS: dict[RowState, dict[RowState, str]] = {
     RowState.UNKNOWN: {
         RowState.ANNOUNCED: "a unit stored it, and several controllers must agree",
@@ -189,30 +176,23 @@ TRANSITIONS: dict[RowState, dict[RowState, str]] = {
     RowState.REMOVED: {},
     RowState.FINISHED: {},
 }
-"""State -> the states that may follow, each with its cause."""
 
 
 @dataclass(slots=True, eq=False)
 class UnitLife:
-    """One life of a storage unit.
-
-    Attributes:
-        name, incarnation: of the process.
-        online: connected; its rows may be handed out.
-        lost: it is gone with all its rows.
-        num_rows, num_bytes: live rows there.
-    """
+    """One life of a storage unit."""
 
     name: str
     incarnation: str = ""
-    online: bool = True
-    lost: bool = False
+    online: bool = True  # connected; its rows may be handed out
+    lost: bool = False  # it is gone with all its rows
+    # `num_rows`, `num_bytes`: live rows there.
     num_rows: int = 0
     num_bytes: int = 0
 
     @property
     def row_state(self) -> RowState:
-        """State of a row there, unless its group leaves."""
+        """State of a row there, unless its group is leaving."""
         if self.lost:
             return RowState.LOST
         return RowState.STORED if self.online else RowState.AWAY
@@ -220,83 +200,64 @@ class UnitLife:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A row.
+    """A row."""
 
-    Attributes:
-        unit: where it is, or was.
-        partition, group, group_size: see `messages.PutRows`.
-        written: columns (bits).
-        left: tasks that are not done with it (bits).
-        queued: tasks that may be given it now (bits); written by their `PartitionQueue` alone.
-        tokens, num_bytes: over all its columns.
-        state: see `RowState`.
-    """
-
-    unit: UnitLife
+    unit: UnitLife  # where it is, or was
+    # `partition`, `group`, `group_size`: see `messages.PutRows`.
     partition: int
     group: int
     group_size: int
-    written: int
-    left: int
+    written: int  # columns (bits)
+    left: int  # tasks that are not done with it (bits)
+    # `tokens`, `num_bytes`: over all its columns.
     tokens: int
     num_bytes: int
-    queued: int = 0
+    queued: int = 0  # tasks that may be given it now (bits); written only by their `PartitionQueue`
     state: RowState = RowState.UNKNOWN
 
     @property
     def lost(self) -> bool:
-        """Whether it went with its unit."""
         return self.state is RowState.LOST
 
     def to(self, state: RowState) -> None:
-        """Change the state, or keep it; asserts that `TRANSITIONS` allows it."""
+        """Change the state, or keep it; asserts that `TRANSITIONS` allows the change."""
         if state is not self.state:
             assert state in TRANSITIONS[self.state], f"a row that is {self.state.name} cannot become {state.name}"
             self.state = state
 
     def done(self, tasks: int) -> None:
-        """Take tasks off those that are left."""
         self.left &= ~tasks
 
     def reopen(self, tasks: int) -> None:
-        """Put tasks back among those that are left."""
         self.left |= tasks
 
     def wrote(self, columns: int, tokens: int = 0) -> None:
-        """Note columns that were written."""
         self.written |= columns
         self.tokens += tokens
 
     def became(self, put: "Row") -> None:
-        """Take over what a repeated put of a lost row has; where it is, and how large, `Rows.move` says."""
+        """Take over what a repeated put of a lost row says; `Rows.move` sets its place and size."""
         self.group, self.group_size, self.written, self.tokens = put.group, put.group_size, put.written, put.tokens
 
 
 @dataclass(slots=True, eq=False)
 class PartitionRows:
-    """A partition, as all tasks see it.
+    """A partition, as all tasks see it."""
 
-    Attributes:
-        declared: by `OpenPartition`; None: not yet.
-        removed: rows that it will never have (dead letter without a replacement), unless they are put again.
-        num_live: rows in the table.
-        num_finished: rows that all tasks are done with.
-        finished: those rows; a producer that never learnt so may put them again.
-        nameless: of those, rows whose group is not known (from before this controller's start).
-        numbers: its rows, in order of arrival, among them some that are gone.
-    """
-
-    declared: int | None = None
+    declared: int | None = None  # by `OpenPartition`; None: not yet
+    # Rows that it will never have (dead letter without a replacement), unless they are put again.
     removed: RowSet = field(default_factory=RowSet)
-    num_live: int = 0
+    num_live: int = 0  # rows in the table
     num_finished: int = 0
+    # Rows that all tasks are done with; a producer that never heard so may put them again.
     finished: RowSet = field(default_factory=RowSet)
+    # Those of the finished rows whose group is unknown (from before this controller's start).
     nameless: RowSet = field(default_factory=RowSet)
-    numbers: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # its rows in order of arrival, including some that are gone
 
     @property
     def num_rows(self) -> int | None:
-        """How many rows it will have; None: not known."""
+        """How many rows it will have; None: unknown."""
         return None if self.declared is None else self.declared - len(self.removed)
 
     @property
@@ -305,7 +266,7 @@ class PartitionRows:
         return self.declared is not None and self.num_live + self.num_finished >= self.declared - len(self.removed)
 
     def declare(self, num_rows: int) -> None:
-        """How many rows it will have is known, or changed; those that it lacks count among them."""
+        """Set how many rows it will have, counting those that it lacks."""
         self.declared = num_rows
 
     def lack(self, rows: RowSet) -> None:
@@ -313,18 +274,15 @@ class PartitionRows:
         self.removed.merge(rows)
 
     def has(self, rows: Iterable[int]) -> None:
-        """Take rows off those that it will never have."""
+        """Undo `lack` for these rows."""
         for number in rows if self.removed else ():
             self.removed.discard(number)
 
 
 class Rows:
-    """The table, with its totals."""
+    """The table, with its totals, for all tasks of the queue."""
 
     def __init__(self, tasks: Sequence[str]) -> None:
-        """Args:
-        tasks: all tasks of the queue.
-        """
         self.bits = {task: 1 << k for k, task in enumerate(tasks)}
         self.every_task = (1 << len(tasks)) - 1
         self.rows: dict[int, Row] = {}
@@ -340,42 +298,34 @@ class Rows:
 
     @property
     def num_lost(self) -> int:
-        """Rows that went with their unit and were not put again."""
         self.dead_units = [unit for unit in self.dead_units if unit.num_rows]
         return sum(unit.num_rows for unit in self.dead_units)
 
     def mask(self, columns: Iterable[str]) -> int:
-        """Return the bits of columns."""
         bits = 0
         for name in columns:
             bits |= self._columns.setdefault(name, 1 << len(self._columns))
         return bits
 
     def columns(self, mask: int) -> list[str]:
-        """Return the names behind column bits."""
         return [name for name, bit in self._columns.items() if mask & bit]
 
     def bit(self, task: str) -> int:
-        """Return a task's bit.
-
-        Raises:
-            PeerRefused: there is no such task.
-        """
+        """Return a task's bit; raises PeerRefused if there is no such task."""
         bit = self.bits.get(task)
         if bit is None:
             raise PeerRefused(f"no task is named {task!r}; known: {' '.join(self.bits)}")
         return bit
 
     def tasks(self, mask: int) -> list[str]:
-        """Return the names behind task bits."""
         return [name for name, bit in self.bits.items() if mask & bit]
 
     def unit(self, name: str) -> UnitLife:
-        """Return a unit that is up, made when new."""
+        """Return a unit that is up; creates it when new."""
         return self.units.setdefault(name, UnitLife(name))
 
     def partition(self, number: int) -> PartitionRows:
-        """Return a partition, made when new."""
+        """Return a partition; creates it when new."""
         info = self.partitions.get(number)
         if info is None:
             self._forget_old()
@@ -383,16 +333,13 @@ class Rows:
         return info
 
     def finished(self, partition: int) -> RowSet:
-        """Return the rows of a partition that all tasks are done with."""
         info = self.partitions.get(partition)
         return _NONE if info is None else info.finished
 
     def is_finished(self, number: int, partition: int) -> bool:
-        """Whether all tasks are done with a row."""
         return number in self.finished(partition)
 
     def take_finished(self) -> dict[int, RowSet]:
-        """Return partition -> rows that were finished since the last call."""
         newly, self._newly_finished = self._newly_finished, {}
         return newly
 
@@ -404,28 +351,23 @@ class Rows:
         return known
 
     def finish(self, partition: int, numbers: Collection[int], *, nameless: bool = False) -> None:
-        """All tasks are done with rows that were not finished before, and are not in the table.
-
-        Args:
-            partition: of the rows.
-            numbers: of the rows.
-            nameless: their group is not known.
-        """
+        """Note that all tasks are done with rows that were neither finished before nor in the table."""
         info = self.partition(partition)
         info.num_finished += len(numbers)
         info.finished.update(numbers)
         info.has(numbers)
+        # Their groups are unknown.
         if nameless:
             info.nameless.update(numbers)
         self._newly_finished.setdefault(partition, RowSet()).update(numbers)
 
     def forget(self, partition: int) -> None:
-        """No row of a partition is in the table; it may begin anew."""
+        """Forget a partition without rows in the table; it may begin anew."""
         self.partitions.pop(partition, None)
         self._newly_finished.pop(partition, None)
 
     def add(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
-        """Rows of a partition that were not here, all at one unit."""
+        """Add new rows of a partition, all at one unit."""
         self.rows.update(rows)
         info = self.partition(partition)
         info.num_live += len(rows)
@@ -438,11 +380,12 @@ class Rows:
         unit.num_bytes += num_bytes
 
     def remove(self, number: int, state: RowState) -> Row:
-        """A row leaves the table: it is finished, or removed."""
+        """Take a finished or removed row out of the table."""
         row = self.rows.pop(number)
         row.to(state)
         info = self.partitions[row.partition]
         info.num_live -= 1
+        # Compact once more than half of the list is gone rows: constant cost per removal on average.
         if len(info.numbers) > 2 * info.num_live + 64:
             info.numbers = list(self.numbers(row.partition))
         self.num_bytes -= row.num_bytes
@@ -451,13 +394,12 @@ class Rows:
         return row
 
     def grow(self, row: Row, num_bytes: int) -> None:
-        """Count the bytes of a row that got larger."""
         row.num_bytes += num_bytes
         row.unit.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
     def move(self, row: Row, unit: UnitLife, num_bytes: int) -> None:
-        """A row that was lost, or only announced, is at `unit` with `num_bytes`."""
+        """Place a row that was lost, or only announced, at `unit` with `num_bytes`."""
         row.unit.num_rows -= 1
         row.unit.num_bytes -= row.num_bytes
         self.num_bytes += num_bytes - row.num_bytes
@@ -474,11 +416,11 @@ class Rows:
                 yield number
 
     def at_unit(self, unit: UnitLife) -> list[int]:
-        """Return the rows of a unit's life; looks at all rows, which is rare enough."""
+        """Return the rows of a unit's life; scans all rows, which is rare enough."""
         return [number for number, row in self.rows.items() if row.unit is unit] if unit.num_rows else []
 
     def by_unit(self, numbers: Iterable[int]) -> dict[str, tuple[int, ...]]:
-        """Sort rows that are somewhere by unit, ascending."""
+        """Return unit -> rows in ascending order, without lost ones."""
         units: dict[str, list[int]] = {}
         for number in sorted(numbers):
             row = self.rows[number]

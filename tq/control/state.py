@@ -1,8 +1,8 @@
 """The control plane's state over all tasks: events in, instructions out. Pure: no clock, no sockets, no threads.
 
-Events are the messages of `tq.messages` (those that carry a question come with a request number) and those of
-`tq.control.events`. A request that cannot be answered is parked; the event that makes it answerable returns its
-`Answer`. A controller knows all rows of the queue, and hands out those of the tasks that it serves.
+Events are the messages of `tq.messages` (questions come with a request number) and those of `tq.control.events`. A
+request that cannot be answered yet is parked; the event that makes it answerable returns its `Answer`. Every controller
+knows all rows of the queue, and hands out those of the tasks that it serves.
 
     handle(RowsCreated(...), request=6) -> [Answer(6, RowsAccepted())]   or [] (parked: the queue is full)
     handle(FetchRows(...), request=7)   -> [Answer(7, LeaseGrant(...))]     or [] (parked: no rows)
@@ -84,19 +84,14 @@ _GROUP_UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Recovering:
-    """Units and consumers that were there when the earlier incarnation ended.
-
-    Attributes:
-        units: storage units.
-        owners: consumers.
-    """
+    """Units and consumers that an earlier incarnation of the controller knew."""
 
     units: frozenset[str]
     owners: frozenset[str]
 
 
 def fence_void_leases(table: RowTable, task: TaskState, units: Iterable[str]) -> dict[int, str]:
-    """Have units refuse puts under all leases so far that are not alive; returns token -> unit of each fence."""
+    """Make units refuse puts under every lease so far except the live ones; returns fence token -> unit."""
     alive = tuple(sorted(task.leases.by_token))
     fences = {table.token(): unit for unit in sorted(units)}
     table.out += [FenceAll(task.spec.name, token, unit, alive) for token, unit in fences.items()]
@@ -104,65 +99,58 @@ def fence_void_leases(table: RowTable, task: TaskState, units: Iterable[str]) ->
 
 
 class Recovery:
-    """One controller's way back."""
+    """How a restarted controller learns where everything stands before it hands out rows."""
 
     def __init__(self, table: RowTable, expected: Recovering) -> None:
-        """Args:
-        table: rows and tasks, empty so far.
-        expected: whom to wait for.
-        """
         self._table = table
         self._units = set(expected.units)
         self._all_units = set(expected.units)
         self._owners = set(expected.owners)
         self._holds: dict[str, list[Held]] = {}
+        # Token -> unit that has not confirmed the fence yet. A unit that is away hears of it when it registers.
         self._fences: dict[int, str] = {}
-        """Token -> unit that has not confirmed it; one that is away is told when it registers."""
         self._collecting = True
         self._later: list[AckLost | Release] = []
 
     @property
     def collected(self) -> bool:
-        """Whether all known peers are back."""
         return not self._units and not self._owners
 
     @property
     def collecting(self) -> bool:
-        """Whether leases are not rebuilt yet."""
+        """Whether the leases are yet to be rebuilt."""
         return self._collecting
 
     @property
     def over(self) -> bool:
-        """Whether rows may be handed out."""
         return not self._collecting and not self._fencing
 
     @property
     def waiting_for(self) -> str:
-        """Return, for a message, the peers that are waited for."""
+        """The awaited peers, as text for a message."""
         if self._collecting:
             return " ".join(sorted(self._units | self._owners))
         return f"fences at {' '.join(sorted(self._fencing))}"
 
     def registered(self, unit: str) -> None:
-        """Stop waiting for this unit."""
         self._units.discard(unit)
         self._all_units.add(unit)
 
     def joined(self, owner: str, holds: list[Held]) -> None:
-        """Take in a consumer's leases, and stop waiting for it."""
+        """Take in a consumer's leases, and stop waiting for the consumer."""
         self._owners.discard(owner)
         earlier = {(one.task, one.token): one for one in self._holds.get(owner, ())}
         for one in holds:
             before = earlier.pop((one.task, one.token), None)
-            if before is not None:  # what it acked since may not have arrived
+            if before is not None:  # it joined before; acks that it sent since then may not have arrived
                 one.rows = sorted({*one.rows, *before.rows})
         self._holds[owner] = [*holds, *earlier.values()]
 
     def defer(self, event: AckLost | Release) -> None:
-        """Keep an ack or release until leases are rebuilt.
+        """Keep an ack or release until the leases are rebuilt.
 
         Raises:
-            PeerRefused: an ack of a lease that may have ended meanwhile cannot be promised.
+            PeerRefused: an ack cannot be promised, since its lease may have ended in the meantime.
         """
         task = self._table.tasks.get(event.task)
         if isinstance(event, AckLost) and task is not None and not task.spec.keeps_leases:
@@ -170,12 +158,11 @@ class Recovery:
         self._later.append(event)
 
     def deferred(self) -> list[AckLost | Release]:
-        """Take what was told meanwhile."""
         later, self._later = self._later, []
         return later
 
     def gone(self, owner: str) -> None:
-        """A consumer is gone; trainers keep what they hold."""
+        """Drop what a departed consumer held; trainers keep their leases."""
         self._owners.discard(owner)
         holds = self._holds.pop(owner, ())
         kept = [one for one in holds if one.task in self._table.tasks and self._table.tasks[one.task].spec.keeps_leases]
@@ -187,22 +174,22 @@ class Recovery:
         return bool(self._holds.get(owner))
 
     def cleared(self, partition: int) -> None:
-        """A partition is cleared: no consumer holds its rows any more."""
+        """Forget holds of a cleared partition's rows."""
         for owner, holds in self._holds.items():
             self._holds[owner] = [one for one in holds if one.partition != partition]
 
     def rebuild(self) -> None:
-        """No further peer is waited for: restore leases and rounds, and fence all other leases."""
+        """Stop waiting: restore leases and rounds, and fence all other leases."""
         self._collecting = False
         for name, task in self._table.tasks.items():
             held = [(owner, one) for owner, holds in self._holds.items() for one in holds if one.task == name]
             self._restore(task, held)
+            # Any lease of the earlier incarnation that nobody claimed may still have a writer.
             task.leases.some_void = True
             self._fences |= fence_void_leases(self._table, task, self._all_units)
         self._holds.clear()
 
     def fenced(self, token: int) -> None:
-        """A task's fence holds at a unit."""
         self._fences.pop(token, None)
 
     @property
@@ -211,12 +198,13 @@ class Recovery:
         return {unit for unit in self._fences.values() if unit in units and units[unit].online}
 
     def _restore(self, task: TaskState, held: list[tuple[str, Held]]) -> None:
-        """Give rows to the consumer with the newest token for them."""
+        """Give each row to the consumer with the newest token for it."""
         newest: dict[int, int] = {}
         for _, one in held:
             if task.spec.keeps_leases:
                 self._remember_unknown(task, one)
-            else:  # the lease may be alive for its other rows
+            else:
+                # The lease may be alive for its other rows; a row that is unknown now may be put later.
                 task.leases.owe_fence(number for number in one.rows if number not in self._table.rows.rows)
             for number in one.rows:
                 newest[number] = max(one.token, newest.get(number, 0))
@@ -241,10 +229,8 @@ class Recovery:
         return row is not None and bool(row.left & task.bit)
 
     def _remember_unknown(self, task: TaskState, one: Held) -> None:
-        """A trainer has rows in hand that no unit has: they were lost, and must not be trained again.
-
-        Whatever wrote the trainer's inputs was done with them, and its outputs are lost like they.
-        """
+        """A trainer holds rows that no unit has: they were lost, and must not be trained again."""
+        # Whatever wrote the trainer's inputs was done with these rows, and its outputs are lost like the trainer's.
         upstream = self._table.graph.upstream(task.bit)
         left, written = self._table.rows.every_task & ~upstream, task.inputs | self._table.graph.outputs(upstream)
         for number in one.rows:
@@ -255,29 +241,23 @@ class Recovery:
 # What a unit says when it meets a controller, or meets it again, against what the controller knows. Pure.
 #
 # never seen             its rows are new, or were lost elsewhere; its tombstones count as done
-# same life as before    its rows are available again; changes that were told in vain are made up for
+# same life as before    its rows are available again; the inventory makes up for lost messages
 # another life           it started empty: what is not in the inventory is lost
-# a life that is over    told of by the next one. Where it was met, each row of it was known. Else none of that
-#                        time may have survived: its rows are lost, unless they were put again since, and what was
-#                        finished stays so
+# a life that is over    reported by the next life. If the controller met it, it knew every row. If not, no controller
+#                        of that time may have survived: its rows are lost unless put again since, and what was
+#                        finished stays finished
 
 
 class UnitRegistry:
-    """Merges inventories into the table."""
+    """Merges units' inventories into the table; `tasks` names all tasks of the queue."""
 
     def __init__(self, table: RowTable, arrivals: Arrivals, tasks: list[str]) -> None:
-        """Args:
-        table: rows and tasks.
-        arrivals: takes rows in.
-        tasks: all tasks of the queue.
-        """
         self._table = table
         self._arrivals = arrivals
         self._tasks = tasks
         self._lives: set[tuple[str, str]] = set()
 
     def register(self, event: RegisterUnit) -> UnitAccepted:
-        """Take an inventory."""
         self._arrivals.forget(event.unit)
         is_new = (event.unit, event.incarnation) not in self._lives
         unit, old = self._unit(event)
@@ -296,9 +276,9 @@ class UnitRegistry:
         self._table.set_online(unit, online=True)
         self._table.removals.keep_out(sorted(listed))
         unmet = [one for one in event.earlier if (one.unit, one.incarnation) not in self._lives]
-        for life in reversed(unmet):  # a row may have been in two lives: the later one knows more
+        for life in reversed(unmet):  # newest first: of a row that was in two lives, the later one knows more
             self._take_life(life)
-        if is_new and any(self._table.losses):  # rows that were lost earlier may be put here, where no fence is known
+        if is_new and any(self._table.losses):  # lost rows may be put at this unit, which knows no fences
             for served in self._table.tasks.values():
                 fence_void_leases(self._table, served, [event.unit] if served.leases.some_void else ())
         for told in [event, *unmet]:
@@ -309,11 +289,11 @@ class UnitRegistry:
         return reply
 
     def remove(self, event: RowsRemoved) -> None:
-        """A unit let go of rows."""
+        """A unit dropped rows."""
         self._arrivals.forget(event.unit, set(event.rows))
         all_rows = self._table.rows.rows
         at_unit = [number for number in event.rows if number in all_rows and all_rows[number].unit.name == event.unit]
-        here = [number for number in at_unit if not all_rows[number].lost]  # else an earlier life of the unit had it
+        here = [number for number in at_unit if not all_rows[number].lost]  # lost ones were in an earlier life
         if event.reason is RemovalReason.GROUP_LEFT:
             self._table.removals.remove(here, event.cause)
             return
@@ -326,7 +306,6 @@ class UnitRegistry:
             self._table.clear_if_empty(event.partition)
 
     def lost_records(self, rows: Iterable[int]) -> list[RowRecords]:
-        """Describe rows that went with their unit."""
         all_rows = self._table.rows
         records: dict[tuple[int, int, int], RowRecords] = {}
         for number in sorted(rows):
@@ -341,7 +320,7 @@ class UnitRegistry:
         return list(records.values())
 
     def losses(self) -> list[UnitLoss]:
-        """Return the rows that went with their unit, by the unit's life."""
+        """Return the rows that were lost with their unit, grouped by the unit's life."""
         lives: dict[tuple[str, str], list[int]] = {}
         for number in self._table.losses:
             unit = self._table.rows.rows[number].unit
@@ -349,16 +328,14 @@ class UnitRegistry:
         return [UnitLoss(*life, self.lost_records(rows)) for life, rows in sorted(lives.items())]
 
     def adopt(self, losses: Iterable[UnitLoss]) -> None:
-        """Another controller lost these: those of a life that was never met here are lost here, too.
-
-        Of a life that was met every row was known, so what is not known any more is done.
-        """
+        """Take over another controller's losses, for lives of units that this one never met."""
+        # If this controller met the life, it knew every row of it: a row that it no longer knows is done.
         for loss in losses:
             if loss.incarnation and (loss.unit, loss.incarnation) not in self._lives:
                 self.take_lost(loss.records)
 
     def done_of(self, losses: Iterable[UnitLoss]) -> dict[str, list[int]]:
-        """Return task -> positions of lost rows that it is known to be done with."""
+        """Return task -> positions (counting all rows of `losses`) of rows that the task is known to be done with."""
         all_rows = self._table.rows
         known: dict[str, list[int]] = {}
         told = [(number, record.partition) for loss in losses for record in loss.records for number in record.rows]
@@ -370,13 +347,13 @@ class UnitRegistry:
         return known
 
     def take_lost(self, records: Iterable[RowRecords]) -> None:
-        """An earlier incarnation knew that these rows went with their unit."""
+        """Take rows that an earlier incarnation knew to be lost with their unit."""
         for record in records:
             for number, row in self._rows(record, UnitLife("")):
                 self._table.add_lost(number, row)
 
     def count_finished(self, partition: int, rows: Iterable[int]) -> None:
-        """Rows were done before this controller met their unit, or before it started."""
+        """Count rows that were finished before this controller met their unit, or before it started."""
         known = self._table.rows.finished(partition)
         new = [number for number in rows if number not in known]
         if not new:
@@ -386,7 +363,7 @@ class UnitRegistry:
             task.finished_before(partition, len(new))
 
     def _finish(self, number: int, *, here: bool) -> None:
-        """All tasks were done with a row; a unit that has the row again since is told (`here` False)."""
+        """Mark a row done for all tasks; with `here` False, also tell the unit that has it again by now."""
         table = self._table
         for name in table.rows.tasks(table.rows.rows[number].left):
             if not here and name in table.tasks:
@@ -421,7 +398,7 @@ class UnitRegistry:
             )  # fmt: skip
 
     def _merge(self, number: int, row: Row, reply: UnitAccepted, *, pending: bool) -> int:
-        """Take one row of an inventory; returns the tasks that are known to be done with it (bits)."""
+        """Take one row of an inventory; returns the tasks (bits) that are known to be done with it."""
         table = self._table
         known = table.rows.rows.get(number)
         elsewhere = known is not None and not known.lost and known.unit is not row.unit
@@ -442,7 +419,7 @@ class UnitRegistry:
         return done
 
     def _take_life(self, life: RegisterUnit) -> None:
-        """A life of a unit is over that was not met: its rows are where they were put again, or lost."""
+        """Account for a life that ended before this controller met it: its rows were put again, or are lost."""
         table, all_rows = self._table, self._table.rows.rows
         self._take_finished(life, [])
         for record in life.records:
@@ -452,7 +429,7 @@ class UnitRegistry:
                     self.count_finished(record.partition, [number])
                 elif known is None:
                     table.add_lost(number, row)
-                elif known.lost:  # as an earlier incarnation knew it, before or after: what was done then stays done
+                elif known.lost:  # an earlier incarnation reported it; what was done then stays done
                     known.wrote(row.written)
                     for name in table.rows.tasks(known.left & ~row.left):
                         table.mark_done(name, [number])
@@ -488,7 +465,7 @@ class UnitRegistry:
         for number in [number for unit in lives for number in table.rows.at_unit(unit)]:
             if number in listed or number not in all_rows:
                 continue
-            if number in removed:  # another controller's doing
+            if number in removed:  # another controller removed it
                 table.removals.remove([number], removed[number])
             elif all_rows[number].state is RowState.WITHHELD:
                 table.removals.remove([number])
@@ -501,7 +478,19 @@ def _same(one: UnitLife, other: UnitLife) -> bool:
 
 
 class ControlState:
-    """Rows, tasks, leases, units, and requests that wait."""
+    """Rows, tasks, leases, units, and parked requests.
+
+    Args:
+        tasks: every task that must be done with a row before the row is finished.
+        served: names of the tasks whose rows this controller hands out; None: all.
+        version: newest weights at the start.
+        lineage: how often the queue (and with it these weights) began anew.
+        published: whether consumers can already get the weights of `version`.
+        first_token: lease tokens count up from here; a restarted controller starts above all earlier tokens.
+        row_limit, byte_limit: live rows and bytes beyond which puts wait; 0: no limit.
+        refill: admission replaces dead-letter groups; otherwise their partition shrinks.
+        recovering: the peers that a restarted controller waits for; None: a first start.
+    """
 
     def __init__(
         self,
@@ -517,19 +506,8 @@ class ControlState:
         refill: bool = False,
         recovering: Recovering | None = None,
     ) -> None:
-        """Args:
-        tasks: every task that must be done with a row before it is finished.
-        served: names of the tasks whose rows are handed out here; None: all.
-        version: newest weights at the start.
-        lineage: of the queue and of these weights: how often the queue began anew.
-        published: consumers can get such weights already.
-        first_token: lease tokens count up from here; a restarted controller starts above all earlier ones.
-        row_limit, byte_limit: live rows and bytes beyond which puts wait; 0: none.
-        refill: admission replaces dead-letter groups; else their partition gets smaller.
-        recovering: whom a restarted controller waits for; None: a first start.
-        """
+        # Read-only for others: only `handle` changes it.
         self.table = RowTable(tasks, served=served, first_token=first_token, refill=refill)
-        """Others only read it: `handle` changes it."""
         self._reasons = WaitReasons(self.table)
         self._fetches = Fetches(self.table, self._reasons, version=version, lineage=lineage, published=published)
         self._oldest_token = first_lease_token(lineage)
@@ -538,9 +516,9 @@ class ControlState:
         self._puts = PutQueue(self.table, self._arrivals, self._backpressure)
         self._registry = UnitRegistry(self.table, self._arrivals, [spec.name for spec in tasks])
         self._recovery: Recovery | None = None
+        # Units of an earlier incarnation that have not registered yet, so their rows are unknown; recovery gives up on
+        # them at its deadline.
         self._missing_units = set[str]() if recovering is None else set(recovering.units)
-        """Of an earlier incarnation, not heard of since, whose rows are not known: recovery waits for them, not for
-        ever."""
         if recovering is not None and (recovering.units or recovering.owners):
             self._recovery = Recovery(self.table, recovering)
             self._fetches.closed = True
@@ -548,27 +526,22 @@ class ControlState:
 
     @property
     def newest_version(self) -> int:
-        """Newest published weights."""
         return self._fetches.newest_version
 
     @property
     def recovering(self) -> bool:
-        """Whether a restarted controller does not hand out rows yet."""
         return self._recovery is not None
 
     def handle(self, event: Event, request: int = 0) -> list[Instruction]:
-        """Apply one event.
-
-        Args:
-            event: what happened.
-            request: number of a request, unique among those that wait; names it in its `Answer`.
+        """Apply one event. `request` names the request in its `Answer`; it is unique among those that wait.
 
         Raises:
-            PeerRefused: the event names what does not exist, or asks for what cannot be; nothing changed. Its children
-                say that rows exist already, or that the queue is too small.
-            LeaseFenced: a lease is void; nothing changed.
+            PeerRefused: the event names something unknown, or asks for the impossible. Subclasses: the rows exist, or
+                will never fit into the queue.
+            LeaseFenced: a lease is void. After any error nothing has changed.
         """
         self._apply(event, request)
+        # The order matters: draining needs the last puts and the end of recovery, and `wake` serves what these opened.
         self._puts.admit()
         self._recover()
         self._drain()
@@ -578,35 +551,34 @@ class ControlState:
         return out
 
     def keeps_leases(self, owner: str) -> bool:
-        """Whether a consumer that is gone has leases, or slices of a step that is not over, for when it comes back."""
+        """Whether a departed consumer has leases, or slices of an unfinished step, that await its return."""
         if self._recovery is not None and self._recovery.keeps_leases(owner):
             return True
         return any(assigner.keeps_leases(owner) for assigner in self.table.assigners.values())
 
     def units(self) -> dict[str, int]:
-        """Return the units that are up, with the bytes of live rows that they hold."""
+        """Return the units that are up -> bytes of live rows that they hold."""
         return {name: unit.num_bytes for name, unit in self.table.rows.units.items() if unit.online}
 
     def away(self) -> list[str]:
-        """Return the units that are not up but may come back with their rows."""
+        """Return the units that are down but may come back with their rows."""
         known = {name for name, unit in self.table.rows.units.items() if not unit.online}
         return sorted(known | self._missing_units)
 
     def known_rows(self) -> dict[int, list[int]]:
-        """Return partition -> rows that are somewhere, or finished."""
+        """Return partition -> rows that exist or are finished."""
         return self.table.rows.known_rows()
 
     def take_finished(self) -> dict[int, RowSet]:
-        """Return partition -> rows that were finished since the last call.
+        """Return partition -> rows that were finished since the last call, for the shell to make durable.
 
-        Units remember them, too, but not beyond their death, nor for ever: before they forget, the shell makes this
-        durable, so that a later incarnation (`RowsFinished`) still counts right, and nobody works on such a row that is
-        put again.
+        Units remember finished rows only for a while, and not beyond their death. A later incarnation needs them to
+        count right (`RowsFinished`), and so that nobody works on such a row when it is put again.
         """
         return self.table.rows.take_finished()
 
     def any_away(self, rows: Iterable[int]) -> bool:
-        """Whether some are lost, or count as lost once they are put again: then it matters what tasks write."""
+        """Whether some rows are lost, or would count as lost when put again: then it matters what tasks write."""
         all_rows = self.table.rows.rows
         return any(number in all_rows and all_rows[number].state in (RowState.AWAY, RowState.LOST) for number in rows)
 
@@ -617,19 +589,18 @@ class ControlState:
 
     @property
     def losses_changed(self) -> bool:
-        """Whether `take_losses` would return something."""
         return bool(self.table.losses.changed)
 
     def take_losses(self) -> dict[int, list[RowRecords]]:
-        """Return part -> which of its rows went with a unit, and who was done with them, where that changed.
+        """Return, for each part that changed, its lost rows and the tasks done with them; the shell makes it durable.
 
-        No unit remembers them: the shell makes this durable, part by part, so that a later incarnation (`RowsLost`)
-        asks for them and nobody works on them twice.
+        No unit remembers these rows: a later incarnation (`RowsLost`) asks for them, so that nobody works on them
+        twice.
         """
         return {part: self._registry.lost_records(rows) for part, rows in self.table.losses.take().items()}
 
     def losses(self) -> list[UnitLoss]:
-        """Return the rows that went with units, by life of the unit: the contents of `TellLost`."""
+        """Return the content of `TellLost`: lost rows by life of their unit."""
         return self._registry.losses()
 
     def stats(self, admitted_groups: int = 0) -> QueueStats:
@@ -682,7 +653,7 @@ class ControlState:
             case RowsLost():
                 self._registry.take_lost(event.records)
             case TellLost():
-                if self._recovery is None:  # else a unit may just not have come back yet
+                if self._recovery is None:  # during recovery the unit may only be late
                     self._registry.adopt(event.losses)
                 self.table.out.append(Answer(request, RowsAccepted(self._registry.done_of(event.losses))))
             case DoneElsewhere():
@@ -703,7 +674,6 @@ class ControlState:
         event: RegisterUnit | Join | OwnerGone | OwnerWrites | UnitGone | UnitLost | RecoveryDeadline,
         request: int,
     ) -> None:
-        """A client or unit came or went."""
         match event:
             case RegisterUnit():
                 self._puts.cancel(event.unit)
@@ -734,7 +704,7 @@ class ControlState:
     # Rows
 
     def _drain(self) -> None:
-        """Closed for writing, once the last puts are in: partitions have the rows that are there, tasks no others."""
+        """Closed for writing and the last puts are in: size the open partitions by the rows that are there."""
         if self._fetches.drained or self._recovery is not None or self._missing_units or not self._puts.drained:
             return
         for number, info in self.table.rows.partitions.items():
@@ -745,7 +715,7 @@ class ControlState:
 
     def _open(self, event: OpenPartition) -> None:
         if self._fetches.stopped:
-            return  # else ranks of one gang could disagree on whether the partition is over
+            return  # otherwise ranks of a gang could disagree on whether it is over
         self.table.rows.partition(event.partition).declare(event.num_rows)
         self.table.recount(event.partition)
         for task in self.table.tasks.values():
@@ -807,7 +777,7 @@ class ControlState:
         if not self.table.losses.undecided or (self._recovery is not None and self._recovery.collecting):
             return
         new = self.table.losses.report(self.table.needed())
-        if new:  # the fences of their unit are lost with it
+        if new:  # their unit's fences were lost with it
             units = {self.table.rows.rows[number].unit.name for number in new} - {""} | self.table.rows.units.keys()
             for task in self.table.tasks.values():
                 fence_void_leases(self.table, task, units if task.leases.some_void else ())
@@ -819,7 +789,7 @@ class ControlState:
             return
         self._recovery.rebuild()
         for event in self._recovery.deferred():
-            with contextlib.suppress(PeerRefused, LeaseFenced):  # it was void, as its sender finds out by itself
+            with contextlib.suppress(PeerRefused, LeaseFenced):  # void: its sender finds out on its own
                 self._end_lease(event, promised=True)
 
     def _recover(self) -> None:

@@ -12,7 +12,6 @@ from tq.messages import QueueStats, TaskStats
 def count_rows(
     table: RowTable, fetches: Fetches, backpressure: Backpressure, admitted_groups: int, units: dict[str, int]
 ) -> QueueStats:
-    """Return what a controller's state knows of itself."""
     return QueueStats(
         tasks=[_count_task(task, fetches.parked.count(name)) for name, task in table.tasks.items()],
         live_rows=len(table.rows),
@@ -49,7 +48,7 @@ _WINDOW_S = 10.0
 
 
 class TaskRates:
-    """How fast each task gets on: remembers how much was done some seconds ago.
+    """How fast each task progresses, from what was done some seconds ago.
 
     The caller holds the lock and passes the clock (s, monotonic).
     """
@@ -59,7 +58,7 @@ class TaskRates:
         self._before: dict[str, tuple[float, int]] = {}
 
     def note(self, tasks: Iterable[TaskStats], now: float) -> None:
-        """Fill in the rows per second since about the last window's begin."""
+        """Fill in the rows per second since roughly the beginning of the last window."""
         for task in tasks:
             before, done = self._before.get(task.task, (self._started, 0))
             task.rows_per_s = (task.acked - done) / max(now - before, 1e-3)

@@ -4,8 +4,8 @@ waiting --inputs written, row stored--> ready --granted--> leased --outputs writ
    ^                                                          |
    '--------fence confirmed---------- fencing <--owner died or released'
 
-`refresh` is the only judge of whether a row is ready; everything that could change that ends by calling it.
-`TASK_TRANSITIONS` has all of it.
+Only `refresh` judges whether a row is ready; everything that could change that ends by calling it.
+`TASK_TRANSITIONS` lists all transitions.
 """
 
 import enum
@@ -17,25 +17,22 @@ from tq.control.rounds import Rounds
 from tq.control.rows import Row, Rows, RowState
 from tq.policies import Fifo, Policy, TaskSpec, Want
 
-_STORED = RowState.STORED
-"""An attribute of an enumeration is slow, and this one is looked at for every row and task."""
+_STORED = RowState.STORED  # enum attribute access is slow, and this value is compared for every row and task
 
 
 class TaskRowState(enum.IntEnum):
     """Where a row in the table is, for one task."""
 
-    WAITING = 0
-    """For inputs, for its group, or for its unit."""
-    READY = 1
-    """It may be handed out now."""
-    LEASED = 2
-    """In a consumer's hands, or assigned to a rank."""
+    WAITING = 0  # for inputs, for its group, or for its unit
+    READY = 1  # it may be handed out now
+    LEASED = 2  # in a consumer's hands, or assigned to a rank
+    # Its lease is void; its unit may still take a late put. If it is lost, the fence follows where it is put again.
     FENCING = 3
-    """Its lease is void; its unit may still take a late put. If it is lost, the fence follows where it is put again."""
-    DONE = 4
-    """Outputs are written, or it was acked."""
+    DONE = 4  # outputs are written, or it was acknowledged
 
 
+# State -> the states that may follow, each with its cause. A row that left the table has none. A state is not stored:
+# `left`, the leases and `queued` imply it. The random models compare it over every event.
 TASK_TRANSITIONS: dict[TaskRowState, dict[TaskRowState, str]] = {
     TaskRowState.WAITING: {
         TaskRowState.READY: "its inputs are written and it is stored",
@@ -61,40 +58,28 @@ TASK_TRANSITIONS: dict[TaskRowState, dict[TaskRowState, str]] = {
         TaskRowState.WAITING: "its outputs were lost with a unit, and it was put again without them",
     },
 }
-"""State -> the states that may follow, each with its cause. A row that left the table has none.
-
-A state is not stored: `left`, the leases and `queued` say it together. The random models compare it over every event.
-"""
 
 
 class TaskPartition:
-    """One partition of one task."""
-
     def __init__(self, queue: PartitionQueue) -> None:
         self.queue = queue
         self.rounds = Rounds()
         self.num_held = 0
         self.num_done = 0
-        self.listed = False
-        """Whether `TaskState` looks here for ready rows."""
+        self.listed = False  # whether `TaskState` looks here for ready rows
 
 
 class TaskState:
-    """Readiness and leases of one task."""
+    """Readiness and leases of one task; all tasks share the table."""
 
     def __init__(self, spec: TaskSpec, rows: Rows) -> None:
-        """Args:
-        spec: the task.
-        rows: the table, shared by all tasks.
-        """
         self.spec = spec
         self.bit = rows.bits[spec.name]
         self.inputs = rows.mask(spec.inputs)
         self.leases = Leases()
         self.isolation = PoisonIsolation(self.leases, spec.max_deliveries)
         self.partitions: dict[int, TaskPartition] = {}
-        self.changed: set[int] = set()
-        """Partitions whose parked rounds may be answerable since the last look."""
+        self.changed: set[int] = set()  # partitions whose parked rounds may have become answerable since the last look
         self.num_left = 0
         self.num_acked = 0
         self.num_deliveries = 0
@@ -117,7 +102,7 @@ class TaskState:
     # Rows
 
     def refresh(self, number: int, row: Row) -> None:
-        """Offer a row when it may be handed out, withdraw it when not."""
+        """Offer a row when it may be handed out; withdraw it otherwise."""
         wanted = self._wanted(number, row)
         if wanted == bool(row.queued & self.bit):
             return
@@ -130,7 +115,7 @@ class TaskState:
         self.changed.add(row.partition)
 
     def created(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
-        """Rows of a partition came to be; the task may be done with some already."""
+        """Take new rows of a partition; the task may be done with some already."""
         self._cleared.discard(partition)
         part = self.partition(partition)
         queue, bit = part.queue, self.bit
@@ -147,7 +132,7 @@ class TaskState:
         self.changed.add(partition)
 
     def done(self, number: int, row: Row) -> None:
-        """The task is done with a row, in whichever hands it was; its bit in `left` was just cleared."""
+        """The task is done with a row, whoever held it; its bit in `left` was just cleared."""
         part = self.partition(row.partition)
         if row.queued & self.bit:
             part.queue.withdraw(number, row)
@@ -158,7 +143,7 @@ class TaskState:
         self._mark_done(part, row)
 
     def reopened(self, number: int, row: Row) -> None:
-        """What the task wrote was lost: it is not done with this row any more; its bit in `left` was just set."""
+        """The task's outputs were lost: it is no longer done with this row; its bit in `left` was just set."""
         part = self._resurrected(row.partition)
         part.num_done -= 1
         part.queue.expect_again(row)
@@ -184,12 +169,11 @@ class TaskState:
         self.changed.add(row.partition)
 
     def finished_before(self, partition: int, num_rows: int) -> None:
-        """Rows of a partition were done before this controller started."""
         self.partition(partition).num_done += num_rows
         self.changed.add(partition)
 
     def done_before(self, row: Row) -> None:
-        """The group of a row finished before a restart is now known."""
+        """The group of a row that was finished before a restart is known now."""
         part = self.partition(row.partition)
         part.queue.expect(row)
         part.queue.mark_done(row)
@@ -199,7 +183,6 @@ class TaskState:
     # Partitions
 
     def partition(self, number: int) -> TaskPartition:
-        """Return the partition, made when new."""
         part = self.partitions.get(number)
         if part is None:
             queue = PartitionQueue(self._rows, self.bit, whole_groups=self.spec.whole_groups)
@@ -207,7 +190,7 @@ class TaskState:
         return part
 
     def sized(self, number: int) -> None:
-        """How many rows the partition will have became known, or changed."""
+        """The partition's number of rows became known, or changed."""
         self._cleared.discard(number)
         if number in self._finished:
             return
@@ -216,7 +199,6 @@ class TaskState:
         self.drop_finished(number)
 
     def drop_finished(self, number: int) -> None:
-        """Forget a partition whose rows are all done."""
         part = self.partitions.get(number)
         size = self._size(number)
         if part is not None and size is not None and part.num_done >= size:
@@ -225,7 +207,7 @@ class TaskState:
             self.changed.add(number)
 
     def clear(self, number: int) -> None:
-        """Forget a partition that has no rows any more; a rank that asks for its rounds is told that it is over."""
+        """Forget a partition without rows; a rank that asks for its rounds hears that it is over."""
         self.partitions.pop(number, None)
         self._finished.discard(number)
         self._cleared.add(number)
@@ -252,19 +234,12 @@ class TaskState:
     # Leases
 
     def take(self, want: Want, *, newest_allowed: int | None) -> tuple[int, tuple[int, ...]] | None:
-        """Take ready rows of the oldest partition that has any.
-
-        Args:
-            want: how many.
-            newest_allowed: partitions beyond this are held back (the staleness gate); None: no gate.
-
-        Returns:
-            (partition, rows), or None when nothing may be handed out.
-        """
+        """Take ready rows of the oldest partition that has any, none beyond `newest_allowed` (the staleness gate)."""
         while self._with_ready:
             number = self._with_ready[0]
             part = self.partitions.get(number)
             if part is None or not self._may_take(number, part):
+                # Drop the entry; `_list` adds the partition again once it has something to give.
                 heapq.heappop(self._with_ready)
                 if part is not None:
                     part.listed = False
@@ -281,21 +256,20 @@ class TaskState:
         return None
 
     def lease(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:
-        """Rows that were taken are in a consumer's hands; "": no consumer asked for them yet."""
+        """Rows that were taken are in a consumer's hands; `reader` "": no consumer asked for them yet."""
         rows = tuple(rows)
         self.leases.give(token, partition, rows, reader)
         self.partition(partition).num_held += len(rows)
         self.num_deliveries += 1
 
     def void(self, token: int, rows: Iterable[int] | None = None) -> list[int]:
-        """Take rows (default: all) out of a lease; returns them. They are not ready before the caller says so."""
+        """Take rows (None: all) out of a lease; returns them. They are not ready before the caller says so."""
         partition = self.leases.by_token[token].partition
         taken = self.leases.void(token, rows)
         self.partition(partition).num_held -= len(taken)
         return taken
 
     def fence(self, token: int, rows: Sequence[int], *, counts: bool) -> None:
-        """Rows of void leases wait for a fence."""
         self.leases.fence(token, Fencing(tuple(rows), counts))
 
     # For those who pick rows
@@ -311,14 +285,12 @@ class TaskState:
         return size is not None and part.num_done + part.num_held + part.queue.num_rows >= size
 
     def front_ready(self, number: int, num_rows: int) -> bool:
-        """Whether the first so many rows, in ascending order, that are not handed out are ready; or the rest.
-
-        Looks at all rows of the partition: what `in_order` costs.
-        """
+        """Whether the first `num_rows` rows, in ascending order, that are not handed out are ready; or the rest."""
         info, rows, bit = self._rows.partitions.get(number), self._rows.rows, self.bit
         if info is None or not info.all_known or self.partition(number).queue.num_rows < num_rows:
             return self.rest_ready(number)
         held = self.leases.holders
+        # This scans all rows of the partition: the price of `in_order`.
         numbers = sorted(n for n in self._rows.numbers(number) if rows[n].left & bit and n not in held)
         front = numbers[:num_rows]
         groups = {rows[n].group for n in front} if self.spec.whole_groups else set()
@@ -338,7 +310,7 @@ class TaskState:
         )
 
     def _resurrected(self, number: int) -> TaskPartition:
-        """Return the partition; one that was over is not, since a row of it is not done any more."""
+        """Return the partition, reopened if it was over, since one of its rows is not done any more."""
         if number in self._finished:
             self._finished.discard(number)
             self.partition(number).num_done += self._size(number) or 0

@@ -1,4 +1,4 @@
-"""What a fetch waits for, in words for a person, and whether anybody is there who could bring it. Pure."""
+"""What a fetch waits for, as text for people, and whether anybody is connected who could bring it. Pure."""
 
 from dataclasses import dataclass
 
@@ -12,37 +12,27 @@ _LOOKED_AT = 4096
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a fetch returned no rows."""
-
     text: str
     producers_alive: bool = True
 
 
 class WaitReasons:
-    """Looks for what is missing, and knows who writes what."""
+    """Finds what is missing, and knows who writes what."""
 
     def __init__(self, table: RowTable) -> None:
-        self.recovering = ""
-        """What a restarted controller waits for; "": it serves."""
+        self.recovering = ""  # what a restarted controller waits for; "": it serves
         self._table = table
         self._writers: dict[str, frozenset[str]] = {}
 
     def writes(self, owner: str, columns: tuple[str, ...]) -> None:
-        """A consumer that is there puts such columns."""
+        """A connected consumer puts these columns."""
         self._writers[owner] = frozenset(columns)
 
     def leave(self, owner: str) -> None:
-        """A consumer is gone."""
         self._writers.pop(owner, None)
 
     def of(self, task: TaskState, fetch: FetchRows | FetchRound, *, gate: int | None) -> Reason:
-        """Return why a fetch got nothing.
-
-        Args:
-            task: whose rows.
-            fetch: that waited.
-            gate: newest partition that the consumer's weights allow; None: no gate.
-        """
+        """Return why a fetch got nothing; `gate`: newest partition that the consumer's weights allow."""
         if self.recovering:
             return Reason(f"the controller was restarted and waits for {self.recovering}")
         if isinstance(fetch, FetchRows) and task.isolation.holds(fetch.owner):
@@ -57,7 +47,7 @@ class WaitReasons:
         return self._in_partition(task, number)
 
     def blocking(self) -> str:
-        """Return which task keeps the oldest partition alive: what a put waits for that finds no room."""
+        """Return which task keeps the oldest partition alive: what a put without room waits for."""
         rows = self._table.rows
         for number in sorted(rows.partitions):
             first = next(rows.numbers(number), None)
@@ -113,6 +103,7 @@ class WaitReasons:
     def _waiting(self, task: TaskState, number: int) -> list[int]:
         numbers = []
         for looked, row in enumerate(self._table.rows.numbers(number)):
+            # Bounded: this runs for every fetch whose deadline passes.
             if looked >= _LOOKED_AT:
                 break
             if self._table.rows.rows[row].left & task.bit and row not in task.leases.holders:

@@ -10,31 +10,21 @@ from tq.wire import ColumnHeader
 
 
 class PutRows(Message):
-    """New rows with their first columns (a source's put; it needs no lease). Answered by `Stored`.
+    """New rows with their first columns (a source's put; it needs no lease). -> `Stored`."""
 
-    Attributes:
-        partition: the step that the rows belong to.
-        rows, groups: parallel.
-        group_size: rows of each group, in this put and others; 0: the groups are complete in this put.
-        columns: description of the payload.
-        timeout_s: how long the put may wait for room (backpressure).
-        commits: task -> positions in `rows` that it is done with already (a restored snapshot).
-    """
-
-    partition: int
+    partition: int  # the step that the rows belong to
+    # `rows`, `groups`: parallel.
     rows: list[int]
     groups: list[int]
-    columns: list[ColumnHeader]
-    group_size: int = 0
-    timeout_s: float = 60.0
+    columns: list[ColumnHeader]  # description of the payload
+    group_size: int = 0  # rows of each group, in this put and others; 0: the groups are complete in this put
+    timeout_s: float = 60.0  # how long the put may wait for room (backpressure)
+    # Task -> positions in `rows` that the task is already done with (a restored snapshot).
     commits: dict[str, list[int]] = {}
 
 
 class PutOutputs(Message):
-    """All output columns of some rows of a lease, as one atom; `columns` may be empty (a plain ack). -> `Stored`.
-
-    `token` is the lease's. The same put twice is a no-op.
-    """
+    """All output columns of some rows of a lease, atomically; none for a plain ack. Repeatable. -> `Stored`."""
 
     task: str
     token: int
@@ -43,7 +33,7 @@ class PutOutputs(Message):
 
 
 class GetColumns(Message):
-    """Read columns of rows; answered by `Columns` in the order of `rows`."""
+    """Read columns of rows. -> `Columns`, in the order of `rows`."""
 
     rows: list[int]
     columns: list[str]
@@ -57,10 +47,7 @@ class ListRows(Message):
 
 
 class ClearRows(Message):
-    """Remove rows, whatever their leases. -> `RowList` of those that were here.
-
-    Unknown ones are passed over, and those that every task is done with: they only wait for a checkpoint.
-    """
+    """Remove rows, whatever their leases; skips those that only wait for a checkpoint. -> `RowList` of the others."""
 
     rows: list[int]
 
@@ -82,7 +69,7 @@ class FenceTask(Message):
 
 
 class RemoveRows(Message):
-    """From a controller: a task failed too often on the group of these rows; take them out of the queue."""
+    """From a controller: a task failed too often on the group of these rows; remove them from the queue."""
 
     rows: list[int]
     cause: RemovalCause = UNKNOWN
@@ -91,7 +78,7 @@ class RemoveRows(Message):
 class ClearPartition(Message):
     """Remove all rows of a partition; leases on them are void.
 
-    Controllers are told last: its rows may come anew, and one that was away may take finished ones for repeated.
+    Controllers hear last: the rows may come anew, and a controller that was away could take finished ones for repeated.
     """
 
     partition: int
@@ -100,7 +87,7 @@ class ClearPartition(Message):
 class ReleaseCheckpointed(Message):
     """A durable checkpoint covers partitions up to and including `step`: their trained rows may go.
 
-    Controllers are told first, and remember which rows are finished: units forget that, too.
+    Controllers hear first, and remember which rows are finished: units forget that, too.
     """
 
     step: int
@@ -114,28 +101,24 @@ class HoldPuts(Message):
 
 
 class CutSnapshot(Message):
-    """Under a hold: note the rows that are here now; the hold ends.
-
-    Attributes:
-        hold: of `HoldPuts`.
-        after_partition: rows of this partition and earlier ones are left out.
-        forget_acks_of: tasks whose acks are stored as not given.
-    """
+    """Under a hold: note the rows that are here now; the hold ends."""
 
     hold: str
+    # Leave out rows of this partition and earlier ones.
     after_partition: int
+    # Store the acks of these tasks as not given.
     forget_acks_of: list[str]
 
 
 class WriteSnapshot(Message):
-    """Write what was cut into `directory` (exists, shared by all units); answered by `SnapshotWritten`."""
+    """Write what was cut into `directory` (exists, shared by all units). -> `SnapshotWritten`."""
 
     hold: str
     directory: str
 
 
 class GetUnitStats(Message):
-    """Answered by `UnitStats`."""
+    """-> `UnitStats`."""
 
 
 class Stored(Message):
@@ -145,7 +128,7 @@ class Stored(Message):
 
 
 class Columns(Message):
-    """The columns asked for; values in the payload."""
+    """The requested columns; values in the payload."""
 
     columns: list[ColumnHeader]
 
@@ -157,29 +140,20 @@ class RowList(Message):
 
 
 class RowInfo(msgspec.Struct, frozen=True):
-    """What `QueueClient.list_rows` says of a row.
-
-    Attributes:
-        index, group, partition: of the row.
-        unit: where it is.
-        columns: written so far.
-        done: tasks that are done with it.
-        tokens: its length in tokens.
-        num_bytes: of its values.
-    """
+    """What `QueueClient.list_rows` says about a row."""
 
     index: int
     group: int
     partition: int
-    unit: str
-    columns: tuple[str, ...]
-    done: tuple[str, ...]
-    tokens: int
-    num_bytes: int
+    unit: str  # where it is
+    columns: tuple[str, ...]  # written so far
+    done: tuple[str, ...]  # tasks that are done with it
+    tokens: int  # its length in tokens
+    num_bytes: int  # of its values
 
     @staticmethod
     def of(record: RowRecords, unit: str) -> "Iterator[RowInfo]":
-        """Return one for each row of a record."""
+        """Yield one for each row of a record."""
         shared = record.partition, unit, tuple(record.columns), tuple(record.done)
         for row, group, tokens, num_bytes in zip(
             record.rows, record.groups, record.tokens, record.num_bytes, strict=True
@@ -188,37 +162,30 @@ class RowInfo(msgspec.Struct, frozen=True):
 
 
 class SnapshotWritten(Message):
-    """Files of one unit, relative to the snapshot's directory."""
-
     files: list[str]
     num_rows: int
     num_bytes: int
 
 
 class UnitStats(Message):
-    """What a unit holds and did.
+    """What a unit holds and did."""
 
-    Attributes:
-        num_rows, num_bytes: all rows here; bytes really held, also by rows that are half gone.
-        retained_rows, retained_bytes: of those, rows that only wait for a checkpoint.
-        spilled_bytes: of the retained ones, on disk.
-        puts, gets, bytes_in, bytes_out: since the start.
-        shared_channels, wire_channels: clients whose payloads come through shared memory, and over the wire.
-        backend: where values are kept.
-    """
-
+    # `num_rows`, `num_bytes`: all rows here; bytes really held, also by rows that are half gone.
     num_rows: int
     num_bytes: int
+    # `retained_rows`, `retained_bytes`: those of them that only wait for a checkpoint.
     retained_rows: int = 0
     retained_bytes: int = 0
-    spilled_bytes: int = 0
+    spilled_bytes: int = 0  # retained bytes that are on disk
+    # `puts`, `gets`, `bytes_in`, `bytes_out`: since the start.
     puts: int = 0
     gets: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    # `shared_channels`, `wire_channels`: clients whose payloads come through shared memory, and over the wire.
     shared_channels: int = 0
     wire_channels: int = 0
-    backend: str = "memory"
+    backend: str = "memory"  # where values are kept
 
 
 UNIT_REQUESTS = (

@@ -1,4 +1,4 @@
-"""What storage units tell every controller, what clients ask one, and what one controller tells another."""
+"""What storage units tell every controller, what clients ask one controller, and what controllers tell each other."""
 
 from enum import StrEnum
 
@@ -12,25 +12,17 @@ class Message(msgspec.Struct, tag=True):
     """Base of all messages; the class name is the tag."""
 
 
+# Version of the messages between the queue's processes; raised by every change that an older process would misread.
 FORMAT = 2
-"""Of the messages between the queue's processes; counted up by every change that an older process would misread."""
 
 
 class Introduction(Message, kw_only=True):
-    """First message of a process on a channel to a controller.
-
-    Attributes:
-        format: of its messages.
-    """
+    """First message of a process on a channel to a controller; says its message format."""
 
     format: int = FORMAT
 
     def check_format(self, sender: str) -> None:
-        """Refuse a process that speaks another format.
-
-        Raises:
-            PeerRefused: it does.
-        """
+        """Raise PeerRefused if the process speaks another format."""
         if self.format != FORMAT:
             raise PeerRefused(
                 f"{sender} speaks format {self.format} of the queue's messages, this controller format {FORMAT}; "
@@ -43,30 +35,22 @@ class Done(Message):
 
 
 class RowRecords(msgspec.Struct):
-    """Rows of an inventory that have the same partition, columns and finished tasks.
-
-    Attributes:
-        partition: of all of them.
-        rows, groups, group_sizes, tokens, num_bytes: parallel.
-        columns: written in all of them.
-        done: tasks that committed.
-        pending: not every controller has agreed to them yet: `RowsConfirmed` follows, or `RowsRemoved`.
-        deliveries: task -> how often each row was released, parallel to `rows`; absent: never.
-    """
+    """Rows of an inventory that have the same partition, columns and finished tasks."""
 
     partition: int
+    # `rows`, `groups`, `group_sizes`, `tokens`, `num_bytes`: parallel.
     rows: list[int]
     groups: list[int]
     group_sizes: list[int]
     tokens: list[int]
     num_bytes: list[int]
-    columns: list[str]
-    done: list[str]
-    deliveries: dict[str, list[int]] = {}
-    pending: bool = False
+    columns: list[str]  # written in all of the rows
+    done: list[str]  # tasks that committed
+    deliveries: dict[str, list[int]] = {}  # task -> how often each row was released, parallel to `rows`; absent: never
+    pending: bool = False  # not every controller has agreed to the rows yet; `RowsConfirmed` or `RowsRemoved` follows
 
     def append(self, number: int, *, group: int, group_size: int, tokens: int, num_bytes: int) -> None:
-        """Add a row; `deliveries` is the caller's."""
+        """Add a row; the caller updates `deliveries`."""
         self.rows.append(number)
         self.groups.append(group)
         self.group_sizes.append(group_size)
@@ -75,20 +59,20 @@ class RowRecords(msgspec.Struct):
 
 
 class RemovalReason(StrEnum):
-    """Why rows left a unit before every task was done with them.
+    """Why rows left a unit before every task was done with them."""
 
-    dropped: a controller said that they are elsewhere; cleared: with their partition; removed: by their index.
-    """
-
+    # A controller said that they are elsewhere.
     DROPPED = "dropped"
+    # With their partition.
     CLEARED = "cleared"
+    # By their index.
     REMOVED = "removed"
     REFUSED = "refused"
     GROUP_LEFT = "group_left"
 
 
 class RowsRemoved(Message):
-    """Rows left a unit; `cause`: of a dead letter."""
+    """Rows left a unit; `cause` is that of a dead letter."""
 
     unit: str
     partition: int
@@ -98,141 +82,105 @@ class RowsRemoved(Message):
 
 
 class RegisterUnit(Introduction):
-    """First message of a unit on a channel: what it holds. Everything it says later builds on this. -> `UnitAccepted`.
-
-    Attributes:
-        unit: its name.
-        incarnation: another one than before: it started empty.
-        records: its live rows.
-        finished: partition -> rows that all tasks are done with and that were freed or only wait for a checkpoint.
-        removed_groups: what it removed with groups that left: this controller may not have heard of it.
-        earlier: what lives of the unit that are over held at their end, the oldest first, until all controllers know
-            it: no controller may have survived them.
-    """
+    """First message of a unit on a channel: what it holds. Everything later builds on this. -> `UnitAccepted`."""
 
     unit: str
-    incarnation: str
-    records: list[RowRecords]
+    incarnation: str  # a new one means that the unit started empty
+    records: list[RowRecords]  # its live rows
+    # Partition -> rows that all tasks are done with, whether freed or waiting for a checkpoint.
     finished: dict[int, list[int]]
+    # What the unit removed with groups that left; this controller may not have heard of it.
     removed_groups: list[RowsRemoved] = []
+    # What former lives of the unit held at their end, the oldest first, until all controllers know it: no controller
+    # may have survived them.
     earlier: list["RegisterUnit"] = []
 
 
 class RowsCreated(Message):
-    """New rows exist at a unit; `columns` are written. Parks while the queue is full. -> `RowsAccepted`.
-
-    Attributes:
-        unit: where.
-        partition, rows, groups, group_size: see `PutRows`.
-        columns: written.
-        tokens: per row, its length in tokens so far.
-        num_bytes: of all of them together.
-        timeout_s: how long this may park.
-        commits: see `PutRows`.
-        held: there are other controllers: hand nothing out before `RowsConfirmed`.
-        values: of a small put, enclosed (`tq.wire`): a lease of exactly these rows that somebody waits for brings them.
-    """
+    """New rows exist at a unit; `columns` are written. Parks while the queue is full. -> `RowsAccepted`."""
 
     unit: str
+    # `partition`, `rows`, `groups`, `group_size`, `commits`: see `PutRows`.
     partition: int
     rows: list[int]
     groups: list[int]
     columns: list[str]
-    tokens: list[int]
-    num_bytes: int
+    tokens: list[int]  # length of each row in tokens so far
+    num_bytes: int  # of all rows together
     group_size: int = 0
     timeout_s: float = 60.0
     commits: dict[str, list[int]] = {}
-    held: bool = False
+    held: bool = False  # there are other controllers: hand nothing out before `RowsConfirmed`
+    # Enclosed values of a small put (`tq.wire`), passed on to a lease of exactly these rows that a fetch waits for.
     values: bytes = b""
 
 
 class RowsConfirmed(Message):
-    """Every controller agreed to these rows: they may be handed out. -> `RowsAccepted`, with what came up since.
-
-    Attributes:
-        unit, rows: as announced.
-        commits: task -> positions in `rows` that it is done with, as some controller knew.
-        values: see `RowsCreated`.
-    """
+    """Every controller agreed to these rows: they may be handed out. -> `RowsAccepted`, with what came up since."""
 
     unit: str
     rows: list[int]
+    # Task -> positions in `rows`, as some controller knew to be done.
     commits: dict[str, list[int]] = {}
+    # See `RowsCreated`.
     values: bytes = b""
 
 
 class OutputsWritten(Message):
-    """A task's outputs for these rows were committed; the task is done with them.
-
-    Attributes:
-        unit: where.
-        task, rows: the commit's.
-        columns: written now.
-        tokens: per row, by how many tokens it grew.
-        num_bytes: by how many bytes all of them grew.
-    """
+    """A task's outputs for these rows were committed; the task is done with them."""
 
     unit: str
     task: str
     rows: list[int]
     columns: list[str]
+    # `tokens`, `num_bytes`: by how much each row, and all of them together, grew.
     tokens: list[int]
     num_bytes: int
 
 
 class UnitAlive(Message):
-    """Sign of life of a unit that has nothing else to say. -> `Done`."""
+    """Heartbeat of a unit that has nothing else to say. -> `Done`."""
 
     unit: str
 
 
 class Held(msgspec.Struct):
-    """A lease that a consumer holds: what a restarted controller must know of it.
-
-    Attributes:
-        task, token, partition, rows, round_rows, last, total_rows: see `LeaseGrant`; without rows that are done.
-        round_index, rank, num_ranks: of a slice of a round; no round: -1.
-        step: `FetchRound.partition`.
-        slice_rows: rows of the slice, also those that are done.
-    """
+    """A lease that a consumer holds: what a restarted controller must know of it. Fields are those of `LeaseGrant`."""
 
     task: str
     token: int
     partition: int
-    rows: list[int]
+    rows: list[int]  # without those that are done
+    # `round_index`, `rank`, `num_ranks`: of a slice of a round; -1: no round.
     round_index: int = -1
     rank: int = 0
     num_ranks: int = 1
     round_rows: int = 0
     last: bool = False
     total_rows: int = 0
-    step: int = 0
-    slice_rows: int = 0
+    step: int = 0  # `FetchRound.partition`
+    slice_rows: int = 0  # rows of the slice, including those that are done
 
 
 class Join(Introduction):
-    """First message of a client on a channel, and again when the controller has given the client up. -> `Joined`.
+    """First message of a client on a channel, and again when the controller has given the client up. -> `Joined`."""
 
-    Attributes:
-        owner: the consumer with its incarnation; the same over all channels of one client object.
-        holds: its leases of tasks that this controller serves.
-    """
-
+    # The consumer with its incarnation, the same on all channels of one client object.
     owner: str
+    # Its leases of tasks that this controller serves.
     holds: list[Held]
 
 
+# In `Heartbeat.writes`: this client puts new rows. No column has this name.
 NEW_ROWS = ""
-"""In `Heartbeat.writes`: this client puts new rows. No column is named so."""
 
 
 class Heartbeat(Message):
     """Renews all leases of `owner`. -> `Alive`."""
 
     owner: str
+    # Columns that this client has put so far, or `NEW_ROWS`: consumers then know that their producer is there.
     writes: list[str] = []
-    """Columns that this client has put so far, or `NEW_ROWS`, so that consumers know that their producer is there."""
 
 
 class OpenPartition(Message):
@@ -243,31 +191,21 @@ class OpenPartition(Message):
 
 
 class FetchRows(Message):
-    """Lease ready rows of `task`; parks until some are ready.
-
-    Attributes:
-        task: whose inputs must be complete.
-        owner: the consumer.
-        num_rows: at most (but at least one item).
-        version: newest weights that this consumer holds; only matters to version-gated tasks.
-        timeout_s: after this, answered by `NoRows(deadline)`.
-        token_budget: at most so many tokens (but at least one item); 0: no budget.
-        replica, sequence: ranks of one data-parallel replica that fetch for themselves name the replica and count
-            their fetches: the same (replica, sequence) gets the same lease. "": this consumer alone.
-        lineage: of the weights; older ones than the queue's are outdated, whatever their version.
-        tell_held_back: answer `NoRows(held_back)` when rows are ready that need newer weights than there are, so that
-            the consumer can say what it waits for. It asks again without this, and parks.
-    """
+    """Lease ready rows of `task`; parks until some are ready."""
 
     task: str
     owner: str
-    num_rows: int
-    version: int
-    timeout_s: float
-    token_budget: int = 0
+    num_rows: int  # at most, but at least one item
+    version: int  # newest weights that this consumer holds; matters only to version-gated tasks
+    timeout_s: float  # afterwards, the answer is `NoRows(deadline)`
+    token_budget: int = 0  # at most this many tokens, but at least one item; 0: no budget
+    # `replica`, `sequence`: ranks of one data-parallel replica that fetch for themselves name the replica and count
+    # their fetches: the same (replica, sequence) gets the same lease. "": this consumer alone.
     replica: str = ""
     sequence: int = 0
-    lineage: int = 0
+    lineage: int = 0  # of the weights; those of older lineages than the queue's are outdated, whatever their version
+    # Answer `NoRows(held_back)` when ready rows need newer weights than exist, so that the consumer can say what it
+    # waits for. It then asks again without this flag, and parks.
     tell_held_back: bool = False
 
 
@@ -275,45 +213,34 @@ class FetchRound(Message):
     """Lease one rank's slice of round `round_index` of a partition: every rank of the gang asks for every round.
 
     The same (rank, round) again, by the same owner or by another reader of the replica, gets the same lease.
-
-    Attributes:
-        partition: whose; in a task with `TaskSpec.steps` a step, whose rounds may come from several partitions.
-        num_rows: rows per rank in a full round.
-        rank, num_ranks: of the data-parallel gang.
-        token_budget: tokens per rank in a full round; 0: no budget.
     """
 
     task: str
     owner: str
-    partition: int
+    partition: int  # in a task with `TaskSpec.steps` a step, whose rounds may come from several partitions
     round_index: int
-    num_rows: int
+    num_rows: int  # rows per rank in a full round
     rank: int
     num_ranks: int
     timeout_s: float
-    token_budget: int = 0
+    token_budget: int = 0  # tokens per rank in a full round; 0: no budget
 
 
 class Release(Message):
-    """The consumer returns rows of a lease that it will not finish. -> `Done`.
-
-    Attributes:
-        filtered: the groups of these rows leave the queue, and admission replaces them.
-        failures: likewise, as dead letters: the consumer failed so often on these rows by itself. 0: it did not.
-        fenced: it dropped them since a unit said that the lease is void, which may be so for some of them only. A
-            lease that a trainer keeps is left alone: another rank may have it by now.
-    """
+    """The consumer returns rows of a lease that it will not finish. -> `Done`."""
 
     task: str
     token: int
     rows: list[int]
-    filtered: bool = False
-    failures: int = 0
+    filtered: bool = False  # the groups of these rows leave the queue, and admission replaces them
+    failures: int = 0  # likewise, as dead letters: how often the consumer itself failed on these rows; 0: it did not
+    # The consumer dropped the rows because a unit called the lease void, perhaps for some of them only. A lease that a
+    # trainer keeps is left alone: another rank may have it by now.
     fenced: bool = False
 
 
 class AckLost(Message):
-    """An ack for rows whose unit is gone: the consumer had them in hand. -> `Done`, or refused as fenced."""
+    """An ack for rows whose unit is gone while the consumer has them in hand. -> `Done`, or refused as fenced."""
 
     task: str
     token: int
@@ -321,7 +248,7 @@ class AckLost(Message):
 
 
 class UnitLoss(msgspec.Struct):
-    """Rows that went with one life of a unit, as another controller knows them."""
+    """Rows lost with one life of a unit, as another controller knows them."""
 
     unit: str
     incarnation: str
@@ -329,9 +256,9 @@ class UnitLoss(msgspec.Struct):
 
 
 class TellLost(Message):
-    """From another controller to the lead: rows that went with their units, as long as it counts them as lost.
+    """From another controller to the lead: the rows that it counts as lost with their units.
 
-    The lead has those put again of which it never heard. -> `RowsAccepted`, with the tasks that are done with them;
+    The lead has the rows put again that it never heard of. -> `RowsAccepted`, with the tasks that are done with them;
     positions count all rows of `losses` in order.
     """
 
@@ -339,7 +266,7 @@ class TellLost(Message):
 
 
 class WatchLost(Message):
-    """Park until rows were lost with a unit that this watcher has not seen yet. -> `LostRows` or `NoRows`.
+    """Park until rows were lost that this watcher has not seen yet. -> `LostRows` or `NoRows`.
 
     `after` is the last `LostRows.sequence` seen, 0 at first.
     """
@@ -351,9 +278,7 @@ class WatchLost(Message):
 class PublishVersion(Message):
     """From the actor: weights of `step` exist; wakes version-gated requests, admits what that allows. -> `Published`.
 
-    Attributes:
-        step: the version's.
-        refills_known: how many refills the actor has been told of.
+    `refills_known`: how many refills the actor has been told of.
     """
 
     step: int
@@ -361,7 +286,7 @@ class PublishVersion(Message):
 
 
 class CloseWriting(Message):
-    """Refuse new rows; answer fetches with `NoRows(closed)` where the task is done with all rows that are there."""
+    """Refuse new rows; answer fetches with `NoRows(closed)` once the task is done with all rows that are there."""
 
 
 class Stop(Message):
@@ -378,7 +303,7 @@ class GetQueueStats(Message):
 class UnitAccepted(Message):
     """The inventory is in. `tasks` are all tasks of the queue; rows of `drop` are elsewhere now: forget them.
 
-    `commits` says which of the inventory's rows some task is known to be done with (task -> rows).
+    `commits` (task -> rows): which of the inventory's rows a task is known to be done with.
     """
 
     tasks: list[str]
@@ -396,88 +321,65 @@ class RowsAccepted(Message):
 
 
 class Joined(Message):
-    """The client is known. `void` are tokens among those held that are not this owner's any more."""
+    """The client is known. `void` are those of its tokens that are no longer this owner's."""
 
     void: list[int]
 
 
 class Alive(Message):
-    """Answer to a heartbeat.
+    """Answer to a heartbeat."""
 
-    Attributes:
-        known: False when this controller has given the owner up (its leases are void) or never met it: join again.
-        units: name -> bytes held, of the units that are up: where to put.
-        away: units that are not up but may come back with their rows.
-        newest_version: newest published weights.
-    """
-
-    known: bool
-    units: dict[str, int]
-    away: list[str]
+    known: bool  # False when this controller has given the owner up (its leases are void) or never met it: join again
+    units: dict[str, int]  # name -> bytes held, of the units that are up: where to put
+    away: list[str]  # units that are down but may come back with their rows
     newest_version: int
 
 
 class LeaseGrant(Message):
-    """A lease.
-
-    Attributes:
-        task: that holds it.
-        token: names it.
-        partition: the step that its rows were admitted for.
-        rows, groups, units: parallel; `units` says where each row is.
-        tokens: per row, its length in tokens.
-        round_rows: most rows that any rank has in this round (rounds only), so that ranks make equally many
-            micro-batches.
-        last: no rows of this partition, or of the step that was asked for, will follow (rounds only).
-        total_rows: rows of all ranks in this round (rounds only).
-        values: columns of the rows, enclosed (`tq.wire`), if the fetch waited for a small put of exactly these rows.
-    """
+    """A lease, named by its token."""
 
     task: str
     token: int
-    partition: int
+    partition: int  # the step that its rows were admitted for
+    # `rows`, `groups`, `units`: parallel; `units` says where each row is.
     rows: list[int]
     groups: list[int]
     units: list[str]
-    tokens: list[int] = []
+    tokens: list[int] = []  # length of each row in tokens
+    # Most rows of any rank in this round (rounds only), so that ranks make equally many micro-batches.
     round_rows: int = 0
-    last: bool = False
-    total_rows: int = 0
+    last: bool = False  # no rows of this partition, or of the requested step, will follow (rounds only)
+    total_rows: int = 0  # rows of all ranks in this round (rounds only)
+    # Enclosed columns of the rows (`tq.wire`), if the fetch waited for a small put of exactly these rows.
     values: bytes = b""
 
 
 class NoRowsReason(StrEnum):
-    """Why a fetch ended without rows; closed: for writing, and the task is done with all rows; held back: see
-    `FetchRows.tell_held_back`."""
+    """Why a fetch ended without rows."""
 
     DEADLINE = "deadline"
     NEWER_VERSION = "newer_version"
+    # See `FetchRows.tell_held_back`.
     HELD_BACK = "held_back"
     PARTITION_DONE = "partition_done"
     STOP = "stop"
+    # Closed for writing, and the task is done with all rows.
     CLOSED = "closed"
 
 
 class NoRows(Message):
-    """No lease.
-
-    Attributes:
-        reason: why.
-        newest_version: newest that was published, and that the task's consumers can use (`TaskSpec.version_interval`).
-        waiting_for: for a deadline, what is missing, in words for a person.
-        producers_alive: for a deadline, whether a client that writes what is missing is connected.
-        lineage: of the newest version.
-    """
+    """No lease."""
 
     reason: NoRowsReason
+    # Newest one that was published and that the task's consumers can use (`TaskSpec.version_interval`).
     newest_version: int
-    waiting_for: str = ""
-    producers_alive: bool = True
-    lineage: int = 0
+    waiting_for: str = ""  # for a deadline, what is missing, as text for people
+    producers_alive: bool = True  # for a deadline, whether a client that writes what is missing is connected
+    lineage: int = 0  # of the newest version
 
 
 class LostRows(Message):
-    """Rows that went with their unit and that some task still needs: put them again (`put_rows`, same indices)."""
+    """Rows lost with their unit that some task still needs: put them again (`put_rows`, same indices)."""
 
     sequence: int
     partitions: list[int]
@@ -486,67 +388,44 @@ class LostRows(Message):
 
 
 class Published(Message):
-    """The version is known. `refills`: of admission, beyond those that the asker knew; only the lead has some."""
+    """The version is known. `refills`: admission's, beyond those that the asker knew; only the lead has some."""
 
     refills: list[Refill] = []
 
 
 class TaskStats(Message):
-    """Counts of one task's rows.
-
-    Attributes:
-        task: name.
-        controller: which serves it.
-        waiting, ready, leased, done: rows by state (done: of partitions still held).
-        parked_requests: fetches that wait.
-        oldest_request_s: how long the oldest of them waits (0: none).
-        rows_per_s: done per second, over the last ten seconds or so.
-        acked: rows done since the controller's start.
-        deliveries: leases given so far.
-        released: rows that came back from consumers that died or gave up.
-    """
+    """Counts of one task's rows."""
 
     task: str
+    # `waiting`, `ready`, `leased`, `done`: rows by state (done: of partitions still held).
     waiting: int
     ready: int
     leased: int
     done: int
-    parked_requests: int
+    parked_requests: int  # fetches that wait
     controller: str = ""
-    oldest_request_s: float = 0.0
-    rows_per_s: float = 0.0
-    acked: int = 0
-    deliveries: int = 0
-    released: int = 0
+    oldest_request_s: float = 0.0  # how long the oldest of these has waited (0: none)
+    rows_per_s: float = 0.0  # done per second, over roughly the last ten seconds
+    acked: int = 0  # rows done since the controller's start
+    deliveries: int = 0  # leases given so far
+    released: int = 0  # rows that came back from consumers that died or gave up
 
 
 class QueueStats(Message):
-    """What one controller knows.
+    """What one controller knows."""
 
-    Attributes:
-        tasks: those that it serves.
-        live_rows, live_bytes: rows that some task is not done with.
-        row_limit, byte_limit: where puts start to wait; 0: none.
-        waiting_puts: puts that wait for room.
-        newest_version: published.
-        admitted_groups: high-water mark of admission (0 without admission).
-        lost_rows: went with a unit, not put again yet.
-        dead_letter_groups: taken out after too many deliveries.
-        filtered_groups: taken out since they would teach nothing.
-        units: name -> bytes held; only those that are up.
-        owners: consumers with a fresh heartbeat.
-    """
-
-    tasks: list[TaskStats]
+    tasks: list[TaskStats]  # those that it serves
+    # `live_rows`, `live_bytes`: rows that some task is not done with.
     live_rows: int
     newest_version: int
-    admitted_groups: int
+    admitted_groups: int  # high-water mark of admission (0 without admission)
     live_bytes: int = 0
+    # `row_limit`, `byte_limit`: where puts start to wait; 0: no limit.
     row_limit: int = 0
     byte_limit: int = 0
     waiting_puts: int = 0
-    lost_rows: int = 0
-    dead_letter_groups: int = 0
-    filtered_groups: int = 0
-    units: dict[str, int] = {}
-    owners: list[str] = []
+    lost_rows: int = 0  # lost with a unit, not put again yet
+    dead_letter_groups: int = 0  # taken out after too many deliveries
+    filtered_groups: int = 0  # taken out because they would teach nothing
+    units: dict[str, int] = {}  # name -> bytes held, of the units that are up
+    owners: list[str] = []  # consumers with a fresh heartbeat

@@ -2,9 +2,9 @@
 
     block of rows 7 8 9:   | values of `responses` | lengths | values of `rewards` |     rows are positions 0 1 2
 
-A block is immutable and goes as a whole, so one surviving row would hold all of it; then the survivors move to a block
-of their own (`BlockStore.compact`). `BlockAccounting` is used under the unit's lock; `BlockStore` does I/O
-and never takes that lock.
+A block is immutable and goes as a whole, so one surviving row would hold all of it; to avoid this the survivors move to
+their own block (`BlockStore.compact`). `BlockAccounting` is used under the unit's lock; `BlockStore` does I/O and never
+takes that lock.
 """
 
 import itertools
@@ -27,12 +27,11 @@ logger = logging.getLogger(__name__)
 
 Columns = Mapping[str, StoredColumn]
 Part = tuple["Block", Sequence[int]]
-Place = tuple["Block", int]
-"""Where the value of a row is: the block, and the row's position in it."""
+Place = tuple["Block", int]  # where the value of a row is: the block, and the row's position in it
 
 
 class PlacedRow(Protocol):
-    """What the accounting reads and changes of a row: where its columns are."""
+    """What the accounting reads and changes in a row: where its columns are."""
 
     places: dict[str, Place]
     retained: bool
@@ -40,39 +39,26 @@ class PlacedRow(Protocol):
 
 @dataclass(eq=False)
 class Block:
-    """What one put brought for its rows, the same columns for each.
+    """What one put brought for its rows, the same columns for each."""
 
-    Attributes:
-        key: in its backend.
-        rows: by position.
-        headers: describe the payload.
-        num_bytes: of the payload.
-        tokens, row_bytes: by position: length in tokens, size of the values.
-        home: where the payload is.
-        columns: the payload's columns, unless they must be loaded from `home`.
-        names: of the columns.
-        value_bytes: the sum of `row_bytes`.
-        spilled: moved to disk, since it only waits for a checkpoint.
-        alive, retained: rows that need it; of those, rows that only wait for a checkpoint.
-        alive_bytes: of the rows that need it.
-        pins: readers that need it beside the rows.
-    """
-
-    key: str
-    rows: Sequence[int]
+    key: str  # in its backend
+    rows: Sequence[int]  # by position
+    # `headers`, `num_bytes`: of the payload.
     headers: Sequence[ColumnHeader]
     num_bytes: int
+    # `tokens`, `row_bytes`: by position: length in tokens, size of the values.
     tokens: list[int]
     row_bytes: list[int]
-    home: Backend
-    columns: Columns | None
+    home: Backend  # where the payload is
+    columns: Columns | None  # the payload's columns; None: they must be loaded from `home`
     names: frozenset[str] = field(init=False)
-    value_bytes: int = field(init=False)
-    spilled: bool = False
+    value_bytes: int = field(init=False)  # the sum of `row_bytes`
+    spilled: bool = False  # moved to disk, since it only waits for a checkpoint
+    # `alive`, `alive_bytes`: rows that need it, and their bytes.
     alive: int = 0
-    retained: int = 0
+    retained: int = 0  # those of them that only wait for a checkpoint
     alive_bytes: int = 0
-    pins: int = 0
+    pins: int = 0  # readers that need it besides the rows
 
     def __post_init__(self) -> None:
         self.names = frozenset(header.name for header in self.headers)
@@ -80,15 +66,13 @@ class Block:
 
 
 class BlockStore:
-    """Makes, opens and deletes blocks. Thread-safe."""
+    """Makes, opens and deletes blocks. Thread-safe.
+
+    Blocks that only wait for a checkpoint may go to `spill`. `prefix` of all keys is unique to this unit's incarnation;
+    lengths of `token_columns` are a row's tokens.
+    """
 
     def __init__(self, backend: Backend, spill: Backend | None, *, prefix: str, token_columns: Sequence[str]) -> None:
-        """Args:
-        backend: where new blocks go.
-        spill: where blocks that only wait for a checkpoint may go.
-        prefix: of all keys; unique to this unit's incarnation.
-        token_columns: columns whose lengths are a row's tokens.
-        """
         self.backend = backend
         self.spill_home = spill
         self._prefix = prefix
@@ -96,11 +80,9 @@ class BlockStore:
         self._numbers = itertools.count()
 
     def add(self, rows: Sequence[int], headers: Sequence[ColumnHeader], payload: Tensor) -> Block | None:
-        """Keep a put's payload; None when it has no columns. Not accounted for yet.
+        """Keep a put's payload, not accounted for yet; None when it has no columns.
 
-        Raises:
-            PeerRefused: a column has another number of rows.
-            TransportError: the headers do not describe the payload, or the backend failed.
+        Raises PeerRefused for a column with another number of rows, TransportError for a bad payload or backend.
         """
         columns = unpack_stored(headers, payload)
         if not columns:
@@ -131,11 +113,7 @@ class BlockStore:
         )
 
     def open(self, block: Block) -> Columns:
-        """Return a block's columns; the caller has pinned it.
-
-        Raises:
-            TransportError: its backend failed.
-        """
+        """Return the columns of a pinned block; raises TransportError when its backend fails."""
         columns = block.columns
         if columns is None:
             columns = unpack_stored(block.headers, block.home.load(block.key, block.num_bytes))
@@ -144,12 +122,7 @@ class BlockStore:
     def describe(
         self, parts: Mapping[str, Sequence[Part]], *, wide: bool
     ) -> tuple[list[ColumnHeader], list[list[Piece]]]:
-        """Describe rows of pinned blocks: a header and the pieces of each column.
-
-        Raises:
-            PeerRefused: parts of one column do not go together.
-            TransportError: a backend failed.
-        """
+        """Describe rows of pinned blocks: a header and the pieces of each column."""
         opened: dict[Block, Columns] = {}
         headers, pieces = [], []
         for name, places in parts.items():
@@ -164,11 +137,7 @@ class BlockStore:
         return headers, pieces
 
     def compact(self, block: Block, positions: Sequence[int]) -> Block | None:
-        """Copy some rows of a pinned block into one of their own.
-
-        Raises:
-            TransportError: a backend failed.
-        """
+        """Copy some rows of a pinned block into their own one; raises TransportError when a backend fails."""
         parts = {header.name: [(block, positions)] for header in block.headers}
         headers, pieces = self.describe(parts, wide=False)
         payload = Payload([piece for column in pieces for piece in column])
@@ -177,7 +146,7 @@ class BlockStore:
         return self.add([block.rows[position] for position in positions], headers, copied)
 
     def spill(self, block: Block) -> bool:
-        """Write a pinned block to disk; `BlockAccounting` says when it is moved. False: that failed (logged)."""
+        """Write a pinned block to disk; `BlockAccounting` says when it is moved. False: it failed (logged)."""
         assert self.spill_home is not None
         try:
             self.spill_home.store(block.key, block.home.load(block.key, block.num_bytes))
@@ -187,7 +156,7 @@ class BlockStore:
         return True
 
     def delete(self, blocks: Sequence[Block]) -> None:
-        """Forget blocks; a backend that does not answer is only logged: its leftovers go with the next start."""
+        """Forget blocks. A backend that does not answer is only logged: its leftovers go with the next start."""
         by_home: dict[Backend, list[str]] = {}
         for block in blocks:
             if block.num_bytes:
@@ -196,10 +165,9 @@ class BlockStore:
             try:
                 home.delete(keys)
             except TransportError as error:
-                logger.warning("%d blocks stay behind: %s", len(keys), error)
+                logger.warning("%d blocks could not be deleted: %s", len(keys), error)
 
     def close(self) -> None:
-        """Free everything. Idempotent."""
         self.backend.close()
         if self.spill_home is not None:
             self.spill_home.close()
@@ -213,8 +181,7 @@ def _per_row(numbers: Int64s | int, num_rows: int) -> list[int]:
 
 
 _THIN_FRACTION = 4
-_COMPACT_FROM_BYTES = 2**16
-"""Smaller blocks are not worth a copy: a shared region is held in pages anyway."""
+_COMPACT_FROM_BYTES = 2**16  # smaller blocks are not worth a copy: a shared region is held in pages anyway
 
 
 class BlockAccounting:
@@ -226,18 +193,15 @@ class BlockAccounting:
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0
-        """Held in memory (or in the backend), counting blocks in full."""
-        self.spilled_bytes = 0
-        """On disk."""
-        self.retained_bytes = 0
-        """Of rows that only wait for a checkpoint, wherever they are."""
+        self.num_bytes = 0  # held in memory (or in the backend), counting blocks in full
+        self.spilled_bytes = 0  # on disk
+        self.retained_bytes = 0  # of rows that only wait for a checkpoint, wherever they are
         self._gone: list[Block] = []
         self._thin: dict[Block, None] = {}
         self._resting: dict[Block, None] = {}
 
     def add(self, block: Block) -> None:
-        """All rows of a new block need it."""
+        """Account for a new block, which all its rows need."""
         block.alive = len(block.rows)
         block.alive_bytes = block.value_bytes
         self.num_bytes += block.num_bytes
@@ -251,7 +215,6 @@ class BlockAccounting:
             self._classify(block)
 
     def release(self, places: Iterable[Place], *, retained: bool) -> None:
-        """A row is gone."""
         for block, position in places:
             block.alive -= 1
             block.alive_bytes -= block.row_bytes[position]
@@ -261,24 +224,22 @@ class BlockAccounting:
             self._classify(block)
 
     def pin(self, blocks: Iterable[Block]) -> None:
-        """A reader needs these outside of the lock."""
+        """A reader needs these blocks outside the lock."""
         for block in blocks:
             block.pins += 1
 
     def unpin(self, blocks: Iterable[Block]) -> None:
-        """The rows have been read and may be freed again."""
+        """The reader is done; the blocks may be freed."""
         for block in blocks:
             block.pins -= 1
             self._classify(block)
 
     @property
     def has_gone(self) -> bool:
-        """Whether `take_gone` would return something."""
         return bool(self._gone)
 
     @property
     def has_thin(self) -> bool:
-        """Whether `take_thin` would return something."""
         return bool(self._thin)
 
     def can_spill(self, keep_bytes: int) -> bool:
@@ -286,19 +247,18 @@ class BlockAccounting:
         return bool(self._resting) and self.retained_bytes - self.spilled_bytes > keep_bytes
 
     def take_gone(self) -> list[Block]:
-        """Return blocks to delete, once."""
         gone, self._gone = self._gone, []
         return gone
 
     def take_thin(self) -> list[Block]:
-        """Return blocks whose survivors should move, once; they are pinned."""
+        """Return, once and pinned, the blocks whose survivors should move."""
         thin = [block for block in self._thin if block.alive and not block.spilled]
         self._thin.clear()
         self.pin(thin)
         return thin
 
     def take_resting(self, keep_bytes: int) -> list[Block]:
-        """Return blocks to move to disk so that `keep_bytes` of retained rows stay at most; they are pinned."""
+        """Return, pinned, blocks to move to disk so that at most `keep_bytes` of retained rows stay in memory."""
         excess = self.retained_bytes - self.spilled_bytes - keep_bytes
         chosen: list[Block] = []
         for block in list(self._resting):
@@ -312,7 +272,7 @@ class BlockAccounting:
         return chosen
 
     def spilled(self, block: Block, home: Backend) -> bool:
-        """A pinned block was copied to disk. False: another reader needs it now; it stays where it was."""
+        """A pinned block was copied to disk. False: another reader needs it now, so it stays where it was."""
         if block.pins > 1 or block.alive == 0:
             return False
         block.home, block.columns, block.spilled = home, None, True
@@ -321,19 +281,12 @@ class BlockAccounting:
         return True
 
     def moved(self, old: Block, new: Block, positions: Sequence[int], rows: Mapping[int, PlacedRow]) -> None:
-        """What survives of `old` is in `new` now.
-
-        Args:
-            old: pinned.
-            new: not accounted for yet.
-            positions: in `old`, of the rows of `new`.
-            rows: all rows of the unit.
-        """
+        """The survivors of `old` (pinned) are in `new` (not accounted for yet); `positions` are theirs in `old`."""
         self.add(new)
         for position, number in enumerate(new.rows):
             row = rows.get(number)
             here = row is not None and row.places.get(next(iter(new.names))) == (old, positions[position])
-            if row is None or not here:  # it went while it was copied
+            if row is None or not here:  # the row went while it was copied
                 self.release([(new, position)], retained=False)
                 continue
             for name in new.names:

@@ -1,11 +1,11 @@
 """One unit's link to one controller: registers whenever the channel is new, then tells what changed, in that order.
 
-    down --connected--> registering --UnitAccepted--> up --channel broke--> down --...      (for ever, until `close`)
+    down --connected--> registering --UnitAccepted--> up --channel broke--> down --...      (forever, until `close`)
                         inventory, then every later change
 
-The inventory is taken under the unit's lock, in the same moment in which the channel becomes the one to use, so nothing
-is missed and nothing is told before it. What was not confirmed when a channel broke is in the next inventory.
-Two threads: one connects and waits for the end of a channel, one sends. Neither is ever waited for by a handler.
+The inventory is taken under the unit's lock, at the moment in which the channel becomes the one to use, so nothing is
+missed and nothing is told before it. What was unconfirmed when a channel broke is in the next inventory.
+Two threads: one connects and waits for the end of a channel, one sends. No handler ever waits for either.
 """
 
 import logging
@@ -28,18 +28,17 @@ from tq.unit.row_journal import Change, RowJournal
 
 logger = logging.getLogger(__name__)
 
-Completions = list[tuple["Future[Any]", Any]]
-"""Futures to complete once the lock is released, with a reply or an error."""
+Completions = list[tuple["Future[Any]", Any]]  # futures to complete once the lock is released, with a reply or an error
 
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 2.0
+# After proving themselves, two ends meet in Gloo, which cannot be interrupted; `close` waits for it (s).
 _HANDSHAKE_S = 4.0
-"""Two ends that have proved themselves then meet in Gloo, which cannot be interrupted, and `close` waits for it."""
 _CLOSE_TIMEOUT_S = 5.0
 
 
 class Host(Protocol):
-    """The unit behind a link; it is called with its lock held."""
+    """The unit behind a link, called with the unit's lock held."""
 
     def inventory(self) -> RegisterUnit:
         """Return what the unit holds now."""
@@ -53,7 +52,7 @@ class Host(Protocol):
 
 @dataclass(eq=False)
 class Notice:
-    """A notification that is not confirmed yet; `covered`: it is in an inventory that was sent after it."""
+    """A notification that is not confirmed yet; `covered`: an inventory that was sent after it contains it."""
 
     message: Message
     future: "Future[Any]"
@@ -62,7 +61,11 @@ class Notice:
 
 
 class ControllerLink:
-    """Owned by a `StorageUnit`."""
+    """One link of a `ControllerLinks`; connects from construction on.
+
+    `lock` is the unit's and guards the link, too. With `counts_always`, changes wait for this controller even if it was
+    never up.
+    """
 
     def __init__(
         self,
@@ -78,22 +81,8 @@ class ControllerLink:
         timeout_s: float,
         counts_always: bool,
     ) -> None:
-        """Start connecting.
-
-        Args:
-            credentials: store and secret.
-            controller: the receiver.
-            unit: the sender.
-            host: the unit.
-            lock: the unit's; guards this link too.
-            timers, threads: of the unit.
-            limits: of the channel.
-            timeout_s: deadline of a registration.
-            counts_always: changes wait for this controller even if it was never up.
-        """
         self.controller = controller
-        self.registered = False
-        """Whether the controller has ever taken an inventory: only then do puts wait for it."""
+        self.registered = False  # whether the controller has ever taken an inventory: only then do puts wait for it
         self._credentials = replace(credentials, timeout_s=min(_HANDSHAKE_S, credentials.timeout_s))
         self._unit = unit
         self._host = host
@@ -120,15 +109,14 @@ class ControllerLink:
 
     @property
     def counts(self) -> bool:
-        """Whether a change must be told: the controller has an inventory, or is just getting one; lock held."""
+        """Whether a change must be told: the controller has an inventory, or is about to get one; lock held."""
         return self._counts_always or self.registered or self._connection is not None
 
     def notify(self, message: Message, timeout_s: float) -> "Future[Any]":
-        """Tell the controller; the unit's lock is held, so this follows the state change that it tells of.
+        """Tell the controller. The unit's lock is held, so this follows the state change that it reports.
 
-        Returns:
-            A future of its answer, or of None when an inventory that covers the message was taken instead. It fails
-            with the controller's refusal, or with a TransportError after `timeout_s`.
+        The future holds the answer, or None when an inventory that covers the message was taken instead. It fails with
+        the controller's refusal, or with a TransportError after `timeout_s`.
         """
         notice = Notice(message, Future())
         if self._stopping.is_set():
@@ -140,17 +128,16 @@ class ControllerLink:
         return notice.future
 
     def flush(self, *, here: bool) -> None:
-        """Send what was notified, in order; the unit's lock is not held.
+        """Send the notices, in order; the unit's lock is not held.
 
-        Args:
-            here: in this thread, which saves waking another one. Not from a thread that receives answers: a controller
-                that reads slowly would block it.
+        `here`: in this thread, which saves waking another one. Not from a thread that receives answers: a controller
+        that reads slowly would block it.
         """
         if not here:
             with self._lock:
                 self.wake()
             return
-        while self._waiting() and self._sending.acquire(blocking=False):  # else the holder looks again
+        while self._waiting() and self._sending.acquire(blocking=False):  # otherwise the holder looks again
             try:
                 while self._send_next():
                     pass
@@ -158,11 +145,11 @@ class ControllerLink:
                 self._sending.release()
 
     def wake(self) -> None:
-        """Have what was notified sent by the thread for it; lock held."""
+        """Have the sending thread send the notices; lock held."""
         self._work.notify()
 
     def written_in_flight(self, task: str, rows: Sequence[int] | None) -> "list[Future[Any]]":
-        """Return the commits of a task (for some rows, or all) that the controller does not know yet; lock held."""
+        """Return the commits of a task (rows None: all) that the controller does not know yet; lock held."""
         wanted = None if rows is None else set(rows)
         return [
             notice.future
@@ -174,14 +161,14 @@ class ControllerLink:
         ]
 
     def forget(self) -> Completions:
-        """Do not wait for a controller that was never up: let all notifications pass; lock held."""
+        """Stop waiting for a controller that was never up: let all notices pass; lock held."""
         if self.counts:
             return []
         self._outbox.clear()
         return [settled for notice in list(self._notices) for settled in self._pop(notice, None)]
 
     def close(self) -> None:
-        """Stop; idempotent. What is not confirmed fails."""
+        """Stop; idempotent. Unconfirmed notices fail."""
         with self._lock:
             self._stopping.set()
             connection = self._connection
@@ -237,6 +224,7 @@ class ControllerLink:
                 return False
             for notice in self._notices:
                 notice.covered = True
+            # The inventory contains every change so far, so it replaces what is still queued.
             self._outbox.clear()
             self._outbox.append(Notice(self._host.inventory(), accepted))
             self._connection = connection
@@ -297,7 +285,7 @@ class ControllerLink:
             complete([(notice.future, answer)])
             return
         if isinstance(answer, Exception) and not is_refusal(answer):
-            # The channel broke; the next inventory covers this.
+            # The channel broke; the next inventory covers this notice.
             logger.debug("%s", answer)
             return
         with self._lock:
@@ -322,7 +310,7 @@ class ControllerLink:
 
 
 def complete(settled: Completions) -> None:
-    """Complete futures; without the lock, since their callbacks send replies."""
+    """Complete futures, without the lock, since their callbacks send replies."""
     for future, answer in settled:
         if isinstance(answer, BaseException):
             future.set_exception(answer)
@@ -335,29 +323,27 @@ def is_refusal(error: BaseException | None) -> bool:
     return isinstance(error, PeerRefused | LeaseFenced)
 
 
-# All links of one unit: every controller that counts is told of a change; and waiting for their answers.
+# All links of one unit: they tell every controller that counts of a change, and wait for the answers.
 #
 # The lead always counts. Another controller counts once it has registered this unit; with none registered, a change
 # waits for the first.
 
-Told = dict[str, "Future[Any]"]
-"""Controller -> a future of its answer; see `ControllerLink.notify`."""
-Outcome = list[Any] | BaseException
-"""All answers, or the first error."""
+Told = dict[str, "Future[Any]"]  # controller -> a future of its answer; see `ControllerLink.notify`
+Outcome = list[Any] | BaseException  # all answers, or the first error
 
 
 class Holdings(Protocol):
-    """What the links tell of; called with the unit's lock held."""
+    """What the links report on; called with the unit's lock held."""
 
     def inventory(self, *, held: bool) -> RegisterUnit:
         """Return what the unit holds now; `held`: controllers must agree on new rows."""
 
     def accepted(self, reply: UnitAccepted) -> None:
-        """A controller took the inventory and knows this beside it."""
+        """A controller took the inventory, and adds what it knows."""
 
 
 class ControllerLinks:
-    """Owned by a `StorageUnit`."""
+    """One link to each controller, the lead first; see `ControllerLink`."""
 
     def __init__(
         self,
@@ -373,12 +359,11 @@ class ControllerLinks:
         limits: Limits,
         timeout_s: float,
     ) -> None:
-        """Start one link to each controller; arguments as for `ControllerLink`, and where to note what they tell."""
         self._holdings = holdings
         self._journal = journal
         self._lock = lock
         self._links: dict[str, ControllerLink] = {}
-        with lock:  # a link that is quick finds the others in place
+        with lock:  # a link that connects quickly must find the others in place
             for controller in controllers:
                 self._links[controller] = ControllerLink(
                     credentials,
@@ -404,8 +389,9 @@ class ControllerLinks:
         return all(link.registered for link in self._links.values())
 
     def tell(self, message: Change, timeout_s: float) -> Told:
-        """Tell every controller that counts; the unit's lock is held since the change was made."""
-        if not isinstance(message, OutputsWritten):  # else its holder acks again, unless it was told that all know
+        """Tell every controller that counts; the caller has held the unit's lock since it made the change."""
+        # A commit is journalled only once all controllers know it; until then its holder acks again.
+        if not isinstance(message, OutputsWritten):
             self._journal.append(message)
         everybody = not self.registered()
         return {
@@ -415,29 +401,26 @@ class ControllerLinks:
         }
 
     def beat(self, message: Message, timeout_s: float) -> None:
-        """Tell the controllers that are up; the others get an inventory when they are; lock held."""
+        """Tell the controllers that are up; others get an inventory once they are. Lock held."""
         for link in self._links.values():
             if link.up:
                 link.notify(message, timeout_s)
                 link.wake()
 
     def flush(self, *, here: bool = True) -> None:
-        """Send what was told; see `ControllerLink.flush`."""
         for link in self._links.values():
             link.flush(here=here)
 
     def wake(self) -> None:
-        """Have the threads send what was told; lock held."""
         for link in self._links.values():
             link.wake()
 
     def written_in_flight(self, task: str, rows: Sequence[int] | None, asker: str) -> "list[Future[Any]]":
-        """Return commits that `asker` does not know yet, or, if it is not a controller, any of them; lock held."""
+        """Return commits that `asker` does not know yet or, if it is no controller, that any does not know."""
         links = [self._links[asker]] if asker in self._links else list(self._links.values())
         return [future for link in links for future in link.written_in_flight(task, rows)]
 
     def close(self) -> None:
-        """Stop all links; idempotent."""
         closing = [threading.Thread(target=link.close, daemon=True) for link in self._links.values()]
         for thread in closing:
             thread.start()
@@ -445,16 +428,13 @@ class ControllerLinks:
             thread.join()
 
     def inventory(self) -> RegisterUnit:
-        """See `controller_link.Host`."""
         return self._holdings.inventory(held=self.several)
 
     def accepted(self, reply: UnitAccepted) -> Completions:
-        """See `controller_link.Host`."""
         self._holdings.accepted(reply)
         return [settled for link in self._links.values() for settled in link.forget()]
 
     def registered(self) -> bool:
-        """See `controller_link.Host`."""
         return any(link.registered for link in self._links.values())
 
 
@@ -466,12 +446,7 @@ def when_all(
 ) -> None:
     """Call `done` once: with all results in order, or with the first error as soon as there is one.
 
-    It runs in the thread that completes the last future, or in this one.
-
-    Args:
-        futures: to wait for.
-        done: gets the outcome.
-        tolerated: errors that count as results.
+    It runs in the thread that completes the last future, or in this one. `tolerated` errors count as results.
     """
     if not futures:
         done([])
@@ -482,7 +457,7 @@ def when_all(
 
 
 def when_completed(futures: "Sequence[Future[Any]]", done: Callable[[list[BaseException]], None]) -> None:
-    """Call `done` once, with the errors of those that failed, when all are completed. See `when_all`."""
+    """Call `done` once, when all futures are completed, with the errors of those that failed. See `when_all`."""
 
     def sort_out(results: Outcome) -> None:
         assert isinstance(results, list), "no error ends this wait"
@@ -492,7 +467,7 @@ def when_completed(futures: "Sequence[Future[Any]]", done: Callable[[list[BaseEx
 
 
 class _Gathering:
-    """Refers to no future, and to `done` only until it was called: a put's payload must not wait for a cycle's end."""
+    """Holds no future, and `done` only until it was called."""
 
     def __init__(
         self, number: int, done: Callable[[Outcome], None], tolerated: tuple[type[BaseException], ...]
@@ -513,6 +488,7 @@ class _Gathering:
             self._results[k] = result
             done = self._done if error is not None or self._left == 0 else None
             if done is not None:
+                # Break the reference cycle: a put's payload must not stay alive until the garbage collector runs.
                 self._done = None
         if done is not None:
             done(self._results if error is None else error)

@@ -1,12 +1,12 @@
 """Puts to a storage unit: new rows and outputs. From the message to the reply; no thread waits for a controller.
 
-The first put of a column by a task also waits for the job store, which then knows that the task writes it.
+The first put of a column by a task also waits for the job store, which then knows that the task writes the column.
 
 block (I/O) --> [lock] hold? state change, notices --> ... --> every controller agreed --> Stored
                                                        '-----> one did not --> new rows go again; outputs stay
 
 Where there are several controllers, new rows are confirmed to all of them in a second round (`tq.control.puts`).
-A producer that hears that rows exist may forget them. So no producer hears it while the put that brings them may still
+A producer that hears that rows exist may forget them, so it must not hear this while the put that brings them may still
 fail: a client that names such rows in another put gets `PutPending`, and puts them again.
 """
 
@@ -39,20 +39,20 @@ from tq.unit.row_journal import RowJournal
 from tq.unit.state import Cut, Repeated, UnitState
 from tq.wire import enclose
 
-_PARKED_EXTRA_S = 5.0
-"""Grace for a controller's refusal after a parked put's deadline (s)."""
+_PARKED_EXTRA_S = 5.0  # grace for a controller's refusal after a parked put's deadline (s)
+# Of the request deadline: clients must hear which controller is missing before they give the unit up.
 _CONFIRM_FRACTION = 0.8
-"""Of the request deadline: clients shall hear which controller is missing before they give the unit up."""
+# Values of a put up to this size travel in the frame of its notice; a fetch that waits for them gets them from there.
 _SMALL_BYTES = 2048
-"""Values of a put up to this size travel with the notice of it, in one frame: a fetch that waits for them gets them."""
-Resume = Callable[[], None]
-"""Carries out a put that waited."""
-_DOUBTS = RowsExist, PutPending
-"""Refusals that count only with the other controllers' answers."""
+Resume = Callable[[], None]  # carries out a put that waited
+_DOUBTS = RowsExist, PutPending  # refusals that count only together with the other controllers' answers
 
 
 class UnitPuts:
-    """Owned by a `StorageUnit`."""
+    """Carries out the puts of a `StorageUnit`.
+
+    `lock` guards the other arguments; `poke` is called without it when rows may have gone.
+    """
 
     def __init__(
         self,
@@ -68,15 +68,6 @@ class UnitPuts:
         poke: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """Args:
-        name: of the unit.
-        state, blocks, links, holds: the unit's.
-        outputs: what tasks write is noted here.
-        journal: of the unit.
-        lock: guards them.
-        poke: called without the lock when rows may have gone.
-        timeout_s: deadline of one request.
-        """
         self._name = name
         self._state = state
         self._blocks = blocks
@@ -87,23 +78,18 @@ class UnitPuts:
         self._lock = lock
         self._poke = poke
         self._timeout_s = _CONFIRM_FRACTION * timeout_s
+        # Rows of puts that not all controllers have confirmed, or that are not taken back yet.
         self._coming: set[int] = set()
-        """Rows of puts that not all controllers have confirmed, or that are not taken back yet."""
 
     def put_rows(self, message: PutRows, call: Call) -> None:
-        """Create rows; replies `Stored`, or refuses, and then nothing has changed.
-
-        Raises:
-            AsyncFlowError: refused at once.
-        """
+        """Create rows; replies `Stored`, or refuses and changes nothing. Raises AsyncFlowError to refuse at once."""
         block = self._blocks.add(message.rows, message.columns, call.payload)
         self._carry_out(partial(self._create, message, block, call), block)
 
     def put_outputs(self, message: PutOutputs, call: Call) -> None:
-        """Commit outputs; replies `Stored`, or refuses. When a controller fails, the commit is kept: put it again.
+        """Commit outputs; replies `Stored`, or refuses. Raises AsyncFlowError to refuse at once.
 
-        Raises:
-            AsyncFlowError: refused at once.
+        When a controller fails, the commit is kept: put it again.
         """
         block = self._blocks.add(message.rows, message.columns, call.payload)
         self._carry_out(partial(self._commit, message, block, call), block)
@@ -135,6 +121,7 @@ class UnitPuts:
                 group_size=message.group_size,
                 commits=message.commits,
             )
+            # Tell under the lock that made the change, so that notices follow the order of the changes.
             if repeated is None:
                 created = self._created(message, block, b"" if self._links.several else _values(message, call))
                 told = self._links.tell(created, message.timeout_s + _PARKED_EXTRA_S)
@@ -149,14 +136,15 @@ class UnitPuts:
     def _refuse_coming(self, rows: Sequence[int]) -> None:
         coming = next((row for row in rows if row in self._coming), None)
         if coming is not None:
-            raise PutPending(f"row {coming} is just being put here; put it again when that is over")
+            raise PutPending(f"row {coming} is just being put here; put it again once that put has ended")
 
     def _conclude(self, message: PutRows, call: Call, outcome: Outcome) -> None:
-        """All controllers answered, or one will not have the new rows."""
+        """All controllers answered, or one refuses the new rows."""
         answers = _agreed(outcome) if isinstance(outcome, list) else outcome
         confirmed: Told = {}
         with self._lock:
             dropped = self._state.take_dropped(message.rows)
+            # A controller's reply to an inventory said, while this put was under way, that rows are elsewhere.
             if dropped and isinstance(answers, list):
                 answers = PutPending(f"row {dropped[0]} is elsewhere, or just being put there")
             if isinstance(answers, list):
@@ -168,7 +156,7 @@ class UnitPuts:
                 if self._links.several:
                     agreed = RowsConfirmed(self._name, message.rows, commits, _values(message, call))
                     confirmed = self._links.tell(agreed, self._timeout_s)
-                else:  # known to the controller as they are
+                else:  # the only controller knows them already
                     self._journal.append(RowsConfirmed(self._name, message.rows, commits))
                 self._state.confirm(message.rows)
         if not isinstance(answers, list):
@@ -192,14 +180,14 @@ class UnitPuts:
             _refuse(call, outcome)
 
     def _learn(self, message: PutRows, replies: list[Any]) -> None:
-        """Controllers may know that tasks were done with rows before these were lost; the lock is held."""
+        """Learn which tasks were done with rows before these were lost; the lock is held."""
         for reply in replies:
             if isinstance(reply, RowsAccepted):
                 rows = {task: [message.rows[k] for k in positions] for task, positions in reply.commits.items()}
                 self._journal.learned(self._state.learn_commits(rows))
 
     def _take_back(self, message: PutRows, call: Call, error: BaseException) -> None:
-        """Tell all controllers: one that refused may have taken a part of the rows with an inventory."""
+        # Tell all controllers: one that refused may have taken part of the rows with an inventory.
         with self._lock:
             self._coming.difference_update(message.rows)
             for partition, rows in self._state.remove(message.rows).items():
@@ -210,7 +198,7 @@ class UnitPuts:
         _refuse(call, error)
 
     def _commit(self, message: PutOutputs, block: Block | None, call: Call) -> None:
-        with self._lock:  # a put that is refused shows nothing of what its task writes
+        with self._lock:  # check first: a refused put must not note columns for its task
             self._state.check_commit(message.task, message.token, message.rows, block)
         self._outputs.note(message.task, [column.name for column in message.columns])
         with self._lock:
@@ -220,6 +208,7 @@ class UnitPuts:
             if repeated is None:
                 told = self._tell_written(written := self._written(message, block))
         if repeated is not None:
+            # A repeated put is told again: a controller may have failed to confirm the first one.
             self._check_same(repeated, block)
             with self._lock:
                 told = self._tell_written(written := self._written(message, block))
@@ -233,6 +222,7 @@ class UnitPuts:
 
     def _confirm(self, written: OutputsWritten, call: Call, outcome: Outcome) -> None:
         with self._lock:
+            # The journal notes a commit only now that all controllers know it; see `tq.unit.row_journal`.
             self._journal.open_commits -= 1
             if isinstance(outcome, list):
                 self._journal.append(written)
@@ -242,12 +232,7 @@ class UnitPuts:
             _refuse(call, outcome)
 
     def _check_same(self, repeated: Repeated, block: Block | None) -> None:
-        """Compare a put with the earlier one and free the new block.
-
-        Raises:
-            PeerRefused: they differ.
-            TransportError: the earlier one cannot be read.
-        """
+        """Compare a put with the earlier one and free the new block; raises the refusal if they differ."""
         try:
             if block is not None and not _same(self._blocks, repeated, block):
                 raise repeated.refusal
@@ -284,9 +269,9 @@ class UnitPuts:
 
 
 class Holds:
-    """Holds of one unit, under which its puts wait, and the cuts that came of them. Pure; the caller has the lock.
+    """Holds of one unit, under which its puts wait, and the resulting cuts. Pure; the caller holds the lock.
 
-    HoldPuts(h) --> puts wait --CutSnapshot(h) or the deadline--> they go on
+    HoldPuts(h) --> puts wait --CutSnapshot(h) or the deadline--> they continue
     """
 
     def __init__(self) -> None:
@@ -295,20 +280,20 @@ class Holds:
         self._cuts: dict[str, tuple[int, Cut]] = {}
 
     def begin(self, hold: str, deadline: Timer) -> None:
-        """Puts wait from now on, until `end`."""
+        """Make puts wait from now on, until `end`."""
         before = self._deadlines.get(hold)
         if before is not None:
             before.cancel()
         self._deadlines[hold] = deadline
 
     def park(self, resume: Resume) -> bool:
-        """Whether a put must wait; then it is carried out later by calling `resume`."""
+        """Whether a put must wait; if so, `resume` carries it out later."""
         if self._deadlines:
             self._parked.append(resume)
         return bool(self._deadlines)
 
     def end(self, hold: str) -> list[Resume]:
-        """This hold is over; returns the puts that may go on now. An unknown hold is passed over."""
+        """End a hold and return the puts that may continue; an unknown hold is skipped."""
         deadline = self._deadlines.pop(hold, None)
         if deadline is not None:
             deadline.cancel()
@@ -327,33 +312,27 @@ class Holds:
         self._cuts[hold] = (session, cut)
 
     def take(self, hold: str) -> Cut:
-        """Return a cut, once.
-
-        Raises:
-            PeerRefused: there is none.
-        """
+        """Return a cut, once; raises PeerRefused if there is none."""
         try:
             return self._cuts.pop(hold)[1]
         except KeyError:
             raise PeerRefused(f"hold {hold} was not cut, or was written already") from None
 
     def abandoned(self, session: int) -> list[Cut]:
-        """The client left; returns its cuts, which will never be asked for."""
+        """The client left: return its cuts, which nobody will ask for."""
         gone = [hold for hold, (owner, _) in self._cuts.items() if owner == session]
         return [self._cuts.pop(hold)[1] for hold in gone]
 
 
 def _agreed(answers: list[Any]) -> Outcome:
-    """Return the controllers' answers to new rows, or why these are taken back.
-
-    Rows exist when all controllers say so. Where one does not, it has just started anew, or the others are about to
-    hear that the rows are gone.
-    """
+    """Return the controllers' answers to new rows, or why these must be taken back."""
     doubts = [answer for answer in answers if isinstance(answer, _DOUBTS)]
     if not doubts:
         return answers
     if len(doubts) == len(answers) and all(isinstance(doubt, RowsExist) for doubt in doubts):
         return doubts[0]
+    # Rows exist when all controllers say so. One that disagrees has just restarted, or the others are about to hear
+    # that the rows are gone.
     return PutPending(f"not all controllers know of it: {doubts[0]}")
 
 
@@ -385,20 +364,22 @@ def _refuse(call: Call, error: BaseException) -> None:
     call.refuse(error)
 
 
-# What a storage unit does beside its requests: deletes blocks, copies survivors out of thin ones, moves resting ones
+# What a storage unit does besides its requests: deletes blocks, copies survivors out of thin ones, moves resting ones
 # to disk. One thread; takes the unit's lock only to look and to count, never while it copies.
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 0.2
-"""Between two rounds: blocks that are about to go as a whole are not copied first."""
-_SPILL_AGAIN_S = 30.0
-"""Pause after a failed spill (s)."""
+_PAUSE_S = 0.2  # between two rounds, so that blocks that are about to go as a whole are not copied first (s)
+_SPILL_AGAIN_S = 30.0  # pause after a failed spill (s)
 _CLOSE_TIMEOUT_S = 5.0
 
 
 class UnitUpkeep:
-    """Owned by a `StorageUnit`."""
+    """Frees, compacts and spills the blocks of a `StorageUnit`.
+
+    `lock` guards `state`. Rows that wait for a checkpoint go to disk beyond `keep_bytes`, if `blocks` has a place
+    there.
+    """
 
     def __init__(
         self,
@@ -410,14 +391,6 @@ class UnitUpkeep:
         lock: threading.Lock,
         keep_bytes: int,
     ) -> None:
-        """Start the thread.
-
-        Args:
-            name: of the unit.
-            state, blocks, threads: the unit's.
-            lock: guards `state`.
-            keep_bytes: rows that wait for a checkpoint go to disk beyond this, if `blocks` has a place there.
-        """
         self._name = name
         self._state = state
         self._blocks = blocks
@@ -430,11 +403,12 @@ class UnitUpkeep:
         self._thread = threads.start(self._run, name="upkeep")
 
     def poke(self) -> None:
-        """Something changed. Memory is released at once, everything else soon."""
+        """Something changed: release memory at once, everything else soon."""
         accounting = self._state.accounting
         with self._lock:
             gone = accounting.take_gone()
             here = [block for block in gone if block.home.in_process]
+            # Deleting from another place than memory is I/O, which the thread does.
             self._gone += [block for block in gone if not block.home.in_process]
             if self._has_work():
                 self._work.notify()
@@ -445,7 +419,6 @@ class UnitUpkeep:
         self._work.notify()
 
     def close(self) -> None:
-        """Stop; idempotent."""
         with self._lock:
             self._closed.set()
             self._work.notify()
@@ -488,7 +461,7 @@ class UnitUpkeep:
         try:
             new = self._blocks.compact(block, positions) if positions else None
         except TransportError as error:
-            logger.warning("%s: a block stays larger than it need be: %s", self._name, error)
+            logger.warning("%s: a block could not be compacted and stays larger than necessary: %s", self._name, error)
             new = None
         with self._lock:
             if new is not None:
@@ -503,6 +476,7 @@ class UnitUpkeep:
         if not written:
             self._spill_again_at = time.monotonic() + _SPILL_AGAIN_S
         with self._lock:
+            # A reader that pinned the block in the meantime still needs the copy in memory; then the one on disk goes.
             moved = written and self._state.accounting.spilled(block, home)
             self._state.accounting.unpin([block])
         try:

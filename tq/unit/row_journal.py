@@ -1,7 +1,7 @@
-"""What a unit told the controllers, in memory that outlives it: its next life says which rows went with it.
+"""What a unit told the controllers, in memory that outlives it: its next life says which rows were lost with it.
 
 Controllers know the rows of a unit, and the unit knows them; when all of these processes die at once, nobody does. So
-a unit appends every change of its rows to memory of the process that starts it, before any process is told.
+a unit appends every change of its rows to memory of the process that starts it, before it tells any process.
 
     starter   JournalMemory   two memfds per unit, offered in the job store; nothing to remove after a kill
     unit      RowJournal      appends; a new life reads what the earlier ones left, and begins another file
@@ -11,10 +11,10 @@ a unit appends every change of its rows to memory of the process that starts it,
               fills the other one, and its serial is written last. A frame that was torn by a kill ends the file: its
               put was not confirmed.
 
-An append is a copy within this process, not even a system call. A commit is noted when all controllers know it, before
-its holder hears that it counts: a holder that did not hear acks again, and must find its lease. The file is rewritten
-from the unit's state when it has grown by as much as the state takes, so it is never much larger than the inventory
-that a controller gets.
+An append is a copy within this process, without a system call. A commit is noted once all controllers know it, before
+its holder hears that it counts: a holder that did not hear acknowledges again, and must find its lease. The file is
+rewritten from the unit's state when it has grown by as much as the state takes, so it is never much larger than the
+inventory that a controller gets.
 """
 
 import logging
@@ -49,18 +49,15 @@ from tq.unit.state import PARTITIONS_REMEMBERED
 
 logger = logging.getLogger(__name__)
 
-Change = RowsCreated | RowsConfirmed | OutputsWritten | RowsRemoved
-"""What changes the rows of a unit."""
+Change = RowsCreated | RowsConfirmed | OutputsWritten | RowsRemoved  # what changes the rows of a unit
 
 _NAME = "asyncflow-rows"
 _TOKEN_BYTES = 16
 _SERIAL = struct.Struct("<Q")
 _FRAME = struct.Struct("<II")
 _BEGIN = _TOKEN_BYTES + _SERIAL.size
-_LEAST_BYTES = 2**20
-"""A file that is smaller is not rewritten."""
-_PATIENCE = 4
-"""A file that is so many times as large as it should be is rewritten though some commit is open."""
+_LEAST_BYTES = 2**20  # a smaller file is not rewritten
+_PATIENCE = 4  # a file this many times as large as it should be is rewritten even while some commit is open
 
 
 class _Offer(msgspec.Struct):
@@ -70,21 +67,19 @@ class _Offer(msgspec.Struct):
 
 
 class _Began(msgspec.Struct, tag=True):
-    """First frame of a file: what the unit held then."""
+    """First frame of a file: what the unit held at that time."""
 
     lineage: int
     inventory: RegisterUnit
 
 
 class JournalMemory:
-    """The memory of one unit's journal; a context manager. Owned by the process that starts the unit again."""
+    """The memory of one unit's journal, offered in the job store; a context manager.
+
+    The process that restarts the unit owns it.
+    """
 
     def __init__(self, store: SealedStore, unit: str) -> None:
-        """Make it, and offer it in the job store.
-
-        Raises:
-            OSError: no descriptor is left.
-        """
         self._fds: list[int] = []
         token = secrets.token_bytes(_TOKEN_BYTES)
         try:
@@ -97,7 +92,6 @@ class JournalMemory:
         store.put(_key(unit), msgspec.msgpack.encode(_Offer(os.getpid(), self._fds, token)))
 
     def close(self) -> None:
-        """Give it up; idempotent."""
         while self._fds:
             os.close(self._fds.pop())
 
@@ -111,7 +105,16 @@ class JournalMemory:
 
 
 class RowJournal:
-    """The journal of one life of a unit, whose lock the caller holds."""
+    """The journal of one life of a unit, whose lock the caller holds. Reads at construction what earlier lives left.
+
+    Where no process offered memory (a unit started neither by the queue's starter nor by its launcher), nothing is
+    kept.
+
+    Args:
+        lineage: of the queue; nothing of an earlier lineage counts.
+        inventory: returns what the unit holds now.
+        failed: hears that no memory is left: the unit cannot continue.
+    """
 
     def __init__(
         self,
@@ -122,48 +125,28 @@ class RowJournal:
         inventory: Callable[[], RegisterUnit],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Read what earlier lives left, and begin.
-
-        Where no process offered memory (a unit that was not started by the queue's starter or its launcher), nothing is
-        kept.
-
-        Args:
-            credentials: store and secret.
-            unit: whose.
-            lineage: of the queue; nothing of an earlier one counts.
-            inventory: returns what the unit holds now.
-            failed: is told when there is no memory left: the unit cannot go on.
-
-        Raises:
-            TransportError: the store is gone.
-        """
+        # What earlier lives held when they ended, the oldest first, except lives that all controllers know about.
         self.earlier: list[RegisterUnit] = []
-        """What earlier lives held when they ended, the oldest first; without those that all controllers know of."""
+        # Commits in the unit's state that not all controllers know: a rewrite would note them as known.
         self.open_commits = 0
-        """Commits in the unit's state that not all controllers know: a rewrite would note them as known."""
         self._unit = unit
         self._lineage = lineage
         self._inventory = inventory
         self._failed = failed
         self._files = _open(credentials, unit)
-        self._memory: mmap.mmap | None = None
-        """The file that counts."""
+        self._memory: mmap.mmap | None = None  # the file that counts
         self._end = self._limit = 0
         if self._files:
             self._read()
 
     def append(self, message: Change) -> None:
-        """Note a change that was just made; it is kept when this returns.
-
-        Raises:
-            TransportError: there is no memory left.
-        """
+        """Note a change; it is kept when this returns. Raises TransportError when no memory is left."""
         if not self._files:
             return
         if self._end > self._limit and (
             not self.open_commits or self._end > _PATIENCE * max(_LEAST_BYTES, self._limit)
         ):
-            self._rewrite()  # the change is in the inventory: then it is there twice, which is the same
+            self._rewrite()  # the inventory contains the change already; noting it twice makes no difference
         if isinstance(message, RowsCreated | RowsConfirmed) and message.values:
             message = msgspec.structs.replace(message, values=b"")
         frame = _framed(message)
@@ -171,7 +154,7 @@ class RowJournal:
         if self._memory is None or end > len(self._memory):
             self._map(end)
         assert self._memory is not None
-        self._memory[self._end : end] = frame  # not a system call: it would hand the interpreter to another thread
+        self._memory[self._end : end] = frame  # not a system call, which would hand the interpreter to another thread
         self._end = end
 
     def learned(self, commits: Mapping[str, Iterable[int]]) -> None:
@@ -180,7 +163,7 @@ class RowJournal:
             self.append(confirmation(self._unit, commits))
 
     def forget_earlier(self) -> None:
-        """All controllers know of the earlier lives, durably."""
+        """All controllers know about the earlier lives, durably."""
         if self.earlier:
             self.earlier = []
             self.forget()
@@ -203,11 +186,10 @@ class RowJournal:
         self._limit = max(_LEAST_BYTES, 2 * self._end)
         memory = self._map(self._limit)
         memory[_BEGIN : self._end] = frame
-        memory[_TOKEN_BYTES:_BEGIN] = _SERIAL.pack(serial)  # from now on it counts
+        memory[_TOKEN_BYTES:_BEGIN] = _SERIAL.pack(serial)  # last: from now on this file counts
         self._cut(before)
 
     def close(self) -> None:
-        """Append no more; idempotent."""
         self._memory = None
         files, self._files = self._files, []
         for fd in files:
@@ -231,7 +213,7 @@ class RowJournal:
         self._rewrite()
 
     def _map(self, least_bytes: int) -> mmap.mmap:
-        """Make room in the file that counts; what is not written takes no memory."""
+        """Make room in the file that counts; untouched pages take no memory."""
         size = max(2 * least_bytes, _LEAST_BYTES)
         try:
             os.ftruncate(self._files[0], size)
@@ -243,17 +225,13 @@ class RowJournal:
 
     @staticmethod
     def _cut(fd: int) -> None:
+        # Serial first: a file that a kill leaves half cut must not count.
         os.pwrite(fd, _SERIAL.pack(0), _TOKEN_BYTES)
         os.ftruncate(fd, _BEGIN)
 
 
 def confirmation(unit: str, commits: Mapping[str, Iterable[int]]) -> RowsConfirmed:
-    """Return that tasks are done with rows of a unit, as controllers are told.
-
-    Args:
-        unit: where the rows are.
-        commits: task -> rows.
-    """
+    """Return the message that tasks are done with rows of a unit; `commits`: task -> rows."""
     rows = sorted({number for numbers in commits.values() for number in numbers})
     place = {number: k for k, number in enumerate(rows)}
     return RowsConfirmed(unit, rows, {task: [place[number] for number in numbers] for task, numbers in commits.items()})
@@ -274,12 +252,9 @@ class _Row:
 
 
 class Life:
-    """One life of a unit, from what it told. A message that is in the inventory already changes nothing. Pure."""
+    """One life of a unit, replayed from what it told. Messages that the inventory covers change nothing. Pure."""
 
     def __init__(self, began: RegisterUnit | None = None) -> None:
-        """Args:
-        began: what it held at first; None: it left nothing.
-        """
         self.incarnation = "" if began is None else began.incarnation
         self._unit = "" if began is None else began.unit
         self._rows: dict[int, _Row] = {}
@@ -295,7 +270,6 @@ class Life:
         return not (rows or any(self._finished.values()) or any(self._removed.values()))
 
     def apply(self, message: Change) -> None:
-        """Take in the next change."""
         match message:
             case RowsCreated():
                 self._create(message)
@@ -313,7 +287,7 @@ class Life:
                 self._remove(message)
 
     def inventory(self) -> RegisterUnit:
-        """Return what it held at its end; rows that no process can know of are left out."""
+        """Return what it held at its end, except rows that no process can know of."""
         records: dict[tuple[int, frozenset[str], frozenset[str]], RowRecords] = {}
         for number, row in self._rows.items():
             if not row.known:
@@ -351,7 +325,7 @@ class Life:
         size, rest = divmod(message.num_bytes, max(1, len(message.rows)))
         removed = self._removed.get(message.partition, {})
         for k, number in enumerate(message.rows):
-            removed.pop(number, None)  # tried again
+            removed.pop(number, None)  # its group is tried again
             group = message.groups[k]
             self._rows[number] = _Row(
                 message.partition, group, message.group_size or sizes[group], message.tokens[k], size + (k < rest),
@@ -381,7 +355,7 @@ class Life:
             self._finished.pop(message.partition, None)
             self._removed.pop(message.partition, None)
             for number in [number for number, row in self._rows.items() if row.partition == message.partition]:
-                del self._rows[number]  # all tasks were done with them
+                del self._rows[number]  # the unit named none of these: all tasks were done with them
 
 
 def _framed(message: Change | _Began) -> bytes:
@@ -398,7 +372,7 @@ def _key(unit: str) -> str:
 
 
 def _open(credentials: Credentials, unit: str) -> list[int]:
-    """Return descriptors of our own of the offered memory, first the file that counts; none where there is none."""
+    """Return our own descriptors of the offered memory, first the file that counts; [] where none was offered."""
     key = _key(unit)
     if not credentials.call_store("check", [key]):
         return []
@@ -407,15 +381,18 @@ def _open(credentials: Credentials, unit: str) -> list[int]:
     try:
         for fd in offer.fds:
             path = f"/proc/{int(offer.pid)}/fd/{int(fd)}"
+            # Check the identity: the process id and the descriptor may have been reused.
             if not str(Path(path).readlink()).startswith(f"/memfd:{_NAME}"):
-                raise TransportError(f"{path} is no memory of a journal")
+                raise TransportError(f"{path} is not the memory of a row journal")
             fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
             if os.pread(fds[-1], _TOKEN_BYTES, 0) != offer.token:
-                raise TransportError(f"{path} is another unit's")
+                raise TransportError(f"{path} belongs to another unit")
     except (OSError, TransportError) as error:
         for fd in fds:
             os.close(fd)
-        logger.error("%s: no journal: rows that die with it and all controllers will be forgotten (%s)", unit, error)
+        logger.error(
+            "%s: no row journal: rows will be forgotten if it dies together with all controllers (%s)", unit, error
+        )
         return []
     return sorted(fds, key=_serial, reverse=True)
 
@@ -426,7 +403,7 @@ def _serial(fd: int) -> int:
 
 
 def _messages(fd: int) -> Iterable[Change | _Began]:
-    """Yield what a file holds, up to the first frame that is torn; nothing where it was never begun."""
+    """Yield what a file holds, up to the first torn frame; nothing where it was never begun."""
     if not _serial(fd):
         return
     data = memoryview(os.pread(fd, os.fstat(fd).st_size, 0))

@@ -1,6 +1,6 @@
 """Snapshots of a storage unit: hold, cut, write. The hold makes the cuts of all units one moment.
 
-client -> every unit HoldPuts --> all Done --> every unit CutSnapshot --> puts go on --> every unit WriteSnapshot
+client -> every unit HoldPuts --> all Done --> every unit CutSnapshot --> puts continue --> every unit WriteSnapshot
 """
 
 import logging
@@ -32,7 +32,11 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class UnitSnapshots:
-    """Owned by a `StorageUnit`."""
+    """Takes the snapshots of a `StorageUnit`.
+
+    `lock` guards the other arguments; `poke` is called without it when blocks may have gone. `chunk_bytes` bounds the
+    rows that are restored with one message.
+    """
 
     def __init__(
         self,
@@ -46,13 +50,6 @@ class UnitSnapshots:
         poke: Callable[[], None],
         chunk_bytes: int,
     ) -> None:
-        """Args:
-        name: of the unit; its files begin with it.
-        state, blocks, holds, timers: the unit's.
-        lock: guards them.
-        poke: called without the lock when blocks may have gone.
-        chunk_bytes: rows that are restored in one message.
-        """
         self._name = name
         self._state = state
         self._blocks = blocks
@@ -65,18 +62,14 @@ class UnitSnapshots:
         self._writers: list[threading.Thread] = []
 
     def hold(self, message: HoldPuts, call: Call) -> None:
-        """Let puts wait; no put changes anything after this was answered."""
-        with self._lock:  # else the deadline could pass before the hold begins
+        """Let puts wait; once this is answered, no put changes anything."""
+        with self._lock:  # otherwise the deadline could pass before the hold begins
             deadline = self._timers.after(message.timeout_s, partial(self._overdue, message.hold))
             self._holds.begin(message.hold, deadline)
         call.reply(Done())
 
     def cut(self, message: CutSnapshot, call: Call) -> None:
-        """Note the rows that are here, and let puts go on.
-
-        Raises:
-            PeerRefused: the hold has ended.
-        """
+        """Note the rows that are here, and let puts continue; raises PeerRefused when the hold has ended."""
         with self._lock:
             self._holds.check(message.hold)
             cut = self._state.cut(after_partition=message.after_partition, forget_acks_of=message.forget_acks_of)
@@ -85,14 +78,11 @@ class UnitSnapshots:
         self._end(message.hold)
 
     def write(self, message: WriteSnapshot, call: Call) -> None:
-        """Write a cut in a thread of its own, since the client goes on putting on this channel.
-
-        Raises:
-            PeerRefused: there is no such cut.
-        """
+        """Write a cut in a separate thread; raises PeerRefused if there is no such cut."""
         with self._lock:
             cut = self._holds.take(message.hold)
             self._writers = [thread for thread in self._writers if thread.is_alive()]
+            # The client continues to put on this channel.
             writer = threading.Thread(
                 target=self._write, args=(cut, message.directory, call), name=f"snapshot-{self._name}", daemon=True
             )
@@ -107,18 +97,18 @@ class UnitSnapshots:
         self._poke()
 
     def close(self) -> None:
-        """Stop writing; idempotent."""
         self._closing.set()
         for writer in self._writers:
             writer.join(timeout=_CLOSE_TIMEOUT_S)
 
     def _overdue(self, hold: str) -> None:
-        logger.warning("%s: hold %s was not cut in time; puts go on", self._name, hold)
+        logger.warning("%s: hold %s was not cut in time; puts continue", self._name, hold)
         self._end(hold)
 
     def _end(self, hold: str) -> None:
         with self._lock:
             parked = self._holds.end(hold)
+        # Without the lock, which a resumed put takes.
         for resume in parked:
             resume()
 
@@ -129,9 +119,9 @@ class UnitSnapshots:
             call.reply(SnapshotWritten(files, len(cut.rows), num_bytes))
         except AsyncFlowError as error:
             call.refuse(error)
-        except Exception as error:  # the boundary of a thread: the client waits for an answer
+        except Exception as error:  # a thread's boundary: the client waits for an answer
             expected = isinstance(error, OSError | SafetensorError)
-            logger.warning("%s: a snapshot", self._name, exc_info=None if expected else error)
+            logger.warning("%s: a snapshot could not be written", self._name, exc_info=None if expected else error)
             call.refuse(TransportError(f"{self._name}: {directory} cannot be written: {one_line(error)}"))
         finally:
             with self._lock:
@@ -147,26 +137,23 @@ _Key = tuple[int, int, tuple[str, ...]]
 
 
 class SnapshotWriter:
-    """Writes one unit's part of one snapshot, in a few hundred MB of memory, however much there is."""
+    """Writes one unit's part of one snapshot in a few hundred MB of memory, however much there is.
+
+    `directory` exists and is shared by all units. A chunk takes `chunk_bytes`, unless a single row is larger.
+    """
 
     def __init__(self, directory: Path, unit: str, blocks: BlockStore, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Args:
-        directory: exists; shared by all units.
-        unit: names the files.
-        blocks: where values are.
-        chunk_bytes: of one chunk, unless a single row is larger.
-        """
         self._directory = directory
         self._unit = unit
         self._blocks = blocks
         self._chunk_bytes = min(chunk_bytes, CHUNK_BYTES)
 
     def write(self, rows: Sequence[CutRow], stop: threading.Event) -> tuple[list[str], int]:
-        """Write rows whose blocks are pinned. Returns (file names, bytes).
+        """Write rows whose blocks are pinned; returns (file names, bytes).
 
         Raises:
             TransportError: a block could not be read, or `stop` was set.
-            OSError, SafetensorError: the disk is full, or such.
+            OSError, SafetensorError: the disk is full, or the like.
         """
         names: list[str] = []
         total = 0
@@ -210,7 +197,7 @@ class SnapshotWriter:
         return ChunkRecord(first.partition, first.group_size, numbers, groups, headers, commits), tensors
 
     def _save(self, tensors: dict[str, Tensor], records: list[ChunkRecord], names: list[str]) -> int:
-        """Write a file and append its name, which tells its checksum; returns its size."""
+        """Write a file and append its name, which contains its checksum; returns its size."""
         path = self._directory / f"{self._unit}-{len(names):04d}.part"
         save_file(tensors, path, {METADATA_KEY: msgspec.json.encode(records).decode()})
         with path.open("rb") as file:
@@ -223,7 +210,7 @@ class SnapshotWriter:
 
 
 def _chunks(rows: Sequence[CutRow], chunk_bytes: int) -> "Iterator[Sequence[CutRow]]":
-    """Split rows into lists of rows that are alike and take up `chunk_bytes` at most (but at least one row)."""
+    """Split rows into lists of similar rows of at most `chunk_bytes` (but at least one row)."""
     alike: dict[tuple[object, ...], list[CutRow]] = {}
     for row in sorted(rows, key=lambda row: (row.partition, row.number)):
         alike.setdefault((row.partition, row.group_size, _signature(row)), []).append(row)
@@ -241,7 +228,7 @@ def _chunks(rows: Sequence[CutRow], chunk_bytes: int) -> "Iterator[Sequence[CutR
 
 
 def _signature(row: CutRow) -> tuple[object, ...]:
-    """Return what rows of one chunk have in common: the columns, and their types."""
+    """Return what rows of one chunk have in common: the columns and their types."""
     types = []
     for name, (block, _) in sorted(row.places.items()):
         header = next(header for header in block.headers if header.name == name)

@@ -5,8 +5,8 @@
                         |              it came: what tasks wrote went with another unit)
                         '--remove--> absent                        (cleared, removed, dropped, refused)
 
-A commit is one atom for all rows of a put. A token is void for a row when the row was fenced above it, when the task
-was (`fence_task`), or when another lease committed. Blocks are counted in full until their last row goes.
+A commit is atomic for all rows of a put. A token is void for a row when the row was fenced above it, when the task was
+(`fence_task`), or when another lease committed. Blocks are counted in full until their last row goes.
 """
 
 from collections import Counter
@@ -19,17 +19,12 @@ from tq.messages import RegisterUnit, RemovalReason, RowRecords, RowsRemoved
 from tq.refill import RemovalCause, first_token
 from tq.unit.block import Block, BlockAccounting, Part, Place
 
-# What a storage unit knows of one row, of a commit, of a partition. Plain data; `UnitState` keeps it.
+# What a storage unit knows of a row, a commit and a partition. Plain data; `UnitState` keeps it.
 
 
 @dataclass(frozen=True)
 class Commit:
-    """One put of outputs; shared by all its rows.
-
-    Attributes:
-        task, token: whose, under which lease; below 0 where only the fact is known.
-        names: columns that it wrote.
-    """
+    """One put of outputs (columns `names`), shared by all its rows. Tokens below 0 mark commits made elsewhere."""
 
     task: str
     token: int
@@ -40,65 +35,47 @@ _NONE: Mapping[str, int] = MappingProxyType({})
 
 
 def _none() -> Mapping[str, int]:
-    """Most rows are never fenced, so they share this."""
+    """Most rows are never fenced, so they share one empty mapping."""
     return _NONE
 
 
-KNOWN_ELSEWHERE = -1
-"""Token of a commit that a controller told of."""
-PUT_WITH_ROW = -2
-"""Token of a commit that came with the row, out of a snapshot."""
+KNOWN_ELSEWHERE = -1  # token of a commit that a controller reported
+PUT_WITH_ROW = -2  # token of a commit that came with the row from a snapshot
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A row that is here.
-
-    Attributes:
-        partition, group, group_size: see `messages.PutRows`.
-        tokens, num_bytes: over all its columns.
-        places: column -> where its value is.
-        commits: task -> its commit.
-        fences: task -> lowest token that is not void.
-        returns: task -> how often a lease on it was released.
-        pending: the controllers have not confirmed yet that it exists.
-        retained: every task is done with it; it waits for a checkpoint.
-    """
+    """A row that is here; see also `messages.PutRows`."""
 
     partition: int
     group: int
     group_size: int
+    # `tokens`, `num_bytes`: over all its columns.
     tokens: int = 0
     num_bytes: int = 0
     places: dict[str, Place] = field(default_factory=dict)
     commits: dict[str, Commit] = field(default_factory=dict)
-    fences: Mapping[str, int] = field(default_factory=_none)
-    returns: Mapping[str, int] = field(default_factory=_none)
-    pending: bool = True
-    retained: bool = False
+    fences: Mapping[str, int] = field(default_factory=_none)  # task -> lowest token that is not void
+    returns: Mapping[str, int] = field(default_factory=_none)  # task -> how often a lease on it was released
+    pending: bool = True  # the controllers have not confirmed yet that it exists
+    retained: bool = False  # every task is done with it; it waits for a checkpoint
 
     def cut(self, number: int, forget: frozenset[str]) -> "CutRow":
-        """Return it as it is now, without what tasks of `forget` put."""
+        """Return the row as it is now, without what tasks of `forget` put."""
         gone = {name for task, commit in self.commits.items() if task in forget for name in commit.names}
         places = {name: place for name, place in self.places.items() if name not in gone}
         commits = tuple(sorted(self.commits.keys() - forget))
         return CutRow(number, self.partition, self.group, self.group_size, places, commits)
 
     def belongs_with(self, other: "Row") -> bool:
-        """Whether both belong to the same group of the same size, of the same partition."""
+        """Whether both rows belong to the same group, of the same size, in the same partition."""
         mine, theirs = ((row.partition, row.group, row.group_size) for row in (self, other))
         return mine == theirs
 
 
 @dataclass
 class Partition:
-    """Rows of one partition.
-
-    Attributes:
-        rows: that are here.
-        finished: that were here, and went when every task was done with them.
-        removed: that were here, and went with their group among the dead letters.
-    """
+    """Rows of one partition that are here, that were finished here, and that were removed with their group."""
 
     rows: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
@@ -106,14 +83,11 @@ class Partition:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to remember."""
         return not (self.rows or self.finished or self.removed)
 
 
 @dataclass(frozen=True)
 class CutRow:
-    """A row as it was at a cut."""
-
     number: int
     partition: int
     group: int
@@ -132,28 +106,20 @@ class Cut:
 
 @dataclass(frozen=True)
 class Repeated:
-    """A put whose rows are all here already: the same one again, or another one that must be refused.
+    """A put whose rows are all here already: the same put again, or another one to refuse with `refusal`."""
 
-    Attributes:
-        pairs: (earlier block, position there, position in the put); the blocks stay pinned until they are compared.
-        refusal: of a put that differs.
-    """
-
+    # (Earlier block, position there, position in the put); the blocks stay pinned until they are compared.
     pairs: list[tuple[Block, int, int]]
     refusal: PeerRefused
 
     @property
     def blocks(self) -> list[Block]:
-        """The earlier blocks."""
+        """The earlier blocks, each once."""
         return list({block: None for block, _, _ in self.pairs})
 
 
 def parts_of(numbers: Sequence[int], rows: Sequence[Row], name: str) -> list[Part]:
-    """Return where a column of rows is, in order; neighbours in a block are one range.
-
-    Raises:
-        PeerRefused: the column is not written in one of them.
-    """
+    """Return where a column of rows is, in order; neighbours in a block are one range. Raises PeerRefused."""
     try:
         places = [row.places[name] for row in rows]
     except KeyError:
@@ -176,23 +142,20 @@ def _as_range(positions: list[int]) -> Sequence[int]:
 
 
 def check_distinct(rows: Sequence[int]) -> None:
-    """Raise PeerRefused when a put names a row twice."""
     if len(set(rows)) != len(rows):
         raise PeerRefused(f"a put names a row twice: {list(rows)}")
 
 
-PARTITIONS_REMEMBERED = 64
-"""What was finished in older ones is forgotten."""
+PARTITIONS_REMEMBERED = 64  # tombstones of older partitions are forgotten
 
 
 class UnitState:
-    """The rows, columns and fences of one storage unit."""
+    """The rows, columns and fences of one storage unit.
+
+    `retain` keeps finished rows until `release_checkpointed`. Tokens of lineages before `lineage` are void.
+    """
 
     def __init__(self, *, retain: bool = False, lineage: int = 0) -> None:
-        """Args:
-        retain: keep rows that every task is done with until `release_checkpointed`.
-        lineage: of the queue; tokens of earlier ones are void.
-        """
         self._oldest_token = first_token(lineage)
         self.accounting = BlockAccounting()
         self.retained_rows = 0
@@ -218,22 +181,14 @@ class UnitState:
         group_size: int = 0,
         commits: Mapping[str, Sequence[int]] | None = None,
     ) -> Repeated | None:
-        """Add rows with their first columns, pending until `confirm`.
+        """Add rows with their first columns, pending until `confirm`; see `messages.PutRows`.
 
-        Args:
-            rows, groups, partition, group_size, commits: see `messages.PutRows`.
-            block: the columns; None: there are none.
-
-        Returns:
-            None, or, if all rows are here already, what the caller must compare.
-
-        Raises:
-            RowsExist: some of the rows exist already; nothing was added.
-            PeerRefused: the put is malformed; nothing was added.
+        Returns what the caller must compare if all rows are here already. Raises RowsExist if some are, or PeerRefused
+        for a malformed put; nothing was added then.
         """
         check_distinct(rows)
         if not rows:
-            raise PeerRefused("a put of new rows names none")
+            raise PeerRefused("a put of new rows names no rows")
         if len(groups) != len(rows) or any(not 0 <= k < len(rows) for known in (commits or {}).values() for k in known):
             raise PeerRefused(f"a put of {len(rows)} rows names {len(groups)} groups, or commits beyond its rows")
         self._check_tasks(commits or {})
@@ -246,7 +201,7 @@ class UnitState:
         for number, row in zip(rows, arrived, strict=True):
             self._rows[number] = row
             home.rows.add(number)
-            home.removed.pop(number, None)  # tried again
+            home.removed.pop(number, None)  # the group is tried again
         self._attach(rows, block)
         for task, positions in (commits or {}).items():
             came = Commit(task, PUT_WITH_ROW, frozenset())
@@ -255,22 +210,21 @@ class UnitState:
         return None
 
     def confirm(self, rows: Sequence[int]) -> None:
-        """The controllers know these rows now; those that every task is done with go."""
+        """The controllers know these rows now; free those that every task is done with."""
         for number in rows:
             if number in self._rows:
                 self._rows[number].pending = False
         self._sweep(rows)
 
     def commit(self, task: str, token: int, rows: Sequence[int], block: Block | None) -> Repeated | None:
-        """Store all output columns of a task for some rows of a lease, as one atom.
+        """Atomically store all output columns of a task for some rows of a lease.
 
-        Returns:
-            None; or, if every row was committed under this token before, what the caller must compare.
+        Returns what the caller must compare if every row was committed under this token before; otherwise None.
 
         Raises:
-            LeaseFenced: the lease of a row was given to another consumer, or the row is gone; nothing was stored.
-            PeerRefused: no such task, a column is there already, or the put differs from an earlier one under this
-                token; nothing was stored.
+            LeaseFenced: a row's lease was given to another consumer, or the row is gone; nothing was stored.
+            PeerRefused: no such task, a column exists already, or the put differs from an earlier one under this token;
+                nothing was stored.
         """
         if (refusal := self.check_commit(task, token, rows, block)) is not None:
             return self._repeated(rows, block, refusal)
@@ -282,10 +236,9 @@ class UnitState:
         return None
 
     def check_commit(self, task: str, token: int, rows: Sequence[int], block: Block | None) -> PeerRefused | None:
-        """Raise what `commit` would raise; changes nothing.
+        """Raise what `commit` would raise, without changing anything.
 
-        Returns:
-            None; or, if every row was committed under this token before, the refusal should the values differ.
+        Returns the refusal to raise should the values differ, if every row was committed under this token before.
         """
         check_distinct(rows)
         self._check_tasks([task])
@@ -303,7 +256,7 @@ class UnitState:
         return None
 
     def learn_commits(self, commits: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-        """A controller knows that tasks are done with rows. Returns what is new, of rows that are confirmed."""
+        """Take a controller's word that tasks are done with rows; returns what is new for confirmed rows."""
         new: dict[str, list[int]] = {}
         for task, rows in commits.items():
             commit = Commit(task, KNOWN_ELSEWHERE, frozenset())
@@ -317,7 +270,7 @@ class UnitState:
         return new
 
     def commits_of(self, rows: Sequence[int]) -> dict[str, list[int]]:
-        """Return task -> positions in `rows` that it is done with."""
+        """Return task -> positions in `rows` that the task is done with."""
         done: dict[str, list[int]] = {}
         for k, number in enumerate(rows):
             for task in self._rows[number].commits if number in self._rows else ():
@@ -325,17 +278,18 @@ class UnitState:
         return done
 
     def set_tasks(self, tasks: Iterable[str]) -> None:
-        """Learn all tasks of the queue; rows that they are done with go."""
+        """Learn all tasks of the queue; free rows that these are done with."""
         if self._tasks != (tasks := frozenset(tasks)):
             self._tasks = tasks
             self._sweep(list(self._rows))
 
     def fence(self, task: str, token: int, rows: Sequence[int]) -> None:
-        """Refuse commits of `rows` under tokens below `token` from now on; rows that are gone are passed over."""
+        """Refuse commits of `rows` under tokens below `token` from now on; rows that are gone are skipped."""
         for number in rows:
             row = self._rows.get(number)
             if row is not None and token > row.fences.get(task, 0):
                 row.fences = {**row.fences, task: token}
+                # A fence of a row that the task is not done with ends a lease: the row comes back.
                 if task not in row.commits:
                     row.returns = {**row.returns, task: row.returns.get(task, 0) + 1}
 
@@ -345,7 +299,7 @@ class UnitState:
             self._floors[task] = (token, frozenset(alive))
 
     def locate(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Part]]:
-        """Return where columns of rows are, in order; neighbours in a block are one range. Pin the blocks to read them.
+        """Return where columns of rows are, as `parts_of` does. Pin the blocks to read them.
 
         Raises:
             LeaseFenced: a row is not here (any more).
@@ -362,7 +316,7 @@ class UnitState:
         return {name: parts_of(rows, stored, name) for name in names}
 
     def remove(self, rows: Iterable[int]) -> dict[int, list[int]]:
-        """Forget rows, without a tombstone; unknown ones are passed over. Returns partition -> rows that were here."""
+        """Forget rows without a tombstone; unknown ones are skipped. Returns partition -> rows that were here."""
         removed: dict[int, list[int]] = {}
         for number in rows:
             row = self._rows.get(number)
@@ -372,13 +326,13 @@ class UnitState:
         return removed
 
     def drop(self, rows: Iterable[int]) -> dict[int, list[int]]:
-        """Forget rows that are elsewhere, as `remove` does; those of a put that is under way are remembered."""
+        """Forget rows that are elsewhere, as `remove` does, but remember those whose put is still under way."""
         here = [number for number in rows if number in self._rows]
         self._dropped.update(number for number in here if self._rows[number].pending)
         return self.remove(here)
 
     def take_dropped(self, rows: Iterable[int]) -> list[int]:
-        """Return which rows of a put were dropped while it was under way; once."""
+        """Return, once, the rows of a put that were dropped while it was under way."""
         dropped = [number for number in rows if number in self._dropped] if self._dropped else []
         self._dropped.difference_update(dropped)
         return dropped
@@ -399,14 +353,14 @@ class UnitState:
         return found
 
     def clear(self, partition: int) -> list[int]:
-        """Forget all rows of a partition and its tombstones. Returns the rows that were here."""
+        """Forget a partition's rows and tombstones; returns the rows that were here."""
         removed = sorted(self._partitions.get(partition, Partition()).rows)
         self.remove(removed)
         self._forget_finished(partition)
         return removed
 
     def release_checkpointed(self, step: int) -> None:
-        """A checkpoint covers partitions up to `step`: their retained rows go, and their tombstones."""
+        """A checkpoint covers partitions up to `step`: free their retained rows and tombstones."""
         self._checkpointed_step = max(self._checkpointed_step, step)
         for number in [partition for partition in self._partitions if partition <= step]:
             known = self._partitions[number]
@@ -415,9 +369,9 @@ class UnitState:
                 self._forget_finished(number)
 
     def cut(self, *, after_partition: int, forget_acks_of: Iterable[str]) -> Cut:
-        """Note confirmed rows of later partitions as they are now.
+        """Note the confirmed rows of later partitions, and pin their blocks.
 
-        What tasks of `forget_acks_of` put is left out, as if they had never had the row. The blocks are pinned.
+        What tasks of `forget_acks_of` put is left out, as if they had never had the row.
         """
         forget = frozenset(forget_acks_of)
         there = ((number, row) for number, row in self._rows.items() if row.partition > after_partition)
@@ -436,17 +390,17 @@ class UnitState:
         ]
 
     def move(self, old: Block, new: Block, positions: Sequence[int]) -> None:
-        """What survives of `old`, which is pinned, is in `new` now, at `positions` of `old`."""
+        """The survivors of `old`, which is pinned, are now in `new`; `positions` are those in `old`."""
         self.accounting.moved(old, new, positions, self._rows)
 
     def rows(self, numbers: Iterable[int] | None = None) -> Iterable[tuple[int, Row]]:
-        """Return the rows that are here: all (None), or those that are named."""
+        """Return the named rows that are here; None: all."""
         if numbers is None:
             return self._rows.items()
         return [(number, self._rows[number]) for number in dict.fromkeys(numbers) if number in self._rows]
 
     def finished(self) -> dict[int, list[int]]:
-        """Return partition -> rows that went because every task was done with them."""
+        """Return partition -> rows that were freed because every task was done with them."""
         return {number: sorted(known.finished) for number, known in self._partitions.items() if known.finished}
 
     def _created_before(
@@ -472,7 +426,7 @@ class UnitState:
         return repeated
 
     def _checked(self, number: int, task: str, token: int) -> Commit | None:
-        """Return an earlier commit under this very token; None: none so far."""
+        """Return an earlier commit under this very token, or None."""
         row = self._rows.get(number)
         if row is not None:
             commit = row.commits.get(task)
@@ -513,6 +467,7 @@ class UnitState:
             row = self._rows.get(number)
             if row is None or row.pending or row.retained or not self._tasks <= row.commits.keys():
                 continue
+            # If not, what the tasks wrote went with another unit: there is nothing here to retain.
             worked_on_here = any(commit.token != KNOWN_ELSEWHERE for commit in row.commits.values())
             if self._retain and worked_on_here and row.partition > self._checkpointed_step:
                 row.retained = True
@@ -553,22 +508,15 @@ class UnitState:
             del self._partitions[number]
 
 
-# What a unit tells of its rows, their columns, and the tasks that are done with them. Pure.
+# What a unit says about its rows, their columns, and the tasks that are done with them. Pure.
 #
-# A controller that meets the unit (again) gets all of it; a client that lists rows gets the confirmed ones that it
-# names.
+# A controller that meets the unit (again) gets all of it; a client that lists rows gets the confirmed ones it names.
 
 _Key = tuple[int, frozenset[str], frozenset[str], bool]
 
 
 def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool) -> RegisterUnit:
-    """Return all rows of `state`, also those that controllers have not agreed to yet.
-
-    Args:
-        unit, incarnation: of the unit.
-        state: what it holds.
-        held: such rows are not to be handed out before `RowsConfirmed`.
-    """
+    """Return all rows of `state`; with `held`, unconfirmed ones must not be handed out before `RowsConfirmed`."""
     finished = {partition: list(rows) for partition, rows in state.finished().items()}
     live: list[tuple[int, Row]] = []
     for number, row in state.rows():
@@ -586,13 +534,7 @@ def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool)
 def list_rows(
     state: UnitState, rows: Collection[int] | None, partition: int | None, *, retained: bool = True
 ) -> list[RowRecords]:
-    """Return the confirmed rows among `rows` (None: all) and of `partition` (None: any).
-
-    Args:
-        state: what the unit holds.
-        rows, partition: which ones.
-        retained: also those that only wait for a checkpoint.
-    """
+    """Return confirmed rows; None: any. `retained`: include those that only wait for a checkpoint."""
     return _records(
         (number, row)
         for number, row in state.rows(rows)

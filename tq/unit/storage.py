@@ -1,13 +1,13 @@
-"""A storage unit: one process of the data plane. Stores, tells every controller, only then confirms.
+"""A storage unit: one process of the data plane. Stores, tells every controller, and only then confirms.
 
-Called by clients (put, get, snapshots) and by controllers (fence, dead letter, late acks). It never decides which
+Called by clients (put, get, snapshots) and by controllers (fences, dead letters, late acks). It never decides which
 consumer gets what, and no handler waits for a controller.
 
     StorageUnit   dispatches; reads, fences, removals
     UnitState     rows and commits (pure)            BlockStore, backends   values
-    UnitPuts      puts                               ControllerLinks              controllers
+    UnitPuts      puts                               ControllerLinks        controllers
     UnitUpkeep    deletes, compacts, spills          UnitSnapshots          hold, cut, write
-    RowJournal    what the next life tells of this one
+    RowJournal    what the next life tells about this one
 """
 
 import logging
@@ -68,7 +68,14 @@ _BEATS_PER_TIMEOUT = 4
 
 
 class StorageUnit:
-    """Serves rows under its name until `close`."""
+    """Serves rows under its name until `close`. Its constructor looks for the controllers, but does not wait for them.
+
+    `backend` is where values are kept (None: as `config.backend` says); it is closed with the unit.
+
+    Raises:
+        ConfigError: the backend's client library is missing.
+        TransportError: the job store or the backend does not answer.
+    """
 
     def __init__(
         self,
@@ -80,20 +87,6 @@ class StorageUnit:
         backend: Backend | None = None,
         lineage: int = 0,
     ) -> None:
-        """Accept clients, and look for the controllers; does not wait for them.
-
-        Args:
-            credentials: store and secret.
-            name: service name.
-            config: of the queue.
-            controllers: service names of all controllers.
-            backend: where values are kept; None: what `config.backend` says. Closed with the unit.
-            lineage: of the queue.
-
-        Raises:
-            ConfigError: the backend's client library is missing.
-            TransportError: the job store or the backend does not answer.
-        """
         self.name = name
         self.threads = ServiceThreads(name)
         self._closed = False
@@ -151,7 +144,7 @@ class StorageUnit:
         )
 
     def close(self) -> None:
-        """Stop serving; rows are gone. Idempotent; takes some seconds at most."""
+        """Stop serving; rows are gone. Idempotent; takes a few seconds at most."""
         with self._lock:
             closed, self._closed = self._closed, True
         if closed:
@@ -167,12 +160,12 @@ class StorageUnit:
             self._journal.close()
 
     def disconnected(self, session: Session) -> None:
-        """A channel ended. Only cuts belong to one; rows do not."""
+        """A channel ended. Only cuts belong to a channel; rows do not."""
         self._traffic.left(session.number)
         self._snapshots.abandon(session.number)
 
     def inventory(self, *, held: bool) -> RegisterUnit:
-        """Return the inventory; called by the links with the lock held."""
+        """Called by the links with the lock held."""
         told = take_inventory(self.name, self._incarnation, self._state, held=held)
         told.earlier = self._journal.earlier
         return told
@@ -235,7 +228,7 @@ class StorageUnit:
                 assert_never(message)
 
     def _beat(self) -> None:
-        """Tell the controllers that this process is not stopped; again and again."""
+        """Periodically tell the controllers that this process is not stopped."""
         with self._lock:
             if self._closed:
                 return
@@ -251,11 +244,11 @@ class StorageUnit:
         try:
             headers, pieces = self._blocks.describe(parts, wide=call.shared)
             payload = Payload([piece for column in pieces for piece in column])
-            if payload.num_bytes > self._most_bytes:  # the reader would drop the channel
+            if payload.num_bytes > self._most_bytes:  # the reader would close the channel
                 raise PeerRefused(
                     f"{payload.num_bytes} bytes are more than max_message_bytes: read fewer rows at a time"
                 )
-            self._traffic.got(payload.num_bytes)  # first: who has the reply and asks for the figures finds it there
+            self._traffic.got(payload.num_bytes)  # first: a client that has the reply must find it in the statistics
             call.reply(Columns(headers), payload)
         finally:
             with self._lock:
@@ -263,7 +256,7 @@ class StorageUnit:
             self._upkeep.poke()
 
     def _fence(self, message: FenceRows | FenceTask, call: Call) -> None:
-        """Fence, and confirm only when the controller knows all that was committed: no row is handed out again."""
+        """Fence, and confirm once the controller knows all that was committed."""
         asker = call.session.client
         with self._lock:
             rows = None
@@ -272,6 +265,7 @@ class StorageUnit:
                 self._state.fence(message.task, message.token, rows)
             else:
                 self._state.fence_task(message.task, message.token, message.alive)
+            # Otherwise the controller would hand out a row again that was committed just before the fence.
             unknown = self._links.written_in_flight(message.task, rows, asker)
         when_completed(unknown, partial(self._fenced, call))
 
@@ -294,7 +288,7 @@ class StorageUnit:
         with self._lock:
             rows = self._state.clear(message.partition)
             removal = RowsRemoved(self.name, message.partition, rows, RemovalReason.CLEARED)
-            told = self._links.tell(removal, self._timeout_s)  # without rows, too: the partition may be declared
+            told = self._links.tell(removal, self._timeout_s)  # even without rows: the partition may be declared
         self._confirm_clearing(list(told.values()), call, Done())
 
     def _clear_rows(self, message: ClearRows, call: Call) -> None:
@@ -307,7 +301,6 @@ class StorageUnit:
         self._confirm_clearing(told, call, RowList(records))
 
     def _confirm_clearing(self, told: "list[Future[Any]]", call: Call, reply: Message) -> None:
-        """Reply when every controller knows of it."""
         self._upkeep.poke()
         when_all(told, partial(self._cleared, call, reply))
         self._links.flush()
@@ -351,23 +344,20 @@ class UnitTraffic:
         self.bytes_out = 0
 
     def met(self, session: int, *, shared: bool) -> None:
-        """A client sent something; its payloads come through shared memory, or over the wire."""
+        """Note whether a client's payloads come through shared memory or over the wire."""
         with self._lock:
             self._channels[session] = shared
 
     def left(self, session: int) -> None:
-        """A client is gone."""
         with self._lock:
             self._channels.pop(session, None)
 
     def put(self, num_bytes: int) -> None:
-        """A put arrived."""
         with self._lock:
             self.puts += 1
             self.bytes_in += num_bytes
 
     def got(self, num_bytes: int) -> None:
-        """A read is answered."""
         with self._lock:
             self.gets += 1
             self.bytes_out += num_bytes

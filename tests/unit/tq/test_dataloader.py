@@ -408,7 +408,7 @@ def test_stopped_partition_is_where_to_go_on(load: Load) -> None:
 
 @pytest.mark.parametrize("state", [{"task": "other", "partition": 1}, {"task": "train"}, {}])
 def test_state_of_another_loader_is_refused(load: Load, state: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="cannot go on from"):
+    with pytest.raises(ConfigError, match="cannot continue from"):
         load(CannedClient()).load_state_dict(state)
 
 

@@ -272,7 +272,7 @@ def test_unit_that_cannot_note_a_change_has_failed(starter: Starter, monkeypatch
 def test_unit_that_nobody_keeps_memory_for_keeps_no_journal(starter: Starter, caplog: pytest.LogCaptureFixture) -> None:
     starter.memory.close()  # the process that offered it is gone, say
     journal = starter.start_unit()
-    assert "no journal: rows that die with it and all controllers will be forgotten" in caplog.text
+    assert "no row journal: rows will be forgotten if it dies together with all controllers" in caplog.text
     starter.store.delete_key("tq/journal/storage-0")
     caplog.clear()
     for one in (journal, starter.start_unit()):
