@@ -29,13 +29,13 @@ def loss_stats(tokens: int) -> dict[str, torch.Tensor]:
     names = (
         "loss",
         "kl",
-        "kl_clamped",
-        "drift",
-        "old_drift",
-        "ratio",
+        "kl_clamped_fraction",
+        "behaviour_kl",
+        "old_policy_kl",
+        "ratio_mean",
         "ratio_squared",
-        "clipped",
-        "corrected",
+        "clip_fraction",
+        "corrected_fraction",
         "entropy",
     )
     return {"tokens": torch.tensor(tokens)} | {name: torch.tensor(float(tokens)) for name in names}
@@ -90,8 +90,18 @@ def test_samples_of_later_and_earlier_steps_are_counted() -> None:
 def test_effective_sample_size_is_the_share_of_tokens_that_count() -> None:
     totals = totals_of([0], 4)
     assert totals.metrics()["effective_sample_size"] == 1.0
-    totals.sums |= {"loss/ratio": 2.0 + 1.0 + 1.0 + 0.0, "loss/ratio_squared": 4.0 + 1.0 + 1.0}
+    totals.sums |= {"loss/ratio_mean": 2.0 + 1.0 + 1.0 + 0.0, "loss/ratio_squared": 4.0 + 1.0 + 1.0}
     assert totals.metrics()["effective_sample_size"] == pytest.approx(16 / (4 * 6))
+
+
+def test_what_a_loss_reports_is_a_metric_under_its_own_name_per_token() -> None:
+    totals = totals_of([0, 2], 5)
+    totals.add_loss({"tokens": 5.0, "my_margin": 20.0})
+    metrics = totals.metrics()
+    assert metrics["my_margin"] == pytest.approx(20.0 / 10)
+    assert not {"loss", "tokens", "ratio_squared"} & metrics.keys()
+    totals.add_loss({"samples": 900.0})
+    assert totals.metrics()["samples"] == 2, "a name of the step's own stays what it is"
 
 
 def test_samples_count_once_and_tokens_in_every_pass() -> None:

@@ -350,9 +350,10 @@ class PolicyLoss:
     old_log_probs_A: Tensor | None = None  # under the policy at the start of the step; None: it has not changed since
     entropy_coef: float = 0.0  # weight of the mean entropy, which is added to the objective
     # Scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums over the
-    # tokens that count: `tokens`, `entropy`, `ratio` and `ratio_squared` (policy / rollout), `clipped`, `corrected`
-    # (weights that were capped or masked), `kl` (to the reference; 0 without one), `kl_clamped` (k3 cut at `MAX_K3`),
-    # `drift` (k3 of KL(rollout || policy)), `old_drift` (of KL(rollout || old policy)).
+    # tokens that count, under the names of docs/metrics.md: `tokens`, `entropy`, `ratio_mean` and `ratio_squared`
+    # (policy / rollout), `clip_fraction`, `corrected_fraction` (weights that were capped or masked), `kl` (to the
+    # reference; 0 without one), `kl_clamped_fraction` (k3 cut at `MAX_K3`), `behaviour_kl` (k3 of KL(rollout ||
+    # policy)), `old_policy_kl` (of KL(rollout || old policy)). Whatever is added here is a metric.
     stats: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
@@ -383,14 +384,14 @@ class PolicyLoss:
             counts_A = self.weight_A > 0
             terms = {
                 "entropy": entropy_A,
-                "ratio": ratio_A,
-                "ratio_squared": ratio_A.square(),
-                "clipped": clipped_A,
-                "corrected": corrected_A,
+                "ratio_mean": ratio_A,
+                "clip_fraction": clipped_A,
+                "corrected_fraction": corrected_A,
                 "kl": kl_A,
-                "kl_clamped": clamped_A,
-                "drift": drift_A,
-                "old_drift": old_drift_A,
+                "kl_clamped_fraction": clamped_A,
+                "behaviour_kl": drift_A,
+                "old_policy_kl": old_drift_A,
+                "ratio_squared": ratio_A.square(),
             }
             sums = torch.stack([term.to(ratio_A) for term in terms.values()]) @ counts_A.to(ratio_A)
             self.stats = dict(zip(terms, sums.unbind(), strict=True))
@@ -408,8 +409,8 @@ class ValueLoss:
     clip: float | None  # see `clipped_value_loss`
     coef: float
     # Scalar tensors on the device: `loss` (the trained sum; times `scale` it is the update's loss), and sums over the
-    # tokens that count: `tokens`, `clipped`, `value`, `return`, `return_squared`, `error_squared` (of the values before
-    # the update).
+    # tokens that count: `tokens`, `value_clip_fraction`, `value_mean`, `return_mean`, `return_squared`, `error_squared`
+    # (of the values before the update).
     stats: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, value_A: Tensor) -> Tensor:
@@ -418,9 +419,9 @@ class ValueLoss:
         with torch.no_grad():
             counts_A = self.weight_A > 0
             terms = {
-                "clipped": clipped_A,
-                "value": self.old_value_A,
-                "return": self.return_A,
+                "value_clip_fraction": clipped_A,
+                "value_mean": self.old_value_A,
+                "return_mean": self.return_A,
                 "return_squared": self.return_A.square(),
                 "error_squared": (self.old_value_A - self.return_A).square(),
             }

@@ -22,6 +22,8 @@ from workers.rows.rows import responses_of
 from workers.settings.dataflow import REWARD_PARTS, SOURCES
 
 _DIFFERENT = "different_response/"
+# Sums of a loss from which other metrics are computed; every other sum is a metric under its own name, per token.
+_NO_METRICS = {"loss", "tokens", "ratio_squared", "return_squared", "error_squared"}
 
 
 @dataclass
@@ -171,6 +173,7 @@ class StepTotals:
         reward_mean, reward_std = _moments(sums["reward"], sums["reward_squared"], scored)
         tokens_mean, tokens_std = _moments(sums["response_tokens"], sums["response_tokens_squared"], samples)
         return {
+            **self._loss_means("loss"),
             "reward_mean": reward_mean,
             "reward_std": reward_std,
             "accuracy": sums["correct"] / scored,
@@ -182,14 +185,7 @@ class StepTotals:
             "truncated_fraction": sums["truncated"] / samples,
             "train_tokens": int(sums["tokens"]),
             "kl": self.kl,
-            "kl_clamped_fraction": sums["loss/kl_clamped"] / tokens,
-            "behaviour_kl": sums["loss/drift"] / tokens,
-            "old_policy_kl": sums["loss/old_drift"] / tokens,
-            "ratio_mean": sums["loss/ratio"] / tokens,
-            "clip_fraction": sums["loss/clipped"] / tokens,
-            "corrected_fraction": sums["loss/corrected"] / tokens,
-            "effective_sample_size": effective_sample_size(sums["loss/ratio"], sums["loss/ratio_squared"], tokens),
-            "entropy": sums["loss/entropy"] / tokens,
+            "effective_sample_size": effective_sample_size(sums["loss/ratio_mean"], sums["loss/ratio_squared"], tokens),
             "staleness_mean": sums["staleness"] / samples,
             "staleness_max": self.staleness_max,
             "late_fraction": sums["late"] / samples,
@@ -216,23 +212,22 @@ class StepTotals:
         names = sorted(name.removeprefix("means/") for name in self.sums if name.startswith("means/"))
         return {name: self.sums[f"mean/{name}"] / self.sums[f"means/{name}"] for name in names}
 
+    def _loss_means(self, of: str) -> dict[str, float]:
+        found = {path.partition("/")[2]: value for path, value in self.sums.items() if path.startswith(f"{of}/")}
+        tokens = max(1.0, found.get("tokens", 0.0))
+        return {name: value / tokens for name, value in found.items() if name not in _NO_METRICS}
+
     def critic_metrics(self) -> dict[str, float]:
         """Return means over the tokens whose loss counts, of all passes; values are those before the step's update.
 
         `explained_variance` is 1 - Var(return - value) / Var(return): 0 for a critic that knows nothing, 1 for one that
         knows the return; 0 if all returns are equal.
         """
-        sums = self.sums
+        sums, means = self.sums, self._loss_means("critic")
         tokens = max(1.0, sums["critic/tokens"])
-        value, target = sums["critic/value"] / tokens, sums["critic/return"] / tokens
-        variance = sums["critic/return_squared"] / tokens - target**2
-        left = sums["critic/error_squared"] / tokens - (value - target) ** 2
-        return {
-            "value_mean": value,
-            "return_mean": target,
-            "value_clip_fraction": sums["critic/clipped"] / tokens,
-            "explained_variance": 1 - left / variance if variance > 0 else 0.0,
-        }
+        variance = sums["critic/return_squared"] / tokens - means["return_mean"] ** 2
+        left = sums["critic/error_squared"] / tokens - (means["value_mean"] - means["return_mean"]) ** 2
+        return {**means, "explained_variance": 1 - left / variance if variance > 0 else 0.0}
 
 
 def numbers(each: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:

@@ -102,7 +102,7 @@ def test_stats_are_sums_over_the_tokens_that_count() -> None:
     assert not any(value.requires_grad for value in loss.stats.values())
     assert float(loss.stats["tokens"]) == 6 and float(loss.stats["entropy"]) == 6
     assert float(loss.stats["loss"]) == pytest.approx(float(total.detach()))
-    assert float(loss.stats["ratio"]) == pytest.approx(float((new - old).exp()[counted].sum()), rel=1e-5)
+    assert float(loss.stats["ratio_mean"]) == pytest.approx(float((new - old).exp()[counted].sum()), rel=1e-5)
 
 
 def test_on_policy_gradient_is_minus_the_advantage() -> None:
@@ -124,4 +124,4 @@ def test_stats_stay_finite_when_a_masked_token_became_far_likelier() -> None:
         rollout_log_probs_A=torch.tensor([-1.0, -200.0]),
     )
     loss(torch.tensor([-1.0, -0.1]), torch.zeros(2))
-    assert all(bool(value.isfinite()) for value in loss.stats.values()) and float(loss.stats["ratio"]) == 1.0
+    assert all(bool(value.isfinite()) for value in loss.stats.values()) and float(loss.stats["ratio_mean"]) == 1.0

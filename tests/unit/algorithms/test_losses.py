@@ -146,7 +146,7 @@ def test_tokens_whose_k3_is_cut_are_counted_and_train_by_the_rest_of_the_loss(es
     loss = PolicyLoss(parts, (0.1, estimator), torch.tensor([3]), weights, advantages, policy.detach())
     loss.ref_log_probs_A = torch.tensor([-1.0, -1.5, -1.0], dtype=torch.float64)
     (gradient,) = torch.autograd.grad(loss(policy, torch.zeros(3)), policy)
-    assert float(loss.stats["kl_clamped"]) == clamped
+    assert float(loss.stats["kl_clamped_fraction"]) == clamped
     kl = {"k3": [0.0, 1 - math.exp(-0.5), 0.0], "k2": [-4.0, 0.5, -29.0], "k1": [1.0] * 3}[estimator]
     assert gradient.tolist() == pytest.approx([-a + 0.1 * k for a, k in zip(advantages.tolist(), kl, strict=True)])
 

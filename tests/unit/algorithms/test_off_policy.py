@@ -61,7 +61,7 @@ def test_gradient_is_the_policy_gradient_times_the_weights(settings: dict[str, A
     assert new.grad is not None
     torch.testing.assert_close(new.grad, torch.tensor(expected, dtype=torch.float64))
     changed = sum(weight != ratio for weight, ratio in zip(weights, RATIOS, strict=True))
-    assert float(loss.stats["corrected"]) == changed
+    assert float(loss.stats["corrected_fraction"]) == changed
     assert float(loss.stats["ratio_squared"]) == pytest.approx(sum(ratio**2 for ratio in RATIOS))
 
 
@@ -71,7 +71,7 @@ def test_on_policy_all_corrections_are_the_same(method: str | None) -> None:
     loss(new, torch.zeros(5, dtype=torch.float64)).backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
     torch.testing.assert_close(new.grad, -loss.advantage_A)
-    assert float(loss.stats["corrected"]) == 0
+    assert float(loss.stats["corrected_fraction"]) == 0
 
 
 @pytest.mark.parametrize("method", ["none", "decoupled", "truncated_is", "icepop"])
@@ -105,9 +105,9 @@ def test_after_the_first_update_ratio_and_clip_are_relative_to_the_policy_that_t
         expected -= weight * min(plain, bounded)
         clipped += bounded < plain
     assert float(total.detach()) == pytest.approx(expected)
-    assert float(loss.stats["clipped"]) == clipped > 0
+    assert float(loss.stats["clip_fraction"]) == clipped > 0
     log_ratios = (FOUND - OLD).tolist()
-    assert float(loss.stats["old_drift"]) == pytest.approx(sum(math.exp(d) - 1 - d for d in log_ratios))
+    assert float(loss.stats["old_policy_kl"]) == pytest.approx(sum(math.exp(d) - 1 - d for d in log_ratios))
 
 
 def test_with_one_update_the_policy_that_the_step_found_is_the_one_that_is_trained() -> None:
@@ -121,7 +121,7 @@ def test_with_one_update_the_policy_that_the_step_found_is_the_one_that_is_train
 def test_without_a_correction_the_policy_that_drew_the_tokens_is_ppos_old_one() -> None:
     loss = policy_loss("none")
     loss(NEW, torch.zeros(5, dtype=torch.float64))
-    assert float(loss.stats["old_drift"]) == 0.0 and float(loss.stats["clipped"]) > 0
+    assert float(loss.stats["old_policy_kl"]) == 0.0 and float(loss.stats["clip_fraction"]) > 0
 
 
 def test_means_of_responses_skip_none() -> None:
@@ -181,7 +181,7 @@ def test_weights_carry_no_gradient() -> None:
 def test_without_a_correction_samples_are_masked_by_the_policy_in_training(mask: str) -> None:
     loss = policy_loss("none", mask=mask, **{f"{mask}_log_ratio": 0.5})
     loss(NEW, torch.zeros(5, dtype=torch.float64))
-    assert float(loss.stats["corrected"]) == 3.0 and float(loss.stats["old_drift"]) == 0.0
+    assert float(loss.stats["corrected_fraction"]) == 3.0 and float(loss.stats["old_policy_kl"]) == 0.0
 
 
 def gradient_of(*settings: str) -> tuple[torch.Tensor, float]:
@@ -200,7 +200,7 @@ def gradient_of(*settings: str) -> tuple[torch.Tensor, float]:
     loss = algorithm.loss(samples_of(PackedBatch(tuple(range(len(GAPS))), columns)), device=torch.device("cpu"))
     loss(new, torch.zeros_like(GAPS)).backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
-    return new.grad, float(loss.stats["clipped"])
+    return new.grad, float(loss.stats["clip_fraction"])
 
 
 GAPS = torch.tensor([-10.0, -1.0, -0.01, 0.01, 1.0, 10.0, 10.0, 100.0])

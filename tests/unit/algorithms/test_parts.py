@@ -96,8 +96,8 @@ def test_an_algorithm_of_parts_is_the_same_to_the_bit(
     expected.backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None and expected_new.grad is not None
     assert torch.equal(total, expected) and torch.equal(new.grad, expected_new.grad)
-    assert float(loss.stats["clipped"]) == float((clipped * weight).sum())
-    assert float(loss.stats["corrected"]) == float((changed * weight).sum())
+    assert float(loss.stats["clip_fraction"]) == float((clipped * weight).sum())
+    assert float(loss.stats["corrected_fraction"]) == float((changed * weight).sum())
 
 
 def test_the_cases_above_reach_every_clip_and_mask() -> None:
