@@ -20,7 +20,7 @@ from asyncflow.errors import ConfigError
 
 
 class Settings(BaseModel):
-    """A frozen section of the configuration; `launcher.config.load` turns its errors into one line with the field."""
+    """A frozen section of the configuration; the launcher turns its errors into one line with the field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 

@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from asyncflow.errors import ConfigError
-from launcher.checks.model_proof import SHIPPED, name_patterns, question_of, shipped_key, small_config
+from launcher.checks.proof_cache import SHIPPED, name_patterns, question_of, shipped_key, small_config
 from workers.data.model_files import GENERATES as GENERATING_CLASSES
 from workers.data.model_files import check_trainable
 from workers.engines.model_proof import GENERATES, SCORES, prove_model, saved_names
@@ -141,7 +141,7 @@ def with_table(page: str, rows: Sequence[str]) -> str:
 
 
 def shipped() -> dict[str, Any]:
-    """Return what `launcher.checks.model_proof` takes as proven: shipped models, and common ones of a few families."""
+    """Return what `launcher.checks.proof_cache` takes as proven: shipped models, and common ones of a few families."""
     models: dict[str, str] = {}
     classes: Any = CONFIG_MAPPING
     for directory, scores in SHIPPED_MODELS:

@@ -1,0 +1,1 @@
+import asyncflow.former_names  # noqa: F401

@@ -38,13 +38,13 @@ from asyncflow.errors import ConfigError, RoleFailed
 from asyncflow.json_lines import LineTail
 from asyncflow.run_files import CONFIG_FILE, EVALUATION_FILE, HF, INPUTS, METRICS_FILE, list_checkpoints
 from launcher.checks.placement import find_devices
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe, user_path
 from launcher.inputs import DATA_FILE, MODULE, ship_functions, write_rows
 from launcher.loggers.feed import figures
 from launcher.nodes.options import find_place
-from launcher.process.events import DONE, RESUMABLE, USAGE
 from launcher.process.progress import print_line
+from launcher.process.run_events import DONE, RESUMABLE, USAGE
 from launcher.request.request import Accepted, Request
 from launcher.run.rundir import check_new_run_dir, default_run_dir
 from workers.settings.run import RunConfig

@@ -7,4 +7,6 @@ outside the run.
 
 import logging
 
+import asyncflow.former_names  # noqa: F401
+
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless a program sets up logging

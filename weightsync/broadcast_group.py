@@ -353,7 +353,7 @@ def aborting(
 #     all members           b0 ............ b1 ...                 over the devices' own backend
 #     receiver                        sum, write b0 | ...          compare all sums at the end: one copy to the host
 #
-# The lead agent (`weightsync.agent.service`) decides per transfer who takes part. A receiver that is left out, or whose
+# The lead agent (`agent_service`) decides per transfer who takes part. A receiver that is left out, or whose
 # transfer breaks, takes the same version from its node's agent.
 
 logger = logging.getLogger(__name__)

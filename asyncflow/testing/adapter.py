@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from workers.engines.base import GenerateEngine
-from workers.engines.load import load_generate_engine
+from workers.engines.load_engine import load_generate_engine
 from workers.settings.data import DataConfig
 from workers.settings.engines import ActorConfig
 from workers.settings.rollout import RolloutConfig, SamplingConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncflow.testing import samples
+from asyncflow.testing import training_samples as samples
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from asyncflow.errors import BadRequest
-from asyncflow.testing import samples
+from asyncflow.testing import training_samples as samples
 from asyncflow.testing.train_adapter import TrainAdapter
 from workers.engines.base import TrainEngine
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 
 Open = Callable[[], TrainEngine]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from asyncflow.testing.adapter import run_config
 from workers.engines.base import TrainEngine
-from workers.engines.load import load_train_engine
+from workers.engines.load_engine import load_train_engine
 from workers.settings.engines import ActorConfig
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tq.columns import Column, PackedBatch
-from workers.algorithms.load import load_algorithm
+from workers.algorithms.load_algorithm import load_algorithm
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.data.tokenizer import load_tokenizer
@@ -25,7 +25,7 @@ from workers.engines.fsdp.sharding import FsdpEngine
 from workers.engines.hf.engine import HfEngine
 from workers.engines.hf.weights import HfWeights
 from workers.rewards.scorer import Scorer
-from workers.rows.rows import sample_columns, samples_of, sequences_of
+from workers.rows.packed_rows import sample_columns, samples_of, sequences_of
 from workers.settings.run import RunConfig
 
 _CPU = torch.device("cpu")

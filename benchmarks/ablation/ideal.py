@@ -9,7 +9,7 @@ import heapq
 import statistics
 
 from benchmarks.ablation.workloads import Workload
-from workers.engines.sim.decoding import SimLengths
+from workers.engines.sim.decode_times import SimLengths
 
 
 def step_s(

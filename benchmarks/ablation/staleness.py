@@ -30,8 +30,8 @@ from tq.messages import (
     RowsCreated,
 )
 from tq.policies import StepSpec, TaskSpec
-from workers.admission.state import AdmissionState
-from workers.engines.sim.decoding import SimLengths
+from workers.admission.admission_state import AdmissionState
+from workers.engines.sim.decode_times import SimLengths
 from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode
 from workers.settings.sim import SimConfig
 

@@ -89,7 +89,7 @@ def _roll_out(root: Path, size: int) -> tuple[list[float], int, float]:
 
 
 def _engine(num_slots: int) -> Any:
-    from workers.engines.sim.decoding import SimLengths
+    from workers.engines.sim.decode_times import SimLengths
     from workers.engines.sim.engine import SimGenerateEngine
     from workers.settings.sim import SimConfig
 

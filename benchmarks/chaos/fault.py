@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.chaos.faulty_run import Ended, FaultyRun, Setup
 from benchmarks.chaos.small_disk import SmallDisks
-from launcher.verify.report import verify_run
+from launcher.verify.verify_report import verify_run
 
 NAMED_WITHIN_S = 30.0
 """A run that cannot go on says so within so long (s)."""

@@ -10,7 +10,7 @@ from benchmarks.devices.whole_logits import HIDDEN, VOCABULARY, WAYS, inputs, of
 from benchmarks.end_to_end.training_case import median_seconds
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs, response_logits
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 
 SAMPLES, PROMPT, RESPONSE = 4, 64, 256
 

@@ -25,7 +25,7 @@ def measure(_: int) -> dict[str, float]:
     from asyncflow.process import ServiceThreads
     from asyncflow.sealed_store import serve_store
     from asyncflow.transport.meeting import Credentials
-    from launcher.config.load import load_config
+    from launcher.config.load_config import load_config
     from launcher.config.paths import find_recipe
     from workers.admission.feed_service import FeedService
     from workers.data.feed_file import FeedFile

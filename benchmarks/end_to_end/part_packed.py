@@ -25,7 +25,7 @@ from benchmarks.end_to_end.training_case import (
     save_model,
 )
 from tq.policies import split_by_tokens
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 
 ROWS, SIZE = 32, 8
 PROMPT, RESPONSE, SPREAD = 64.0, 64.0, 0.9

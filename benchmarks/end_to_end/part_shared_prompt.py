@@ -26,7 +26,7 @@ from benchmarks.end_to_end.training_case import (
     save_model,
 )
 from workers.engines.fsdp.sharding import FsdpEngine
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 
 SHAPE = (512, 32, 8)
 SHAPES = (SHAPE, (512, 32, 4), (512, 128, 8), (128, 128, 8), (64, 256, 8), (1024, 32, 8))

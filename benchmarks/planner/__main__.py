@@ -88,7 +88,7 @@ def real(given: Given) -> dict[str, float]:
 def choice(given: Given) -> dict[str, float]:
     """Run random splits of the devices, the plan and its neighbours; the best three and the plan again, in turn."""
     from benchmarks.planner.drawn import draw, run, with_data
-    from launcher.plan.report import open_planner
+    from launcher.plan.plan_report import open_planner
     from workers.settings.run import RunConfig
 
     values = draw(given.seed, 0, steps=given.steps)
@@ -119,9 +119,9 @@ def choice(given: Given) -> dict[str, float]:
 
 def speed(given: Given) -> dict[str, float]:
     """Plan for clusters."""
-    from launcher.config.load import load_config
+    from launcher.config.load_config import load_config
     from launcher.config.paths import find_recipe
-    from launcher.plan.report import open_planner
+    from launcher.plan.plan_report import open_planner
 
     model = given.directory / "qwen2.5-7b"
     model.mkdir()

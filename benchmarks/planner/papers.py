@@ -16,9 +16,9 @@ from typing import Any
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_batch_sizes
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
-from launcher.plan.report import open_planner
+from launcher.plan.plan_report import open_planner
 from launcher.plan.search import Plan, Planner, batch_sizes
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleMode

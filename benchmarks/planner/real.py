@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.planner.drawn import launch
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
-from launcher.plan.report import open_planner
+from launcher.plan.plan_report import open_planner
 from launcher.plan.world import simulate
-from launcher.profile.command import profile_run
+from launcher.profile.profile_run import profile_run
 
 _COMMAND = "from launcher.cli.commands import main; main()"
 _ALWAYS = ("checkpoint.interval=0", "checkpoint.export_hf=false", "launcher.device=cpu")

@@ -38,8 +38,8 @@ from launcher.run.rank_watch import RankWatch
 from launcher.run.status import RunStatus
 from launcher.run.supervisor import RestartLog
 from tq.columns import Column
-from weightsync.agent.service import WeightAgent
-from weightsync.agent.state import AgentState, Pull
+from weightsync.agent.agent_service import WeightAgent
+from weightsync.agent.agent_state import AgentState, Pull
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import Held, OpenPlan, Reply, SealBuckets, TakeSlot, WatchPeer
 from weightsync.plan import Box, ShardSpec, TransferPlan, plan_transfer

@@ -21,7 +21,7 @@ from benchmarks.weightsync.setup import AGENT, Setup, begin_process, obey, proof
 from benchmarks.weightsync.shapes import Shapes
 from benchmarks.weightsync.trainer import train
 from tq.service_process import serve_only
-from weightsync.agent.service import WeightAgent
+from weightsync.agent.agent_service import WeightAgent
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import AgentStatus
 from weightsync.plan import TransferPlan

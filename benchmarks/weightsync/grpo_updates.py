@@ -9,14 +9,14 @@ from torch import Tensor
 
 from benchmarks.weightsync.setup import CPU
 from tq.columns import Column, PackedBatch
-from workers.algorithms.load import load_algorithm
+from workers.algorithms.load_algorithm import load_algorithm
 from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation, LocalShard, generate
-from workers.engines.load import load_generate_engine, load_train_engine
+from workers.engines.load_engine import load_generate_engine, load_train_engine
 from workers.rewards.scorer import Scorer
-from workers.rows.rows import sample_columns, samples_of, sequences_of
+from workers.rows.packed_rows import sample_columns, samples_of, sequences_of
 from workers.settings.run import RunConfig
 
 

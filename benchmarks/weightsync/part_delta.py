@@ -17,7 +17,7 @@ from benchmarks.transferqueue.child import Child
 from benchmarks.transferqueue.part import Result
 from benchmarks.weightsync.options import Options
 from benchmarks.weightsync.setup import begin_process
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from weightsync.plan import TransferPlan, plan_transfer
 from weightsync.sender import describe
 from weightsync.slot_memory import Region, RegionLayout, apply_delta, encode_delta, private_memory

@@ -12,7 +12,6 @@ from pathlib import Path, PurePath
 from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.job import GangSpec
 from asyncflow.run_files import OWN_NAMES
-from launcher.checks.model_proof import check_proven
 from launcher.checks.models import (
     check_broadcast,
     check_generating,
@@ -25,7 +24,8 @@ from launcher.checks.models import (
     ranks_per_instance,
 )
 from launcher.checks.placement import Devices, find_devices, place_gangs
-from launcher.checks.rollouts import check_own_rollouts, check_rollout_code
+from launcher.checks.proof_cache import check_proven
+from launcher.checks.trial_rollout import check_own_rollouts, check_rollout_code
 from launcher.config.paths import check_makeable
 from tq.policies import policy_name
 from workers.admission.task_sampler import try_sampler
@@ -44,7 +44,7 @@ from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ModelTokenizer
 from workers.engines.device_memory import Parts
 from workers.rewards.group_filter import check_group_filter
-from workers.rewards.load import check_reward
+from workers.rewards.load_reward import check_reward
 from workers.roles.own_classes import check_policy
 from workers.settings.dataflow import PlacedTask, place_tasks
 from workers.settings.megatron import DenseModel, check_division

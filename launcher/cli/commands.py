@@ -9,9 +9,9 @@ import click
 
 from asyncflow.run_files import TIMELINE
 from launcher.cli.launch import launch
-from launcher.process.events import FAILED
+from launcher.process.run_events import FAILED
 from launcher.request.exits import OneLineCommand, OneLineGroup, errors_as_exits
-from launcher.slurm.command import sbatch_command
+from launcher.slurm.sbatch_command import sbatch_command
 
 
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -68,7 +68,7 @@ def config_command(section: str | None, *, markdown: bool) -> None:
     SECTION: for example actor or tq, or a single key; all of them by default.
     """
     with errors_as_exits():
-        from launcher.config.reference import all_keys, as_markdown, as_text, keys_of
+        from launcher.config.key_reference import all_keys, as_markdown, as_text, keys_of
 
         keys = all_keys() if section is None else keys_of(section)
         click.echo(as_markdown(keys) if markdown else as_text(keys), nl=not markdown)
@@ -101,7 +101,7 @@ def doctor_command(
     """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
-        from launcher.doctor.messages import Order
+        from launcher.doctor.findings import Order
         from launcher.doctor.runner import print_report
         from launcher.doctor.software import nodes_of_job
 
@@ -130,7 +130,7 @@ def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
     """
     with errors_as_exits():
         from launcher.run.rundir import newest_run
-        from launcher.verify.report import verify_run
+        from launcher.verify.verify_report import verify_run
 
         report = verify_run(run_dir or newest_run("RUN_DIR", "name a run directory"))
         click.echo(report.as_json() if as_json else report.as_text())
@@ -196,9 +196,9 @@ def plan_command(
     """
     with errors_as_exits():
         from asyncflow.errors import ConfigError
-        from launcher.config.load import load_config
+        from launcher.config.load_config import load_config
         from launcher.config.paths import find_recipe
-        from launcher.plan.report import open_planner, plan_json, plan_text, write_timeline
+        from launcher.plan.plan_report import open_planner, plan_json, plan_text, write_timeline
 
         loaded = load_config(find_recipe(config), overrides=overrides)
         if timeline is not None and not timeline.parent.is_dir():
@@ -227,9 +227,9 @@ def profile_command(config: str | None, *, overrides: tuple[str, ...], out: Path
     measurement continues where it stopped.
     """
     with errors_as_exits():
-        from launcher.config.load import load_config
+        from launcher.config.load_config import load_config
         from launcher.config.paths import find_recipe
-        from launcher.profile.command import profile_run
+        from launcher.profile.profile_run import profile_run
 
         loaded = load_config(find_recipe(config), overrides=overrides)
         profile_run(loaded, out or Path(f"{loaded.name}.profile.json"), say=click.echo)

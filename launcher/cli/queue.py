@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
-from launcher.config.load import Origins, explain, read_yaml
+from launcher.config.load_config import Origins, explain, read_yaml
 from launcher.process.launcher_process import stop_signals
 from tq.config import QueueConfig, TaskConfig
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import size_text
 from asyncflow.job import LOOPBACK
-from launcher.doctor.child import Check
-from launcher.doctor.messages import Finding, Needs, reason
+from launcher.doctor.doctor_child import Check
+from launcher.doctor.findings import Finding, Needs, reason
 from launcher.doctor.software import train, write_model
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def check_swap(needs: Needs) -> list[Finding]:
     from weightsync.version import Version
     from workers.engines.base import GenerateRequest, generate
     from workers.engines.hf.engine import HfEngine
-    from workers.rows.rows import Sequences
+    from workers.rows.packed_rows import Sequences
     from workers.settings.rollout import SamplingConfig
     from workers.settings.run import ModelConfig
 
@@ -323,7 +323,7 @@ def _updates(device: "torch.device", autocast: str = "float32") -> tuple[Any, li
     import torch
 
     from workers.engines.fsdp.sharding import FsdpEngine
-    from workers.rows.rows import Sequences
+    from workers.rows.packed_rows import Sequences
     from workers.settings.engines import ActorConfig
 
     # In bfloat16 the engine takes the attention kernel of accelerators, and computes the shared prompt once.

@@ -22,7 +22,7 @@ from asyncflow.device import abort_group, connect_group, group_backends, on_devi
 from asyncflow.job import LOOPBACK
 from asyncflow.process import variables_set
 from asyncflow.sealed_store import connect_store
-from launcher.doctor.messages import reason
+from launcher.doctor.findings import reason
 from launcher.plan.profile import EXCHANGED
 
 TIMEOUT = timedelta(seconds=10)

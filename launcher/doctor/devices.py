@@ -11,7 +11,7 @@ from asyncflow.errors import ConfigError, size_text
 from asyncflow.job import GLOO_INTERFACE, LOOPBACK_INTERFACE
 from asyncflow.process import variables_set
 from launcher.checks.placement import find_devices
-from launcher.doctor.messages import Finding, Needs, reason
+from launcher.doctor.findings import Finding, Needs, reason
 from launcher.doctor.network import between_nodes, find_interfaces
 
 if TYPE_CHECKING:

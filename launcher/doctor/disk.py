@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.errors import TransportError, size_text
 from asyncflow.json_lines import sync
-from launcher.doctor.messages import Finding, Needs, reason
+from launcher.doctor.findings import Finding, Needs, reason
 
 if TYPE_CHECKING:
     from asyncflow.transport.frame import Arena

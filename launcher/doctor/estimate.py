@@ -12,7 +12,7 @@ from asyncflow.errors import size_text
 from asyncflow.job import GangSpec
 from launcher.checks.models import ranks_per_instance
 from launcher.checks.preflight import Preflight
-from launcher.doctor.messages import Needs
+from launcher.doctor.findings import Needs
 from launcher.request.request import Accepted
 from workers.engines.device_memory import DTYPE_BYTES
 from workers.settings.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from asyncflow.extras import pip_line
 from asyncflow.job import LOOPBACK, is_loopback
-from launcher.doctor.messages import Finding, Needs, reason
+from launcher.doctor.findings import Finding, Needs, reason
 
 NETWORK, PORTS, BACKEND = "network", "ports", "storage backend"
 _VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "cuda", "HCCL_SOCKET_IFNAME": "npu"}

@@ -25,8 +25,8 @@ from pathlib import Path
 import click
 
 from asyncflow.errors import ConfigError
-from launcher.doctor.child import CHECKS, Check
-from launcher.doctor.messages import (
+from launcher.doctor.doctor_child import CHECKS, Check
+from launcher.doctor.findings import (
     RESOLVE,
     Answer,
     Finding,
@@ -109,7 +109,7 @@ def _ask(child: "_Child", todo: list[Check]) -> Iterator[Finding]:
 def _start_remedy(what: "_NoAnswer") -> str:
     if what.died:
         python = Path(sys.executable).name
-        return f"see what it says: {python} -X faulthandler -m launcher.doctor.child 1 $$ < /dev/null"
+        return f"see what it says: {python} -X faulthandler -m launcher.doctor.doctor_child 1 $$ < /dev/null"
     return "does ls answer in the directories of CONFIG, model and data? Is one on a file system that hangs?"
 
 
@@ -126,7 +126,7 @@ class _Child:
 
     def __init__(self, order: Order) -> None:
         self._pipe, write = os.pipe()
-        command = [sys.executable, "-P", "-m", "launcher.doctor.child", str(write), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "launcher.doctor.doctor_child", str(write), str(os.getpid())]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.extras import DISTRIBUTION, is_installed
 from launcher.checks.models import install
-from launcher.doctor.messages import Finding, Needs, reason
+from launcher.doctor.findings import Finding, Needs, reason
 from workers.engines.device_memory import ModelSizes, Parts, fsdp_memory
 
 if TYPE_CHECKING:
     import torch
 
-    from workers.rows.rows import Sequences
+    from workers.rows.packed_rows import Sequences
 
 
 PACKAGES, ENGINES, SLURM = "packages", "engines", "slurm"
@@ -327,7 +327,7 @@ def write_model(path: Path, *, large: bool = False) -> ModelSizes:
 def random_batch() -> "Sequences":
     import torch
 
-    from workers.rows.rows import Sequences
+    from workers.rows.packed_rows import Sequences
 
     tokens_NT = torch.randint(2, 1000, (SAMPLES, PROMPT + RESPONSE))
     return Sequences.of(list(tokens_NT[:, :PROMPT]), list(tokens_NT[:, PROMPT:]))

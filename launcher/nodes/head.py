@@ -1,6 +1,6 @@
 """Node 0's side of a run on several nodes: admits the other launchers, gives orders, learns what happens there.
 
-Everything goes through the job store. `launcher.nodes.messages` has the messages and their proofs.
+Everything goes through the job store. `launcher.nodes.node_messages` has the messages and their proofs.
 Keys, where TOKEN names one launcher's attempt to join:
 
     launcher/events         queue, from all nodes             launcher/beat/TOKEN   their heartbeats
@@ -26,7 +26,7 @@ from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import GangSpec, Job, Node
 from asyncflow.process import ServiceThreads
 from launcher.nodes.membership import HEARTBEAT_S, HeartbeatTimeout, Membership
-from launcher.nodes.messages import (
+from launcher.nodes.node_messages import (
     DumpStacks,
     Envelope,
     FinishRun,
@@ -47,9 +47,9 @@ from launcher.nodes.messages import (
     read_body,
     read_envelope,
 )
-from launcher.process.events import FAILED, USAGE, GangExited, NodeLost, StopRequested
 from launcher.process.gang_hosts import GangHost
 from launcher.process.job_store import JobStoreClient
+from launcher.process.run_events import FAILED, USAGE, GangExited, NodeLost, StopRequested
 
 HEAD_NAME = "head"
 EVERYBODY = "nodes"

@@ -24,7 +24,7 @@ from asyncflow.errors import TransportError, one_line
 from asyncflow.job import Job, address_towards
 from launcher.nodes.head import EVENTS, EVERYBODY, HEAD_BEAT, HEAD_NAME, IDLE, beat_key, orders_key
 from launcher.nodes.membership import HEARTBEAT_S, HeartbeatTimeout
-from launcher.nodes.messages import (
+from launcher.nodes.node_messages import (
     FinishRun,
     FromNode,
     Hello,

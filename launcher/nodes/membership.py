@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from asyncflow.clock import HostClock
 from asyncflow.job import GangSpec, Node
-from launcher.nodes.messages import Hello, Ready, Refuse, Welcome
+from launcher.nodes.node_messages import Hello, Ready, Refuse, Welcome
 
 MOST_AHEAD_S = 1.0
 """A larger difference of wall clocks is worth a warning (s)."""

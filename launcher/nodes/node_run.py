@@ -22,7 +22,7 @@ from asyncflow.errors import AsyncFlowError, ConfigError, RoleFailed
 from asyncflow.job import Job
 from launcher.checks.placement import Devices
 from launcher.nodes.membership import own_name
-from launcher.nodes.messages import (
+from launcher.nodes.node_messages import (
     DumpStacks,
     FinishRun,
     FromNode,
@@ -37,10 +37,10 @@ from launcher.nodes.messages import (
 )
 from launcher.nodes.options import NodePlace
 from launcher.process import fork_server
-from launcher.process.events import FAILED, RESUMABLE, GangExited, StopRequested
 from launcher.process.gang_hosts import GangHost, LocalGangs
 from launcher.process.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
 from launcher.process.progress import print_line
+from launcher.process.run_events import FAILED, RESUMABLE, GangExited, StopRequested
 from launcher.process.worker_entry import ENTRYPOINT
 from workers.settings.run import LauncherConfig
 

@@ -1,4 +1,4 @@
-"""The nodes of a run as `launcher.run.job` sees them: one `GangHost`, whatever their number. Imports torch.
+"""The nodes of a run as `launcher.run.run_job` sees them: one `GangHost`, whatever their number. Imports torch.
 
 A run on one node waits for nothing. On several, the other launchers join first; from then on `job.json` names all
 nodes.
@@ -17,9 +17,9 @@ from launcher.checks.placement import HEAD
 from launcher.nodes.head import NodeHead
 from launcher.nodes.membership import Membership, needed_devices, own_name
 from launcher.nodes.options import NodePlace
-from launcher.process.events import RESUMABLE, Event, Finish
 from launcher.process.gang_hosts import AllHosts
 from launcher.process.job_store import JobStore
+from launcher.process.run_events import RESUMABLE, Event, Finish
 
 
 def open_store(place: NodePlace, secret: str) -> JobStore:

@@ -28,7 +28,7 @@ from pydantic import Field, ValidationError
 
 from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
-from launcher.config.load import read_yaml
+from launcher.config.load_config import read_yaml
 from launcher.config.paths import PACKAGED
 from launcher.plan.profile import COPY_IN, COPY_OUT, EXCHANGED, FORWARD, TRAIN, Profile
 from launcher.plan.scenario import Latency, Times, Turns, Work, rollout_ranks, training_of, work_of_users

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from asyncflow.errors import ConfigError
 from tq.policies import TaskSpec
-from workers.engines.sim.decoding import SimLengths
+from workers.engines.sim.decode_times import SimLengths
 from workers.settings.dataflow import OBSERVERS, PlacedTask, place_tasks
 from workers.settings.engines import ActorConfig
 from workers.settings.run import RunConfig

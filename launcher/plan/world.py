@@ -20,8 +20,8 @@ from launcher.plan.task_queue import Formed, TaskQueue
 from launcher.timeline.run_timeline import RunTimeline, Span
 from tq.policies import Item, Want
 from weightsync.agent.swap_turns import SwapTurns
-from workers.admission.state import AdmissionState
-from workers.engines.sim.decoding import Decoding
+from workers.admission.admission_state import AdmissionState
+from workers.engines.sim.decode_times import Decoding
 from workers.rollout.room import room
 from workers.rows import micro_batches
 from workers.rows.micro_batches import MiniBatchAssigner

@@ -31,8 +31,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 from asyncflow.job import GangSpec, error_in
 from asyncflow.run_files import LOGS
 from launcher.process import fork_server
-from launcher.process.events import FAILED, GangExited
 from launcher.process.job_store import JobStoreClient
+from launcher.process.run_events import FAILED, GangExited
 from launcher.process.worker_entry import ATTEMPT_VARIABLE, LOG_VARIABLE, STACKS_SIGNAL, enter
 
 MONITOR_INTERVAL_S = 0.2

@@ -1,6 +1,6 @@
 """What starts and ends the ranks of gangs: this node (`LocalGangs`), or all nodes of a run as one (`AllHosts`).
 
-`launcher.run.job` has an `AllHosts`. The launcher of another node has its `LocalGangs`, which node 0 reaches through
+`run_job` has an `AllHosts`. The launcher of another node has its `LocalGangs`, which node 0 reaches through
 `launcher.nodes.head.RemoteNode`. A gang that spans several nodes starts on each of them and ends as a whole:
 
     part on node 0 failed --> kill the parts on nodes 1, 2 --> they are gone --> GangExited with the first failure
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.job import GangSpec
 from launcher.process import fork_server
-from launcher.process.events import GangExited
+from launcher.process.run_events import GangExited
 from workers.settings.dataflow import STORAGE
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from torch._C._distributed_c10d import TCPStore
 from asyncflow.errors import SealBroken
 from asyncflow.job import LOOPBACK, GangSpec, error_in
 from asyncflow.sealed_store import SealedStore, connect_store, serve_store
-from launcher.process.events import FAILED, GangExited, Phase
 from launcher.process.progress import STARTING, Status, Statuses
+from launcher.process.run_events import FAILED, GangExited, Phase
 from tq.unit.row_journal import JournalMemory
 
 TIMEOUT = timedelta(seconds=60)

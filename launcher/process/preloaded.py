@@ -49,7 +49,7 @@ MODELS = (
 OWN_PACKAGES = ("asyncflow", "tq", "weightsync", "workers")
 _NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Otherwise torch imports every installed backend with itself, torch_npu among them."""
-_NEVER = ("workers.engines.vllm.worker",)
+_NEVER = ("workers.engines.vllm.vllm_worker",)
 """Only vLLM's own worker may import it: it imports vllm, which costs every role seconds and gigabytes."""
 
 

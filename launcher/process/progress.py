@@ -1,6 +1,6 @@
 """Shows the progress of a run: a line per step and, in a terminal, below it what every role is doing now. Torch-free.
 
-`launcher.run.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text, also used
+`launcher.run.run_job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text, also used
 by `asyncflow status` and `--dry-run`; the lower half writes to the terminal. Only this module and the command line
 print.
 """
@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncflow.job import GangSpec
-from launcher.process.events import FAILED, RESUMABLE
+from launcher.process.run_events import FAILED, RESUMABLE
 
 STARTING = "starting"
 """The state of a rank that is not yet at work; every other state counts as at work."""

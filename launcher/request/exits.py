@@ -10,7 +10,7 @@ from typing import IO, Any
 import click
 
 from asyncflow.errors import AsyncFlowError, ConfigError
-from launcher.process.events import FAILED, USAGE
+from launcher.process.run_events import FAILED, USAGE
 
 _LONGEST = 1000
 """In characters; a longer line, caused by a user's value, loses its middle."""

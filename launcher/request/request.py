@@ -23,8 +23,8 @@ from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
 from launcher.checks.models import check_libraries
 from launcher.checks.preflight import Preflight, check_node, check_run
-from launcher.checks.rollouts import try_rollout
-from launcher.config.load import load_config
+from launcher.checks.trial_rollout import try_rollout
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe, user_path
 from launcher.loggers.backends import check_loggers
 from launcher.nodes.node_run import NodeRun
@@ -130,7 +130,7 @@ class Accepted:
         `started_at`: when the user's command started (unix time, s).
         """
         from launcher.process.progress import print_line
-        from launcher.run.job import run_job
+        from launcher.run.run_job import run_job
 
         for note in self.checked.notes:
             print_line(f"note: {note}")
@@ -291,7 +291,7 @@ class Request:
 
     def _planned(self, source: Path, roles: str) -> "Plan":
         """Return the best plan; print its options and its prediction."""
-        from launcher.plan.report import auto_plan
+        from launcher.plan.plan_report import auto_plan
 
         plan = auto_plan(roles, load_config(source, overrides=self.overrides))
         assert plan is not None, "the caller looked for the word"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncflow.clock import excused
-from launcher.process.events import RankStuck
 from launcher.process.progress import Status, Statuses
+from launcher.process.run_events import RankStuck
 
 Place = tuple[str, int]
 

@@ -5,7 +5,7 @@ stay in place: an unreadable disk may become readable again, and inspecting a ru
 continues from an older checkpoint, `rewind_run` sets all newer ones aside, damaged ones included. The run continues in
 its own directory with the next lineage. Workers restore their own state.
 
-Called for `--resume`, and by `launcher.run.job` when the trainer starts again.
+Called for `--resume`, and by `launcher.run.run_job` when the trainer starts again.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ from asyncflow.run_files import (
     damages,
     list_checkpoints,
 )
-from launcher.config.load import read_yaml
+from launcher.config.load_config import read_yaml
 from launcher.config.paths import user_path
-from launcher.process.events import Restored, RestoreFailed
+from launcher.process.run_events import Restored, RestoreFailed
 from launcher.run.rundir import began_run, check_not_running, has_checkpoint, newest_run
 from workers.admission.task_sampler import missing_state
 from workers.data.model_files import model_fingerprint

@@ -1,6 +1,6 @@
 """Writes `status.json` for `asyncflow status`: what ranks, queue and weight agents report. A thread of the launcher.
 
-`launcher.run.job` passes in what it already knows: ranks, restarts, finished steps. The thread asks the queue and
+`launcher.run.run_job` passes in what it already knows: ranks, restarts, finished steps. The thread asks the queue and
 agents over channels of its own, which stay open, and derives advice from the steps. Nothing waits for it. Imports
 torch.
 """

@@ -1,6 +1,6 @@
 """Decides how a run continues when something happens to it: events in, instructions out. Pure: no clock, no sockets.
 
-`launcher.run.job` feeds it events and carries out its instructions. A run moves through phases, only forwards:
+`launcher.run.run_job` feeds it events and carries out its instructions. A run moves through phases, only forwards:
 
     run ----------> stop ----> exit ----> Finish(0 done | 75 stopped, resumable | 1 failed)
      | '-> evaluate -^  |       ^  services leave
@@ -28,7 +28,7 @@ from enum import StrEnum
 from typing import Any
 
 from asyncflow.job import GangSpec
-from launcher.process.events import (
+from launcher.process.run_events import (
     DONE,
     FAILED,
     RESUMABLE,

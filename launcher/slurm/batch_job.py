@@ -2,8 +2,8 @@
 
     BatchRequest --accept()--> BatchJob --script_text--> #SBATCH lines, settings of this run, `relaunch.sh`
 
-`launcher.slurm.command` prints or submits the script. `relaunch.sh` is the part that all batch scripts share, including
-the templates in `configs/slurm`: it launches, passes Slurm's signals on, and requeues the job.
+`launcher.slurm.sbatch_command` prints or submits the script. `relaunch.sh` is the part that all batch scripts share,
+including the templates in `configs/slurm`: it launches, passes Slurm's signals on, and requeues the job.
 """
 
 import math

@@ -32,7 +32,7 @@ from asyncflow.run_files import (
     damages,
     list_checkpoints,
 )
-from launcher.config.load import read_yaml
+from launcher.config.load_config import read_yaml
 from launcher.run.rundir import began_run, running_launcher
 from tq.columns import PackedBatch
 from tq.snapshot import MANIFEST, SnapshotChunk, read_snapshot

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from asyncflow.transport.meeting import Credentials
-from weightsync.agent.service import WeightAgent
+from weightsync.agent.agent_service import WeightAgent
 from weightsync.agreement import agree_on_plan
 from weightsync.broadcast_group import Broadcaster, BroadcastMember, checksum
 from weightsync.config import WeightSyncConfig

@@ -95,7 +95,7 @@ def train(device: torch.device, rank: int, num_ranks: int, directory: Path) -> d
     from weightsync.version import Version
     from workers.checkpoint.saved_shards import HostCopy
     from workers.engines.fsdp.sharding import FsdpEngine
-    from workers.rows.rows import Sequences
+    from workers.rows.packed_rows import Sequences
     from workers.settings.engines import ActorConfig
 
     store = dist.FileStore(str(directory / "store"), num_ranks)

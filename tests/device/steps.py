@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from asyncflow.device import group_backends
 from tests.multiproc.step_rank import CASES, configure, train
-from workers.trainer.trainer import Trainer
+from workers.trainer.step_trainer import Trainer
 
 
 def waits(device: torch.device) -> Counter[str]:

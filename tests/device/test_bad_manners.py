@@ -26,7 +26,7 @@ from asyncflow.errors import WeightSyncError
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Connection, Session
 from asyncflow.vendors import Vendor, _Cuda, vendor_of, vendors
-from weightsync.agent.service import WeightAgent
+from weightsync.agent.agent_service import WeightAgent
 from weightsync.broadcast_group import STALL_S, Broadcaster, BroadcastGroup, BroadcastMember, sender_name
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import AskStatus, JoinBroadcast, Reply, Request, Transfer

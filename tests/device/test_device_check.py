@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.doctor.device_check import CHECKS
-from launcher.doctor.messages import RESOLVE
+from launcher.doctor.findings import RESOLVE
 
 COMMAND = Path(sys.executable).parent / "asyncflow"
 DEADLINE_S = 900

@@ -24,7 +24,7 @@ from torch import Tensor  # noqa: E402
 
 from workers.checkpoint.saved_shards import HostCopy  # noqa: E402
 from workers.engines.megatron.engine import MegatronEngine  # noqa: E402
-from workers.rows.rows import Sequences  # noqa: E402
+from workers.rows.packed_rows import Sequences  # noqa: E402
 from workers.settings.engines import ActorConfig  # noqa: E402
 
 DEADLINE_S = 400

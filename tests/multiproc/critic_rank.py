@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workers.checkpoint.saved_shards import HostCopy, load_shards, save_shards
 from workers.engines.fsdp.sharding import FsdpValueEngine
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, CriticConfig
 
 CPU = torch.device("cpu")

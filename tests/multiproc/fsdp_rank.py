@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from workers.engines.fsdp.sharding import FsdpEngine
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
 
 

@@ -11,8 +11,8 @@ import tq
 from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.config import QueueConfig
 from tq.messages import NoRowsReason
+from workers.admission.admission_state import AdmissionState, AdmittedGroup
 from workers.admission.admitter import prompt_admission
-from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.settings.schedule import ScheduleConfig
 
 QUEUE = QueueConfig(request_timeout_s=20)

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from asyncflow.transport.meeting import Credentials
 from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.config import QueueConfig
-from weightsync.agent.service import WeightAgent
+from weightsync.agent.agent_service import WeightAgent
 from weightsync.agreement import agree_on_plan
 from weightsync.broadcast_group import Broadcaster, BroadcastMember
 from weightsync.config import WeightSyncConfig

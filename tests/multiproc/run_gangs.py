@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from asyncflow.job import GangSpec
-from launcher.run.job import run_job
+from launcher.run.run_job import run_job
 from workers.settings.run import RunConfig
 
 

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from asyncflow.timeline import NoTimeline
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tests.support.training_role import CountingRole
 from tq.columns import Column, PackedBatch
-from workers.engines.load import load_train_engine, load_value_engine
-from workers.rows.rows import sample_columns, sequences_of
+from workers.engines.load_engine import load_train_engine, load_value_engine
+from workers.rows.packed_rows import sample_columns, sequences_of
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
-from workers.trainer.trainer import Trainer, critic_learner, policy_learner
+from workers.trainer.step_trainer import Trainer, critic_learner, policy_learner
 from workers.trainer.tri_model import TriModel
 
 CPU = torch.device("cpu")

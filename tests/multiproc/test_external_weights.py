@@ -27,7 +27,7 @@ from asyncflow.errors import ConfigError, WeightSyncError
 from asyncflow.job import LOOPBACK, GangSpec, Job
 from asyncflow.sealed_store import serve_store
 from asyncflow.transport.meeting import Credentials
-from weightsync.agent.service import WeightAgent
+from weightsync.agent.agent_service import WeightAgent
 from weightsync.config import ExportConfig, WeightSyncConfig
 from weightsync.export import WeightExporter, WeightFeed, connect_weights
 from weightsync.plan import Box, Need, TransferPlan, plan_transfer

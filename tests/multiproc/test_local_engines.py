@@ -5,7 +5,7 @@ import torch
 
 import asyncflow
 from asyncflow.errors import ConfigError, DeadlineExceeded
-from workers.rows.rows import sequences_of
+from workers.rows.packed_rows import sequences_of
 
 ROWS = [{"prompt": "3+5=", "answer": "8"}, {"prompt": "9+9=", "answer": "18"}]
 SMALL = {"schedule.n_samples_per_prompt": 4, "schedule.rollout_batch_size": 2, "actor.micro_batch_size": 4}

@@ -17,7 +17,7 @@ from asyncflow.job import GangSpec, Job
 from launcher.nodes.head import EVENTS, NodeHead, beat_key, orders_key
 from launcher.nodes.link import HeadLink
 from launcher.nodes.membership import Membership, needed_devices
-from launcher.nodes.messages import (
+from launcher.nodes.node_messages import (
     DumpStacks,
     FinishRun,
     Hello,
@@ -30,8 +30,8 @@ from launcher.nodes.messages import (
     StartPart,
     StopAsked,
 )
-from launcher.process.events import GangExited, NodeLost, StopRequested
 from launcher.process.job_store import JobStore
+from launcher.process.run_events import GangExited, NodeLost, StopRequested
 
 DEADLINE_S = 30.0
 SECRET = "5ec7e7"

@@ -10,8 +10,8 @@ from waiting import wait_until
 from tq import ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.config import QueueConfig
 from tq.refill import Refill, RemovalCause
+from workers.admission.admission_state import AdmissionState
 from workers.admission.admitter import prompt_admission
-from workers.admission.state import AdmissionState
 from workers.settings.schedule import ScheduleConfig
 
 CONFIG = QueueConfig(num_controllers=2, request_timeout_s=20)

@@ -32,7 +32,7 @@ def _address(store: TCPStore, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("part", "from_call", "thread"),
     [
-        ("tq.unit.puts:UnitUpkeep._has_work", 1, "upkeep"),
+        ("tq.unit.unit_puts:UnitUpkeep._has_work", 1, "upkeep"),
         ("tq.unit.storage:StorageUnit.inventory", 1, "link-controller-0"),
         ("tq.unit.controller_link:ControllerLink._send_next", 1, "tell-controller-0"),
         ("tq.unit.controller_link:ControllerLinks.beat", 2, "timers"),  # the first is made before any thread is there
@@ -63,8 +63,8 @@ def test_controller_whose_thread_dies_ends_and_names_it(start: Start, address: P
 @pytest.mark.parametrize(
     ("part", "thread"),
     [
-        ("weightsync.agent.state:AgentState.tick", "weights-timer"),
-        ("weightsync.agent.state:AgentState.peer_has", "peer-weights-1"),
+        ("weightsync.agent.agent_state:AgentState.tick", "weights-timer"),
+        ("weightsync.agent.agent_state:AgentState.peer_has", "peer-weights-1"),
     ],
 )
 def test_weight_agent_whose_thread_dies_ends_and_names_it(start: Start, part: str, thread: str) -> None:

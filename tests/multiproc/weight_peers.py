@@ -21,7 +21,7 @@ from weight_model import BUFFERS, DEADLINE_S, NEEDS, Setup, box_of, needs, same,
 from asyncflow.transport.frame import Payload
 from asyncflow.transport.meeting import SWITCH
 from asyncflow.transport.server import Call
-from weightsync.agent.service import WeightAgent
+from weightsync.agent.agent_service import WeightAgent
 from weightsync.agreement import agree_on_plan
 from weightsync.broadcast_group import Broadcaster, BroadcastGroup, BroadcastMember, BucketLayout
 from weightsync.config import WeightSyncConfig

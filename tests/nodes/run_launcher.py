@@ -14,7 +14,7 @@ from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.job import GangSpec
 from launcher.nodes.node_run import NodeRun
 from launcher.nodes.options import NodePlace
-from launcher.run.job import run_job
+from launcher.run.run_job import run_job
 
 
 def gangs(count: int) -> tuple[GangSpec, ...]:

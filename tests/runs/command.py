@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.verify.report import verify_run
+from launcher.verify.verify_report import verify_run
 from tests.support.processes import kill as kill
 from tests.support.processes import wait_until as wait_until
 from tests.support.run_files import last_step as last_step

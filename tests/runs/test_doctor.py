@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.doctor.child import CHECKS
-from launcher.doctor.messages import RESOLVE
+from launcher.doctor.doctor_child import CHECKS
+from launcher.doctor.findings import RESOLVE
 
 COMMAND = Path(sys.executable).parent / "asyncflow"
 DEADLINE_S = 150

@@ -14,7 +14,7 @@ ROLES = "rollout:1,actor:1,evaluate:1"
 EVALUATED = ("--run-dir", "run", "--roles", ROLES)
 SLOW_REWARD = """
 import threading
-from workers.rewards.load import digits_reward
+from workers.rewards.load_reward import digits_reward
 
 
 def score(prompt: str, response: str, ground_truth: str) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.verify.report import verify_run
+from launcher.verify.verify_report import verify_run
 
 from . import command
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 
 

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from workers.agents.attempt import ChatRequest, Completion
 from workers.agents.gateway import Gateway
 from workers.agents.rendering import Message
-from workers.agents.run import ChatRequest, Completion
 
 Draw = Callable[[ChatRequest], Completion]
 DEADLINE_S = 30

@@ -90,7 +90,7 @@ def expected(root: Path, case: str) -> dict[str, Tensor]:
 
 def _batch(size: int) -> Any:
     """Samples of different lengths, of which pairs share a prompt."""
-    from workers.rows.rows import Sequences
+    from workers.rows.packed_rows import Sequences
 
     prompts = [_tokens(2 + row // 2 % 2, 100 + row // 2) for row in range(size)]
     return Sequences.of(prompts, [_tokens(1 + row % 5, row) for row in range(size)])
@@ -123,9 +123,9 @@ def _scored(*, shared: bool) -> dict[str, Tensor]:
 
 
 def _run(root: Path, case: str) -> dict[str, Tensor]:
-    from launcher.config.load import load_config
+    from launcher.config.load_config import load_config
     from launcher.config.paths import find_recipe
-    from workers.engines.load import load_frozen_model
+    from workers.engines.load_engine import load_frozen_model
 
     family, _, settings = CASES[case]
     if family == "reward_model":

@@ -6,7 +6,7 @@ from workers.records.step_record import StepRecord
 
 
 class CountingRole:
-    """A `workers.trainer.trainer.TrainingRole`.
+    """A `workers.trainer.step_trainer.TrainingRole`.
 
     Attributes:
         updates: step, number and count of the policy's updates.

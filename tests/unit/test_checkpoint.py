@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from asyncflow.errors import CheckpointError
 from asyncflow.run_files import CheckpointMeta, damages, files_below
-from workers.checkpoint.directory import prunable
+from workers.checkpoint.checkpoint_directory import prunable
 from workers.checkpoint.writer import Checkpointer, Contents, RunFacts
 from workers.settings.run import CheckpointConfig
 
@@ -210,7 +210,7 @@ def test_next_start_removes_what_an_interrupted_save_left(run_dir: Path) -> None
 def test_interrupted_removal_leaves_nothing_that_looks_complete(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = checkpointer(run_dir, keep_last=1)
     save(saver, FakeEngine(), 1)
-    monkeypatch.setattr("workers.checkpoint.directory.shutil.rmtree", lambda *_, **__: None)
+    monkeypatch.setattr("workers.checkpoint.checkpoint_directory.shutil.rmtree", lambda *_, **__: None)
     save(saver, FakeEngine(), 2)
     assert names(run_dir) == [".step_000001.tmp", "step_000002"]
 

@@ -99,7 +99,7 @@ def test_contradicting_templates_are_refused(tmp_path: Path) -> None:
 def test_checks_import_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, workers.data.prompt_rows, workers.data.model_files, workers.data.prompt_rows;"
-        "import workers.rewards.load, workers.engines.hf.gguf;"
+        "import workers.rewards.load_reward, workers.engines.hf.gguf;"
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

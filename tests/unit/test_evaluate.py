@@ -14,7 +14,7 @@ import torch
 
 from asyncflow.errors import UserCodeFailed
 from asyncflow.timeline import NoTimeline
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from weightsync.version import Version
 from workers.data.tokenizer import load_tokenizer

@@ -15,7 +15,7 @@ from asyncflow.errors import ConfigError, TransportError
 from asyncflow.process import ServiceThreads
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Connection
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from workers.admission.feed_service import FeedService
 from workers.data.feed_file import FeedFile

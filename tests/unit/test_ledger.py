@@ -13,7 +13,7 @@ from tq.columns import Column, PackedBatch
 from tq.refill import Refill, RemovalCause
 from workers.records.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines, token_hashes
 from workers.records.ledger_file import DeadLetterLine, FilteredLine, filtered_groups, read_ledger, trained_groups
-from workers.rows.rows import sample_columns
+from workers.rows.packed_rows import sample_columns
 from workers.settings.schedule import ScheduleConfig
 
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tests.support.two_engines import ENGINES, RIGHT, SEEN, drawn
 from tq.columns import Column, PackedBatch
 from workers.records.log_prob_gap import Comparison, GapLimits, LogProbGap, MoveProbe
 from workers.records.step_totals import numbers
-from workers.rows.rows import sample_columns, samples_of
+from workers.rows.packed_rows import sample_columns, samples_of
 
 
 def batch(versions: list[list[int]], log_probs: list[list[float]]) -> PackedBatch:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tq.columns import Column, PackedBatch
-from workers.rows.rows import drawn_per_row, micro_batches, sample_columns, samples_of, sequences_of
+from workers.rows.packed_rows import drawn_per_row, micro_batches, sample_columns, samples_of, sequences_of
 from workers.settings.engines import ActorConfig
 
 

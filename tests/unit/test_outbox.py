@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from asyncflow.errors import LeaseFenced, UserCodeFailed
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
@@ -24,7 +24,7 @@ from workers.engines.base import Generation
 from workers.records.samples import SampleLog
 from workers.rewards.base import Score
 from workers.rewards.group_filter import GroupFilter
-from workers.rewards.load import exact_reward
+from workers.rewards.load_reward import exact_reward
 from workers.rewards.scorer import GroupReward, Scorer
 from workers.rollout.outbox import Outbox, RolloutLease
 from workers.rollout.rollouts import single_turn

@@ -18,7 +18,7 @@ import configs
 from workers.data.model_files import check_model_dir
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
-from workers.rewards.load import load_reward
+from workers.rewards.load_reward import load_reward
 from workers.settings.data import DataConfig
 from workers.settings.run import RunConfig
 

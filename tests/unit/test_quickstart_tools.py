@@ -16,7 +16,7 @@ import configs
 from asyncflow.errors import ConfigError
 from configs.quickstart_tools.renderer import CALL, EOS, CalculatorRenderer
 from configs.quickstart_tools.tools import multiply
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from workers.data.model_files import check_model_dir, stored_tensors
 

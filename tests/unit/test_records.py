@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import TrainingDiverged
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tq.refill import Refill, RemovalCause
 from workers.algorithms.parts import LossCounts

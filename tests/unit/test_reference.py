@@ -12,12 +12,12 @@ from torch import Tensor
 
 from asyncflow.errors import WeightSyncError
 from asyncflow.timeline import NoTimeline
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from weightsync.plan import Need
 from weightsync.version import Version
 from workers.engines.hf.frozen import FrozenModel
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.tasks.reference import Reference, reference_step
 
 CPU = torch.device("cpu")

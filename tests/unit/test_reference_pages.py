@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
-from launcher.config.reference import all_keys, as_markdown, keys_of
+from launcher.config.key_reference import all_keys, as_markdown, keys_of
 from weightsync.version import Version
 from workers.engines.base import Generation, StepStats
 from workers.records.ledger_file import DeadLetterLine, FilteredLine, TrainedLine
@@ -18,7 +18,7 @@ from workers.records.step_totals import UpdateTotals
 from workers.rewards.scorer import ScoredResponse
 from workers.rollout.evaluate import evaluation_line
 from workers.rollout.rollouts import single_turn
-from workers.trainer.trainer import Model
+from workers.trainer.step_trainer import Model
 
 from .test_records import finished_step, recorder
 

@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from asyncflow.registry import Registry
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from workers.settings.run import RunConfig
 

@@ -17,7 +17,7 @@ from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch
 from tq.messages import LeaseGrant
 from weightsync.version import Version
-from workers.engines.sim.decoding import SimLengths
+from workers.engines.sim.decode_times import SimLengths
 from workers.engines.sim.engine import SimGenerateEngine
 from workers.engines.weight_path import HeldWeights
 from workers.rollout.loop import Rollout

@@ -3,7 +3,7 @@
 import torch
 
 from tq.columns import Column, PackedBatch
-from workers.rows.rows import (
+from workers.rows.packed_rows import (
     ROW_BEGINS,
     ROW_DRAWN,
     SAMPLE_DRAWN,

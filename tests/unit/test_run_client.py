@@ -16,7 +16,7 @@ from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import ConfigError, LeaseFenced, TransportError
 from asyncflow.job import LOOPBACK, GangSpec, Job
 from asyncflow.sealed_store import SealedStore, serve_store
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tq.client.lease import Lease
 from tq.columns import Column, PackedBatch

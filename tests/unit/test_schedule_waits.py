@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import PeerRefused
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tq.control.events import Answer, Event, Fence, Fenced, OwnerGone
 from tq.control.state import ControlState
@@ -35,7 +35,7 @@ from tq.messages import (
 )
 from tq.policies import TaskSpec
 from tq.refill import first_token
-from workers.admission.state import AdmissionState
+from workers.admission.admission_state import AdmissionState
 from workers.settings.dataflow import TRAINERS, NeededWeights, PlacedTask, place_tasks
 from workers.settings.run import RunConfig
 from workers.settings.schedule import Fill, ScheduleMode

@@ -12,7 +12,7 @@ import pytest
 from asyncflow.errors import ConfigError, DeadlineExceeded, UserCodeFailed
 from asyncflow.run_files import LEDGER_FILE, SAMPLER_FILE
 from launcher.run.restore import CUT_FILES, cut_lines
-from workers.admission.state import AdmissionState
+from workers.admission.admission_state import AdmissionState
 from workers.admission.task_sampler import StepResults, TaskSampler, UserSampler, read_draws, try_sampler
 from workers.settings.data import DataConfig
 from workers.settings.schedule import ScheduleConfig

@@ -10,7 +10,7 @@ import pytest
 import configs
 from asyncflow.errors import ConfigError, UserCodeFailed
 from launcher.checks.preflight import check_run
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.request.dry_run import describe
 from workers.data.prompt_dataset import PromptTokens, SourcePrompts, open_prompts

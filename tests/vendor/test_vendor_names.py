@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.engines.vllm.process import engine_arguments, plan_log_probs
+from workers.engines.vllm.vllm_process import engine_arguments, plan_log_probs
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import OWN_ARGUMENTS, VllmConfig
@@ -104,8 +104,8 @@ def test_arguments_of_vllms_engine_are_known(device: str) -> None:
 
 def test_what_vllm_calls_in_its_workers_is_there() -> None:
     base = "vllm.distributed.weight_transfer.base.WeightTransferEngine."
-    worker = (ROOT / "workers/engines/vllm/worker.py").read_text()
-    ours_to_call = RECORDS["vllm"]["objects"]["workers/engines/vllm/worker.py"].values()
+    worker = (ROOT / "workers/engines/vllm/vllm_worker.py").read_text()
+    ours_to_call = RECORDS["vllm"]["objects"]["workers/engines/vllm/vllm_worker.py"].values()
     called = {name: one for name, one in RECORDS["vllm"]["names"].items() if name.startswith(base)}
     for name in called.keys() - ours_to_call:
         taken = parameters(worker, f"MailboxTransfer.{name.removeprefix(base)}")

@@ -45,7 +45,7 @@ from tq.messages import (
     RowsRemoved,
 )
 from tq.refill import RemovalCause
-from tq.unit.state import PARTITIONS_REMEMBERED
+from tq.unit.unit_state import PARTITIONS_REMEMBERED
 
 logger = logging.getLogger(__name__)
 

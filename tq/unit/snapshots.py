@@ -23,8 +23,8 @@ from tq.messages import CutSnapshot, Done, HoldPuts, SnapshotWritten, WriteSnaps
 from tq.snapshot import METADATA_KEY, ChunkRecord, checksum
 from tq.timers import Timers
 from tq.unit.block import Block, BlockStore
-from tq.unit.puts import Holds
-from tq.unit.state import Cut, CutRow, UnitState
+from tq.unit.unit_puts import Holds
+from tq.unit.unit_state import Cut, CutRow, UnitState
 
 logger = logging.getLogger(__name__)
 

@@ -57,10 +57,10 @@ from tq.messages import (
 from tq.timers import Timers
 from tq.unit.block import BlockStore
 from tq.unit.controller_link import ControllerLinks, Outcome, is_refusal, when_all, when_completed
-from tq.unit.puts import Holds, UnitPuts, UnitUpkeep
 from tq.unit.row_journal import RowJournal, confirmation
 from tq.unit.snapshots import UnitSnapshots
-from tq.unit.state import UnitState, list_rows, take_inventory
+from tq.unit.unit_puts import Holds, UnitPuts, UnitUpkeep
+from tq.unit.unit_state import UnitState, list_rows, take_inventory
 
 logger = logging.getLogger(__name__)
 

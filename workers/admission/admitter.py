@@ -28,7 +28,7 @@ from tq.control.events import GroupRemoved, Lost
 from tq.policies import TaskSpec
 from tq.refill import AdmissionMark, Refill
 from tq.snapshot import ChunkPlace, SnapshotChunk, chunk_places, read_manifest
-from workers.admission.state import AdmissionState, AdmittedGroup
+from workers.admission.admission_state import AdmissionState, AdmittedGroup
 from workers.data.feed_file import Fed, FeedFile
 
 # Finished samples of a checkpoint are put back when their group is admitted again, instead of being regenerated.

@@ -1,8 +1,8 @@
 """Multi-turn rollouts with tools or any agent: what user functions are written against."""
 
 from workers.agents.api import Chat, Context, Environment, Model, Reply, Sample, Task, Tool, tool
-from workers.agents.errors import BudgetSpent
 from workers.agents.other_model import OtherModel, Utterance
+from workers.agents.rollout_errors import BudgetSpent
 
 __all__ = [
     "BudgetSpent",

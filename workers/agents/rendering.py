@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 from asyncflow.errors import ConfigError, one_line
 from asyncflow.extras import pip_line
-from workers.agents.errors import BadAgentRequest
+from workers.agents.rollout_errors import BadAgentRequest
 from workers.calls.user_function import load_function
 from workers.data.model_files import eos_token_ids
 from workers.data.tokenizer import load_tokenizer

@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from workers.agents.errors import BadAgentRequest
 from workers.agents.rendering import Message, Renderer, Tools, call_id, canonical, normalized
+from workers.agents.rollout_errors import BadAgentRequest
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from workers.algorithms.parts import (
     response_sums,
     token_weights,
 )
-from workers.rows.rows import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN, drawn_per_row, drawn_per_sample
+from workers.rows.packed_rows import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN, drawn_per_row, drawn_per_sample
 from workers.settings.algorithms import (
     CISPOConfig,
     DAPOConfig,
@@ -122,7 +122,7 @@ class Algorithm(ABC, Generic[SettingsT]):
         """Return the loss of a micro-batch.
 
         Args:
-            batch: samples (`workers.rows.rows.samples_of`) with the columns `rollout_log_probs`, `advantages` (one per
+            batch: samples (`samples_of`) with the columns `rollout_log_probs`, `advantages` (one per
                 row or token), `truncated`, `rewards` and, for a KL penalty, `ref_log_probs`. Optional: `old_log_probs`,
                 of the policy at the start of the step (default: the policy in training), and `loss_weights`, one per
                 row.

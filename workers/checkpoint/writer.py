@@ -44,7 +44,7 @@ from asyncflow.run_files import (
     files_below,
 )
 from asyncflow.timeline import NoTimeline, Spans
-from workers.checkpoint.directory import CheckpointDirectory, beside
+from workers.checkpoint.checkpoint_directory import CheckpointDirectory, beside
 from workers.checkpoint.saved_shards import HostCopy, SavedEngine, load_shards, own_shards, save_shards
 from workers.rank.actor_critic_channel import ActorCriticChannel
 from workers.rank.peers import gather

@@ -20,7 +20,7 @@ from asyncflow.errors import BadRequest, ConfigError
 from weightsync.plan import Box, Need
 from workers.data.model_files import max_positions
 from workers.engines.stop_strings import Stopped, StopStrings
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import RunConfig

@@ -9,7 +9,7 @@
     export     the trainer's names are those in files, which third-party servers expect
     checkpointing, critic, score   the settings and models of these names
 
-`launcher.checks.model_proof` runs this in a child process before a start. A model's own weights are never read.
+`launcher.checks.proof_cache` runs this in a child process before a start. A model's own weights are never read.
 """
 
 import json
@@ -53,7 +53,7 @@ from workers.engines.hf.model import (
 from workers.engines.hf.weights import HfWeights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig

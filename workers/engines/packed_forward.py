@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncflow.device import to_device
 from workers.engines.base import check_sequences
 from workers.engines.device_memory import LOGITS_TILE
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 
 # Log-probabilities and entropies from hidden states through a language model's head, without materializing the logits.
 #

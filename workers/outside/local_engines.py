@@ -36,19 +36,19 @@ from tq.columns import Column, PackedBatch
 from tq.config import TaskConfig
 from tq.local import LocalQueue
 from weightsync.version import Version
-from workers.algorithms.load import load_algorithm
+from workers.algorithms.load_algorithm import load_algorithm
 from workers.data.prompt_dataset import PromptTokens
 from workers.data.prompt_rows import as_row
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import FrozenEngine, GenerateRequest, generate
-from workers.engines.load import load_frozen_model, load_generate_engine, load_train_engine
+from workers.engines.load_engine import load_frozen_model, load_generate_engine, load_train_engine
 from workers.outside.run_client import OutsideLease, OutsideTask
 from workers.records.step_totals import UpdateTotals
-from workers.rows.rows import drawn_per_row, micro_batches, responses_of, samples_of, sequences_of
+from workers.rows.packed_rows import drawn_per_row, micro_batches, responses_of, samples_of, sequences_of
 from workers.settings.dataflow import ACTOR_TRAIN, place_tasks
 from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of, prompt_columns
-from workers.trainer.trainer import policy_learner
+from workers.trainer.step_trainer import policy_learner
 
 _FUSED = {"ref_log_probs", "actor_log_probs", "compute_advantages_and_returns"}  # tasks that `update` performs itself
 

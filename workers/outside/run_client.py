@@ -47,7 +47,7 @@ from weightsync.version import Version
 from workers.outside.feed_client import PromptFeed
 from workers.records.outside_metrics import report_metrics
 from workers.rewards.base import as_number
-from workers.rows.rows import drawn_per_row, responses_of
+from workers.rows.packed_rows import drawn_per_row, responses_of
 from workers.settings.dataflow import DRAWN_COLUMNS, REWARD_PARTS, SAMPLE_COLUMNS, SCALAR_COLUMNS, TRAINERS, WEIGHTS
 from workers.settings.run import RunConfig
 from workers.tasks.graph import launched_tasks, task_specs

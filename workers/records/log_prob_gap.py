@@ -28,7 +28,7 @@ from tq.columns import PackedBatch
 from workers.algorithms.parts import bounded_ratio, kl_divergence
 from workers.engines.base import LossFunction, TrainEngine
 from workers.records.step_totals import effective_sample_size
-from workers.rows.rows import SAMPLE_DRAWN, sequences_of
+from workers.rows.packed_rows import SAMPLE_DRAWN, sequences_of
 from workers.settings.run import RunConfig
 
 # Largest mean difference (nats) of a token's log-probability between two engines with the same weights, at an entropy

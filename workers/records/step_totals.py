@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncflow.device import exact_dtype
 from tq.columns import PackedBatch
 from workers.algorithms.parts import LossCounts
-from workers.rows.rows import responses_of
+from workers.rows.packed_rows import responses_of
 from workers.settings.dataflow import REWARD_PARTS, SOURCES
 
 _DIFFERENT = "different_response/"

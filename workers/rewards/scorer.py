@@ -27,7 +27,7 @@ from asyncflow.repeated import RepeatedWarnings
 from tq.columns import Column
 from workers.data.tokenizer import TextDecoder
 from workers.rewards.base import NO_FIELDS, DrawnResponse, Score
-from workers.rewards.load import load_reward
+from workers.rewards.load_reward import load_reward
 from workers.rewards.pooled import GroupPool, PooledReward, RemoteReward, is_url
 from workers.rows.finished import FinishedRollout
 from workers.settings.dataflow import REWARD_PARTS

@@ -89,7 +89,7 @@ def _settings_of(
     """Return section -> settings of a class, if the configuration stores them."""
     section = field.partition(".")[0]
     if section == "algorithm":
-        from workers.algorithms.load import outside_algorithm, outside_tasks, try_algorithm
+        from workers.algorithms.load_algorithm import outside_algorithm, outside_tasks, try_algorithm
 
         kind, own = outside_algorithm(name, algorithm)
         run = config.model_copy(update={"algorithm": own})
@@ -117,7 +117,7 @@ def _settings_of(
     if section == "loggers":
         number = int(field.split(".")[1])
         return {f"loggers.{number}": to_jsonable_python(_logger_options(number, config.loggers[number]))}
-    from workers.engines.load import outside_engine
+    from workers.engines.load_engine import outside_engine
 
     _, options = outside_engine(registry, section, name, getattr(config, section).engine_options)
     _check_run(options, config)

@@ -14,11 +14,11 @@ from tq.columns import Column
 from tq.control.controller import ControllerService
 from tq.service_process import serve_only
 from tq.unit.storage import StorageUnit
-from weightsync.agent.service import WeightAgent
+from weightsync.agent.agent_service import WeightAgent
 from weightsync.export import WeightExporter, WeightFeed
+from workers.admission.admission_state import AdmissionState, AdmittedGroup
 from workers.admission.admitter import KeepRule, SavedRows, prompt_admission
 from workers.admission.feed_service import FeedService
-from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.admission.task_sampler import TaskSampler, UserSampler
 from workers.data.feed_file import FeedFile
 from workers.data.prompt_dataset import FedPrompts, Prompt, Prompts, PromptTokens, open_prompts

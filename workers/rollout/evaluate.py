@@ -29,7 +29,7 @@ from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
 from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.task_source import held_out_rows
-from workers.engines.load import load_generate_engine
+from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import open_receiver
 from workers.rank.context import WorkerContext
 from workers.records.samples import SampleLog

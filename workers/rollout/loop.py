@@ -22,7 +22,7 @@ from tq.client.queue_client import QueueClient
 from tq.client.session import StallMonitor
 from tq.messages import NoRowsReason
 from weightsync.version import Version
-from workers.engines.load import load_generate_engine
+from workers.engines.load_engine import load_generate_engine
 from workers.engines.weight_path import follow_policy
 from workers.rank.context import WorkerContext
 from workers.records.samples import SampleLog

@@ -37,7 +37,7 @@ TASKS = "tasks"
 SOURCES = "sources"
 # All columns that admission may write.
 ADMITTED = frozenset({*PROMPT_COLUMNS, TASKS, SOURCES})
-# The generated samples; see `workers.rows.rows`.
+# The generated samples; see `workers.rows.packed_rows`.
 SAMPLE_COLUMNS = ("tokens", "sample_lengths", "response_mask")
 # Columns of AsyncFlow's own tasks with one value per drawn token.
 DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns")

@@ -11,8 +11,8 @@ from asyncflow.settings import Settings
 REWARDS = Registry(
     "asyncflow.rewards",
     {
-        "exact": "workers.rewards.load:exact_reward",
-        "digits": "workers.rewards.load:digits_reward",
+        "exact": "workers.rewards.load_reward:exact_reward",
+        "digits": "workers.rewards.load_reward:digits_reward",
         "math": "workers.rewards.math:math_reward",
         "math_verify": "workers.rewards.pooled:verified_math",
         "regex": "workers.rewards.pooled:last_match",

@@ -1,6 +1,6 @@
 """The configuration of the whole run, composed of the sections that live beside their code. Torch-free.
 
-The launcher reads, checks and resolves it (`launcher.config.load`); workers load the run's resolved `config.yaml`.
+The launcher reads, checks and resolves it (`load_config`); workers load the run's resolved `config.yaml`.
 """
 
 from pathlib import Path

@@ -20,7 +20,7 @@ from workers.data.tokenizer import TextDecoder
 from workers.engines.base import TrainEngine, ValueEngine
 from workers.rank.context import WorkerContext
 from workers.rank.peers import ReplicaPeers, max_over_ranks
-from workers.rows.rows import Sequences, drawn_per_row, micro_batches, responses_of, samples_of
+from workers.rows.packed_rows import Sequences, drawn_per_row, micro_batches, responses_of, samples_of
 from workers.settings.dataflow import CRITIC_TRAIN, LOSS_WEIGHTS, SAMPLE_COLUMNS, TEXT_COLUMNS
 from workers.settings.engines import TrainingConfig
 from workers.settings.run import RunConfig

@@ -16,16 +16,16 @@ from torch import Tensor
 from asyncflow.errors import UserCodeFailed
 from tq.columns import Column, PackedBatch
 from weightsync.version import Version
-from workers.algorithms.load import load_algorithm
+from workers.algorithms.load_algorithm import load_algorithm
 from workers.calls.user_function import excerpt
 from workers.engines.base import TrainEngine
-from workers.engines.load import load_forward_model, load_reward_model
+from workers.engines.load_engine import load_forward_model, load_reward_model
 from workers.engines.weight_path import HeldWeights, open_receiver
 from workers.rank.context import WorkerContext
 from workers.rank.peers import all_ranks, max_over_ranks
 from workers.rewards.base import LARGEST_REWARD, NO_FIELDS
 from workers.rewards.scorer import ScoredResponse, Scorer
-from workers.rows.rows import Sequences, drawn_per_row, responses_of, sequences_of
+from workers.rows.packed_rows import Sequences, drawn_per_row, responses_of, sequences_of
 from workers.settings.dataflow import TASKS
 from workers.settings.engines import TrainingConfig
 from workers.settings.rewards import RewardModelConfig

@@ -19,11 +19,11 @@ from torch import Tensor
 from asyncflow.errors import ConfigError, WeightSyncError
 from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
-from workers.engines.load import load_frozen_model
+from workers.engines.load_engine import load_frozen_model
 from workers.engines.weight_path import open_receiver
 from workers.rank.context import WorkerContext
 from workers.rank.peers import all_ranks, max_over_ranks
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The actor loop: train, publish and record every step, and start its checkpoint.
 
-next step -> train, publish weights, record (`workers.trainer.trainer`) -> checkpoint -> next step
+next step -> train, publish weights, record (`workers.trainer.step_trainer`) -> checkpoint -> next step
                                                                    '-- written in the background
 """
 
@@ -20,12 +20,12 @@ from asyncflow.errors import AsyncFlowError, CheckpointError, LastSaveFailed, Us
 from asyncflow.run_files import CONFIG_FILE, CRITIC, checkpoint_path, describe
 from tq.columns import PackedBatch
 from weightsync.version import Version
-from workers.checkpoint.directory import beside
+from workers.checkpoint.checkpoint_directory import beside
 from workers.checkpoint.saved_shards import HostCopy, load_shards, own_shards, save_shards
 from workers.checkpoint.writer import Checkpointer, Contents, RunFacts
 from workers.data.model_files import model_fingerprint
 from workers.engines.base import ValueEngine
-from workers.engines.load import load_train_engine, load_value_engine
+from workers.engines.load_engine import load_train_engine, load_value_engine
 from workers.engines.weight_path import open_sender
 from workers.rank.actor_critic_channel import ActorCriticChannel, Kind, Message
 from workers.rank.context import REWARD, ROLLOUT, WorkerContext
@@ -39,7 +39,7 @@ from workers.settings.dataflow import CRITIC_TRAIN
 from workers.tasks.chain import TaskChain
 from workers.tasks.graph import task_of
 from workers.tasks.reference import saved_reference
-from workers.trainer.trainer import Trainer, critic_learner, open_loader, policy_learner
+from workers.trainer.step_trainer import Trainer, critic_learner, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ is missing (just after a resume), its tokens keep the log-probabilities that the
 
     step 7, max_staleness 1     held: version 5      trained: version 6      before its update 6 replaces 5
 
-The reference is the initial model. Called by `workers.trainer.trainer`; all ranks make the same calls, with or without
+The reference is the initial model. Called by `step_trainer`; all ranks make the same calls, with or without
 rows.
 
 Legend of shapes: A drawn tokens of a micro-batch.
@@ -28,7 +28,7 @@ from asyncflow.device import to_device
 from tq.columns import Column, PackedBatch
 from workers.algorithms.parts import MicroLoss
 from workers.engines.base import CopyingEngine, PolicyCopy, TrainEngine
-from workers.rows.rows import Sequences, sequences_of
+from workers.rows.packed_rows import Sequences, sequences_of
 from workers.settings.run import RunConfig
 
 # (a batch with all columns) -> the algorithm's loss for it.

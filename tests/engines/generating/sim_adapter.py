@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.testing.adapter import Adapter
-from workers.engines.sim.decoding import SimLengths
+from workers.engines.sim.decode_times import SimLengths
 from workers.engines.sim.engine import SimGenerateEngine, sim_shapes
 from workers.settings.rollout import SamplingConfig
 from workers.settings.sim import SimConfig

@@ -11,7 +11,7 @@ from configs.smollm2_tools.calculator import Calculator
 from tests.support.chat_templates import tokenizer
 from tests.support.policies import Played, played
 from workers.agents import BudgetSpent, Environment, Reply, Task, tool
-from workers.agents.preflight import usable
+from workers.agents.agent_checks import usable
 from workers.agents.rendering import Message
 from workers.agents.worker import load_rollout
 

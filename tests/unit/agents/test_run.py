@@ -8,9 +8,9 @@ import pytest
 
 from launcher.config.paths import find_recipe
 from tests.support.chat_templates import tokenizer
-from workers.agents.errors import BadAgentRequest
+from workers.agents.attempt import BudgetIsSpent, ChatRequest, Run
 from workers.agents.rendering import TOOL, Message, TemplateRenderer
-from workers.agents.run import BudgetIsSpent, ChatRequest, Run
+from workers.agents.rollout_errors import BadAgentRequest
 from workers.agents.service import Service
 from workers.agents.wire import Begin, Done, Drawn, Setup
 

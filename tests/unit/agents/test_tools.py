@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from workers.agents.api import Tool, call_tool
-from workers.agents.errors import BudgetSpent, TaskSkipped
+from workers.agents.rollout_errors import BudgetSpent, TaskSkipped
 
 
 def add(a: int, b: int = 1, *, how: Literal["plain", "loud"] = "plain", names: list[str] | None = None) -> str:

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import PPO, Moments, group_advantages, leave_one_out
-from workers.algorithms.load import load_algorithm
-from workers.rows.rows import sample_columns, samples_of
+from workers.algorithms.load_algorithm import load_algorithm
+from workers.rows.packed_rows import sample_columns, samples_of
 from workers.settings.algorithms import AlgorithmConfig, OffPolicyConfig
 from workers.settings.rollout import RolloutConfig
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import PPO, Moments, generalized_advantages, token_rewards
 from workers.algorithms.parts import ValueLoss, clipped_value_loss, loss_scale
-from workers.rows.rows import sample_columns, samples_of
+from workers.rows.packed_rows import sample_columns, samples_of
 from workers.settings.algorithms import PPOConfig
 
 CPU = torch.device("cpu")

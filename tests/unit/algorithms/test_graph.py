@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from workers.settings.algorithms import GRPOConfig, PPOConfig
 from workers.settings.dataflow import NeededWeights, PlacedTask, place_tasks

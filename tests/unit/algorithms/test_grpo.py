@@ -8,7 +8,7 @@ import torch
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import GRPO
 from workers.algorithms.parts import LossCounts, PolicyLoss, PolicyParts, PPOClip
-from workers.rows.rows import sample_columns, samples_of
+from workers.rows.packed_rows import sample_columns, samples_of
 from workers.settings.algorithms import GRPOConfig
 
 CPU = torch.device("cpu")

@@ -9,13 +9,13 @@ import torch
 import yaml
 
 from asyncflow.errors import ConfigError
-from launcher.config.load import load_config, read_yaml
+from launcher.config.load_config import load_config, read_yaml
 from launcher.config.paths import find_recipe
 from tests.support.two_engines import RIGHT, drawn
 from tq.columns import Column, PackedBatch
-from workers.algorithms.load import load_algorithm
+from workers.algorithms.load_algorithm import load_algorithm
 from workers.algorithms.parts import DualClip, PolicyLoss, PPOClip, Tokens, policy_parts, response_means
-from workers.rows.rows import sample_columns, samples_of
+from workers.rows.packed_rows import sample_columns, samples_of
 from workers.settings.algorithms import OffPolicyConfig
 from workers.settings.run import RunConfig
 

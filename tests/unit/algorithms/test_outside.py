@@ -12,12 +12,12 @@ import torch
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_batch_sizes
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.plan.scenario import Training
 from tq.columns import Column, PackedBatch
-from workers.algorithms.load import load_algorithm, outside_algorithm
-from workers.rows.rows import sample_columns, samples_of
+from workers.algorithms.load_algorithm import load_algorithm, outside_algorithm
+from workers.rows.packed_rows import sample_columns, samples_of
 from workers.settings.algorithms import GRPOConfig, OutsideConfig
 from workers.settings.dataflow import place_tasks
 from workers.settings.run import RunConfig
@@ -152,7 +152,8 @@ def test_groups_too_small_for_it_are_refused_and_a_plan_knows_that_it_trains_who
 
 def test_the_launcher_imports_no_torch_for_it(code: Path) -> None:
     program = (
-        "import sys; from launcher.config.load import load_config; from launcher.config.paths import find_recipe\n"
+        "import sys; from launcher.config.load_config import load_config\n"
+        "from launcher.config.paths import find_recipe\n"
         f"config = load_config(find_recipe('quickstart'), overrides=[{NAMED!r}, 'code_directory={code}'])\n"
         "assert config.algorithm.model_dump()['tau_negative'] == 1.05\n"
         "assert 'torch' not in sys.modules and 'custom_algorithm' not in sys.modules\n"

@@ -7,7 +7,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from workers.algorithms.load import load_algorithm
+from workers.algorithms.load_algorithm import load_algorithm
 from workers.algorithms.parts import (
     BinaryDivergence,
     DualClip,

@@ -9,9 +9,9 @@ from pydantic import TypeAdapter
 
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import PPO, Algorithm
-from workers.algorithms.load import load_algorithm
+from workers.algorithms.load_algorithm import load_algorithm
 from workers.algorithms.parts import LossCounts
-from workers.rows.rows import samples_of
+from workers.rows.packed_rows import samples_of
 from workers.settings.algorithms import AlgorithmConfig, DAPOConfig
 from workers.settings.rollout import RolloutConfig
 

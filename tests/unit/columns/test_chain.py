@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from asyncflow.timeline import NoTimeline
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tq.columns import Column, PackedBatch
-from workers.rows.rows import responses_of
+from workers.rows.packed_rows import responses_of
 from workers.settings.engines import TrainingConfig
 from workers.tasks import chain
 from workers.tasks.chain import TaskChain, open_task

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.timeline import NoTimeline
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from weightsync.version import Version
 from workers.engines.sim.engine import SimFrozenModel

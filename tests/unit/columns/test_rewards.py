@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from asyncflow.errors import UserCodeFailed
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tq.columns import Column, PackedBatch
 from workers.data.tokenizer import load_tokenizer
-from workers.rows.rows import sample_columns
+from workers.rows.packed_rows import sample_columns
 from workers.settings.run import RunConfig
 from workers.tasks.column_tasks import Rewards
 

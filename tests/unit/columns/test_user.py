@@ -12,7 +12,7 @@ import torch
 from asyncflow.errors import ConfigError, UserCodeFailed
 from tq.columns import Column, PackedBatch
 from workers.data.tokenizer import TextDecoder
-from workers.rows.rows import sample_columns
+from workers.rows.packed_rows import sample_columns
 from workers.settings.tasks import UserTaskConfig
 from workers.tasks.chain import UserTask
 from workers.tasks.row import TaskRow

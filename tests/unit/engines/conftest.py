@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from asyncflow.testing.generating import one_thread as one_thread
 from asyncflow.testing.training import save_tiny_model
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 
 sys.path.append(str(Path(__file__).parent))  # tests import `test_trainer` by name; behind other conftests
 

@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from asyncflow.timeline import NoTimeline
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tests.support.training_role import CountingRole
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import PPO, Moments
-from workers.algorithms.load import load_algorithm
+from workers.algorithms.load_algorithm import load_algorithm
 from workers.algorithms.parts import LossCounts
 from workers.engines.base import TrainEngine, ValueEngine
-from workers.engines.load import load_train_engine, load_value_engine
+from workers.engines.load_engine import load_train_engine, load_value_engine
 from workers.records.step_record import StepRecord
-from workers.rows.rows import Sequences, sample_columns, samples_of, sequences_of
+from workers.rows.packed_rows import Sequences, sample_columns, samples_of, sequences_of
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
-from workers.trainer.trainer import Trainer, critic_learner, policy_learner
+from workers.trainer.step_trainer import Trainer, critic_learner, policy_learner
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from workers.engines.device_memory import LOGITS_TILE, ModelSizes, fsdp_memory, megatron_memory, memory_of_roles
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
 from workers.settings.run import RunConfig
 

@@ -20,7 +20,7 @@ from workers.engines.fsdp.sharding import FsdpEngine, mixed_precision
 from workers.engines.hf.model import DTYPES, decoder_layers
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs, response_logits
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
 
 pytestmark = pytest.mark.usefixtures("single_rank")

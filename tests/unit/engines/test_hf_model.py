@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from asyncflow.errors import ConfigError
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from workers.engines.fsdp.sharding import FsdpEngine, FsdpFrozenModel, FsdpValueEngine
 from workers.engines.hf.frozen import FrozenModel

@@ -22,7 +22,7 @@ from workers.engines.packed_forward import (
     note_entropy_gradient,
     response_log_probs,
 )
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 
 A, D, V = 21, 16, 150
 TEMPERATURE = 0.7

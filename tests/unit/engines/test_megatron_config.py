@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_megatron
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from workers.rank.peers import ReplicaPlace
 from workers.settings.engines import ActorConfig

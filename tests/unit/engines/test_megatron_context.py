@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from workers.engines.megatron.context import TokenShare
+from workers.engines.megatron.megatron_context import TokenShare
 from workers.engines.packed_forward import ALONE, PackedInputs
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 
 CPU = torch.device("cpu")
 PROMPT = torch.tensor([3, 4, 5, 6, 7, 8])

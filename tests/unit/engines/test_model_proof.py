@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from workers.engines import model_proof
 from workers.engines.hf.frozen import FrozenModel
 from workers.engines.model_proof import GENERATES, SCORES, prove_model, saved_names
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.run import ModelConfig
 
 SIZES = {

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from workers.engines.openai.server import pauses
+from workers.engines.openai.openai_server import pauses
 from workers.settings.openai import OpenAIConfig
 
 

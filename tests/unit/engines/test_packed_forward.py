@@ -12,7 +12,7 @@ from asyncflow.errors import ConfigError
 from workers.engines.hf.frozen import FrozenModel
 from workers.engines.packed_attention import PACKED_ATTENTION, packed_attention
 from workers.engines.packed_forward import PackedInputs, PackedLayout, response_log_probs
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.run import ModelConfig
 
 CPU = torch.device("cpu")

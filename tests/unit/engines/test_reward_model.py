@@ -20,7 +20,7 @@ from transformers import (
 
 from asyncflow.errors import BadRequest, ConfigError
 from workers.engines.hf.frozen import RewardModel
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 
 CPU = torch.device("cpu")
 CLASSES: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from workers.engines.base import longest_call
 

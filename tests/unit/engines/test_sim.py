@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from workers.engines.base import GenerateRequest
-from workers.engines.sim.decoding import Decoding, SimLengths
+from workers.engines.sim.decode_times import Decoding, SimLengths
 from workers.engines.sim.engine import SimGenerateEngine, sim_shapes
 from workers.settings.sim import SimConfig
 

@@ -22,7 +22,7 @@ from tests.support.chat_templates import TEMPLATES, tokenizer
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.hf.engine import HfEngine
-from workers.engines.sim.decoding import SimLengths
+from workers.engines.sim.decode_times import SimLengths
 from workers.engines.sim.engine import SimGenerateEngine
 from workers.engines.stop_strings import Stopped, StopStrings, StopTokenizer
 from workers.engines.vllm.engine import VllmEngine

@@ -11,21 +11,21 @@ import torch
 
 from asyncflow.errors import TrainingDiverged
 from asyncflow.timeline import NoTimeline
-from launcher.config.load import load_config
+from launcher.config.key_reference import all_keys
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
-from launcher.config.reference import all_keys
 from tests.support.training_role import CountingRole
 from tq.columns import Column, PackedBatch
-from workers.algorithms.load import load_algorithm
+from workers.algorithms.load_algorithm import load_algorithm
 from workers.algorithms.parts import LossCounts
 from workers.engines.base import StepStats, TrainEngine
-from workers.engines.load import load_train_engine
+from workers.engines.load_engine import load_train_engine
 from workers.rows.micro_batches import MiniBatchAssigner
-from workers.rows.rows import Sequences, sample_columns, samples_of, sequences_of
+from workers.rows.packed_rows import Sequences, sample_columns, samples_of, sequences_of
 from workers.settings.dataflow import SAMPLE_COLUMNS
 from workers.settings.run import RunConfig
 from workers.tasks.chain import TaskChain
-from workers.trainer.trainer import Trainer, open_loader, policy_learner
+from workers.trainer.step_trainer import Trainer, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
 
 pytestmark = pytest.mark.usefixtures("single_rank")
@@ -245,7 +245,7 @@ def test_a_trainer_waits_for_producers_as_long_as_a_start_may_take(
 ) -> None:
     """A generating engine that loads slowly connects late."""
     config = configure("launcher.start_timeout_s=123")
-    monkeypatch.setattr("workers.trainer.trainer.StreamingDataLoader", lambda *_, **settings: settings)
+    monkeypatch.setattr("workers.trainer.step_trainer.StreamingDataLoader", lambda *_, **settings: settings)
     context: Any = SimpleNamespace(config=config, start_step=2, job=SimpleNamespace(last_step=9))
     task: Any = SimpleNamespace(name="train", inputs=())
     settings: Any = open_loader(context, cast(Any, None), task, getattr(config, section), rank=0, num_ranks=1)

@@ -13,8 +13,8 @@ from tq.columns import Column, PackedBatch
 from workers.algorithms.parts import MicroLoss
 from workers.engines.base import TrainEngine
 from workers.engines.fsdp.sharding import FsdpEngine
-from workers.engines.load import load_frozen_model, load_train_engine
-from workers.rows.rows import sequences_of
+from workers.engines.load_engine import load_frozen_model, load_train_engine
+from workers.rows.packed_rows import sequences_of
 from workers.settings.run import RunConfig
 from workers.tasks.graph import graph_of
 

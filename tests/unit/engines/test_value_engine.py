@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from asyncflow.errors import ConfigError
 from workers.engines.fsdp.sharding import FsdpValueEngine
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, CriticConfig
 
 pytestmark = pytest.mark.usefixtures("single_rank")

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workers.engines.vllm.process import socket_directory, tied_children
+from workers.engines.vllm.vllm_process import socket_directory, tied_children
 
 HOLDER = """
 import multiprocessing, sys, time
-from workers.engines.vllm.process import tied_children
+from workers.engines.vllm.vllm_process import tied_children
 
 with tied_children():
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))

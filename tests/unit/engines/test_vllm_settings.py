@@ -15,7 +15,7 @@ from asyncflow.errors import ConfigError
 from weightsync.plan import Need
 from workers.engines.vllm.engine import VllmEngine
 from workers.engines.vllm.mailbox import Letter, MailboxReader, WeightMailbox
-from workers.engines.vllm.process import engine_arguments, plan_log_probs, process_variables
+from workers.engines.vllm.vllm_process import engine_arguments, plan_log_probs, process_variables
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig

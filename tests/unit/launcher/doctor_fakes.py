@@ -8,8 +8,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from launcher.doctor.child import Check
-from launcher.doctor.messages import Finding, Needs
+from launcher.doctor.doctor_child import Check
+from launcher.doctor.findings import Finding, Needs
 
 PLACE = "ASYNCFLOW_TEST_PLACE"
 """Environment variable: a directory where checks leave word of what they do."""

@@ -13,7 +13,7 @@ from typing import Any
 from asyncflow.run_files import CheckpointMeta, FileEntry, describe
 from launcher.verify.records import Prompts, Readers
 from tq.refill import Refill, RemovalCause
-from workers.admission.state import AdmissionState
+from workers.admission.admission_state import AdmissionState
 from workers.records.ledger_file import Ledger
 from workers.settings.run import RunConfig
 from workers.settings.schedule import ScheduleConfig

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.plan.cost_model import CostModel
-from launcher.plan.report import open_planner
+from launcher.plan.plan_report import open_planner
 from launcher.plan.scenario import Work
 from workers.settings.run import RunConfig
 

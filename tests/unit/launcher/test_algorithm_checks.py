@@ -8,13 +8,13 @@ import torch
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_run, settings_without_effect
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.request.dry_run import describe
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import PPO
-from workers.algorithms.load import load_algorithm
-from workers.rows.rows import sample_columns, samples_of
+from workers.algorithms.load_algorithm import load_algorithm
+from workers.rows.packed_rows import sample_columns, samples_of
 from workers.settings.run import RunConfig
 
 GSPO = ("algorithm={name: gspo}", "algorithm.off_policy.method=none")

@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from conftest import MODEL_CONFIG
 
 from launcher.cli.launch import launch
-from launcher.config.load import load_config
-from launcher.doctor.child import resolve
-from launcher.doctor.messages import Order
+from launcher.config.load_config import load_config
+from launcher.doctor.doctor_child import resolve
+from launcher.doctor.findings import Order
 from workers.settings.algorithms import CISPOConfig
 
 WriteConfig = Callable[..., Path]
@@ -75,7 +75,7 @@ def make_checkpoint(run_dir: Path, step: int, *, fingerprint: str, data: str) ->
 
 def make_run(run_dir: Path, source: Path, step: int) -> Path:
     """A stopped run of `source` with one checkpoint, and what its steps trained."""
-    from launcher.config.load import load_config
+    from launcher.config.load_config import load_config
     from launcher.run.rundir import create_run_dir
     from workers.data.model_files import model_fingerprint
     from workers.data.prompt_rows import data_hash

@@ -10,7 +10,7 @@ from asyncflow.errors import ConfigError
 from launcher.checks.placement import Devices
 from launcher.checks.preflight import check_run
 from launcher.cli.launch import launch
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.nodes.options import NodePlace
 from launcher.request.request import Request
 from launcher.run.rundir import create_run_dir, discard_run_dir

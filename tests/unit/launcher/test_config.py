@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe, packaged_recipes
 from workers.settings.run import RunConfig
 from workers.settings.schedule import Fill, ScheduleConfig

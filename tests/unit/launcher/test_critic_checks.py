@@ -6,7 +6,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import Preflight, check_run
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 
 

@@ -6,7 +6,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.checks.models import check_broadcast
 from launcher.checks.placement import Devices, find_devices
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from workers.settings.run import RunConfig
 
 

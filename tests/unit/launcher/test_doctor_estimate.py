@@ -9,9 +9,9 @@ import pytest
 from asyncflow.job import GangSpec
 from launcher.checks.placement import Devices, place_gangs
 from launcher.checks.preflight import Preflight, check_run
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
-from launcher.doctor.child import resolve
+from launcher.doctor.doctor_child import resolve
 from launcher.doctor.estimate import (
     channels_of,
     checkpoint_bytes,
@@ -23,7 +23,7 @@ from launcher.doctor.estimate import (
     queue_bytes,
     threads,
 )
-from launcher.doctor.messages import Order
+from launcher.doctor.findings import Order
 from launcher.request.request import Accepted, Request
 
 WriteConfig = Callable[..., Path]

@@ -19,7 +19,7 @@ from launcher.doctor.disk import (
     memory_allowance,
     process_allowance,
 )
-from launcher.doctor.messages import Finding, Level, Needs
+from launcher.doctor.findings import Finding, Level, Needs
 from launcher.doctor.network import PortFacts, judge_ports, parse_ranges, read_ports
 
 ANY = Needs("/runs/one")

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.doctor.devices import GroupFacts, judge_groups, try_groups
 from launcher.doctor.disk import Mount, SharingFacts, hidepid, judge_sharing
-from launcher.doctor.messages import Finding, Level, Needs
+from launcher.doctor.findings import Finding, Level, Needs
 from launcher.doctor.network import Interface, NetworkFacts, chosen, find_interfaces, judge_network, try_network
 
 ANY = Needs("/runs/one")
@@ -152,7 +152,7 @@ def test_how_proc_is_mounted(options: str, expected: str) -> None:
 def test_another_process_maps_memory_of_this_one() -> None:
     """In a process with one thread, as the doctor's is: what forks with several may hang."""
     script = (
-        "import json; from launcher.doctor.disk import try_sharing; from launcher.doctor.messages import Needs;"
+        "import json; from launcher.doctor.disk import try_sharing; from launcher.doctor.findings import Needs;"
         "facts = try_sharing(Needs('/runs'));"
         "print(json.dumps([facts.own_error, facts.peer_error, facts.arena_bytes > 0]))"
     )

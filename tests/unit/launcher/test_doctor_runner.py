@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.checks import model_proof
-from launcher.doctor.child import Check
-from launcher.doctor.messages import RESOLVE, Answer, Finding, Level, Needs, Order, decode_answer, decode_order, encode
+from launcher.checks import proof_cache as model_proof
+from launcher.doctor.doctor_child import Check
+from launcher.doctor.findings import RESOLVE, Answer, Finding, Level, Needs, Order, decode_answer, decode_order, encode
 from launcher.doctor.runner import examine
 
 HERE = Path(__file__).parent
@@ -128,7 +128,7 @@ def test_a_process_that_cannot_start_is_a_finding_not_a_wait(monkeypatch: pytest
     first, second = examine(FAKES, [FINE])
     assert first.check == second.check == RESOLVE
     assert first.text == "the checking process ended with code 1"
-    assert "-m launcher.doctor.child" in first.remedy
+    assert "-m launcher.doctor.doctor_child" in first.remedy
 
 
 def test_messages_survive_the_way() -> None:

@@ -11,9 +11,9 @@ import pytest
 from asyncflow.errors import size_text
 from asyncflow.extras import pip_line
 from launcher.doctor import software
-from launcher.doctor.child import CHECKS
 from launcher.doctor.devices import AcceleratorFacts, Device, judge_devices, try_devices
-from launcher.doctor.messages import Finding, Level, Needs, as_json, failed, reason, summary
+from launcher.doctor.doctor_child import CHECKS
+from launcher.doctor.findings import Finding, Level, Needs, as_json, failed, reason, summary
 from launcher.doctor.network import BackendFacts, judge_backend, try_backend
 from launcher.doctor.software import (
     EngineFacts,

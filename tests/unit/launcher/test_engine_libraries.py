@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.checks.models import check_libraries
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 
 
 @pytest.mark.parametrize(

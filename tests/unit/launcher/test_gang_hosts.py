@@ -3,8 +3,8 @@
 import signal
 
 from asyncflow.job import GangSpec
-from launcher.process.events import GangExited
 from launcher.process.gang_hosts import AllHosts, GangParts, KillPart
+from launcher.process.run_events import GangExited
 
 ACTOR = GangSpec("actor", "actor", 0, 6, ("cpu",) * 6, (0, 0, 1, 1, 2, 2))
 KILLED = -signal.SIGKILL

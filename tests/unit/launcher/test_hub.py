@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 from asyncflow.errors import ConfigError
 from launcher.config import hub
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from workers.settings.run import RunConfig
 
 WriteConfig = Callable[..., Path]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from launcher.config.load import _OTHER_NUMBERS, _OTHER_WORDS, _key_hint, _meant_key
-from launcher.config.reference import key_paths
+from launcher.config.key_reference import key_paths
+from launcher.config.load_config import _OTHER_NUMBERS, _OTHER_WORDS, _key_hint, _meant_key
 
 
 def test_other_words_stand_for_keys_that_exist_and_are_no_keys_themselves() -> None:

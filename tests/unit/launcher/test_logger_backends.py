@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.loggers.backends import TABLE, LoggedRun, check_loggers, make_logger
 from launcher.loggers.feed import feeding

@@ -8,7 +8,7 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.job import GangSpec, Node
 from launcher.nodes.membership import DevicesUsed, Membership, needed_devices
-from launcher.nodes.messages import Hello, Ready, Refuse, Welcome
+from launcher.nodes.node_messages import Hello, Ready, Refuse, Welcome
 
 CPU = {node: DevicesUsed("cpu", 0) for node in range(3)}
 READY = Ready("boot", 12.5, 0.1)

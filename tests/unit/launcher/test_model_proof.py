@@ -13,9 +13,9 @@ from conftest import MODEL_CONFIG
 from safetensors.numpy import save_file
 
 from asyncflow.errors import ConfigError
-from launcher.checks import model_proof
-from launcher.checks.model_proof import check_proven, known_verdicts, models_of, question_of, small_config
-from launcher.config.load import load_config
+from launcher.checks import proof_cache as model_proof
+from launcher.checks.proof_cache import check_proven, known_verdicts, models_of, question_of, small_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 
 QWEN = {

@@ -8,7 +8,7 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec, Job
-from launcher.nodes.messages import (
+from launcher.nodes.node_messages import (
     DumpStacks,
     FinishRun,
     FromNode,
@@ -21,7 +21,7 @@ from launcher.nodes.messages import (
     Welcome,
 )
 from launcher.nodes.node_run import SIGHT_TIMEOUT_S, End, NodeFollower
-from launcher.process.events import GangExited, StopRequested
+from launcher.process.run_events import GangExited, StopRequested
 
 DONE = FinishRun(0, "done")
 CLOCK = HostClock.measure()

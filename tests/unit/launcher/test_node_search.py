@@ -10,7 +10,7 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import Job
-from launcher.nodes.messages import FinishRun, Refuse
+from launcher.nodes.node_messages import FinishRun, Refuse
 from launcher.nodes.node_run import RunSearch
 
 OLD = Job("10.0.0.1", 1, "00", 2, (), 0, "", 3, 4.5, HostClock.measure())

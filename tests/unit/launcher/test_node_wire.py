@@ -4,7 +4,17 @@ import msgspec
 import pytest
 
 from asyncflow.errors import TransportError
-from launcher.nodes.messages import Envelope, FromNode, Opener, Order, Ping, Sealer, StopAsked, read_body, read_envelope
+from launcher.nodes.node_messages import (
+    Envelope,
+    FromNode,
+    Opener,
+    Order,
+    Ping,
+    Sealer,
+    StopAsked,
+    read_body,
+    read_envelope,
+)
 
 SECRET = b"secret"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from tq.backends.backend import load_backend
 from tq.config import BackendConfig
@@ -125,7 +125,8 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_an_engine_s_settings_are_checked_without_torch_in_the_launcher(code: Path) -> None:
     named = "'rollout.engine=custom_engine:PlainEngine'"
     program = (
-        "import sys; from launcher.config.load import load_config; from launcher.config.paths import find_recipe\n"
+        "import sys; from launcher.config.load_config import load_config\n"
+        "from launcher.config.paths import find_recipe\n"
         f"config = load_config(find_recipe('quickstart'), overrides=[{named}, 'code_directory={code}'])\n"
         "assert config.rollout.engine_options == {'tokens_per_step': 4}, config.rollout\n"
         "assert 'torch' not in sys.modules and 'custom_engine' not in sys.modules\n"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.checks.placement import Devices, place_gangs
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from workers.settings.run import RunConfig
 
 Configure = Callable[..., RunConfig]

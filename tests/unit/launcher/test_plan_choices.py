@@ -10,7 +10,7 @@ from planned import QWEN_7B, changed, changed_vllm, sim_run
 
 from asyncflow.errors import ConfigError
 from launcher.plan.cost_model import find_device
-from launcher.plan.report import model_sizes, open_planner
+from launcher.plan.plan_report import model_sizes, open_planner
 from launcher.plan.search import _Candidate, _next, batch_sizes, check_launchable, layouts, schedules, splits
 from workers.settings.algorithms import PPOConfig
 from workers.settings.run import RunConfig

@@ -8,10 +8,10 @@ import pytest
 from planned import QWEN_7B, changed, changed_vllm, cost_model, train_work
 
 from asyncflow.errors import ConfigError
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.plan.cost_model import find_device, parameters_of
-from launcher.plan.report import open_planner
+from launcher.plan.plan_report import open_planner
 from launcher.plan.scenario import Latency
 from workers.settings.algorithms import PPOConfig
 from workers.settings.rewards import RewardModelConfig

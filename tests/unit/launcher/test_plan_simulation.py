@@ -16,8 +16,8 @@ from launcher.plan.world import Simulated, simulate
 from tq import policies as task_spec
 from tq.policies import Fifo, Item, Offer, StepSpec, choose
 from weightsync.agent.swap_turns import SwapTurns
-from workers.admission.state import AdmissionState
-from workers.engines.sim.decoding import Decoding
+from workers.admission.admission_state import AdmissionState
+from workers.engines.sim.decode_times import Decoding
 from workers.rows import micro_batches
 from workers.rows.micro_batches import MiniBatchAssigner
 from workers.settings.dataflow import PlacedTask, Task, place_tasks

@@ -12,10 +12,10 @@ from planned import QWEN_7B, changed, sim_run
 
 from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.plan.cost_model import device_of, find_device
-from launcher.plan.report import auto_plan, open_planner, plan_json, plan_text, recorded_lengths
+from launcher.plan.plan_report import auto_plan, open_planner, plan_json, plan_text, recorded_lengths
 from launcher.plan.scenario import Turns
 from launcher.plan.world import simulate
 from workers.settings.algorithms import PPOConfig

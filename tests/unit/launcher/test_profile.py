@@ -14,10 +14,11 @@ from planned import qwen_run
 
 from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.doctor.device_ranks import exchanges
 from launcher.plan.cost_model import CostModel, Workload, find_device
+from launcher.plan.plan_report import auto_plan, model_sizes, open_planner
 from launcher.plan.profile import (
     DECODE,
     EXCHANGED,
@@ -30,7 +31,6 @@ from launcher.plan.profile import (
     Profile,
     fit,
 )
-from launcher.plan.report import auto_plan, model_sizes, open_planner
 from launcher.plan.scenario import Turns
 from workers.settings.run import RunConfig
 
@@ -300,7 +300,7 @@ def test_a_profile_is_measured_gone_on_with_and_planned_from(tmp_path: Path) -> 
     profile.write(file)
     planned = CliRunner().invoke(main, ["plan", "quickstart", "--devices", "4", "--profile", str(file), *settings])
     assert "measured: blocks of the model, on cpu" in planned.output
-    torch_free = "import sys, launcher.profile.command; sys.exit('torch' in sys.modules)"
+    torch_free = "import sys, launcher.profile.profile_run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", torch_free], check=False).returncode == 0
     values["device"]["name"] = "cpu, of another machine"
     file.write_text(json.dumps(values))

@@ -1,7 +1,7 @@
 """Which ranks are taken for stuck."""
 
-from launcher.process.events import RankStuck
 from launcher.process.progress import STARTING, Status
+from launcher.process.run_events import RankStuck
 from launcher.run.rank_watch import RankWatch
 
 WORKERS = {"rollout-0": True, "actor": True, "storage-0": False}

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from asyncflow.errors import ConfigError
 from launcher.checks.placement import Devices, place_gangs
 from launcher.checks.preflight import Preflight, check_run
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from launcher.doctor.estimate import memory_parts
 from launcher.request.dry_run import describe

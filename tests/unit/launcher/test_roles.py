@@ -2,7 +2,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_run
-from launcher.config.load import check_roles, load_config, parse_roles
+from launcher.config.load_config import check_roles, load_config, parse_roles
 from launcher.config.paths import find_recipe
 
 

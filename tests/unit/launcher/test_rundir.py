@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.run.rundir import check_new_run_dir, create_run_dir, default_run_dir, held_run_dir
 
 NOW = datetime(2026, 9, 1, 12, 30, 5)

@@ -9,7 +9,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.checks.models import check_reference
 from launcher.checks.placement import Devices, place_gangs
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from workers.engines.device_memory import ModelSizes, memory_of_roles
 from workers.settings.run import RunConfig
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from launcher.cli.commands import main
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.run.rundir import create_run_dir
 
 WriteConfig = Callable[..., Path]

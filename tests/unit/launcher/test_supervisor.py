@@ -3,7 +3,7 @@
 import pytest
 
 from asyncflow.job import GangSpec
-from launcher.process.events import (
+from launcher.process.run_events import (
     AllReady,
     Arm,
     DeadlinePassed,

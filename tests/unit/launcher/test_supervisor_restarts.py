@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from asyncflow.job import GangSpec
-from launcher.process.events import (
+from launcher.process.run_events import (
     AllReady,
     Arm,
     AtWork,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_run import Line, MadeRun, fake_readers, make_run
 
 from launcher.verify.records import read_records
-from launcher.verify.report import Report, verify_records
+from launcher.verify.verify_report import Report, verify_records
 
 runs = st.builds(
     make_run,

@@ -12,21 +12,21 @@ import torch.distributed.checkpoint as dcp
 from asyncflow.errors import CheckpointError
 from asyncflow.json_lines import JsonLines
 from asyncflow.run_files import CheckpointMeta
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.verify.records import prompts_of, saved_groups, saved_updates
 from tq.backends.backend import MemoryBackend
 from tq.columns import Column, PackedBatch
 from tq.snapshot import write_manifest
 from tq.unit.block import BlockStore
 from tq.unit.snapshots import SnapshotWriter
-from tq.unit.state import UnitState
+from tq.unit.unit_state import UnitState
 from tq.wire import describe
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.data.tokenizer import tokenizer_files
 from workers.records.ledger import ledger_lines, token_hashes
 from workers.records.ledger_file import Ledger, read_ledger
-from workers.rows.rows import sample_columns
+from workers.rows.packed_rows import sample_columns
 
 WriteConfig = Callable[..., Path]
 

@@ -13,11 +13,11 @@ from made_run import MadeRun, fake_readers, make_run
 from asyncflow.errors import ConfigError
 from launcher.cli.commands import main
 from launcher.verify import records as verify_records
-from launcher.verify import report as verify
+from launcher.verify import verify_report as verify
 from launcher.verify.records import read_records
-from launcher.verify.report import Report
-from launcher.verify.report import verify_records as judge
 from launcher.verify.steps import Check, named
+from launcher.verify.verify_report import Report
+from launcher.verify.verify_report import verify_records as judge
 
 
 def report_of(run_dir: Path, **options: Any) -> Report:

@@ -12,7 +12,7 @@ import torch
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.rewards.base import DrawnResponse, Score, ScoreFunction, as_score
-from workers.rewards.load import check_reward, load_reward
+from workers.rewards.load_reward import check_reward, load_reward
 from workers.rewards.pooled import PooledReward, group_reward, user_reward
 from workers.settings.rewards import RewardConfig
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.rewards.base import Score, ScoreFunction
-from workers.rewards.load import check_reward, load_reward
+from workers.rewards.load_reward import check_reward, load_reward
 from workers.rewards.pooled import LastMatch, PooledReward
 from workers.settings.rewards import RewardConfig
 

@@ -3,7 +3,7 @@
 import pytest
 
 from workers.rewards.base import FailedShare, Score
-from workers.rewards.load import digits_reward, exact_reward
+from workers.rewards.load_reward import digits_reward, exact_reward
 from workers.rewards.math import math_reward
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncflow.errors import UserCodeFailed
-from launcher.config.load import load_config
+from launcher.config.load_config import load_config
 from launcher.config.paths import find_recipe
 from workers.data.tokenizer import load_tokenizer
 from workers.rewards.base import Score

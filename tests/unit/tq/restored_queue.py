@@ -34,10 +34,10 @@ from tq.policies import StepSpec
 from tq.snapshot import write_manifest
 from tq.unit.block import Block, BlockStore
 from tq.unit.snapshots import SnapshotWriter
-from tq.unit.state import UnitState
+from tq.unit.unit_state import UnitState
 from tq.wire import describe
+from workers.admission.admission_state import AdmissionState, AdmittedGroup
 from workers.admission.admitter import KeepRule, PromptAdmitter, SavedRows
-from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.settings.schedule import ScheduleConfig
 
 FIRST = frozenset({"prompts"})

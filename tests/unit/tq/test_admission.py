@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import NothingToLearn, TooManyFailures
 from tq.refill import RemovalCause
-from workers.admission.state import AdmissionState, AdmittedGroup
+from workers.admission.admission_state import AdmissionState, AdmittedGroup
 from workers.settings.rollout import RolloutConfig
 from workers.settings.schedule import Fill, ScheduleConfig, ScheduleMode
 

@@ -19,7 +19,7 @@ from tq.messages import (
     RowsAccepted,
     UnitAccepted,
 )
-from tq.unit.state import UnitState
+from tq.unit.unit_state import UnitState
 
 World = Callable[..., Any]
 REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}))

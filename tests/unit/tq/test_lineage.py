@@ -11,7 +11,7 @@ from tq import TaskSpec
 from tq.control.state import Recovering
 from tq.messages import Held, LeaseGrant, PublishVersion
 from tq.refill import first_token
-from tq.unit.state import UnitState
+from tq.unit.unit_state import UnitState
 
 World = Callable[..., Any]
 ROLLOUT = TaskSpec("rollout", frozenset({"x"}), frozenset({"y"}), max_staleness=1)

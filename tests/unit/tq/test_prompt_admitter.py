@@ -14,8 +14,8 @@ from tq.control.controller import AdmissionPlace
 from tq.control.events import GroupRemoved, Lost
 from tq.refill import AdmissionMark, RemovalCause
 from tq.snapshot import SnapshotChunk
+from workers.admission.admission_state import AdmissionState, AdmittedGroup
 from workers.admission.admitter import PromptAdmitter, prompt_admission
-from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.data.feed_file import Fed
 from workers.settings.schedule import Fill, ScheduleConfig
 

@@ -12,10 +12,10 @@ from tq.backends.backend import MemoryBackend
 from tq.snapshot import SnapshotChunk, write_manifest
 from tq.unit.block import BlockStore
 from tq.unit.snapshots import SnapshotWriter
-from tq.unit.state import UnitState
+from tq.unit.unit_state import UnitState
 from tq.wire import describe
+from workers.admission.admission_state import AdmittedGroup
 from workers.admission.admitter import KeepRule, Kept, SavedRow, SavedRows
-from workers.admission.state import AdmittedGroup
 
 PROMPT = frozenset({"prompts"})
 RESPONSE = frozenset({"responses", "versions"})

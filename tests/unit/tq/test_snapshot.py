@@ -14,7 +14,7 @@ from tq.snapshot import MANIFEST, SnapshotChunk, read_manifest, read_snapshot, w
 from tq.unit import snapshots
 from tq.unit.block import BlockStore
 from tq.unit.snapshots import SnapshotWriter
-from tq.unit.state import Cut, UnitState
+from tq.unit.unit_state import Cut, UnitState
 from tq.wire import describe
 
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

@@ -10,7 +10,7 @@ from tq.control.row_table import Losses
 from tq.control.rows import RowSet
 from tq.messages import RowRecords
 from tq.refill import AdmissionMark, Refill, RemovalCause
-from workers.admission.state import AdmissionState
+from workers.admission.admission_state import AdmissionState
 from workers.settings.schedule import ScheduleConfig
 
 SCHEDULE = ScheduleConfig(rollout_batch_size=64, n_samples_per_prompt=2)

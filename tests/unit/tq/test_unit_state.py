@@ -12,7 +12,7 @@ from tq.backends.backend import FileBackend, MemoryBackend
 from tq.messages import RemovalReason, RowRecords, RowsRemoved
 from tq.refill import RemovalCause
 from tq.unit.block import Block, BlockStore
-from tq.unit.state import Repeated, UnitState, list_rows, take_inventory
+from tq.unit.unit_state import Repeated, UnitState, list_rows, take_inventory
 from tq.wire import describe, unpack
 
 BIG = 2**15

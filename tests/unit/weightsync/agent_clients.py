@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weightsync.agent.state import Pull
+from weightsync.agent.agent_state import Pull
 from weightsync.messages import Repair
 from weightsync.plan import Bucket, TransferPlan
 from weightsync.version import Version

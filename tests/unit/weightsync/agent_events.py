@@ -2,7 +2,7 @@
 
 from agent_clients import plan_of
 
-from weightsync.agent.state import AgentState, Answer, Grant, Instruction, Offer, Pull
+from weightsync.agent.agent_state import AgentState, Answer, Grant, Instruction, Offer, Pull
 from weightsync.messages import Done, Held
 from weightsync.plan import TransferPlan
 from weightsync.version import Version

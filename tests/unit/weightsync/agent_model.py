@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from agent_clients import NUM_SENDERS, PLANS, Call, Memory, Peer, Rank, Receiver, Session, Touch, checksum_of, plan_for
 
-from weightsync.agent.state import AgentState, Answer, Grant, Instruction, LacksPlan, Offer, Pull, Refuse, Renew
+from weightsync.agent.agent_state import AgentState, Answer, Grant, Instruction, LacksPlan, Offer, Pull, Refuse, Renew
 from weightsync.messages import Done, Held, PeerHas, Repair, SwapTurn, Unneeded
 from weightsync.plan import TransferPlan
 from weightsync.version import Version

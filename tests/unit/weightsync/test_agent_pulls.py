@@ -2,7 +2,7 @@
 
 from agent_events import DONE, PLAN, V0, V1, V2, V3, agent, grant, held, pull, seal, take, write
 
-from weightsync.agent.state import AgentState, Answer, LacksPlan, Renew
+from weightsync.agent.agent_state import AgentState, Answer, LacksPlan, Renew
 from weightsync.messages import PeerHas, Unneeded
 from weightsync.version import Version
 

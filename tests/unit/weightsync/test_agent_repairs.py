@@ -2,7 +2,7 @@
 
 from agent_events import DONE, PLAN, V1, V2, V3, agent, grant, held, offer, pull, seal, take, write
 
-from weightsync.agent.state import AgentState, Answer, Grant, Refuse, Renew
+from weightsync.agent.agent_state import AgentState, Answer, Grant, Refuse, Renew
 from weightsync.messages import Done, Repair
 
 

@@ -3,7 +3,7 @@
 import pytest
 from agent_events import ALONE, DONE, PLAN, V0, V1, V2, V3, agent, grant, held, offer, pull, seal, take, write
 
-from weightsync.agent.state import Answer, Grant, Refuse, Renew
+from weightsync.agent.agent_state import Answer, Grant, Refuse, Renew
 from weightsync.messages import Held, NoRoom, SwapTurn, Unneeded
 from weightsync.version import Version
 

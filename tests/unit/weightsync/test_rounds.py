@@ -1,6 +1,6 @@
 """Who takes part in a broadcast: all that are ready, in one group for as long as nothing changes."""
 
-from weightsync.agent.service import Rounds
+from weightsync.agent.agent_service import Rounds
 from weightsync.messages import Transfer
 from weightsync.version import Version
 

@@ -3,7 +3,7 @@
 import pytest
 from agent_clients import plan_of
 
-from weightsync.agent.state import Slot, Slots
+from weightsync.agent.agent_state import Slot, Slots
 from weightsync.version import Version
 
 PLAN = plan_of([0, 1])

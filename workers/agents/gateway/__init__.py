@@ -7,6 +7,6 @@ responses          /v1/responses
 Fields             a request's fields: unknown ones are refused by name
 """
 
-from workers.agents.gateway.server import Gateway
+from workers.agents.gateway.http_server import Gateway
 
 __all__ = ["Gateway"]

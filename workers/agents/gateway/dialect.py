@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from workers.agents.attempt import ChatRequest, Completion
 from workers.agents.rendering import Message
-from workers.agents.run import ChatRequest, Completion
 
 Body = dict[str, Any]
 

@@ -45,7 +45,7 @@ from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_wei
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, cut, response_log_probs, response_logits
 from workers.engines.shared_model import SharedModel
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig, TrainingConfig
 
 COMPILER = "inductor"

@@ -33,7 +33,7 @@ from workers.engines.hf.model import (
 from workers.engines.hf.weights import HfWeights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import TrainingConfig
 from workers.settings.run import ModelConfig
 

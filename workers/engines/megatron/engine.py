@@ -40,12 +40,18 @@ from workers.engines.base import (
     decays,
 )
 from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
-from workers.engines.megatron.context import TokenShare
-from workers.engines.megatron.model import MegatronParts, build_megatron, build_network, join_groups, prepare_megatron
+from workers.engines.megatron.megatron_context import TokenShare
+from workers.engines.megatron.megatron_model import (
+    MegatronParts,
+    build_megatron,
+    build_network,
+    join_groups,
+    prepare_megatron,
+)
 from workers.engines.megatron.names import FlatBox, flat_boxes, hf_weight_names, megatron_shards
 from workers.engines.packed_forward import HeadRequest, PackedInputs, cut, head_log_probs, note_entropy_gradient
 from workers.engines.shared_model import SharedModel
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
 from workers.settings.megatron import DenseModel
 

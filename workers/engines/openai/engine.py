@@ -18,7 +18,7 @@ from workers.data.model_files import eos_token_ids, max_positions
 from workers.engines.base import EngineSetup, GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.hf.weights import copy_without_weights, write_weights
-from workers.engines.openai.server import Completion, OpenAIServer, ServedWeights, open_updates, pauses
+from workers.engines.openai.openai_server import Completion, OpenAIServer, ServedWeights, open_updates, pauses
 from workers.engines.response_tasks import ResponseTasks
 from workers.engines.stop_strings import StopStrings
 from workers.settings.openai import OpenAIConfig, read_api_key

@@ -25,8 +25,8 @@ from asyncflow.errors import BadRequest
 from weightsync.plan import Box, Need
 from workers.engines.base import EngineSetup, GenerateRequest, Generation, LocalShard, LossFunction, StepStats
 from workers.engines.hf.weights import SavedTensors
-from workers.engines.sim.decoding import Decoding, SimLengths
-from workers.rows.rows import Sequences
+from workers.engines.sim.decode_times import Decoding, SimLengths
+from workers.rows.packed_rows import Sequences
 from workers.settings.sim import SimConfig
 
 _TOKEN = 2

@@ -21,7 +21,7 @@ from workers.engines.base import EngineSetup, GenerateRequest, Generation, check
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.response_tasks import ResponseTasks
 from workers.engines.vllm.mailbox import WeightMailbox
-from workers.engines.vllm.process import VllmProcess, engine_arguments, max_length, plan_log_probs
+from workers.engines.vllm.vllm_process import VllmProcess, engine_arguments, max_length, plan_log_probs
 from workers.settings.rollout import SamplingConfig
 from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig

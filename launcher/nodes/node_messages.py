@@ -17,7 +17,7 @@ missing one.
 
 from typing import TYPE_CHECKING
 
-from launcher.process.events import GangExited, StopRequested
+from launcher.process.run_events import GangExited, StopRequested
 
 if TYPE_CHECKING:
     pass

@@ -26,7 +26,7 @@ from asyncflow.process import ServiceThreads
 from asyncflow.transport.frame import Limits, Payload
 from asyncflow.transport.meeting import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Connection, Session
-from weightsync.agent.state import (
+from weightsync.agent.agent_state import (
     AgentState,
     Answer,
     Grant,

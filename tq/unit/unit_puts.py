@@ -36,7 +36,7 @@ from tq.timers import Timer
 from tq.unit.block import Block, BlockStore
 from tq.unit.controller_link import ControllerLinks, Outcome, Told, when_all
 from tq.unit.row_journal import RowJournal
-from tq.unit.state import Cut, Repeated, UnitState
+from tq.unit.unit_state import Cut, Repeated, UnitState
 from tq.wire import enclose
 
 _PARKED_EXTRA_S = 5.0  # grace for a controller's refusal after a parked put's deadline (s)

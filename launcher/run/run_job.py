@@ -24,7 +24,10 @@ from launcher.checks.placement import HEAD
 from launcher.loggers.feed import feeding
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.process import fork_server
-from launcher.process.events import (
+from launcher.process.gang_hosts import LocalGangs
+from launcher.process.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
+from launcher.process.progress import Progress, Status, final_lines, print_line
+from launcher.process.run_events import (
     FAILED,
     AllReady,
     Arm,
@@ -46,9 +49,6 @@ from launcher.process.events import (
     StopRequested,
     Timer,
 )
-from launcher.process.gang_hosts import LocalGangs
-from launcher.process.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
-from launcher.process.progress import Progress, Status, final_lines, print_line
 from launcher.process.worker_entry import ENTRYPOINT
 from launcher.run.rank_watch import RankWatch
 from launcher.run.restore import restore_run

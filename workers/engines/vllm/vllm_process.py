@@ -27,7 +27,7 @@ from workers.settings.run import ModelConfig
 from workers.settings.vllm import VllmConfig
 
 # Imported by vLLM in each of its worker processes.
-WORKER_EXTENSION = "workers.engines.vllm.worker.AsyncFlowWorker"
+WORKER_EXTENSION = "workers.engines.vllm.vllm_worker.AsyncFlowWorker"
 _GB = 10**9
 _CPU_CACHE_GB = 1.0
 _LONGEST_SOCKET = 107  # bytes in the name of a Unix socket

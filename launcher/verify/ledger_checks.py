@@ -16,7 +16,7 @@ from asyncflow.json_lines import Lines
 from launcher.verify.records import RunRecords
 from launcher.verify.steps import Check, CompleteSteps, named
 from tq.refill import AdmissionMark, Refill
-from workers.admission.state import AdmissionState
+from workers.admission.admission_state import AdmissionState
 from workers.records.ledger_file import FilteredLine, ReplacedLine, TrainedLine
 
 _HASH = re.compile(r"[0-9a-f]{16}")

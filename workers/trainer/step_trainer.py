@@ -23,7 +23,7 @@ from tq.client.dataloader import Replica, StreamingDataLoader
 from tq.client.queue_client import QueueClient
 from tq.columns import PackedBatch
 from workers.algorithms.algorithm import PPO, Moments
-from workers.algorithms.load import load_algorithm
+from workers.algorithms.load_algorithm import load_algorithm
 from workers.algorithms.parts import MicroLoss
 from workers.engines.base import TrainedEngine, TrainEngine, ValueEngine
 from workers.rank.context import WorkerContext
@@ -31,7 +31,7 @@ from workers.rank.peers import gather, max_over_ranks, sum_over_ranks
 from workers.records.log_prob_gap import Comparison, MoveProbe
 from workers.records.step_record import Model, StepRecord
 from workers.records.step_totals import UpdateTotals
-from workers.rows.rows import micro_batches, samples_of, sequences_of
+from workers.rows.packed_rows import micro_batches, samples_of, sequences_of
 from workers.settings.dataflow import PlacedTask
 from workers.settings.engines import ActorConfig, TrainingConfig
 from workers.settings.run import RunConfig

@@ -19,7 +19,7 @@ from launcher.plan.search import Objective, Plan, Planner
 from launcher.timeline.gantt_chart import GanttChart, gantt_html
 from workers.data.model_files import check_trainable, read_model_config
 from workers.engines.device_memory import ModelSizes
-from workers.engines.sim.decoding import SimLengths
+from workers.engines.sim.decode_times import SimLengths
 from workers.settings.run import RunConfig
 
 

@@ -12,7 +12,7 @@ from asyncflow.settings import own_settings
 from tq.columns import Column, PackedBatch
 from workers.algorithms.algorithm import Algorithm
 from workers.calls.user_function import load_class
-from workers.rows.rows import sample_columns
+from workers.rows.packed_rows import sample_columns
 from workers.settings.algorithms import NAMES, AlgorithmConfig, KlLossConfig, OutsideConfig, PolicyConfig
 from workers.settings.dataflow import ACTOR_TRAIN, ADVANTAGES, DRAWN_COLUMNS, Task
 

@@ -1,4 +1,4 @@
-"""The checking process: `python -m launcher.doctor.child DESCRIPTOR PARENT`, order on stdin, answers to DESCRIPTOR.
+"""The checking process: `python -m launcher.doctor.doctor_child DESCRIPTOR PARENT`; order on stdin, answers to it.
 
 Its own output is discarded, since libraries print. It may be killed at any time, and leaves nothing but what SIGTERM
 lets it remove. Only `launcher.doctor.runner` starts it.
@@ -19,7 +19,7 @@ from asyncflow.errors import ConfigError, size_text
 from asyncflow.process import die_with_parent
 from launcher.doctor import devices, disk, network, software
 from launcher.doctor import disk as host
-from launcher.doctor.messages import RESOLVE, Answer, Finding, Needs, Order, decode_order, encode, reason
+from launcher.doctor.findings import RESOLVE, Answer, Finding, Needs, Order, decode_order, encode, reason
 
 Facts = TypeVar("Facts")
 

@@ -117,7 +117,7 @@ class Order:
     overrides: tuple[str, ...] = ()
     run_dir: str | None = None
     num_nodes: int = 1
-    registry: str = "launcher.doctor.child:CHECKS"
+    registry: str = "launcher.doctor.doctor_child:CHECKS"
     checks: tuple[str, ...] = ()
     needs: Needs | None = None
 

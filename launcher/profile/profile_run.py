@@ -13,8 +13,8 @@ from typing import IO
 
 from asyncflow.errors import AsyncFlowError, ConfigError
 from launcher.checks.placement import find_devices
+from launcher.plan.plan_report import model_sizes
 from launcher.plan.profile import Profile
-from launcher.plan.report import model_sizes
 from launcher.process.fork_server import environment
 from workers.settings.run import RunConfig
 
@@ -68,7 +68,7 @@ def profile_run(config: RunConfig, out: Path, *, say: Callable[[str], None]) -> 
 
 @contextlib.contextmanager
 def _child(kind: str, errors: IO[str], config: RunConfig) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-P", "-m", "launcher.profile.child", str(os.getpid()), kind]
+    command = [sys.executable, "-P", "-m", "launcher.profile.measure", str(os.getpid()), kind]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

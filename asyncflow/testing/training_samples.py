@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workers.rows.rows import Sequences
+from workers.rows.packed_rows import Sequences
 from workers.settings.engines import ActorConfig
 
 TEMPERATURE, SCALE, UPDATES = 0.8, 1 / 16, 3

@@ -1,6 +1,6 @@
-"""The measuring process: `python -m launcher.profile.child PARENT DEVICE`, order on stdin, JSON lines on stdout.
+"""The measuring process: `python -m launcher.profile.measure PARENT DEVICE`, order on stdin, JSON lines on stdout.
 
-Models get random weights with which no response ends early. Only `launcher.profile.command` starts this process.
+Models get random weights with which no response ends early. Only `launcher.profile.profile_run` starts this process.
 """
 
 import json
@@ -22,7 +22,7 @@ from torch import Tensor
 from asyncflow.device import open_device
 from asyncflow.process import die_with_parent
 from launcher.doctor.device_check import default_group, rank_devices, started_ranks
-from launcher.doctor.messages import reason
+from launcher.doctor.findings import reason
 from launcher.plan.profile import (
     COLLECTIVES,
     COPY_IN,
@@ -37,8 +37,8 @@ from launcher.plan.profile import (
 )
 from workers.data.model_files import eos_token_ids, read_model_config, weight_files
 from workers.engines.base import GenerateRequest
-from workers.engines.load import load_frozen_model, load_generate_engine, load_train_engine
-from workers.rows.rows import Sequences
+from workers.engines.load_engine import load_frozen_model, load_generate_engine, load_train_engine
+from workers.rows.packed_rows import Sequences
 from workers.settings.run import RunConfig
 
 _DECODED = 5

@@ -24,8 +24,8 @@ from asyncflow.errors import ConfigError
 from asyncflow.run_files import CONFIG_FILE
 from asyncflow.settings import as_advice, description
 from launcher.config.hub import is_hub_name, located_data, located_model, snapshot_of
+from launcher.config.key_reference import key_paths
 from launcher.config.paths import packaged_recipes, user_path
-from launcher.config.reference import key_paths
 from workers.roles.own_classes import resolve
 from workers.settings.algorithms import ALGORITHMS, NAMES, PolicyConfig
 from workers.settings.data import DataConfig, HubPart

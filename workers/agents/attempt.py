@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from asyncflow.errors import AsyncFlowError
-from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
 from workers.agents.rendering import Message, Renderer
+from workers.agents.rollout_errors import BadAgentRequest, ContextLengthExceeded, SessionGone
 from workers.agents.session import DrawnTokens, Session
 from workers.agents.wire import Begin, Done, Drawn, Finished, SampleTokens, Setup
 
@@ -50,7 +50,7 @@ class Sessions(Protocol):
         """Draw one turn in the session of this key.
 
         Raises:
-            SessionGone, ContextLengthExceeded, BadAgentRequest: see `workers.agents.errors`.
+            SessionGone, ContextLengthExceeded, BadAgentRequest: see `workers.agents.rollout_errors`.
         """
 
     def count(self, key: str, request: ChatRequest) -> int:

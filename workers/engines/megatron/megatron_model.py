@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from asyncflow.errors import ConfigError
-from workers.engines.megatron.context import MegatronPackedAttention
+from workers.engines.megatron.megatron_context import MegatronPackedAttention
 from workers.engines.megatron.names import MegatronGeometry
 from workers.settings.engines import ActorConfig
 from workers.settings.megatron import DenseModel, MegatronLayout

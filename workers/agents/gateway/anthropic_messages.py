@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from workers.agents.errors import BadAgentRequest
+from workers.agents.attempt import ChatRequest
 from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
 from workers.agents.gateway.fields import Fields, function_tool, tool_call
 from workers.agents.rendering import Message
-from workers.agents.run import ChatRequest
+from workers.agents.rollout_errors import BadAgentRequest
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 NAMES_ANSWERS = False

@@ -356,7 +356,7 @@ def open_updates(config: OpenAIConfig) -> CallPool:
     """Return the pool that calls `openai.update`, one update at a time.
     Raises ConfigError if the function cannot be imported."""
     pool = CallPool(
-        Entry("workers.engines.openai.server:update", {"name": config.update}),
+        Entry("workers.engines.openai.openai_server:update", {"name": config.update}),
         what=f"openai.update: {config.update}",
         limit="openai.update_timeout_s",
         timeout_s=config.update_timeout_s,

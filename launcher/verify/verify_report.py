@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.verify.ledger import (
+from launcher.verify.ledger_checks import (
     check_admission,
     check_dead_letters,
     check_files,

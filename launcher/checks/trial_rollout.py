@@ -73,7 +73,7 @@ def check_rollout_code(config: RunConfig) -> None:
         "models": {name: served.model_dump() for name, served in own.models.items()},
     }
     pool = CallPool(
-        Entry("workers.agents.preflight:usable", settings), what="rollout", limit="", timeout_s=60.0, concurrency=1
+        Entry("workers.agents.agent_checks:usable", settings), what="rollout", limit="", timeout_s=60.0, concurrency=1
     )
     try:
         pool.until_ready()
@@ -116,7 +116,7 @@ def try_rollout(config: RunConfig, row: PromptRow) -> None:
         "templates": msgspec.to_builtins(config.data.templates),
     }
     about = f"(a trial rollout of {row.where(config.data)}, whose every reply is its ground truth)"
-    entry = Entry("workers.agents.preflight:trial", {"setup": setup})
+    entry = Entry("workers.agents.agent_checks:trial", {"setup": setup})
     pool = CallPool(entry, what=what, limit="the deadline", timeout_s=limit_s + _TRIAL_S, concurrency=1)
     try:
         pool.until_ready()
